@@ -1,0 +1,1 @@
+"""Words: what the user types and reads; starts processes."""

@@ -1,0 +1,1 @@
+"""Commands: one verb a file; heavy imports stay inside the functions."""

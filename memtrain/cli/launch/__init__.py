@@ -1,0 +1,1 @@
+"""Launching: in this process, through accelerate, on SLURM."""

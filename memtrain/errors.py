@@ -1,0 +1,87 @@
+"""What the user is told: one kind of error a fault can have, each with its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+EXIT_SAVED = 75
+"""Exit code of a run that was asked to stop (SIGTERM, SIGINT), saved, and can be continued (EX_TEMPFAIL)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong: what (with the value in hand), where (`file:line:column`), and the way out."""
+
+    what: str
+    where: str = ""
+    fix: str = ""
+
+    def lines(self) -> list[str]:
+        """The fault as the user reads it, without the leading word `error:`."""
+        shown = [self.what]
+        if self.where:
+            shown.append(f"   at: {self.where}")
+        if self.fix:
+            shown.append(f"  try: {self.fix}")
+        return shown
+
+
+class MemtrainError(Exception):
+    """The user's to mend: shown as `error: what / at / try`, never with a traceback.
+
+    `faults` holds every fault found, so that one run of a command tells them all.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str | Sequence[Fault], where: str = "", fix: str = "") -> None:
+        self.faults: tuple[Fault, ...] = (Fault(what, where, fix),) if isinstance(what, str) else tuple(what)
+        super().__init__(self.text())
+
+    def text(self) -> str:
+        """Every fault in the form the command line prints."""
+        return "\n".join("error: " + "\n".join(fault.lines()) for fault in self.faults)
+
+
+class RecipeError(MemtrainError):
+    """The recipe, an override or a command-line word cannot be taken as written."""
+
+    exit_code = 2
+
+
+class DoesNotFit(MemtrainError):
+    """No plan fits the memory at hand."""
+
+    exit_code = 3
+
+
+class DataError(MemtrainError):
+    """A data file, a row or a tokenizer cannot be used as declared."""
+
+    exit_code = 4
+
+
+class LaunchError(MemtrainError):
+    """The run cannot start: devices, processes, packages, or a folder that cannot be written."""
+
+    exit_code = 5
+
+
+class ResumeError(MemtrainError):
+    """The run folder cannot be continued with this recipe."""
+
+    exit_code = 6
+
+
+class OutOfMemory(MemtrainError):
+    """The run ran out of memory and could not continue."""
+
+    exit_code = 7
+
+
+class Interrupted(MemtrainError):
+    """The run was asked to stop and has saved its state."""
+
+    exit_code = EXIT_SAVED

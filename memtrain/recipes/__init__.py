@@ -1,0 +1,1 @@
+"""What is asked: strict recipes, read from YAML; no torch."""

@@ -1,0 +1,1 @@
+"""Formats: one row of the user's file to one typed example, one file a format."""

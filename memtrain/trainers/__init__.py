@@ -1,0 +1,1 @@
+"""The work: what every rank does; torch lives here."""

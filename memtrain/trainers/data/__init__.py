@@ -1,0 +1,1 @@
+"""Data: from the user's files to batches of tokens."""

@@ -1,0 +1,1 @@
+"""Losses: pure functions of tensors, each with its source."""

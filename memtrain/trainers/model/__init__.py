@@ -1,0 +1,1 @@
+"""Models: loading, adapters, attention, heads, checkpointing and offloading."""
