@@ -1,0 +1,122 @@
+"""The plan: the whole contract between the command line and the workers, as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memtrain.errors import LaunchError
+from memtrain.memory.settings import Settings
+from memtrain.recipes.base import Section
+from memtrain.recipes.recipe import Recipe
+
+PLAN_FILE = "plan.json"
+
+
+class Decision(Section):
+    """One setting of the run: its value, why, and who decided."""
+
+    setting: str
+    """Name of the setting, as in Settings."""
+    value: str
+    """Its value, as shown."""
+    reason: str
+    """Why this value, in one sentence."""
+    source: str
+    """`recipe.yaml:12`, `override`, `default`, `rule`, or the name of a strategy."""
+
+
+class Owned(Section):
+    """Bytes of one owner."""
+
+    owner: str
+    """weights, gradients, optimizer, master copies, activations, recomputation, logits, ..."""
+    num_bytes: int
+
+
+class PhasePeak(Section):
+    """Predicted peak of one phase on one device."""
+
+    phase: str
+    """load, first step, steady step, evaluation, saving."""
+    num_bytes: int
+    """Bytes of live tensors at the peak."""
+    owners: tuple[Owned, ...]
+    """Who holds them; sums to `num_bytes`."""
+
+
+class Prediction(Section):
+    """What the run is expected to need."""
+
+    phases: tuple[PhasePeak, ...]
+    method: str
+    """How it was made: `arithmetic` or `trace`."""
+    budget_bytes: int | None
+    """What it was held against; None where nothing limits it."""
+
+    @property
+    def peak(self) -> PhasePeak:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda phase: phase.num_bytes)
+
+
+class PreparedSplit(Section):
+    """One tokenized split on disk and what is known of it."""
+
+    folder: str
+    """Folder of the token store."""
+    num_rows: int
+    num_tokens: int
+    num_learnt: int
+    """Tokens that are learnt."""
+    num_skipped: int
+    """Bad rows that were left out (`data.on_bad_row: skip`)."""
+    longest_tokens: int
+
+
+class PreparedData(Section):
+    """The tokenized data of a run."""
+
+    train: PreparedSplit
+    eval: PreparedSplit | None
+    held_out_rows: int
+    """Rows of `train` that are set aside for evaluation (`data.held_out`)."""
+
+
+class Plan(Section):
+    """A resolved run. The workers read this and decide nothing."""
+
+    version: int = 1
+    recipe: Recipe
+    recipe_path: str
+    run_dir: str
+    settings: Settings
+    decisions: tuple[Decision, ...]
+    data: PreparedData
+    prediction: Prediction
+    plain: Prediction
+    """The same run without any memory strategy, for comparison."""
+    versions: dict[str, str]
+    """Versions of memtrain, torch, transformers and Python that made the plan."""
+
+    def write(self, folder: Path) -> Path:
+        """Write `plan.json` into `folder` and return its path."""
+        path = folder / PLAN_FILE
+        path.write_text(self.model_dump_json(indent=1) + "\n")
+        return path
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a `plan.json`.
+
+    Raises: LaunchError when there is none, or it was written by another version of memtrain.
+    """
+    if not path.is_file():
+        raise LaunchError(f"there is no plan at {path}", fix="run the training command; it writes plan.json")
+    try:
+        return Plan.model_validate_json(path.read_text())
+    except ValueError as error:
+        raise LaunchError(
+            f"plan.json does not fit this version of memtrain: {error}",
+            where=str(path),
+            fix="run the training command again; it makes a new plan",
+        ) from None

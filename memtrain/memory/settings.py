@@ -1,0 +1,64 @@
+"""Every resolved engine setting: what the worker obeys and the estimate is made for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memtrain.recipes.base import Section
+from memtrain.recipes.model import Adapter
+
+
+class Settings(Section):
+    """What a run does, with nothing left open. Made by the resolver, never changed."""
+
+    device: Literal["cpu", "cuda"]
+    """Kind of device of every process."""
+    num_processes: int
+    """Processes over all nodes (the world size)."""
+    threads: int
+    """CPU threads of one process."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """Precision of the weights and of the computation."""
+    attention: Literal["cpu", "cuda", "flash", "flex", "dense", "stock"]
+    """Attention back end; `stock` is transformers' own on padded rows."""
+    liger: bool
+    """Liger kernels for norms, SwiGLU and RoPE."""
+    adapter: Adapter | None
+    """The adapter that is trained, or none."""
+    quantize: Literal["none", "4bit", "8bit"]
+    """How the frozen weights are stored."""
+
+    max_length: int | None
+    """Longest sequence in tokens."""
+    truncation: Literal["keep_start", "keep_end", "drop"]
+    packing: Literal["none", "bfd", "bfd_split", "wrapped"]
+    documents_see_each_other: bool
+    padding_free: bool
+    """Rows of a micro-batch lie end to end in one sequence."""
+    pad_to_multiple_of: int | None
+    group_by_length: bool
+
+    batch_rows: int | None
+    """Rows of one optimizer step over all ranks, or None when said in tokens."""
+    batch_tokens: int | None
+    """Tokens of one optimizer step over all ranks, or None when said in rows."""
+    micro_rows: int
+    """Most rows of one micro-batch of one rank."""
+    micro_tokens: int | None
+    """Most tokens of one micro-batch of one rank; None: only rows count."""
+    max_steps: int
+    """Optimizer steps of the whole run."""
+
+    checkpoint_every: int
+    """Activation checkpointing of every n-th layer; 0 is off."""
+    offload: Literal["none", "boundaries", "all"]
+    """Activations that wait in host memory: none, the checkpointed layer inputs, or every saved tensor."""
+    loss: Literal["chunked", "full"]
+    loss_tile_bytes: int
+
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"]
+    master_weights: bool
+    """Float32 copies of the weights in the optimizer."""
+    expandable_segments: bool
+    """CUDA caching allocator with expandable segments."""

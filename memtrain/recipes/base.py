@@ -1,0 +1,57 @@
+"""What every recipe section is made of: strict, frozen, and documented field by field."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+UNITS = {
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are refused, nothing is coerced, nothing changes after reading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+def parse_bytes(value: object) -> object:
+    """Bytes of `24GiB`, `512MiB` or `80GB` (a plain number is bytes already).
+
+    Raises: ValueError when the text is no size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", value)
+    if match is None or match[2].upper() not in UNITS:
+        raise ValueError(f"'{value}' is not a size; write a number and a unit, such as 24GiB or 512MiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def one_or_many(value: object) -> object:
+    """A single item as a tuple of one; a list as a tuple."""
+    if isinstance(value, list):
+        items: list[object] = value  # pyright: ignore[reportUnknownVariableType]
+        return tuple(items)
+    if isinstance(value, (str, dict)):
+        return (value,)  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+"""A size in bytes, written with a unit: `24GiB`, `512MiB`, `80GB`."""
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -1,0 +1,129 @@
+"""The `data:` section: which rows, in which format, and which of their tokens are learnt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from memtrain.recipes.base import PositiveInt, Section, one_or_many
+
+Format = Literal["auto", "text", "prompt_completion", "messages", "ids", "preference", "unpaired", "prompt"]
+
+
+class Columns(Section):
+    """The user's column names, where they differ from memtrain's."""
+
+    text: str | None = None
+    """Column of plain text."""
+    prompt: str | None = None
+    """Column of the prompt (a string, or a list of messages)."""
+    completion: str | None = None
+    """Column of the completion."""
+    messages: str | None = None
+    """Column of the messages (`role`, `content`; or `from`, `value`)."""
+    tools: str | None = None
+    """Column of the tool definitions."""
+    ids: str | None = None
+    """Column of token ids."""
+    labels: str | None = None
+    """Column of labels beside `ids`: -100 where a token is not learnt."""
+    chosen: str | None = None
+    """Column of the preferred answer."""
+    rejected: str | None = None
+    """Column of the other answer."""
+    margin: str | None = None
+    """Column of the margin of a pair."""
+    label: str | None = None
+    """Column of the verdict of an unpaired row: true is desirable."""
+
+
+class Source(Section):
+    """One place that rows come from."""
+
+    source: str
+    """A file, a folder or a glob (JSONL, JSON, CSV, Parquet, Arrow, text; .gz read as well), a hub id,
+    or `builtin:arithmetic`."""
+
+    name: str | None = None
+    """Configuration name of a hub dataset."""
+
+    split: str = "train"
+    """Split of a hub dataset, or of a folder that has `train`, `test` files."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset."""
+
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of this source in the mixture, relative to the others: rows are sampled (never just the first
+    ones); above one pass, rows repeat. Not given anywhere: every row of every source once."""
+
+    limit: PositiveInt | None = None
+    """Use at most this many rows, sampled with the seed."""
+
+    format: Format = "auto"
+    """Format of the rows of this source, when it differs from `data.format`."""
+
+    columns: Columns | None = None
+    """Column names of this source, when they differ from `data.columns`."""
+
+
+def source_of(value: object) -> object:
+    """A list of sources from a string, a mapping, or a list of either."""
+    items = one_or_many(value)
+    if not isinstance(items, tuple):
+        return items
+    several: tuple[object, ...] = items  # pyright: ignore[reportUnknownVariableType]
+    return tuple({"source": item} if isinstance(item, str) else item for item in several)
+
+
+Sources = Annotated[tuple[Source, ...], BeforeValidator(source_of)]
+
+
+class Data(Section):
+    """What the model learns from."""
+
+    train: Annotated[Sources, Field(min_length=1)]
+    """Where the rows come from: one source, or a list of them (a mixture)."""
+
+    eval: Sources = ()
+    """Where the held-out rows come from, when they are rows of their own."""
+
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the training rows that is set aside for evaluation, sampled with the seed."""
+
+    format: Format = "auto"
+    """Format of a row. `auto` decides by the columns, by the rules in docs/recipe.md, from the first row."""
+
+    columns: Columns = Columns()
+    """Column names, where yours differ: `{prompt: question, completion: answer}`."""
+
+    completion_only_loss: bool | None = None
+    """Learn only the completion. Not given: yes for prompt-completion rows."""
+
+    assistant_only_loss: bool = False
+    """Learn only what the assistant says (rows of messages), by the generation marks of the chat template."""
+
+    end_token: bool = True
+    """End every row with the end-of-sequence token, and learn it, where the format does not end by itself."""
+
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be used stops the run, or is left out and counted."""
+
+    streaming: bool = False
+    """Tokenize a source that is larger than the disk's free space as it is read, epoch by epoch."""
+
+    processes: PositiveInt = 1
+    """Processes that tokenize."""
+
+    cache_dir: str | None = None
+    """Where tokenized rows are kept. Not given: `$MEMTRAIN_CACHE`, else ~/.cache/memtrain."""
+
+    @model_validator(mode="after")
+    def _one_held_out(self) -> Data:
+        if self.eval and self.held_out:
+            raise ValueError("give data.eval (rows of their own) or data.held_out (a fraction), not both")
+        weights = [source.weight for source in self.train]
+        if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
+            raise ValueError("give every source of data.train a weight, or none of them")
+        return self

@@ -1,0 +1,60 @@
+"""The `length:` section: how long a row may be, and how rows share the sequences that enter the model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from memtrain.recipes.base import PositiveInt, Section
+
+
+class Length(Section):
+    """Truncation, packing and padding. What is cut or dropped is always counted and reported."""
+
+    max_length: PositiveInt | None = 1024
+    """Longest row in tokens; `memtrain inspect-lengths` helps to choose. Higher: more memory, less cut.
+    null: rows are never cut (not with packing)."""
+
+    truncation: Literal["keep_start", "keep_end", "drop"] = "keep_start"
+    """What happens to a longer row: its start is kept, its end is kept, or it is left out."""
+
+    packing: Literal["none", "bfd", "bfd_split", "wrapped"] = "none"
+    """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are truncated;
+    `bfd_split`: longer rows are split, nothing is lost; `wrapped`: rows are concatenated and cut."""
+
+    documents_see_each_other: bool = False
+    """With `wrapped`: let rows of one sequence attend to each other (pretraining style). Off: they never do."""
+
+    padding_free: bool | None = None
+    """Lay the rows of a micro-batch end to end instead of padding them. Not given: wherever a back end
+    keeps rows apart. Packing needs it."""
+
+    pad_to_multiple_of: PositiveInt | None = None
+    """Pad each sequence to a multiple of this many tokens (tensor cores like 8 or 64; context parallelism
+    needs twice its degree)."""
+
+    group_by_length: bool = False
+    """In padded runs, put rows of similar length in one batch: less padding, a less random order."""
+
+    @model_validator(mode="after")
+    def _packing_needs_a_length(self) -> Length:
+        if self.packing != "none" and self.max_length is None:
+            raise ValueError(
+                f"packing {self.packing} fills sequences of max_length tokens; set length.max_length"
+            )
+        if self.packing != "none" and self.padding_free is False:
+            raise ValueError(
+                "packed rows are never padded; remove length.padding_free or set length.packing to none"
+            )
+        if self.documents_see_each_other and self.packing != "wrapped":
+            raise ValueError("length.documents_see_each_other has an effect only with packing: wrapped")
+        if self.packing == "wrapped" and self.truncation == "drop":
+            raise ValueError(
+                "packing wrapped cuts nothing out, so truncation drop has no effect; remove one of them"
+            )
+        if self.group_by_length and self.packing != "none":
+            raise ValueError(
+                "group_by_length has no effect on packed rows; remove it or set length.packing to none"
+            )
+        return self

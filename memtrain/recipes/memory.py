@@ -1,0 +1,44 @@
+"""The `memory:` section: what the plan may use, what it must keep under, and what the user pins."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from memtrain.recipes.base import Bytes, PositiveInt, Section, one_or_many
+
+
+class Memory(Section):
+    """How the run is made to fit. Every setting has a reason in the plan."""
+
+    budget: Bytes | Literal["auto"] = "auto"
+    """Memory of one device that the run may use. `auto`: what is free on the device at the start."""
+
+    use: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    """Strategies that must be used, by name (`memtrain methods --strategies` lists them)."""
+
+    never: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    """Strategies that must not be used."""
+
+    activation_checkpointing: Literal["auto", "on", "off"] = "on"
+    """Keep one tensor a layer and recompute the rest in the backward pass: much less memory, about a third
+    more time. Same numbers."""
+
+    checkpoint_every: PositiveInt = 1
+    """Checkpoint every n-th layer. Higher: faster, more memory."""
+
+    activation_offloading: Literal["auto", "on", "off"] = "off"
+    """Move the kept tensors to host memory between forward and backward. Same numbers."""
+
+    loss: Literal["auto", "chunked", "full"] = "auto"
+    """`chunked`: LM head and loss in tiles, logits never held whole. `full`: the plain computation."""
+
+    loss_tile: Bytes = 64 * 2**20
+    """Size of one tile of logits in the chunked loss. Higher: fewer launches, more memory."""
+
+    expandable_segments: bool = True
+    """CUDA's caching allocator grows its segments instead of fragmenting them."""
+
+    watch: bool = True
+    """Measure the peak of every phase and report it beside the prediction."""

@@ -1,0 +1,22 @@
+"""One section for each method: its knobs, with the values of its paper as defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from memtrain.recipes.base import Fraction, Section
+
+
+class Sft(Section):
+    """Supervised fine-tuning: cross-entropy on the learnt tokens."""
+
+    loss: Literal["nll", "dft"] = "nll"
+    """`nll`: cross-entropy. `dft`: each token weighted by its own probability (arXiv:2508.05629)."""
+
+    label_smoothing: Fraction = 0.0
+    """Share of the target that is spread over the vocabulary."""
+
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of log(Z)^2, which keeps logits small (arXiv:2204.02311, section 5)."""

@@ -1,0 +1,84 @@
+"""The `model:` section: which weights, which tokenizer, in which precision, with which adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+
+from memtrain.recipes.base import Fraction, PositiveInt, Section, one_or_many
+
+
+class Adapter(Section):
+    """Train a small adapter instead of the weights (PEFT)."""
+
+    kind: Literal["lora", "dora"] = "lora"
+    """`lora` (arXiv:2106.09685) or `dora` (arXiv:2402.09353: also learns each column's magnitude; slower)."""
+
+    r: PositiveInt = 16
+    """Rank. Higher: more trainable parameters, gradients and optimizer state, all in proportion."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with `rslora`)."""
+
+    dropout: Fraction = 0.0
+    """Dropout on the adapter's input."""
+
+    target_modules: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("all-linear",)
+    """Module names that get an adapter; `all-linear` is every linear layer but the LM head."""
+
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    """Module names that are trained in full and saved beside the adapter (`embed_tokens`, `lm_head`)."""
+
+    rslora: bool = False
+    """Rank-stabilised scale, alpha / sqrt(r) (arXiv:2312.03732)."""
+
+
+class Model(Section):
+    """Which model is trained. Give `path` (weights that exist) or `config` (random weights)."""
+
+    path: str | None = None
+    """Hub id or folder of a causal LM in the Hugging Face format; `builtin:tiny` is made on the spot."""
+
+    config: str | dict[str, JsonValue] | None = None
+    """A model configuration (a mapping with `model_type`, or the path of a config.json): random weights."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+    tokenizer: str | None = None
+    """Hub id or folder of the tokenizer; the model's own when not given. `builtin:tiny` is always at hand."""
+
+    chat_template: str | None = None
+    """A Jinja file, or the name of a shipped training template, in place of the tokenizer's own."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights in training. `auto`: bfloat16 where the device computes in it, else float32."""
+
+    attention: Literal["auto", "cpu", "cuda", "flash", "flex", "dense", "stock"] = "auto"
+    """Attention back end. `auto` takes the fastest that keeps rows apart; `memtrain doctor` lists them."""
+
+    liger: Literal["auto", "on", "off"] = "auto"
+    """Liger kernels for RMSNorm, SwiGLU and RoPE. `auto`: when installed and on CUDA."""
+
+    adapter: Adapter | None = None
+    """Train an adapter. Not given: every weight is trained."""
+
+    quantize: Literal["none", "4bit", "8bit"] = "none"
+    """Keep the frozen weights in 4-bit NF4 or 8-bit (bitsandbytes; needs an adapter; computes in bfloat16)."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Model:
+        if (self.path is None) == (self.config is None):
+            raise ValueError(
+                "give exactly one of model.path (weights that exist) and model.config (random weights)"
+            )
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError(
+                "model.config has no tokenizer of its own; set model.tokenizer (builtin:tiny is at hand)"
+            )
+        if self.quantize != "none" and self.adapter is None:
+            raise ValueError(
+                "quantized weights cannot be trained; add model.adapter, or set model.quantize to none"
+            )
+        return self

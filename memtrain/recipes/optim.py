@@ -1,0 +1,66 @@
+"""The `optim:` section: optimizer, schedule, and what keeps gradients in bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from memtrain.recipes.base import Fraction, Section
+
+
+def _pair(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+
+
+class Optim(Section):
+    """How gradients become new weights."""
+
+    kind: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"] = (
+        "adamw"
+    )
+    """`adamw` keeps 2 numbers a weight; 8-bit a quarter of their bytes; `adafactor` almost none; `muon` one
+    (matrices; the rest by AdamW); `paged_*` spill to host memory (bitsandbytes, CUDA)."""
+
+    lr: Annotated[float, Field(gt=0)] = 2e-5
+    """Peak learning rate. Full fine-tuning: about 1e-5; LoRA: about 2e-4."""
+
+    betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.999)
+    """Decay of the first and second moment (AdamW)."""
+
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+
+    momentum: Fraction = 0.95
+    """Momentum of `muon`; `sgd` has none."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay on matrices; norms and biases are never decayed."""
+
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """How the learning rate falls after warm-up. `wsd`: constant, then linear over the last fifth."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Optimizer steps of linear warm-up."""
+
+    warmup_ratio: Fraction | None = None
+    """Warm-up as a fraction of all steps. Neither given: 0.03."""
+
+    min_lr_ratio: Fraction = 0.0
+    """Where the schedule ends, as a fraction of `lr`."""
+
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this norm. null: never."""
+
+    master_weights: bool = False
+    """Keep float32 copies of bfloat16 weights in the optimizer: 4 more bytes a weight (plus 4 for each
+    moment that is then float32), and small updates are not rounded away."""
+
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Noise on the embeddings in training (arXiv:2310.05914); 5 is usual."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Optim:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("give optim.warmup_steps or optim.warmup_ratio, not both")
+        return self

@@ -1,0 +1,99 @@
+"""The sections about the run itself: `train:`, `eval:`, `save:`, `log:` and `cluster:`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from memtrain.recipes.base import PositiveInt, Section, one_or_many
+
+
+class Train(Section):
+    """How long, and how much per optimizer step. The batch is said once; the rest is derived and shown."""
+
+    batch_rows: PositiveInt | None = None
+    """Rows of one optimizer step over all devices. A row is an example, or a packed sequence."""
+
+    batch_tokens: PositiveInt | None = None
+    """Tokens of one optimizer step over all devices, in place of `batch_rows`. Neither given: 32 rows."""
+
+    micro_rows: PositiveInt | Literal["auto"] = "auto"
+    """Rows that one device takes at once. Higher: faster, more activation memory. Same numbers."""
+
+    micro_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Tokens that one device takes at once (padding-free runs)."""
+
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the data. Neither this nor `max_steps` given: 1."""
+
+    max_steps: PositiveInt | None = None
+    """Optimizer steps, in place of `epochs`."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of shuffling, sampling, dropout and random weights. The same seed gives the same run."""
+
+    shuffle: bool = True
+    """New order of the rows in every epoch."""
+
+    @model_validator(mode="after")
+    def _said_once(self) -> Train:
+        if self.batch_rows is not None and self.batch_tokens is not None:
+            raise ValueError("the batch is said once: give train.batch_rows or train.batch_tokens, not both")
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError("give train.epochs or train.max_steps, not both")
+        return self
+
+
+class Eval(Section):
+    """Loss on held-out rows."""
+
+    every_steps: PositiveInt | None = None
+    """Evaluate every n optimizer steps. Not given: at the end of every epoch."""
+
+    at_start: bool = False
+    """Evaluate before the first step too."""
+
+    max_rows: PositiveInt | None = None
+    """Use at most this many held-out rows."""
+
+
+class Save(Section):
+    """Checkpoints: complete or not there at all, verified before they are used."""
+
+    every_steps: PositiveInt | None = None
+    """Save every n optimizer steps. Not given: at the end of every epoch."""
+
+    keep: PositiveInt = 2
+    """Checkpoints that are kept; older ones are removed."""
+
+    keep_best: bool = False
+    """Also keep the one with the lowest evaluation loss, and make it the final model."""
+
+
+class Log(Section):
+    """What is told while it runs. `metrics.jsonl` has every step in any case."""
+
+    every_steps: PositiveInt = 10
+    """Print a line every n optimizer steps (a file or a pipe; a terminal shows every step)."""
+
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], BeforeValidator(one_or_many)
+    ] = ()
+    """Also report to these."""
+
+    project: str = "memtrain"
+    """Project name in the trackers."""
+
+
+class Cluster(Section):
+    """Which devices. The plan decides the rest."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Kind of device. `auto`: CUDA when there is one."""
+
+    processes: PositiveInt | Literal["auto"] = "auto"
+    """Processes (one a device). `auto`: one for every CUDA device, one on a CPU."""
+
+    threads: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of one process. `auto`: the cores, divided by the processes."""
