@@ -1,0 +1,263 @@
+"""Devices and their limits: what a run may use, and how fast it computes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from memtrain.errors import RecipeError
+from memtrain.memory.units import GIB, MIB, gib
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device reaches in practice, not what its data sheet promises."""
+
+    half_matmul_per_s: float
+    """Floating-point operations a second of a large bfloat16 (or float16) matrix product."""
+    single_matmul_per_s: float
+    """The same in float32 (TF32 off, torch's default)."""
+    bytes_per_s: float
+    """Device memory read and written by elementwise kernels."""
+    host_bytes_per_s: float
+    """One direction between pinned host memory and the device."""
+    launch_s: float
+    """Host time of one eager operation."""
+    kernel_s: float
+    """Shortest kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The devices of one node and the host they sit in. On `cpu` the device is the host."""
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    num_devices: int
+    memory_bytes: int
+    """Memory of one device."""
+    free_bytes: int
+    """What of it is free now; all of it for a device that is only named."""
+    host_bytes: int
+    """Memory that the processes of this node may use: RAM, or the limit of the container."""
+    num_cores: int
+    compute_capability: tuple[int, int] | None
+    """CUDA only."""
+    has_bfloat16: bool
+    """The device computes in bfloat16 at full speed."""
+    rates: Rates
+
+    @staticmethod
+    def named(name: str, num_devices: int = 1) -> Hardware:
+        """A node with `num_devices` of a known card (`h100`, `a100-40`, `4090`, ...), all memory free.
+
+        Host: as much RAM as all cards, at least 64 GiB, and 8 cores a card, as rented nodes come.
+
+        Raises: RecipeError for a name that is not in the table.
+        """
+        wanted = name.strip().upper().removesuffix("GB").replace(" ", "-")
+        wanted = _ALIASES.get(wanted, wanted)
+        for card in _CARDS:
+            if card.name.upper() == wanted:
+                host = max(64 * GIB, num_devices * card.memory_mib * MIB)
+                return _from_card(card, num_devices, card.memory_mib * MIB, host, 8 * num_devices)
+        raise RecipeError(
+            f"no such GPU in the table: {name}",
+            fix=f"one of {', '.join(known_names())}; or give its size with --budget 24GiB",
+        )
+
+    def with_devices(self, num_devices: int) -> Hardware:
+        """The same node with another number of devices."""
+        return replace(self, num_devices=num_devices)
+
+    def words(self) -> str:
+        """One line for people."""
+        count = f"{self.num_devices} x " if self.num_devices > 1 else ""
+        return f"{count}{self.name}, {gib(self.memory_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """One line of the table: names as they are asked for and as the driver says them."""
+
+    name: str
+    driver: str
+    """Pattern of the name the driver reports, after lower-casing."""
+    memory_mib: int
+    """As `nvidia-smi` reports the total; the driver keeps up to 1 % of it."""
+    capability: tuple[int, int]
+    half_tflops: float
+    """Dense bfloat16 (float16 where there is no bfloat16), data sheet."""
+    single_tflops: float
+    gb_per_s: float
+    """Device memory bandwidth, data sheet."""
+    pcie_gb_per_s: float
+    """One direction, data sheet."""
+
+
+# Source: vendors' data sheets (dense rates). What is reached of them: _reached below.
+_CARDS = (
+    _Card("H200", r"h200", 143771, (9, 0), 989, 67, 4800, 64),
+    _Card("H100", r"h100.*(80gb|hbm3|sxm)|h100", 81559, (9, 0), 989, 67, 3350, 64),
+    _Card("H100-PCIe", r"h100 pcie", 81559, (9, 0), 756, 51, 2000, 64),
+    _Card("GH200", r"gh200", 97871, (9, 0), 989, 67, 4000, 450),
+    _Card("B200", r"b200", 183359, (10, 0), 2250, 75, 8000, 64),
+    _Card("A100-40", r"a100.*40gb", 40960, (8, 0), 312, 19.5, 1555, 32),
+    _Card("A100-80", r"a100.*80gb", 81920, (8, 0), 312, 19.5, 2039, 32),
+    _Card("L4", r"\bl4\b", 23034, (8, 9), 121, 30, 300, 32),
+    _Card("L40S", r"l40s", 46068, (8, 9), 362, 91, 864, 32),
+    _Card("A10G", r"a10g", 23028, (8, 6), 70, 35, 600, 32),
+    _Card("A10", r"\ba10\b", 23028, (8, 6), 125, 31, 600, 32),
+    _Card("A6000", r"rtx a6000", 49140, (8, 6), 155, 39, 768, 32),
+    _Card("3090", r"rtx 3090", 24576, (8, 6), 71, 36, 936, 32),
+    _Card("4090", r"rtx 4090", 24564, (8, 9), 165, 83, 1008, 32),
+    _Card("5090", r"rtx 5090", 32607, (12, 0), 210, 105, 1792, 64),
+    _Card("T4", r"\bt4\b", 15360, (7, 5), 65, 8.1, 320, 16),
+    _Card("V100-16", r"v100.*16gb", 16384, (7, 0), 125, 15.7, 900, 16),
+    _Card("V100-32", r"v100.*32gb", 32768, (7, 0), 125, 15.7, 900, 16),
+    _Card("MI300X", r"mi300x", 196592, (9, 4), 1307, 163, 5300, 64),
+)
+_ALIASES = {"A100": "A100-80", "V100": "V100-32", "H100-SXM": "H100", "RTX4090": "4090", "RTX3090": "3090"}
+
+_reached = 0.8
+"""Share of the data sheet that large kernels reach. Measured on one H200: 788 of 989 TFLOP/s in a bfloat16
+product and 4.3 of 4.8 TB/s in a copy."""
+
+CPU_RATES = Rates(
+    half_matmul_per_s=40e9,
+    single_matmul_per_s=60e9,
+    bytes_per_s=8e9,
+    host_bytes_per_s=8e9,
+    launch_s=8e-6,
+    kernel_s=2e-6,
+)
+"""One core. Measured: x86 server core, torch 2.13, 1024-wide products; bfloat16 without AMX is slower."""
+
+
+def known_names() -> tuple[str, ...]:
+    """Names that `named` takes."""
+    return tuple(card.name.lower() for card in _CARDS)
+
+
+def cpu(host_bytes: int, num_cores: int) -> Hardware:
+    """A machine without a GPU, given its memory and cores."""
+    rates = replace(
+        CPU_RATES,
+        half_matmul_per_s=CPU_RATES.half_matmul_per_s * num_cores,
+        single_matmul_per_s=CPU_RATES.single_matmul_per_s * num_cores,
+    )
+    return Hardware(
+        name="CPU",
+        device="cpu",
+        num_devices=1,
+        memory_bytes=host_bytes,
+        free_bytes=host_bytes,
+        host_bytes=host_bytes,
+        num_cores=num_cores,
+        compute_capability=None,
+        has_bfloat16=True,
+        rates=rates,
+    )
+
+
+def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> Hardware:
+    """This machine. Asks nvidia-smi, never torch, so that it costs milliseconds and creates no context.
+
+    `auto` takes the GPUs that CUDA_VISIBLE_DEVICES leaves visible; of unlike cards the smallest counts.
+    """
+    limit, available = _host_memory()
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cards = [] if device == "cpu" else _visible_cards()
+    if not cards:
+        return replace(cpu(limit, num_cores), free_bytes=available)
+    name, total, free, capability = min(cards, key=lambda card: card[1])
+    card = _card_of(name, capability)
+    found = _from_card(card, len(cards), total, limit, num_cores)
+    return replace(found, name=name, free_bytes=free, compute_capability=capability)
+
+
+def parse_smi(text: str, visible: str | None) -> list[tuple[str, int, int, tuple[int, int]]]:
+    """(name, total bytes, free bytes, compute capability) of each GPU in nvidia-smi's CSV that is visible.
+
+    `visible` is CUDA_VISIBLE_DEVICES: indices or UUIDs; None shows all, an empty word none.
+    """
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+    wanted = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
+    cards: list[tuple[str, int, int, tuple[int, int]]] = []
+    for index, uuid, name, total, free, capability in rows:
+        if wanted is not None and index not in wanted and not any(uuid.startswith(w) for w in wanted):
+            continue
+        major, minor = capability.split(".")
+        cards.append((name, int(total) * MIB, int(free) * MIB, (int(major), int(minor))))
+    return cards
+
+
+def _visible_cards() -> list[tuple[str, int, int, tuple[int, int]]]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = "--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap"
+    asked = subprocess.run(
+        [program, query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    return parse_smi(asked.stdout, os.environ.get("CUDA_VISIBLE_DEVICES")) if asked.returncode == 0 else []
+
+
+def _card_of(driver_name: str, capability: tuple[int, int]) -> _Card:
+    """The card of a driver's name; an unknown one computes like an L4, the slowest of its kind."""
+    lowered = driver_name.lower()
+    matches = [card for card in _CARDS if re.search(card.driver, lowered)]
+    if matches:
+        return max(matches, key=lambda card: len(card.driver) if card.name != "H100" else 0)
+    return _Card(driver_name, "", 0, capability, 121, 30, 300, 32)
+
+
+def _from_card(card: _Card, num_devices: int, memory: int, host: int, num_cores: int) -> Hardware:
+    rates = Rates(
+        half_matmul_per_s=card.half_tflops * 1e12 * _reached,
+        single_matmul_per_s=card.single_tflops * 1e12 * _reached,
+        bytes_per_s=card.gb_per_s * 1e9 * _reached,
+        host_bytes_per_s=card.pcie_gb_per_s * 1e9 * _reached,
+        launch_s=6e-6,
+        kernel_s=2.5e-6,
+    )
+    return Hardware(
+        name=card.name,
+        device="cuda",
+        num_devices=num_devices,
+        memory_bytes=memory,
+        free_bytes=memory,
+        host_bytes=host,
+        num_cores=num_cores,
+        compute_capability=card.capability,
+        has_bfloat16=card.capability >= (8, 0),
+        rates=rates,
+    )
+
+
+def _host_memory() -> tuple[int, int]:
+    """(limit, available) bytes of this process's container, or of the machine."""
+    memory = psutil.virtual_memory()
+    limit, available = memory.total, memory.available
+    for folder, most, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        files = Path(folder, most), Path(folder, used)
+        if all(file.is_file() for file in files):
+            words = [file.read_text().strip() for file in files]
+            if words[0].isdigit() and int(words[0]) < limit:
+                limit = int(words[0])
+                available = min(available, limit - int(words[1]))
+    return limit, available
