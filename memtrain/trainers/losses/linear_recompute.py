@@ -1,0 +1,142 @@
+"""Log-probs of targets straight from hidden states; the backward pass forms each tile of logits again."""
+
+# N scored tokens, V vocabulary, D width of one pair
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from memtrain.trainers.losses.gradients import (
+    Needs,
+    ScoredTokens,
+    gradients_by_columns,
+    gradients_by_tokens,
+)
+from memtrain.trainers.losses.tiles import (
+    Coefficients,
+    LogitRule,
+    Operands,
+    TileScores,
+    bend_,
+    gather_operands,
+    head_outputs_,
+    num_tile_tokens,
+    products_for,
+    score_,
+    without_autocast,
+)
+
+
+class ScoreOptions(NamedTuple):
+    """What a scoring call computes besides log p, and how its backward pass goes."""
+
+    rule: LogitRule
+    dtypes: tuple[torch.dtype, ...]
+    want_mean: bool = False
+    want_entropy: bool = False
+    want_correct: bool = False
+    by_columns: bool = False
+
+
+def scores_by_tokens(operands: Operands, targets_N: Tensor, options: ScoreOptions) -> TileScores:
+    """Per-token scores of the whole call, one [T, V] tile of logits at a time; nothing is differentiated."""
+    products, rule = products_for(operands, options.rule), options.rule
+    num_tokens, num_columns = operands.hidden[0].shape[0], operands.weight[0].shape[0]
+    step = num_tile_tokens(num_columns, 1 + options.want_entropy, rule, products.wide)
+    scratch = torch.empty(min(step, num_tokens), num_columns, dtype=products.wide, device=targets_N.device)
+    tiles: list[TileScores] = []
+    for low in range(0, max(num_tokens, 1), step):
+        high = min(low + step, num_tokens)
+        tile_TV = scratch[: high - low]
+        head_outputs_(
+            tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
+        )
+        bend_(tile_TV, rule, want_slope=False)
+        scores, _, _ = score_(
+            tile_TV,
+            targets_N[low:high],
+            want_mean=options.want_mean,
+            want_entropy=options.want_entropy,
+            want_correct=options.want_correct,
+        )
+        tiles.append(scores)
+    return join(tiles)
+
+
+def join(tiles: list[TileScores]) -> TileScores:
+    """The tiles' scores in token order."""
+    return TileScores(
+        torch.cat([tile.logp_T for tile in tiles]),
+        torch.cat([tile.log_z_T for tile in tiles]),
+        _cat([tile.mean_logit_T for tile in tiles]),
+        _cat([tile.entropy_T for tile in tiles]),
+        _cat([tile.correct_T for tile in tiles]),
+    )
+
+
+def _cat(parts: list[Tensor | None]) -> Tensor | None:
+    asked = [part for part in parts if part is not None]
+    return torch.cat(asked) if asked else None
+
+
+class TokenScores(torch.autograd.Function):
+    """(log p, log Z, mean logit, entropy) per token, each differentiable, and whether the target was top-1.
+
+    Saves the hidden states, the weights, and two numbers a token.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: ScoreOptions, targets_N: Tensor, bias_V: Tensor | None, *flat: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Scores of all tokens; see `scores_by_tokens`."""
+        with without_autocast(targets_N.device):
+            operands = gather_operands(options.dtypes, bias_V, flat)
+            scores = scores_by_tokens(operands, targets_N, options)
+        ctx.options = options
+        ctx.hidden_dtypes = [x.dtype for x in flat[0::2]]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            targets_N, scores.log_z_T, scores.entropy_T, bias_V, *operands.hidden, *flat[1::2]
+        )
+        if scores.correct_T is not None:
+            ctx.mark_non_differentiable(scores.correct_T)
+        return tuple(scores)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradients of the pairs and the bias."""
+        targets_N, log_z_N, entropy_N, bias_V, *saved = ctx.saved_tensors
+        options: ScoreOptions = ctx.options
+        num_pairs = len(saved) // 2
+        hidden, weight = saved[:num_pairs], saved[num_pairs:]
+        flat = [t for pair in zip(hidden, weight, strict=True) for t in pair]
+        asked = ctx.needs_input_grad
+        needs = Needs(tuple(asked[3::2]), tuple(asked[4::2]), asked[2])
+        with without_autocast(targets_N.device):
+            operands = gather_operands(options.dtypes, bias_V, flat)
+            coefficients = _coefficients(grads, log_z_N, num_columns=weight[0].shape[0])
+            tokens = ScoredTokens(targets_N, log_z_N, entropy_N, coefficients)
+            form = gradients_by_columns if options.by_columns else gradients_by_tokens
+            pairs, bias = form(operands, tokens, options.rule, needs, products_for(operands, options.rule))
+        dtypes = [d for pair in zip(ctx.hidden_dtypes, (w.dtype for w in weight), strict=True) for d in pair]
+        return (
+            None,
+            None,
+            None if bias is None else bias.to(bias_V.dtype),
+            *(None if g is None else g.to(dtype) for g, dtype in zip(pairs, dtypes, strict=True)),
+        )
+
+
+def _coefficients(grads: tuple[Tensor | None, ...], like_N: Tensor, num_columns: int) -> Coefficients:
+    """d log p = 1[v = y] - p, d log Z = p, d mean logit = 1 / V, and the entropy's own term."""
+    logp_N, log_z_N, mean_N, entropy_N, _ = grads
+    nothing_N = torch.zeros_like(like_N)
+    target_N = nothing_N if logp_N is None else logp_N
+    prob_N = (nothing_N if log_z_N is None else log_z_N) - target_N
+    return Coefficients(prob_N, target_N, None if mean_N is None else mean_N / num_columns, entropy_N)
