@@ -1,0 +1,200 @@
+"""Which attention back ends can run here, which one is taken, and why each other is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memtrain.errors import Fault, RecipeError
+
+
+class AttentionBackend(StrEnum):
+    """A way to attend. All but `stock` keep the rows of one flattened row apart and take shared prompts."""
+
+    CPU = "cpu"
+    FLASH = "flash"
+    CUDA = "cuda"
+    FLEX = "flex"
+    DENSE = "dense"
+    STOCK = "stock"
+
+
+PREFERENCE: Mapping[str, tuple[AttentionBackend, ...]] = {
+    "cpu": (AttentionBackend.CPU, AttentionBackend.DENSE, AttentionBackend.STOCK),
+    "cuda": (
+        AttentionBackend.FLASH,
+        AttentionBackend.CUDA,
+        AttentionBackend.FLEX,
+        AttentionBackend.DENSE,
+        AttentionBackend.STOCK,
+    ),
+}
+"""Back ends of a device kind, the one to take first first."""
+
+HALF = ("bfloat16", "float16")
+REASONS: Mapping[AttentionBackend, str] = {
+    AttentionBackend.CPU: "segment by segment on torch's CPU flash kernel",
+    AttentionBackend.FLASH: "variable-length kernels of the installed flash-attn package",
+    AttentionBackend.CUDA: "torch's own variable-length flash kernels",
+    AttentionBackend.FLEX: "FlexAttention with a block mask, compiled",
+    AttentionBackend.DENSE: "last resort: a mask and scores of row length squared in every layer",
+    AttentionBackend.STOCK: "the model's own attention, one example to a row and no packing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """What the choice depends on.
+
+    device: "cuda" or "cpu". compute_capability: of the oldest GPU, None on CPU. dtype: of queries and keys,
+    e.g. "bfloat16". packages: importable ones among "flash_attn", "triton". longest_row_tokens: the most
+    tokens that one token may look back on (`max_length`), None when unbounded. The rest are facts of the
+    model's configuration; `own_layers` names the kinds of layer that are not plain attention
+    ("linear_attention", "mamba", ...).
+    """
+
+    device: str
+    dtype: str
+    compute_capability: tuple[int, int] | None = None
+    packages: frozenset[str] = frozenset()
+    longest_row_tokens: int | None = None
+    head_dim: int | None = None
+    sliding_window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    softcap: float | None = None
+    attention_dropout: float = 0.0
+    has_sinks: bool = False
+    own_layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The back end taken with its reason, and a sentence for each one that cannot run."""
+
+    backend: AttentionBackend
+    reason: str
+    refused: tuple[tuple[AttentionBackend, str], ...]
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether several examples may share a row."""
+        return self.backend is not AttentionBackend.STOCK
+
+
+def choose_attention(facts: AttentionFacts, asked: AttentionBackend | None = None) -> AttentionChoice:
+    """The first back end of `PREFERENCE` that fits `facts`, or the one asked for.
+
+    Raises:
+        RecipeError: the one asked for cannot run here; the error says why and names those that can.
+    """
+    order = PREFERENCE[facts.device]
+    refused = {backend: why for backend in order if (why := refusal(backend, facts))}
+    usable = [backend for backend in order if backend not in refused]
+    listed = tuple(refused.items())
+    if asked is None:
+        return AttentionChoice(usable[0], REASONS[usable[0]], listed)
+    if asked in usable:
+        return AttentionChoice(asked, f"asked for: {REASONS[asked]}", listed)
+    why = refused.get(asked, f"it does not run on {facts.device}")
+    fix = f"use one of {', '.join(usable)}, or leave the choice out"
+    raise RecipeError([Fault(f"attention {asked}: {why}", fix=fix)])
+
+
+def refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:
+    """Why `backend` cannot run under `facts`, as a sentence without a full stop; None when it can."""
+    if backend is AttentionBackend.STOCK:
+        return None
+    return _model_refusal(facts) or _device_refusal(backend, facts)
+
+
+def _model_refusal(facts: AttentionFacts) -> str | None:
+    """What no back end of ours computes: the result would be another one than the model's own."""
+    if facts.own_layers:
+        return f"the model's {', '.join(facts.own_layers)} layers carry state from one row into the next"
+    if facts.softcap:
+        return f"the model caps attention scores at {facts.softcap:g}, which no packed kernel here computes"
+    if facts.has_sinks:
+        return "the model has attention sinks, which no packed kernel here computes"
+    if facts.attention_dropout:
+        return f"attention dropout {facts.attention_dropout:g} needs the scores; set it to 0"
+    for tokens, name in (
+        (facts.sliding_window_tokens, "slides over"),
+        (facts.chunk_tokens, "is cut into chunks of"),
+    ):
+        if tokens is None:
+            continue
+        if facts.longest_row_tokens is None:
+            return f"the model's attention {name} {tokens:,} tokens and max_length is not bounded"
+        if tokens < facts.longest_row_tokens:
+            span = f"max_length is {facts.longest_row_tokens:,}"
+            return (
+                f"the model's attention {name} {tokens:,} tokens and {span}; lower max_length to {tokens:,}"
+            )
+    return None
+
+
+def _device_refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:
+    if backend in (AttentionBackend.CPU, AttentionBackend.DENSE):
+        return None
+    capability = facts.compute_capability or (0, 0)
+    if capability < (8, 0):
+        return f"{backend} needs compute capability 8.0, this is {capability[0]}.{capability[1]}"
+    if backend is AttentionBackend.FLEX:
+        return (
+            None if "triton" in facts.packages else "triton, which compiles FlexAttention, is not installed"
+        )
+    if backend is AttentionBackend.FLASH and "flash_attn" not in facts.packages:
+        return "the flash-attn package is not installed"
+    if facts.dtype not in HALF:
+        return f"{backend} computes in bfloat16 or float16, this is {facts.dtype}"
+    if facts.head_dim is not None and (facts.head_dim > 256 or facts.head_dim % 8):
+        return f"{backend} takes head widths up to 256 in steps of 8, this is {facts.head_dim}"
+    return None
+
+
+def model_facts(config: Mapping[str, object]) -> dict[str, object]:
+    """The keyword arguments of `AttentionFacts` that a `config.json` (or `config.to_dict()`) settles."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = text  # pyright: ignore[reportUnknownVariableType]
+    kinds = _layer_kinds(config)
+    window = _positive(config, "sliding_window")
+    # Qwen2 and Qwen3 carry a window that is off unless this says so.
+    is_windowed = config.get("use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
+    chunk = _positive(config, "attention_chunk_size")
+    own = kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+    own |= {
+        key for key in ("ssm_cfg", "mamba_d_state", "state_size", "linear_num_value_heads") if config.get(key)
+    }
+    return {
+        "head_dim": _head_dim(config),
+        "sliding_window_tokens": int(window) if window and is_windowed else None,
+        "chunk_tokens": int(chunk) if chunk and (not kinds or "chunked_attention" in kinds) else None,
+        "softcap": _positive(config, "attn_logit_softcapping"),
+        "attention_dropout": _positive(config, "attention_dropout") or 0.0,
+        "has_sinks": config.get("model_type") in MODELS_WITH_SINKS,
+        "own_layers": tuple(sorted(own)),
+    }
+
+
+MODELS_WITH_SINKS = ("gpt_oss",)
+"""Sinks are weights and no key of the configuration; the self-check finds those not named here."""
+
+
+def _layer_kinds(config: Mapping[str, object]) -> set[str]:
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
+    return {str(kind) for kind in kinds} if isinstance(kinds, list | tuple) else set()  # pyright: ignore
+
+
+def _head_dim(config: Mapping[str, object]) -> int | None:
+    head_dim = _positive(config, "head_dim")
+    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    if head_dim:
+        return int(head_dim)
+    return int(hidden // heads) if hidden and heads else None
+
+
+def _positive(config: Mapping[str, object], key: str) -> float | None:
+    number = config.get(key)
+    return float(number) if isinstance(number, int | float) and number > 0 else None

@@ -1,0 +1,84 @@
+"""The flash-attn back end: the variable-length kernels of the flash-attn package, 2.8 and up."""
+
+# T: tokens, H: query heads, K: key heads, D: head width.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memtrain.trainers.model.attention.two_part import TwoPartAttention
+from memtrain.trainers.model.layout import Layout, Part
+
+
+def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scale: float) -> Tensor:
+    """`out_THD` of the row, differentiable."""
+    out_THD: Tensor = TwoPartAttention.apply(query_THD, key_TKD, value_TKD, layout, scale, PackageFlash)
+    return out_THD
+
+
+class PackageFlash:
+    """One varlen kernel call per part."""
+
+    @staticmethod
+    def forward(
+        query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, part: Part, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `two_part.Kernel`."""
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # pyright: ignore
+
+        out_THD, lse_HT, *_ = _flash_attn_varlen_forward(
+            query_THD,
+            key_TKD,
+            value_TKD,
+            part.cu_query,
+            part.cu_key,
+            part.max_query,
+            part.max_key,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=part.is_causal,
+        )
+        return out_THD, lse_HT
+
+    @staticmethod
+    def backward(
+        grad_THD: Tensor,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        part: Part,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `two_part.Kernel`."""
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # pyright: ignore
+
+        dq_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        dk_TKD = torch.empty_like(key_TKD, memory_format=torch.contiguous_format)
+        dv_TKD = torch.empty_like(value_TKD, memory_format=torch.contiguous_format)
+        _flash_attn_varlen_backward(
+            grad_THD,
+            query_THD,
+            key_TKD,
+            value_TKD,
+            out_THD,
+            lse_HT,
+            dq_THD,
+            dk_TKD,
+            dv_TKD,
+            part.cu_query,
+            part.cu_key,
+            part.max_query,
+            part.max_key,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=part.is_causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq_THD, dk_TKD, dv_TKD

@@ -1,0 +1,163 @@
+"""The back ends as attention functions of transformers: guards, registration, and switching a model to one.
+
+No mask function is registered beside them, so that a model builds no mask at all; the row's `Layout` travels
+as the keyword argument `layout`, which survives gradient checkpointing, PEFT and autocast:
+`model(input_ids=..., position_ids=layout.position_ids, layout=layout, use_cache=False)`.
+"""
+
+# T: tokens, H: query heads, K: key heads, D: head width.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memtrain.errors import LaunchError
+from memtrain.memory.attention import AttentionBackend
+from memtrain.trainers.model.layout import Layout
+
+Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
+
+# Upstream treats any name with "flash" in it as its own flash path.
+NAMES = {
+    AttentionBackend.CPU: "memtrain_cpu",
+    AttentionBackend.FLASH: "memtrain_fa2",
+    AttentionBackend.CUDA: "memtrain_cuda",
+    AttentionBackend.FLEX: "memtrain_flex",
+    AttentionBackend.DENSE: "memtrain_dense",
+}
+"""The name that transformers knows each back end by (`attn_implementation`)."""
+
+UNSUPPORTED = {
+    "softcap": "soft-capped attention scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "block_indices": "block-sparse attention",
+    "indices": "sparse attention",
+}
+"""Keyword arguments of transformers that change the result and that no back end here computes."""
+
+WAY_OUT = "set length.packing to none and attention to stock: one example to a row, the model's own attention"
+
+
+def register() -> None:
+    """Make every back end known to transformers under its name in `NAMES`. Imports no back end yet."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for backend, name in NAMES.items():
+        ALL_ATTENTION_FUNCTIONS.register(name, _attention_function(backend))
+
+
+def attend_of(backend: AttentionBackend) -> Attend:
+    """`attend(query_THD, key_TKD, value_TKD, layout, scale) -> out_THD` of a back end."""
+    attend: Attend = import_module(f"memtrain.trainers.model.attention.{backend}").attend
+    return attend
+
+
+def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
+    """From now on `model` attends by `backend`; `stock` is the model's own eager or SDPA attention.
+
+    Raises:
+        LaunchError: the model's class does not take attention functions.
+    """
+    register()
+    _switch(model, NAMES.get(backend, "sdpa"))
+
+
+@contextmanager
+def attention_switched(model: nn.Module, implementation: str) -> Iterator[None]:
+    """`model` attends by `implementation`, a name transformers knows, until the block ends."""
+    register()
+    before: str = model.config._attn_implementation  # pyright: ignore
+    _switch(model, implementation)
+    try:
+        yield
+    finally:
+        _switch(model, before)
+
+
+def _switch(model: nn.Module, implementation: str) -> None:
+    model.set_attn_implementation(implementation)  # pyright: ignore
+    taken: str = model.config._attn_implementation  # pyright: ignore
+    if taken != implementation:
+        what = f"{type(model).__name__} does not let its attention be replaced (it stays at {taken})"
+        raise LaunchError(what, fix=WAY_OUT)
+
+
+def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor, None]]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        layout: Layout | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
+        layout = _checked(module, query, key, attention_mask, dropout, layout, others)
+        if torch.is_autocast_enabled(query.device.type):
+            # SDPA has a casting rule, raw kernels do not: norms on queries and keys leave these in fp32.
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        D, D_value = query.shape[-1], value.shape[-1]
+        if D_value < D and backend is not AttentionBackend.DENSE:
+            # The flash kernels want one width; zeros add nothing.
+            value = F.pad(value, (0, D - D_value))
+        query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        scale = scaling if scaling is not None else D**-0.5
+        out_THD = attend_of(backend)(query_THD, key_TKD, value_TKD, layout, scale)
+        return out_THD[None, ..., :D_value], None
+
+    return attention
+
+
+def _checked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    layout: Layout | None,
+    others: dict[str, Any],
+) -> Layout:
+    """The layout, once nothing was asked that the back ends would silently not do."""
+    assert layout is not None, "The model must be called with layout=, which says which rows are which."
+    assert attention_mask is None, "A flattened row takes its layout and no attention_mask."
+    assert query.shape[0] == 1, f"Packed attention takes one flattened row, not a batch of {query.shape[0]}."
+    assert query.shape[2] == layout.num_tokens, (
+        f"The row has {query.shape[2]} tokens and its layout {layout.num_tokens}."
+    )
+    assert key.shape[2] == query.shape[2], (
+        f"The row has {query.shape[2]} tokens and {key.shape[2]} keys: call the model with an empty cache."
+    )
+    found = _unsupported(module, dropout, layout, others)
+    if found:
+        what = f"{type(module).__name__} has {found}, which packed attention does not compute"
+        raise LaunchError(what, fix=WAY_OUT)
+    return layout
+
+
+def _unsupported(module: nn.Module, dropout: float, layout: Layout, others: dict[str, Any]) -> str | None:
+    if dropout:
+        return f"attention dropout {dropout:g}"
+    for key, meaning in UNSUPPORTED.items():
+        if others.get(key) is not None:
+            return meaning
+    is_causal = others.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        return "attention that is not causal"
+    window: int | None = others.get("sliding_window")
+    if window is not None and window < layout.longest_span:
+        return f"a sliding window of {window:,} tokens and a row that looks back on {layout.longest_span:,}"
+    return None

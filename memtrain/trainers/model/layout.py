@@ -1,0 +1,174 @@
+"""The layout of one flattened row: which tokens attend to which, their positions, and what predicts what.
+
+A packed row is a run of segments, each causal and blind to the others. A row of shared prompts puts the
+prompts
+first: `[P1|P2|..|Pg | c11..c1k | c21..c2k | ..]`; each segment attends to itself (part A, `within`), and all
+completions of a group attend to the group's prompt besides (part B, `to_prompt`).
+"""
+
+# T: tokens of the row, S: segments, N: predicted tokens.
+# Counted in numpy, so that a row can be laid out under fake tensors too.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Query segments and the key segment that each of them attends to.
+
+    Segment i is `bounds[i]:bounds[i + 1]`; the `cu_` tensors are the same numbers, int32, on the layout's
+    device.
+    """
+
+    query_bounds: tuple[int, ...]
+    key_bounds: tuple[int, ...]
+    cu_query: Tensor
+    cu_key: Tensor
+    max_query: int
+    max_key: int
+    is_causal: bool
+
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """One `(query start, query end, key start, key end)` for each segment."""
+        pairs = zip(pairwise(self.query_bounds), pairwise(self.key_bounds), strict=True)
+        return [(*query, *key) for query, key in pairs]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Part:
+        """The same part with its tensors on `device`."""
+        return replace(
+            self,
+            cu_query=self.cu_query.to(device, non_blocking=non_blocking),
+            cu_key=self.cu_key.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Layout:
+    """Who attends to whom in one flattened row of `num_tokens` tokens.
+
+    within: part A, every segment to itself, causal.
+    to_prompt: part B, the completions of each group to their prompt; None for a packed row. Its query bounds
+        count from `num_prompt_tokens`, its key bounds from 0: both are plain slices of the row.
+    position_ids: int64 [1, T]; a completion continues from its prompt.
+    predicting_rows, predicted_rows: int64 [N]; the hidden state at `predicting_rows[n]` predicts the token at
+        `predicted_rows[n]`. Packed: every token but the first of each segment. Shared: every completion
+        token, the first of each predicted by the last token of its prompt.
+    longest_span: most tokens that a query can look back on, itself counted.
+    """
+
+    within: Part
+    to_prompt: Part | None
+    num_prompt_tokens: int
+    position_ids: Tensor
+    predicting_rows: Tensor
+    predicted_rows: Tensor
+    longest_span: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row."""
+        return self.within.query_bounds[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.position_ids.device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Layout:
+        """The same layout with its tensors on `device`: once per batch, not once per layer."""
+        return replace(
+            self,
+            within=self.within.to(device, non_blocking),
+            to_prompt=self.to_prompt and self.to_prompt.to(device, non_blocking),
+            position_ids=self.position_ids.to(device, non_blocking=non_blocking),
+            predicting_rows=self.predicting_rows.to(device, non_blocking=non_blocking),
+            predicted_rows=self.predicted_rows.to(device, non_blocking=non_blocking),
+        )
+
+
+def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
+    """Rows of `lengths` tokens one after another, each blind to the others. No length may be 0."""
+    assert len(lengths) > 0, "A packed row needs at least one segment."
+    assert min(lengths) > 0, f"A segment of a packed row must hold a token; the lengths are {list(lengths)}."
+    bounds = _bounds(lengths)
+    positions_T = _positions(lengths, starts=[0] * len(lengths))
+    predicted_N = np.flatnonzero(positions_T)
+    return Layout(
+        within=_part(bounds, bounds, device=device, is_causal=True),
+        to_prompt=None,
+        num_prompt_tokens=0,
+        position_ids=torch.tensor(positions_T, device=device)[None],
+        predicting_rows=torch.tensor(predicted_N - 1, device=device),
+        predicted_rows=torch.tensor(predicted_N, device=device),
+        longest_span=max(lengths),
+    )
+
+
+def shared_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> Layout:
+    """Groups of `(prompt length, completion lengths)`: prompts first, then the completions group by group.
+
+    The row's tokens are `prompt 1, .., prompt g, completions of group 1, .., completions of group g`. Neither
+    a prompt nor a completion may be empty: without a prompt nothing would predict a completion's first token.
+    """
+    assert len(groups) > 0, "A row of shared prompts needs at least one group."
+    prompts = [prompt for prompt, _ in groups]
+    assert min(prompts) > 0, f"A shared prompt must hold a token; the prompt lengths are {prompts}."
+    sizes = [len(completions) for _, completions in groups]
+    assert min(sizes) > 0, f"A shared prompt needs a completion; the groups' sizes are {sizes}."
+    completions = [length for _, group in groups for length in group]
+    assert min(completions) > 0, f"A completion must hold a token; the completion lengths are {completions}."
+
+    bounds = _bounds([*prompts, *completions])
+    num_prompt_tokens = sum(prompts)
+    owner = [group for group, size in enumerate(sizes) for _ in range(size)]
+    prompt_ends = list(accumulate(prompts))
+    predicted_N = np.arange(num_prompt_tokens, bounds[-1])
+    predicting_N = predicted_N - 1
+    firsts = np.array(bounds[len(groups) : -1]) - num_prompt_tokens
+    predicting_N[firsts] = [prompt_ends[group] - 1 for group in owner]
+    starts = [0] * len(groups) + [prompts[group] for group in owner]
+    return Layout(
+        within=_part(bounds, bounds, device=device, is_causal=True),
+        to_prompt=_part(
+            _bounds([sum(group) for _, group in groups]), _bounds(prompts), device=device, is_causal=False
+        ),
+        num_prompt_tokens=num_prompt_tokens,
+        position_ids=torch.tensor(_positions([*prompts, *completions], starts), device=device)[None],
+        predicting_rows=torch.tensor(predicting_N, device=device),
+        predicted_rows=torch.tensor(predicted_N, device=device),
+        longest_span=max(prompt + max(group) for prompt, group in groups),
+    )
+
+
+def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(lengths, initial=0))
+
+
+def _positions(lengths: Sequence[int], starts: Sequence[int]) -> NDArray[np.int64]:
+    """int64 [T]: every segment counts up from its start."""
+    length_S = np.array(lengths, dtype=np.int64)
+    offset_S = np.array(starts, dtype=np.int64) - (length_S.cumsum() - length_S)
+    return np.arange(length_S.sum()) + offset_S.repeat(length_S)
+
+
+def _part(
+    query_bounds: tuple[int, ...], key_bounds: tuple[int, ...], *, device: torch.device | str, is_causal: bool
+) -> Part:
+    return Part(
+        query_bounds=query_bounds,
+        key_bounds=key_bounds,
+        cu_query=torch.tensor(query_bounds, dtype=torch.int32, device=device),
+        cu_key=torch.tensor(key_bounds, dtype=torch.int32, device=device),
+        max_query=max(end - start for start, end in pairwise(query_bounds)),
+        max_key=max(end - start for start, end in pairwise(key_bounds)),
+        is_causal=is_causal,
+    )

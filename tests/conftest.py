@@ -1,0 +1,56 @@
+"""What every test may use: one thread, and tiny random models of the shapes the project promises."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+TinyModel = Callable[..., torch.nn.Module]
+
+
+def _tiny(config_class: type, model_class: type, attention: str, seed: int, config: dict[str, object]):
+    shape: dict[str, object] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "attn_implementation": attention,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model_class(config_class(**(shape | config)))
+
+
+@pytest.fixture
+def tiny_llama() -> TinyModel:
+    """Factory of Llama-shaped models, fp32: `tiny_llama(attention="sdpa", seed=0, **config)`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(attention: str = "sdpa", seed: int = 0, **config: object) -> torch.nn.Module:
+        return _tiny(LlamaConfig, LlamaForCausalLM, attention, seed, config)
+
+    return make
+
+
+@pytest.fixture
+def tiny_qwen3() -> TinyModel:
+    """Factory of Qwen3-shaped models (norms on queries and keys), fp32, as `tiny_llama`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def make(attention: str = "sdpa", seed: int = 0, **config: object) -> torch.nn.Module:
+        return _tiny(Qwen3Config, Qwen3ForCausalLM, attention, seed, config)
+
+    return make
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def tiny_model(request: pytest.FixtureRequest, tiny_llama: TinyModel, tiny_qwen3: TinyModel) -> TinyModel:
+    """Each of the two factories in turn."""
+    return {"llama": tiny_llama, "qwen3": tiny_qwen3}[request.param]
