@@ -1,0 +1,70 @@
+"""Writing to disk so that a file is whole or not there at all; no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from memtrain.errors import LaunchError
+
+GIB = 2**30
+
+FIXES = {
+    errno.ENOSPC: "free some space, or put run_dir on a larger disk",
+    errno.EDQUOT: "free some of your quota, or put run_dir on another disk",
+    errno.EROFS: "the file system is read-only; choose a run_dir that can be written",
+    errno.EACCES: "choose a run_dir that you may write, or change the permissions of this one",
+    errno.EPERM: "choose a run_dir that you may write, or change the permissions of this one",
+    errno.ENOTDIR: "a file stands where a folder is needed; move it away, or choose another run_dir",
+    errno.EEXIST: "a file stands where a folder is needed; move it away, or choose another run_dir",
+}
+
+
+def sync_file(path: Path) -> None:
+    """Hold until the contents of a file are on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Hold until the names in a folder are on the disk itself; a rename is safe only after this."""
+    sync_file(path)
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file so that a reader, or a kill at any moment, finds the old contents or the new.
+
+    Raises: OSError when the disk refuses; the old contents then stand.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def disk_fault(error: OSError, doing: str, path: Path) -> LaunchError:
+    """The error a user reads when the disk refuses: what was being done, where, the way out."""
+    what = f"{doing}: {error.strerror or error}"
+    if error.errno == errno.ENOSPC:
+        free_bytes = shutil.disk_usage(nearest_folder(path)).free
+        what += f" ({free_bytes / GIB:.2f} GiB free)"
+    return LaunchError(
+        what, where=str(path), fix=FIXES.get(error.errno or 0, "choose another run_dir, or mend this one")
+    )
+
+
+def nearest_folder(path: Path) -> Path:
+    """`path` itself, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())

@@ -1,0 +1,113 @@
+"""The run folder belongs to one process at a time, and says how the run stands."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from memtrain.errors import LaunchError
+from memtrain.trainers.run import folder as folder_module
+from memtrain.trainers.run.folder import RunFolder, RunState, read_owner
+
+
+def test_a_new_folder_is_made_with_all_above_it(tmp_path: Path):
+    folder = RunFolder(tmp_path / "a" / "b")
+    with folder.open_for_run():
+        assert folder.checkpoints.is_dir()
+        owner = read_owner(folder.lock)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+    assert not folder.lock.exists()
+
+
+def test_a_living_owner_is_named(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    with folder.open_for_run(), pytest.raises(LaunchError, match=f"process {os.getpid()} on"):
+        folder.open_for_run()
+
+
+def test_a_killed_owner_is_taken_over(tmp_path: Path):
+    code = (
+        "import sys, os; from pathlib import Path; from memtrain.trainers.run.folder import RunFolder;"
+        "RunFolder(Path(sys.argv[1])).open_for_run(); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    folder = RunFolder(tmp_path)
+    left = read_owner(folder.lock)
+    assert left is not None
+    with folder.open_for_run() as lock:
+        assert lock.owner.pid == os.getpid() != left.pid
+
+
+def test_a_number_given_to_another_process_is_not_the_owner(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    lock = folder.open_for_run()
+    older = lock.owner.model_copy(update={"started": psutil.Process().create_time() - 100})
+    folder.lock.write_text(older.model_dump_json())
+    folder.open_for_run()
+    lock.close()
+    assert not folder.lock.exists()
+
+
+def test_a_lock_of_another_host_holds_unless_the_job_was_queued_again(tmp_path: Path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    away = folder.open_for_run().owner.model_copy(update={"host": "elsewhere", "job": "17"})
+    folder.lock.write_text(away.model_dump_json())
+    with pytest.raises(LaunchError, match="on elsewhere"):
+        folder.open_for_run()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    folder.open_for_run()
+
+
+def test_an_unfinished_lock_file_is_taken_over(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.lock.write_text('{"pid": 1')
+    folder.open_for_run()
+
+
+def test_a_lock_that_was_taken_over_is_not_removed_by_its_old_owner(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    lock = folder.open_for_run()
+    other = lock.owner.model_copy(update={"pid": lock.owner.pid + 1})
+    folder.lock.write_text(other.model_dump_json())
+    lock.close()
+    assert read_owner(folder.lock) == other
+
+
+@pytest.mark.parametrize("name", ["taken", "taken/run"])
+def test_a_file_in_the_way_is_said(tmp_path: Path, name: str):
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(LaunchError, match="it is a file|Not a directory"):
+        RunFolder(tmp_path / name).open_for_run()
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.EROFS, "read-only"), (errno.EACCES, "permissions"), (errno.ENOSPC, "free some")],
+)
+def test_a_disk_that_refuses_is_explained(tmp_path: Path, monkeypatch, number: int, said: str):
+    def refuse(path: Path, data: str) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(folder_module, "write_whole", refuse)
+    with pytest.raises(LaunchError, match=said) as caught:
+        RunFolder(tmp_path).open_for_run()
+    assert os.strerror(number) in caught.value.text()
+
+
+def test_status_is_replaced_whole(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_status() is None
+    folder.write_status(RunState.RUNNING, 3)
+    folder.write_status(RunState.OUT_OF_MEMORY, 4, "3.1 GiB asked, 2.0 GiB free")
+    status = folder.read_status()
+    assert status is not None
+    assert (status.state, status.step) == (RunState.OUT_OF_MEMORY, 4)
+    assert json.loads(folder.status.read_text())["state"] == "out of memory"
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
