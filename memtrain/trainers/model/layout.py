@@ -7,7 +7,7 @@ completions of a group attend to the group's prompt besides (part B, `to_prompt`
 """
 
 # T: tokens of the row, S: segments, N: predicted tokens.
-# Counted in numpy, so that a row can be laid out under fake tensors too.
+# Only numbers per segment go to the device; what is per token is counted there, without synchronising.
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -100,15 +98,15 @@ def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") ->
     assert len(lengths) > 0, "A packed row needs at least one segment."
     assert min(lengths) > 0, f"A segment of a packed row must hold a token; the lengths are {list(lengths)}."
     bounds = _bounds(lengths)
-    positions_T = _positions(lengths, starts=[0] * len(lengths))
-    predicted_N = np.flatnonzero(positions_T)
+    # The tokens that have a neighbour before them: segment i's first is left out, as those of all before it.
+    predicted_N = _counted([length - 1 for length in lengths], range(1, len(lengths) + 1), device)
     return Layout(
         within=_part(bounds, bounds, device=device, is_causal=True),
         to_prompt=None,
         num_prompt_tokens=0,
-        position_ids=torch.tensor(positions_T, device=device)[None],
-        predicting_rows=torch.tensor(predicted_N - 1, device=device),
-        predicted_rows=torch.tensor(predicted_N, device=device),
+        position_ids=_counted(lengths, [-start for start in bounds[:-1]], device)[None],
+        predicting_rows=predicted_N - 1,
+        predicted_rows=predicted_N,
         longest_span=max(lengths),
     )
 
@@ -131,20 +129,21 @@ def shared_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.dev
     num_prompt_tokens = sum(prompts)
     owner = [group for group, size in enumerate(sizes) for _ in range(size)]
     prompt_ends = list(accumulate(prompts))
-    predicted_N = np.arange(num_prompt_tokens, bounds[-1])
+    predicted_N = torch.arange(num_prompt_tokens, bounds[-1], device=device)
     predicting_N = predicted_N - 1
-    firsts = np.array(bounds[len(groups) : -1]) - num_prompt_tokens
-    predicting_N[firsts] = [prompt_ends[group] - 1 for group in owner]
-    starts = [0] * len(groups) + [prompts[group] for group in owner]
+    firsts = torch.tensor(bounds[len(groups) : -1], device=device) - num_prompt_tokens
+    predicting_N[firsts] = torch.tensor([prompt_ends[group] - 1 for group in owner], device=device)
+    first_positions = [0] * len(groups) + [prompts[group] for group in owner]
+    shifts = [position - start for position, start in zip(first_positions, bounds[:-1], strict=True)]
     return Layout(
         within=_part(bounds, bounds, device=device, is_causal=True),
         to_prompt=_part(
             _bounds([sum(group) for _, group in groups]), _bounds(prompts), device=device, is_causal=False
         ),
         num_prompt_tokens=num_prompt_tokens,
-        position_ids=torch.tensor(_positions([*prompts, *completions], starts), device=device)[None],
-        predicting_rows=torch.tensor(predicting_N, device=device),
-        predicted_rows=torch.tensor(predicted_N, device=device),
+        position_ids=_counted([*prompts, *completions], shifts, device)[None],
+        predicting_rows=predicting_N,
+        predicted_rows=predicted_N,
         longest_span=max(prompt + max(group) for prompt, group in groups),
     )
 
@@ -153,11 +152,11 @@ def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(lengths, initial=0))
 
 
-def _positions(lengths: Sequence[int], starts: Sequence[int]) -> NDArray[np.int64]:
-    """int64 [T]: every segment counts up from its start."""
-    length_S = np.array(lengths, dtype=np.int64)
-    offset_S = np.array(starts, dtype=np.int64) - (length_S.cumsum() - length_S)
-    return np.arange(length_S.sum()) + offset_S.repeat(length_S)
+def _counted(lengths: Sequence[int], shifts: Sequence[int], device: torch.device | str) -> Tensor:
+    """int64 [sum of lengths]: 0, 1, 2, .. plus the shift of the segment that each place falls in."""
+    length_S, shift_S = torch.tensor(lengths, device=device), torch.tensor(shifts, device=device)
+    total = sum(lengths)
+    return torch.arange(total, device=device) + shift_S.repeat_interleave(length_S, output_size=total)
 
 
 def _part(
