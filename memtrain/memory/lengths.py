@@ -1,0 +1,71 @@
+"""What the plan needs to know of the data's lengths: how many sequences, how long, and the heaviest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memtrain.recipes.base import Section
+
+NUM_LONGEST = 4096
+"""Longest sequences that are remembered one by one: more rows than one device takes at once."""
+
+
+class LengthReport(Section):
+    """What truncation and packing did to the rows: nothing is lost that is not counted here."""
+
+    num_rows: int
+    """Rows of the data that training sees."""
+    num_tokens: int
+    """Their tokens."""
+    num_learnt: int
+    """Their learnt tokens (tokens that something predicts and the loss counts)."""
+    rows_cut: int
+    """Rows that lost tokens to truncation."""
+    rows_dropped: int
+    """Rows that are left out: longer than max_length (`drop`), or nothing learnt is left of them."""
+    rows_split: int
+    """Rows that go on in another sequence, whole."""
+    pieces: int
+    """Pieces that the rows were made into; equal to the rows where nothing is split or dropped."""
+    tokens_lost: int
+    """Tokens cut or dropped."""
+    tokens_idle: int
+    """Tokens of split-off pieces that are left out because nothing in them is learnt."""
+    learnt_lost: int
+    """Learnt tokens cut or dropped."""
+    num_sequences: int
+    """Sequences that enter the model: packed rows, or pieces."""
+    fill: float
+    """Tokens kept, divided by the room of the packed sequences; 1 without packing."""
+
+
+class LengthProfile(Section):
+    """The lengths of the sequences that enter the model."""
+
+    report: LengthReport
+    total_tokens: int
+    """Tokens of all sequences."""
+    longest: tuple[int, ...]
+    """Tokens of the longest sequences, longest first, at most NUM_LONGEST of them."""
+    longest_piece: int
+    """Tokens of the longest piece within a sequence: attention never looks back further."""
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean tokens of a sequence."""
+        return self.total_tokens / max(1, self.report.num_sequences)
+
+    def heaviest(self, rows: int, tokens: int | None) -> tuple[int, int]:
+        """(sequences, tokens) of the heaviest micro-batch within the limits: an upper bound on every real one."""
+        taken = self.longest[:rows]
+        total = sum(taken)
+        if len(taken) < min(rows, self.report.num_sequences):
+            total += (min(rows, self.report.num_sequences) - len(taken)) * taken[-1]
+        if tokens is not None:
+            total = max(min(total, tokens), self.longest[0])
+        return min(rows, self.report.num_sequences), total
+
+
+def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:
+    """The NUM_LONGEST longest, longest first."""
+    return tuple(sorted((int(length) for length in lengths), reverse=True)[:NUM_LONGEST])

@@ -1,0 +1,116 @@
+"""Micro-batches: pieces of token rows laid end to end, or padded on the right, with what is to be predicted."""
+
+# B: rows, T: tokens of a row, N: predicted tokens.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memtrain.trainers.model.layout import Layout, packed_layout
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens of one row, and which of them are learnt."""
+
+    ids: NDArray[np.int32]
+    is_learnt: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """What one forward pass takes.
+
+    input_ids, position_ids: int64 [B, T]; B = 1 where rows lie end to end.
+    layout: who attends to whom in a flattened row; None for padded rows, where causality is enough: padding stands
+        on the right, so no token ever attends to it.
+    scored_index: int64 [N], rows of the flattened hidden states [B * T, D] that predict a learnt token.
+    targets: int64 [N], the learnt tokens.
+    num_tokens: tokens that are not padding.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    layout: Layout | None
+    scored_index: Tensor
+    targets: Tensor
+    num_tokens: int
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens that are learnt."""
+        return len(self.targets)
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch with its tensors on `device`."""
+        moved = [
+            tensor.to(device, non_blocking=True)
+            for tensor in (self.input_ids, self.position_ids, self.scored_index, self.targets)
+        ]
+        layout = self.layout.to(device, non_blocking=True) if self.layout is not None else None
+        ids, positions, index, targets = moved
+        return MicroBatch(ids, positions, layout, index, targets, self.num_tokens)
+
+
+def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = None) -> MicroBatch:
+    """The pieces as segments of one row, each blind to the others.
+
+    Padding up to a multiple is one segment of its own, so that it costs no attention to anybody.
+    """
+    ids = np.concatenate([piece.ids for piece in pieces])
+    learnt = np.concatenate([piece.is_learnt for piece in pieces])
+    lengths = [len(piece) for piece in pieces]
+    padding = -len(ids) % multiple if multiple else 0
+    if padding:
+        ids = np.concatenate([ids, np.full(padding, pad_id, ids.dtype)])
+        learnt = np.concatenate([learnt, np.zeros(padding, np.bool_)])
+        lengths.append(padding)
+    layout = packed_layout(lengths)
+    input_T = torch.from_numpy(ids.astype(np.int64))
+    is_scored_N = torch.from_numpy(learnt)[layout.predicted_rows]
+    return MicroBatch(
+        input_ids=input_T[None],
+        position_ids=layout.position_ids,
+        layout=layout,
+        scored_index=layout.predicting_rows[is_scored_N],
+        targets=input_T[layout.predicted_rows[is_scored_N]],
+        num_tokens=len(ids) - padding,
+    )
+
+
+def pad_right(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = None) -> MicroBatch:
+    """One row for each piece, padded on the right to the longest (and up to a multiple)."""
+    width = max(len(piece) for piece in pieces)
+    width += -width % multiple if multiple else 0
+    ids_BT = np.full((len(pieces), width), pad_id, np.int64)
+    is_scored_BT = np.zeros((len(pieces), width), np.bool_)
+    for row, piece in enumerate(pieces):
+        ids_BT[row, : len(piece)] = piece.ids
+        is_scored_BT[row, : len(piece) - 1] = piece.is_learnt[1:]
+    index = np.flatnonzero(is_scored_BT)
+    return MicroBatch(
+        input_ids=torch.from_numpy(ids_BT),
+        position_ids=torch.arange(width)[None].expand(len(pieces), width),
+        layout=None,
+        scored_index=torch.from_numpy(index),
+        targets=torch.from_numpy(ids_BT.reshape(-1)[index + 1]),
+        num_tokens=sum(len(piece) for piece in pieces),
+    )
+
+
+def nothing(*, pad_id: int, is_flat: bool) -> MicroBatch:
+    """A micro-batch that teaches nothing: for a rank that must take part in a collective."""
+    piece = Piece(np.full(2, pad_id, np.int32), np.zeros(2, np.bool_))
+    made = lay_end_to_end([piece], pad_id=pad_id) if is_flat else pad_right([piece], pad_id=pad_id)
+    return MicroBatch(
+        made.input_ids, made.position_ids, made.layout, made.scored_index, made.targets, num_tokens=0
+    )
