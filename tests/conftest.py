@@ -54,3 +54,44 @@ def tiny_qwen3() -> TinyModel:
 def tiny_model(request: pytest.FixtureRequest, tiny_llama: TinyModel, tiny_qwen3: TinyModel) -> TinyModel:
     """Each of the two factories in turn."""
     return {"llama": tiny_llama, "qwen3": tiny_qwen3}[request.param]
+
+
+@pytest.fixture
+def make_settings() -> Callable[..., object]:
+    """Factory of Settings: one CPU process, fp32, padding-free, checkpointed; keywords change what they name."""
+    from memtrain.memory.settings import Settings
+
+    plain: dict[str, object] = {
+        "device": "cpu",
+        "num_processes": 1,
+        "threads": 1,
+        "dtype": "float32",
+        "attention": "cpu",
+        "liger": False,
+        "adapter": None,
+        "quantize": "none",
+        "max_length": 64,
+        "truncation": "keep_start",
+        "packing": "none",
+        "documents_see_each_other": False,
+        "padding_free": True,
+        "pad_to_multiple_of": None,
+        "group_by_length": False,
+        "batch_rows": 4,
+        "batch_tokens": None,
+        "micro_rows": 4,
+        "micro_tokens": None,
+        "max_steps": 2,
+        "checkpoint_every": 1,
+        "offload": "none",
+        "loss": "chunked",
+        "loss_tile_bytes": 2**20,
+        "optimizer": "adamw",
+        "master_weights": False,
+        "expandable_segments": True,
+    }
+
+    def make(**changes: object) -> Settings:
+        return Settings.model_validate(plain | changes)
+
+    return make

@@ -1,0 +1,117 @@
+"""What a method feeds the loop: sequences with their weights, and the steps that are made of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrain.memory.settings import Settings
+from memtrain.trainers.data.collate import MicroBatch
+from memtrain.trainers.data.order import BatchSize, Epoch, make_epoch, micro_batches
+
+Ints = NDArray[np.int64]
+
+
+class Feed(Protocol):
+    """Rows of one split as sequences that can enter the model."""
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens that each sequence puts into the model."""
+        ...
+
+    @property
+    def weights(self) -> Ints:
+        """What the loss is averaged over, by sequence: learnt tokens, or pairs."""
+        ...
+
+    def micro_batch(self, sequences: Ints) -> MicroBatch:
+        """The sequences as one forward pass takes them; none gives a micro-batch that teaches nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One optimizer step of one rank."""
+
+    step: int
+    epoch: int
+    is_last_of_epoch: bool
+    micros: tuple[Ints, ...]
+    """Sequences of each micro-batch of this rank; as many as on any other rank."""
+    denominator: float
+    """What the losses of the whole step, over all ranks, are divided by."""
+    num_tokens: int
+    """Tokens of the whole step over all ranks."""
+    num_sequences: int
+
+
+@dataclass(slots=True)
+class Steps:
+    """The optimizer steps of a run, each a pure function of its number: nothing to save, nothing to skip."""
+
+    feed: Feed
+    settings: Settings
+    seed: int
+    shuffle: bool
+    _epochs: list[int] = field(default_factory=lambda: [0])
+    """First step of each epoch looked at so far, and of the next."""
+    _current: tuple[int, Epoch] | None = None
+
+    def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
+        """What `rank` does in optimizer step number `step`."""
+        number, epoch = self._epoch_of(step)
+        index = step - self._epochs[number]
+        sequences = epoch.step(index)
+        dealt = micro_batches(
+            sequences,
+            self.feed.tokens,
+            num_ranks=num_ranks,
+            micro_rows=self.settings.micro_rows,
+            micro_tokens=self.settings.micro_tokens,
+        )
+        return StepWork(
+            step=step,
+            epoch=number,
+            is_last_of_epoch=index == epoch.num_steps - 1,
+            micros=tuple(dealt[rank]),
+            denominator=float(self.feed.weights[sequences].sum()),
+            num_tokens=int(self.feed.tokens[sequences].sum()),
+            num_sequences=len(sequences),
+        )
+
+    def _epoch_of(self, step: int) -> tuple[int, Epoch]:
+        while step >= self._epochs[-1]:
+            self._epochs.append(self._epochs[-1] + self._make(len(self._epochs) - 1).num_steps)
+        number = bisect_right(self._epochs, step) - 1
+        return number, self._make(number)
+
+    def _make(self, number: int) -> Epoch:
+        if self._current is None or self._current[0] != number:
+            made = make_epoch(
+                self.feed.tokens,
+                BatchSize(self.settings.batch_rows, self.settings.batch_tokens),
+                seed=self.seed,
+                epoch=number,
+                shuffle=self.shuffle,
+                group_by_length=self.settings.group_by_length,
+            )
+            self._current = (number, made)
+        return self._current[1]
+
+
+def eval_micro_batches(feed: Feed, settings: Settings, *, rank: int, num_ranks: int) -> list[Ints]:
+    """One pass over `feed`, longest first so that little is padded, as micro-batches of one rank."""
+    order = np.argsort(-feed.tokens, kind="stable")
+    dealt = micro_batches(
+        order,
+        feed.tokens,
+        num_ranks=num_ranks,
+        micro_rows=settings.micro_rows,
+        micro_tokens=settings.micro_tokens,
+    )
+    return dealt[rank]
