@@ -1,0 +1,130 @@
+"""What a YAML file holds, with the place of every key and value: nodes, paths and faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memtrain.errors import Fault
+
+MAX_NODES = 20_000
+"""Keys and values a recipe may have, aliases counted as often as they are used (no billion laughs)."""
+
+Scalar = None | bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something was written: a line of a file, or an override (line 0)."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One value. `is_empty`: nothing was written after the key (its value is None)."""
+
+    value: Scalar
+    place: Place
+    is_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list."""
+
+    items: tuple[Node, ...]
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key's place, and what it holds."""
+
+    place: Place
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Keys with their entries, in the order of the file. Never changed once it is built."""
+
+    entries: dict[str, Entry]
+    place: Place
+
+    def node(self, key: str) -> Node | None:
+        """What the key holds; None when it is not written."""
+        entry = self.entries.get(key)
+        return None if entry is None else entry.node
+
+
+Node = Leaf | Items | Mapping
+Path = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class Faults:
+    """Everything found wrong so far, told in the order of the lines."""
+
+    found: list[tuple[Place, Fault]] = field(default_factory=list[tuple[Place, Fault]])
+
+    def add(self, what: str, place: Place, fix: str = "") -> None:
+        """Note one fault."""
+        self.found.append((place, Fault(what, str(place), fix)))
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def in_order(self) -> list[Fault]:
+        """The faults, file by file as they were met, each file from top to bottom; each once."""
+        files: dict[str, int] = {}
+        for place, _ in self.found:
+            files.setdefault(place.source, len(files))
+        ordered = sorted(self.found, key=lambda one: (files[one[0].source], one[0].line, one[0].column))
+        return list(dict.fromkeys(fault for _, fault in ordered))
+
+
+def dotted(path: Path) -> str:
+    """`("data", "train", 0)` as `data.train.0`."""
+    return ".".join(str(part) for part in path)
+
+
+def find(node: Node, path: Path) -> tuple[Place, Node] | None:
+    """The place (of the key, or of the list item) and the node at a path; None when it is not written."""
+    place = node.place
+    for part in path:
+        if isinstance(node, Mapping) and str(part) in node.entries:
+            entry = node.entries[str(part)]
+            place, node = entry.place, entry.node
+        elif isinstance(node, Items) and isinstance(part, int) and part < len(node.items):
+            node = node.items[part]
+            place = node.place
+        else:
+            return None
+    return place, node
+
+
+def plain(node: Node) -> object:
+    """The bare value: dict, list or scalar."""
+    if isinstance(node, Mapping):
+        return {key: plain(entry.node) for key, entry in node.entries.items()}
+    if isinstance(node, Items):
+        return [plain(item) for item in node.items]
+    return node.value
+
+
+def count_nodes(node: Node, limit: int = MAX_NODES) -> int:
+    """Number of keys and values below, shared ones counted each time; stops counting above `limit`."""
+    count, waiting = 0, [node]
+    while waiting and count <= limit:
+        node = waiting.pop()
+        count += 1
+        if isinstance(node, Mapping):
+            waiting.extend(entry.node for entry in node.entries.values())
+        elif isinstance(node, Items):
+            waiting.extend(node.items)
+    return count
