@@ -1,0 +1,188 @@
+"""The model of a run: weights by hub id or folder, or random weights from a configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from memtrain.errors import LaunchError
+from memtrain.memory.settings import Settings
+from memtrain.recipes.model import Model
+from memtrain.trainers.model.quantize import quantization_config
+from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
+from memtrain.trainers.model.where import Origin, find_origin, read_config, read_config_file
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The torch dtype of each `Settings.dtype`."""
+
+
+def load_model(recipe: Model, settings: Settings, *, seed: int, vocab_size: int) -> PreTrainedModel:
+    """The causal LM that `recipe` names, in `settings.dtype`, on this process's device, in training mode.
+
+    Without adapter, checkpointing or kernels: those are put on it afterwards. `vocab_size` is the size of
+    the tokenizer. Random weights depend on `seed` alone, so every rank gets the same ones; the caller's
+    random state does not move. The KV cache is off and attention is `settings.attention`.
+
+    Raises: LaunchError when there is no such model, it is an adapter or no causal LM, its weights are
+    incomplete or only in pickle files, it needs code from the hub, or its embedding is smaller than the
+    tokenizer.
+    """
+    if recipe.path is None or recipe.path == BUILTIN_TINY:
+        model = _random_model(_config_of(recipe, vocab_size), settings, seed)
+    else:
+        model = _pretrained(find_origin(recipe.path, recipe.revision), settings)
+    _check_vocabulary(model, recipe, vocab_size)
+    model.config.use_cache = False
+    _set_attention(model, settings)
+    return model.train()
+
+
+def local_device(settings: Settings) -> torch.device:
+    """The device of this process: the CPU, or the CUDA device that is current."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
+    """The configuration that random weights are made for; a vocabulary left open is the tokenizer's."""
+    if recipe.path == BUILTIN_TINY:
+        given: Mapping[str, Any] = tiny_config(vocab_size)
+    elif isinstance(recipe.config, str):
+        given = read_config_file(recipe.config)
+    else:
+        assert recipe.config is not None, "A recipe has model.path or model.config."
+        given = recipe.config
+    model_type = given.get("model_type")
+    if not isinstance(model_type, str):
+        raise LaunchError(
+            "model.config has no model_type", "model.config", "add one, such as model_type: qwen3"
+        )
+    # A default configuration names tokens of the family's own vocabulary, which a smaller one does not have.
+    open_keys = {"vocab_size": vocab_size, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    try:
+        known = AutoConfig.for_model(model_type).to_dict()
+        config = AutoConfig.for_model(**(open_keys | dict(given)))
+    except (
+        Exception
+    ) as error:  # an unknown type is a ValueError, a wrong value a dataclass error of the hub's
+        raise LaunchError(_unknown_type(model_type) or f"model.config: {error}", "model.config") from None
+    unknown = sorted(set(given) - set(known) - {"architectures", "torch_dtype", "transformers_version"})
+    if unknown and not isinstance(recipe.config, str):
+        near = difflib.get_close_matches(unknown[0], known, n=3)
+        raise LaunchError(
+            f"model.config: {model_type} has no {unknown[0]}",
+            "model.config",
+            f"did you mean {' or '.join(near)}?" if near else "remove it",
+        )
+    return config
+
+
+def _unknown_type(model_type: str) -> str | None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type in CONFIG_MAPPING:
+        return None
+    near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
+    return f"model.config: transformers has no model_type {model_type}" + (
+        f"; near it are {', '.join(near)}" if near else ""
+    )
+
+
+def _random_model(config: PretrainedConfig, settings: Settings, seed: int) -> PreTrainedModel:
+    _check_causal(config, "model.config")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[settings.dtype])
+    if settings.quantize != "none":
+        raise LaunchError(
+            f"random weights cannot be loaded in {settings.quantize}", "model.quantize", "set it to none"
+        )
+    return model.to(local_device(settings))
+
+
+def _pretrained(origin: Origin, settings: Settings) -> PreTrainedModel:
+    config = read_config(origin)
+    _check_causal(config, origin.path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise LaunchError(
+            f"the weights of {origin.path} are quantized already",
+            "model.path",
+            "name the unquantized model; model.quantize: 4bit quantizes it while it is loaded",
+        )
+    kwargs: dict[str, Any] = {"quantization_config": quantization_config(settings)}
+    if settings.device == "cuda":
+        # Straight to the device, weight by weight: the host never holds the whole model.
+        kwargs["device_map"] = {"": local_device(settings)}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            origin.path,
+            config=config,
+            dtype=DTYPES[settings.dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **origin.kwargs(),
+            **kwargs,
+        )
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"the weights of {origin.path} cannot be loaded: {error}",
+            "model.path",
+            "only safetensors files are read; convert others with save_pretrained",
+        ) from None
+    _check_complete(origin, info)
+    return model
+
+
+def _check_causal(config: PretrainedConfig, named: str) -> None:
+    """Raise LaunchError unless the configuration is one of a causal LM, and its weights are too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    architectures: list[str] = getattr(config, "architectures", None) or []
+    generates = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    is_other = bool(architectures) and not any(name.endswith(generates) for name in architectures)
+    if config.is_encoder_decoder or is_other or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = ", ".join(architectures) or config.model_type
+        raise LaunchError(
+            f"{named} is no causal language model (it is {what})",
+            "model",
+            "name a decoder with a language-modelling head, such as Qwen/Qwen3-0.6B",
+        )
+
+
+def _check_complete(origin: Origin, info: Mapping[str, Any]) -> None:
+    missing, mismatched = sorted(info["missing_keys"]), sorted(map(str, info["mismatched_keys"]))
+    for names, fault in ((missing, "has no weights for"), (mismatched, "has weights of another shape for")):
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise LaunchError(
+                f"{origin.path} {fault} {shown}",
+                "model.path",
+                "they would start random; name a complete causal LM",
+            )
+
+
+def _check_vocabulary(model: PreTrainedModel, recipe: Model, vocab_size: int) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if vocab_size > rows:
+        raise LaunchError(
+            f"the tokenizer has {vocab_size:,} tokens and the model's embedding {rows:,} rows",
+            recipe.tokenizer or recipe.path or "model.config",
+            "use the model's own tokenizer (remove model.tokenizer)"
+            if recipe.path
+            else f"set vocab_size in model.config to {vocab_size}, or leave it out",
+        )
+
+
+def _set_attention(model: PreTrainedModel, settings: Settings) -> None:
+    if settings.attention == "stock":
+        return  # transformers has taken SDPA where the model has it, else its eager form
+    from memtrain.memory.attention import AttentionBackend
+    from memtrain.trainers.model.attention import set_attention
+
+    set_attention(model, AttentionBackend(settings.attention))

@@ -1,0 +1,56 @@
+"""Frozen weights in 4-bit NF4 or 8-bit by bitsandbytes, computing in bfloat16."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from memtrain.errors import LaunchError
+from memtrain.memory.settings import Settings
+
+
+def quantization_config(settings: Settings) -> Any | None:
+    """What `from_pretrained` takes as `quantization_config`; None when the weights stay as they are.
+
+    4bit: NF4 with double quantization (about 0.516 bytes a weight). 8bit: LLM.int8. The LM head, norms and
+    embeddings keep `settings.dtype`.
+
+    Source: Dettmers et al. 2023, arXiv:2305.14314, section 3 (NF4, double quantization);
+    Dettmers et al. 2022, arXiv:2208.07339 (8-bit).
+
+    Raises: LaunchError when bitsandbytes is missing or the run is not on CUDA.
+    """
+    if settings.quantize == "none":
+        return None
+    refuse_without_bitsandbytes(
+        settings.device, f"model.quantize: {settings.quantize}", "model.quantize: none"
+    )
+    from transformers import BitsAndBytesConfig
+
+    if settings.quantize == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.uint8,
+    )
+
+
+def refuse_without_bitsandbytes(device: str, asked: str, instead: str) -> None:
+    """Nothing when bitsandbytes can be used on `device`.
+
+    Raises: LaunchError that names what was `asked` for and what to write `instead`.
+    """
+    if device != "cuda":
+        raise LaunchError(
+            f"{asked} needs a CUDA device; this run is on {device}", fix=f"run on a GPU, or set {instead}"
+        )
+    if find_spec("bitsandbytes") is None:
+        raise LaunchError(
+            f"{asked} needs bitsandbytes, which is not installed",
+            fix=f"pip install 'memtrain[quant]', or set {instead}",
+        )

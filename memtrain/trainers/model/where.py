@@ -1,0 +1,128 @@
+"""Where a model's files are: a folder, the hub, or the hub's cache when the hub cannot be reached."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from memtrain.errors import LaunchError
+
+HUB_TIMEOUT_S = 10.0
+ADAPTER_FILE = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A folder or hub id, the revision asked for, and whether to read local files only."""
+
+    path: str
+    revision: str | None
+    is_offline: bool
+
+    def kwargs(self) -> dict[str, Any]:
+        """What `from_pretrained` takes to read this and nothing else."""
+        return {"revision": self.revision or "main", "local_files_only": self.is_offline}
+
+
+def find_origin(path: str, revision: str | None) -> Origin:
+    """Where the model named in `model.path` is. Asks the hub once; transformers would retry for a minute.
+
+    Raises: LaunchError when there is no such folder, no such model on the hub, or it is gated.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return Origin(str(folder), None, is_offline=True)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
+        what = f"{path} is a file" if folder.exists() else f"there is no folder {path}"
+        raise LaunchError(what, "model.path", "give a hub id (owner/name) or a folder with a config.json")
+    return Origin(path, revision, is_offline=not _is_on_hub(path, revision))
+
+
+def _is_on_hub(path: str, revision: str | None) -> bool:
+    """True when the hub has it, False when the hub cannot be asked."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        HfApi().model_info(path, revision=revision, timeout=HUB_TIMEOUT_S)
+    except GatedRepoError:
+        fix = "accept its terms on the hub and log in with `hf auth login`"
+        raise LaunchError(f"{path} is gated and this account has no access", "model.path", fix) from None
+    except RevisionNotFoundError:
+        raise LaunchError(f"{path} has no revision {revision}", "model.revision") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        fix = "check the spelling; for a private model log in with `hf auth login`"
+        raise LaunchError(f"the hub has no model {path}", "model.path", fix) from None
+    except Exception:  # each version of the hub's client has network errors of its own; the cache may have it
+        return False
+    return True
+
+
+def read_config(origin: Origin) -> PretrainedConfig:
+    """The configuration of the model at `origin`.
+
+    Raises: LaunchError when it is not there, is an adapter, or needs code from the hub.
+    """
+    if (base := _adapter_base(origin)) is not None:
+        raise LaunchError(
+            f"{origin.path} is an adapter of {base}, not a model",
+            "model.path",
+            f"set model.path to {base}, or fold the adapter first (`memtrain merge`)",
+        )
+    try:
+        return AutoConfig.from_pretrained(origin.path, trust_remote_code=False, **origin.kwargs())
+    except OSError as error:
+        if Path(origin.path).is_dir():
+            raise LaunchError(f"{origin.path} has no readable config.json: {error}", "model.path") from None
+        fix = "connect this machine to the hub, or copy the model here and give its folder"
+        what = f"the hub cannot be reached, and its cache does not hold {origin.path}"
+        raise LaunchError(what, "model.path", fix) from None
+    except ValueError as error:
+        what = f"transformers cannot read the configuration of {origin.path}: {error}"
+        fix = (
+            "memtrain runs no code from the hub; name a model that transformers knows, or update transformers"
+        )
+        raise LaunchError(what, "model.path", fix) from None
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """The mapping in a `config.json`. Raises: LaunchError when there is none or it is no JSON object."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        given = json.loads(file.read_text())
+    except OSError:
+        raise LaunchError(
+            f"there is no file {file}", "model.config", "give a mapping or a config.json"
+        ) from None
+    except ValueError as error:
+        raise LaunchError(f"{file} is not JSON: {error}", "model.config") from None
+    if not isinstance(given, dict):
+        raise LaunchError(f"{file} holds no JSON object", "model.config")
+    return given
+
+
+def _adapter_base(origin: Origin) -> str | None:
+    """The base model that an adapter folder names; None when `origin` is no adapter."""
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        origin.path, ADAPTER_FILE, **origin.kwargs(), _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
+    )  # fmt: skip
+    if found is None:
+        return None
+    config = json.loads(Path(found).read_text())
+    return str(config.get("base_model_name_or_path") or "a model it does not name")
