@@ -1,0 +1,203 @@
+"""Scoring tokens with a causal LM: backbone, scored positions, and the loss inside the LM head's call."""
+
+# B rows, T tokens of a row, D hidden size, N scored tokens, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from memtrain.errors import LaunchError
+from memtrain.trainers.losses.linear import Pairs
+from memtrain.trainers.losses.request import HeadForm, LogprobRequest, Request
+from memtrain.trainers.losses.tiles import TILE_BYTES
+
+Inside = Callable[[Pairs, Tensor | None], Any]
+"""What runs inside a head's module call, on its summed products and its bias."""
+
+_MULTIPLIES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVIDES = ("logits_scaling",)
+_MULTIPLIES_DESPITE_ITS_NAME = ("hyperclovax", "hyperclovax_vision_v2")
+
+
+class Scorer(nn.Module):
+    """A causal LM (plain, or wrapped by PEFT) that answers requests about some of its positions.
+
+    Wrap it for distribution as a whole: every parameter is used inside its forward. The loss runs inside
+    the head's own module call, and inside those of its parts, so that FSDP2's and ZeRO-3's hooks have
+    gathered whatever it reads. PEFT adapters are honoured as they are at the call (switched on or off).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        is_chunked: bool = True,
+        tile_bytes: int = TILE_BYTES,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        base = base_model(model)
+        self.form = head_form(base.config)._replace(is_chunked=is_chunked, tile_bytes=tile_bytes)
+        open_head(head_of(base), type(base).__name__)
+
+    def forward(self, inputs: dict[str, Any], scored_index_N: Tensor, request: Request) -> Any:
+        """The answer to `request` about rows `scored_index_N` of the flattened hidden states [B * T, D].
+
+        `inputs` are the backbone's: `input_ids`, `position_ids`, `layout` for a flattened row. Padding
+        stands on the right and needs no attention mask; `use_cache` is switched off here.
+        """
+        base = base_model(self.model)
+        backbone = base.get_decoder()
+        hidden_BTD = backbone(**inputs, use_cache=False).last_hidden_state
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, scored_index_N)
+        head = head_of(base)
+        return head(hidden_ND, inside=lambda pairs, bias: request.answer(pairs, bias, self.form))
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The causal LM itself, its adapters still in place."""
+    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
+def head_of(base: PreTrainedModel) -> nn.Module:
+    """The module that turns hidden states into logits. Raises LaunchError where there is none."""
+    head = base.get_output_embeddings()
+    if head is None:
+        raise LaunchError(
+            f"{type(base).__name__} has no LM head", fix="take a model whose class ends in ForCausalLM"
+        )
+    return head
+
+
+def head_form(config: PretrainedConfig) -> HeadForm:
+    """What the model does to its logits, by the names transformers gives it in `config`."""
+    known = config.get_text_config().to_dict()
+    scale = 1.0
+    for name in _MULTIPLIES:
+        scale *= known.get(name) or 1.0
+    for name in _DIVIDES:
+        factor = known.get(name) or 1.0
+        scale *= factor if known.get("model_type") in _MULTIPLIES_DESPITE_ITS_NAME else 1.0 / factor
+    return HeadForm(softcap=known.get("final_logit_softcapping"), scale=scale)
+
+
+def open_head(head: nn.Module, owner: str) -> None:
+    """Let `head(hidden, inside=f)` return f(pairs, bias) from inside the call; `head(hidden)` is as before.
+
+    Raises LaunchError for heads that are not a sum of matrix products: DoRA, quantized or exotic layers.
+    """
+    if "_plain_forward" in vars(head):
+        return
+    if isinstance(head, ModulesToSaveWrapper):
+        open_head(head.original_module, owner)
+        for copy in head.modules_to_save.values():
+            open_head(copy, owner)
+        return
+    if isinstance(head, LoraLayer):
+        _refuse_variants(head, owner)
+        open_head(head.get_base_layer(), owner)
+        for up in head.lora_B.values():
+            open_head(up, owner)
+        _replace_forward(head, _lora_forward)
+        return
+    weight = getattr(head, "weight", None)
+    if not isinstance(head, nn.Linear) or weight is None or not weight.dtype.is_floating_point:
+        raise LaunchError(
+            f"the LM head of {owner} is a {type(head).__name__}, not a matrix product in floating point",
+            fix="leave the LM head out of quantization (and adapters of kinds other than LoRA off it)",
+        )
+    _replace_forward(head, _linear_forward)
+
+
+def verify_head(scorer: Scorer) -> None:
+    """Compare the scorer's log-probs with the model's own logits on one short random row.
+
+    Run before the model is wrapped for distribution. Raises LaunchError when they differ by more than
+    rounding: then the model does something to its logits that `head_form` does not know.
+    """
+    base = base_model(scorer.model)
+    weight = next(base.get_input_embeddings().parameters())
+    generator = torch.Generator().manual_seed(0)
+    num_ids = min(weight.shape[0], base.config.get_text_config().vocab_size)
+    ids_BT = torch.randint(0, num_ids, (1, 12), generator=generator).to(weight.device)
+    was_training = scorer.training
+    scorer.eval()
+    try:
+        with torch.no_grad():
+            index_N = torch.arange(ids_BT.shape[1] - 1, device=weight.device)
+            logp_N = scorer({"input_ids": ids_BT}, index_N, LogprobRequest(ids_BT[0, 1:])).logp_N
+            logits_NV = scorer.model(input_ids=ids_BT, use_cache=False).logits[0, :-1]
+            plain_N = logits_NV.float().log_softmax(-1).gather(1, ids_BT[0, 1:, None])[:, 0]
+    finally:
+        scorer.train(was_training)
+    worst = (logp_N.float() - plain_N).abs().max().item()
+    # The model rounds its logits to their dtype before the softmax; tiles are not rounded.
+    allowed = 1e-4 + 4 * torch.finfo(logits_NV.dtype).eps * max(1.0, logits_NV.abs().max().item())
+    if not worst <= allowed:
+        raise LaunchError(
+            f"log-probs of {type(base).__name__} from its hidden states differ from those of its own logits "
+            f"by {worst:.3g} (allowed {allowed:.3g})",
+            where=str(base.config.name_or_path or base.config.model_type),
+            fix="the model changes its logits in a way memtrain does not know; please report it",
+        )
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    vars(module)["_plain_forward"] = module.forward
+    vars(module)["forward"] = MethodType(forward, module)
+
+
+def _linear_forward(self: nn.Linear, hidden: Tensor, *args: Any, inside: Inside | None = None, **kwargs: Any):
+    if inside is None:
+        return cast(Any, self)._plain_forward(hidden, *args, **kwargs)
+    return inside([(hidden, self.weight)], self.bias)
+
+
+def _lora_forward(self: Any, hidden: Tensor, *args: Any, inside: Inside | None = None, **kwargs: Any):
+    """PEFT's LoRA layer as more pairs: the base, then (scaling * A(dropout(hidden)), B) of each adapter."""
+    if inside is None:
+        return self._plain_forward(hidden, *args, **kwargs)
+    if self.disable_adapters and self.merged:
+        self.unmerge()
+    is_plain = self.disable_adapters or self.merged
+    names = [] if is_plain else [name for name in self.active_adapters if name in self.lora_A]
+
+    def add_adapters(names: list[str], pairs: Pairs, bias: Tensor | None) -> Any:
+        if not names:
+            return inside(pairs, bias)
+        name, *rest = names
+        down = self.lora_A[name]
+        low_NR = down(self.lora_dropout[name](hidden.to(down.weight.dtype)))
+
+        # Nested calls, so that every weight is still gathered when the loss reads it.
+        def with_up(up_pairs: Pairs, up_bias: Tensor | None) -> Any:
+            scaled = [(low * self.scaling[name], up) for low, up in up_pairs]
+            return add_adapters(rest, [*pairs, *scaled], _sum_bias(bias, up_bias, self.scaling[name]))
+
+        return self.lora_B[name](low_NR, inside=with_up)
+
+    return self.base_layer(hidden, inside=lambda pairs, bias: add_adapters(names, pairs, bias))
+
+
+def _sum_bias(bias: Tensor | None, up_bias: Tensor | None, scaling: float) -> Tensor | None:
+    if up_bias is None:
+        return bias
+    return up_bias * scaling if bias is None else bias + up_bias * scaling
+
+
+def _refuse_variants(layer: LoraLayer, owner: str) -> None:
+    if layer.lora_variant:
+        kinds = ", ".join(sorted({type(v).__name__ for v in layer.lora_variant.values()}))
+        raise LaunchError(
+            f"the adapter on the LM head of {owner} is not plain LoRA: {kinds}",
+            fix="leave lm_head out of its target modules, or train it in full (modules_to_save)",
+        )
