@@ -1,0 +1,139 @@
+"""What a checkpoint says of itself: its run, its place in it, and the checksum of every file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue
+
+from memtrain.memory.plan import Plan, PreparedData
+from memtrain.recipes.base import Section
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+DIGEST_BYTES = 16
+
+
+class FileEntry(Section):
+    """One file of a checkpoint."""
+
+    name: str
+    """Path below the checkpoint's folder, with forward slashes."""
+    num_bytes: int
+    digest: str
+    """blake2b of its bytes, as hex."""
+
+
+class CheckpointFacts(Section):
+    """Which run a checkpoint belongs to, and where in it."""
+
+    step: int
+    """Optimizer steps made."""
+    epoch: int
+    """Passes over the data that are complete."""
+    offset: int
+    """Sequences taken of the pass that is not."""
+    eval_loss: float | None
+    """Held-out loss at this step, where it was measured."""
+    recipe: dict[str, JsonValue]
+    settings: dict[str, JsonValue]
+    versions: dict[str, str]
+    data: str
+    """Fingerprint of the training rows."""
+    device: str
+    """Name of the device, and for a CPU the instructions that torch uses on it."""
+
+
+class Manifest(Section):
+    """The last file that is written into a checkpoint."""
+
+    format: int = FORMAT
+    facts: CheckpointFacts
+    files: tuple[FileEntry, ...]
+    digest: str = ""
+    """blake2b of the other fields, as JSON."""
+
+    def sealed(self) -> Manifest:
+        """The same manifest with its digest."""
+        text = self.model_dump_json(exclude={"digest"})
+        digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+        return self.model_copy(update={"digest": digest})
+
+
+def facts_of(
+    plan: Plan, *, step: int, epoch: int, offset: int, eval_loss: float | None = None
+) -> CheckpointFacts:
+    """The facts of a checkpoint of the run that `plan` describes, made on this machine."""
+    return CheckpointFacts(
+        step=step,
+        epoch=epoch,
+        offset=offset,
+        eval_loss=eval_loss,
+        recipe=plan.recipe.model_dump(mode="json"),
+        settings=plan.settings.model_dump(mode="json"),
+        versions=plan.versions,
+        data=data_fingerprint(plan.data),
+        device=device_name(plan.settings.device),
+    )
+
+
+def data_fingerprint(data: PreparedData) -> str:
+    """Names the training rows: the token store (its key is made of the content), less what is held out."""
+    train = data.train
+    return (
+        f"{Path(train.folder).name}: {train.num_rows} rows, {train.num_tokens} tokens, "
+        f"{train.num_learnt} learnt, {data.held_out_rows} rows held out"
+    )
+
+
+def device_name(kind: str) -> str:
+    """The device of this process: the model of its GPU, or the CPU with the instructions torch uses on it."""
+    return (
+        torch.cuda.get_device_name() if kind == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    )
+
+
+def file_entry(folder: Path, file: Path) -> FileEntry:
+    """Name, size and checksum of a file below `folder`, read in pieces."""
+    with open(file, "rb") as stream:
+        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
+    return FileEntry(name=file.relative_to(folder).as_posix(), num_bytes=file.stat().st_size, digest=digest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises: ValueError when there is none, or it cannot be read.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise ValueError(f"it has no {MANIFEST_FILE}: it was never finished")
+    try:
+        manifest = Manifest.model_validate_json(path.read_text())
+    except ValueError:
+        raise ValueError(f"its {MANIFEST_FILE} is damaged, or of another version of memtrain") from None
+    if manifest != manifest.sealed():
+        raise ValueError(f"its {MANIFEST_FILE} is not what was written (its checksum differs)")
+    if manifest.format != FORMAT:
+        raise ValueError(f"its format is {manifest.format}; this version of memtrain reads {FORMAT}")
+    return manifest
+
+
+def fault_of(folder: Path) -> str:
+    """Why a checkpoint cannot be trusted, in a few words; empty when every file is as it was written."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    for entry in manifest.files:
+        file = folder / entry.name
+        if not file.is_file():
+            return f"{entry.name} is missing"
+        num_bytes = file.stat().st_size
+        if num_bytes != entry.num_bytes:
+            return f"{entry.name} has {num_bytes} bytes, not {entry.num_bytes}"
+        if file_entry(folder, file).digest != entry.digest:
+            return f"{entry.name} is not what was written (its checksum differs)"
+    return ""

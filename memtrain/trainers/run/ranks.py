@@ -1,0 +1,84 @@
+"""The processes of a run: who this one is, and what they agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all of a run. Every method must be called by all of them, in one order."""
+
+    rank: int = 0
+    """Which one this is, over all nodes."""
+    world: int = 1
+    """How many there are."""
+    local_rank: int = 0
+    """Which one this is on its node."""
+    device: torch.device = torch.device("cpu")
+    """Where small tensors are put to be sent."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one that writes and prints."""
+        return self.rank == 0
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each value summed over the ranks, in float64."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The largest of each value over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds on any rank."""
+        return self.max({"flag": float(flag)})["flag"] > 0
+
+    def gather(self, item: Item) -> list[Item]:
+        """The item of every rank, by rank, on every rank."""
+        if self.world == 1:
+            return [item]
+        items: list[Any] = [None] * self.world
+        dist.all_gather_object(items, item)
+        return items
+
+    def broadcast(self, item: Item) -> Item:
+        """The item of the main rank."""
+        if self.world == 1:
+            return item
+        items: list[Any] = [item]
+        dist.broadcast_object_list(items, src=0, device=self.device)
+        return items[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def _reduce(self, values: Mapping[str, float], how: dist.ReduceOp.RedOpType) -> dict[str, float]:
+        if self.world == 1:
+            return dict(values)
+        tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, how)
+        return dict(zip(values, tensor.tolist(), strict=True))
+
+
+def current_ranks() -> Ranks:
+    """The ranks of the process group that accelerate or torchrun has set up; one rank when there is none.
+
+    Small tensors go through the CPU with gloo, through this rank's CUDA device with nccl.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks(local_rank=local_rank)
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, torch.device(device))

@@ -1,0 +1,193 @@
+"""Whether a plan may continue a checkpoint: refused where it is another run, said where sums may round.
+
+Three kinds of difference:
+- free: the same numbers, bit for bit (what is logged, kept, evaluated; where activations wait);
+- rounding: the same run, but sums are taken in another order (threads, processes, micro-batches, kernels,
+  versions): continued, and said;
+- all others: another run, refused with the keys that differ. `allow_inexact` turns these into warnings too,
+  except those whose saved state would not fit the model or the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from memtrain.errors import Fault, ResumeError
+from memtrain.memory.plan import Plan
+from memtrain.trainers.run.manifest import CheckpointFacts, data_fingerprint, device_name
+
+FREE_KEYS = (
+    "run_dir",
+    "log",
+    "save",
+    "eval",
+    "data.eval",
+    "data.cache_dir",
+    "data.processes",
+    "memory.watch",
+)
+"""Recipe keys, or sections, that move no number of the training itself."""
+
+RESOLVED_KEYS = (
+    "cluster",
+    "length.padding_free",
+    "memory",
+    "model.attention",
+    "model.dtype",
+    "model.liger",
+    "train.batch_rows",
+    "train.batch_tokens",
+    "train.epochs",
+    "train.max_steps",
+    "train.micro_rows",
+    "train.micro_tokens",
+)
+"""Recipe keys that the plan resolves (`auto`, or a default): the settings are compared in their place."""
+
+FREE_SETTINGS = ("checkpoint_every", "offload", "expandable_segments")
+"""Settings that give the same numbers bit for bit."""
+
+ROUNDING_SETTINGS = (
+    "device",
+    "num_processes",
+    "threads",
+    "attention",
+    "liger",
+    "padding_free",
+    "micro_rows",
+    "micro_tokens",
+    "loss",
+    "loss_tile_bytes",
+)
+"""Settings that only change the order of sums. Source: threads 1 -> 2 differ after two steps; measured on a
+2-core CPU with torch 2.13, a tiny Llama, float32."""
+
+RECIPE_SETTINGS = (
+    "adapter",
+    "quantize",
+    "max_length",
+    "truncation",
+    "packing",
+    "documents_see_each_other",
+    "pad_to_multiple_of",
+    "group_by_length",
+    "optimizer",
+    "master_weights",
+)
+"""Settings that say again what the recipe says; the recipe's key is the one that is named."""
+
+STATE_KEYS = ("method", "model", "optim.kind", "optim.master_weights")
+"""Keys, or sections, that decide the shapes of the saved state: never waived."""
+
+SETTING_NAMES = {
+    "batch_rows": "train.batch_rows",
+    "batch_tokens": "train.batch_tokens",
+    "dtype": "model.dtype",
+}
+"""Settings that must not differ, by the recipe key that says them. `max_steps` has a rule of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One key that differs between a checkpoint and a plan."""
+
+    key: str
+    saved: JsonValue
+    asked: JsonValue
+    why: str = ""
+
+
+def check_resumable(facts: CheckpointFacts, plan: Plan, *, allow_inexact: bool = False) -> list[str]:
+    """What to tell the user when `plan` continues the checkpoint; empty when every number stays the same.
+
+    Raises: ResumeError with every key that differs and would make it another run.
+    """
+    other_run = list(_other_run(facts, plan))
+    waived = [one for one in other_run if allow_inexact and not _is_below(one.key, STATE_KEYS)]
+    refused = [one for one in other_run if one not in waived]
+    if refused:
+        raise ResumeError([_fault(one, facts.step) for one in refused])
+    said = [f"another run from here: {_sentence(one)}" for one in waived]
+    return said + [
+        f"inexact from here, sums are taken in another order: {_sentence(one)}"
+        for one in _rounding(facts, plan)
+    ]
+
+
+def _other_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
+    asked_recipe = plan.recipe.model_dump(mode="json")
+    for one in _differences(facts.recipe, asked_recipe):
+        if not _is_below(one.key, FREE_KEYS + RESOLVED_KEYS):
+            yield one
+    asked = plan.settings.model_dump(mode="json")
+    for setting, key in SETTING_NAMES.items():
+        if facts.settings.get(setting) != asked[setting]:
+            yield Difference(key, facts.settings.get(setting), asked[setting])
+    yield from _length_of_run(facts, plan)
+    data = data_fingerprint(plan.data)
+    if facts.data != data:
+        yield Difference("data.train", facts.data, data, "the rows themselves have changed")
+
+
+def _length_of_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
+    saved, asked = facts.settings.get("max_steps"), plan.settings.max_steps
+    if saved == asked or not isinstance(saved, int):
+        return
+    optim = plan.recipe.optim
+    if asked < facts.step:
+        yield Difference("train.max_steps", saved, asked, f"the checkpoint is already at step {facts.step}")
+    elif optim.schedule != "constant":
+        why = f"the {optim.schedule} schedule of the steps already made was laid out for {saved}"
+        yield Difference("train.max_steps", saved, asked, why)
+    elif optim.warmup_steps is None:
+        ratio = 0.03 if optim.warmup_ratio is None else optim.warmup_ratio
+        if facts.step < ratio * max(saved, asked) + 1:
+            why = f"the warm-up, a fraction of all steps, is not over at step {facts.step}"
+            yield Difference("train.max_steps", saved, asked, why)
+
+
+def _rounding(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
+    asked = plan.settings.model_dump(mode="json")
+    for setting in ROUNDING_SETTINGS:
+        if facts.settings.get(setting) != asked[setting]:
+            yield Difference(setting, facts.settings.get(setting), asked[setting])
+    yield from _differences(dict(facts.versions), dict(plan.versions), "version of ")
+    device = device_name(plan.settings.device)
+    if facts.device != device:
+        yield Difference("device", facts.device, device)
+
+
+def _differences(
+    saved: Mapping[str, JsonValue], asked: Mapping[str, JsonValue], prefix: str = ""
+) -> Iterator[Difference]:
+    """Every leaf that differs, by dotted key; a section that one side lacks is one leaf."""
+    for key in sorted({*saved, *asked}):
+        before, after = saved.get(key), asked.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            yield Difference(prefix + key, before, after)
+
+
+def _is_below(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == one or key.startswith(one + ".") for one in keys)
+
+
+def _sentence(one: Difference) -> str:
+    return f"{one.key} {_shown(one.saved)} -> {_shown(one.asked)}"
+
+
+def _shown(value: JsonValue) -> str:
+    return "null" if value is None else str(value)
+
+
+def _fault(one: Difference, step: int) -> Fault:
+    what = f"{one.key} was {_shown(one.saved)} up to step {step} and is now {_shown(one.asked)}"
+    return Fault(
+        f"{what}: {one.why}" if one.why else what,
+        where=one.key,
+        fix="set it back, or start anew: --no-resume, or another run_dir",
+    )

@@ -1,0 +1,263 @@
+"""A checkpoint is complete or not there; whatever goes wrong, the last good one can be used."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from memtrain.errors import LaunchError
+from memtrain.memory.plan import Plan
+from memtrain.trainers.run.checkpoint import (
+    Parts,
+    best_complete,
+    complete_steps,
+    mend_checkpoints,
+    newest_complete,
+    save_checkpoint,
+)
+from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.manifest import facts_of, fault_of
+from memtrain.trainers.run.state_io import load_state, save_state
+
+MakePlan = Callable[..., Plan]
+
+
+def parts_of(step: int) -> Parts:
+    """A state, a folder and a plain file, all of which say the step."""
+
+    def model(path: Path) -> None:
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({"step": step}))
+
+    return {
+        "optimizer": lambda path: save_state({"step": torch.full((50,), step)}, path),
+        "model": model,
+        "note.txt": lambda path: path.write_text(f"step {step}") and None,
+    }
+
+
+def save(
+    folder: RunFolder, plan: Plan, step: int, *, keep: int = 2, loss: float | None = None, best: bool = False
+) -> Path:
+    facts = facts_of(plan, step=step, epoch=0, offset=8 * step, eval_loss=loss)
+    return save_checkpoint(folder, parts_of(step), facts, keep=keep, keep_best=best)
+
+
+def steps_of(folder: RunFolder) -> list[int]:
+    return list(complete_steps(folder.checkpoints))
+
+
+def assert_usable(folder: RunFolder, steps: set[int]) -> None:
+    """The newest complete one is of one of these steps, and every part of it says so."""
+    found = newest_complete(folder)
+    assert found.checkpoint is not None
+    step = found.checkpoint.manifest.facts.step
+    assert step in steps
+    assert load_state(found.checkpoint.part("optimizer"))["step"].eq(step).all()
+    assert json.loads((found.checkpoint.part("model") / "config.json").read_text()) == {"step": step}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    return folder
+
+
+def test_the_newest_is_found_with_its_place_in_the_run(folder: RunFolder, make_plan: MakePlan):
+    assert newest_complete(folder).checkpoint is None
+    save(folder, make_plan(), 5)
+    path = save(folder, make_plan(), 10, loss=1.5)
+    assert path.name == "step-000010"
+    found = newest_complete(folder)
+    assert found.rejected == ()
+    assert found.checkpoint is not None
+    facts = found.checkpoint.manifest.facts
+    assert (facts.step, facts.epoch, facts.offset, facts.eval_loss) == (10, 0, 80, 1.5)
+    assert facts.recipe["method"] == "sft"
+    assert_usable(folder, {10})
+
+
+def test_only_the_kept_number_stays(folder: RunFolder, make_plan: MakePlan):
+    for step in (1, 2, 3, 1_000_000):
+        save(folder, make_plan(), step)
+    assert steps_of(folder) == [3, 1_000_000]
+
+
+def test_the_best_one_stays_however_old_it_is(folder: RunFolder, make_plan: MakePlan):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)):
+        save(folder, make_plan(), step, keep=1, loss=loss, best=True)
+    assert steps_of(folder) == [2, 5]
+    best = best_complete(folder).checkpoint
+    assert best is not None
+    assert best.manifest.facts.step == 2
+
+
+def test_a_broken_best_one_gives_way_to_the_next(folder: RunFolder, make_plan: MakePlan):
+    for step, loss in ((1, 3.0), (2, 1.0)):
+        save(folder, make_plan(), step, loss=loss, best=True)
+    (folder.checkpoints / "step-000002" / "note.txt").unlink()
+    found = best_complete(folder)
+    assert found.checkpoint is not None
+    assert found.checkpoint.manifest.facts.step == 1
+    assert len(found.rejected) == 1
+
+
+def shorten(path: Path) -> None:
+    (path / "optimizer.safetensors").write_bytes((path / "optimizer.safetensors").read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    raw = bytearray((path / "optimizer.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (path / "optimizer.safetensors").write_bytes(raw)
+
+
+def change_offset(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    assert '"offset":80' in text.replace(" ", "")
+    (path / "manifest.json").write_text(text.replace("80", "81", 1))
+
+
+BREAKS = {
+    "never finished": lambda path: (path / "manifest.json").unlink(),
+    "damaged": lambda path: (path / "manifest.json").write_text('{"format": 1'),
+    "manifest.json is not what was written": change_offset,
+    "note.txt is missing": lambda path: (path / "note.txt").unlink(),
+    "optimizer.safetensors has": shorten,
+    "its checksum differs": flip,
+}
+
+
+@pytest.mark.parametrize("said", BREAKS)
+def test_a_broken_one_is_passed_over_with_the_reason(folder: RunFolder, make_plan: MakePlan, said: str):
+    for step in (5, 10):
+        save(folder, make_plan(), step)
+    BREAKS[said](folder.checkpoints / "step-000010")
+    found = newest_complete(folder)
+    assert [one.path.name for one in found.rejected] == ["step-000010"]
+    assert said in found.rejected[0].reason
+    assert_usable(folder, {5})
+
+
+def test_a_broken_later_one_never_displaces_the_one_just_saved(folder: RunFolder, make_plan: MakePlan):
+    save(folder, make_plan(), 10)
+    shorten(folder.checkpoints / "step-000010")
+    save(folder, make_plan(), 7, keep=1)
+    assert steps_of(folder) == [7]
+
+
+def test_a_sound_one_of_the_same_step_is_not_written_again(folder: RunFolder, make_plan: MakePlan):
+    path = save(folder, make_plan(), 5)
+    before = (path / "note.txt").stat().st_ino
+    save(folder, make_plan(), 5)
+    assert (path / "note.txt").stat().st_ino == before
+    shorten(path)
+    save(folder, make_plan(), 5)
+    assert (path / "note.txt").stat().st_ino != before
+    assert fault_of(path) == ""
+
+
+def die_at(event: int) -> None:
+    """From now on, this process dies like a killed one at the n-th change of the file system."""
+    seen = 0
+    changes = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+
+    def hook(name: str, arguments: tuple) -> None:
+        nonlocal seen
+        if name in changes:
+            seen += 1
+            if seen == event:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+
+
+def in_child(act: Callable[[], object]) -> int:
+    """The exit code of a forked process that does it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("already_there", [False, True])
+def test_a_kill_at_any_moment_leaves_a_usable_one(tmp_path: Path, make_plan: MakePlan, already_there: bool):
+    """Every point between two changes of the file system, until the save comes through.
+
+    With `keep=1`, so that the only good one is removed by the very save that is killed; `already_there` has
+    the new one replace a broken one of the same step.
+    """
+    plan = make_plan()
+    before = RunFolder(tmp_path / "before")
+    save(before, plan, 5, keep=1)
+    if already_there:
+        save(before, plan, 10, keep=2)
+        shorten(before.checkpoints / "step-000010")
+    event, code = 0, 9
+    while code == 9:
+        event += 1
+        folder = RunFolder(tmp_path / str(event))
+        shutil.copytree(before.path, folder.path)
+
+        def killed(folder: RunFolder = folder, event: int = event) -> None:
+            die_at(event)
+            save(folder, plan, 10, keep=1)
+
+        code = in_child(killed)
+        mend_checkpoints(folder)
+        assert_usable(folder, {5, 10})
+        assert not list(folder.checkpoints.glob(".*"))
+        save(folder, plan, 15, keep=1)
+        assert steps_of(folder) == [15]
+    assert event > 20
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 1, 100, 300, 600, 1000, 3000])
+def test_a_full_disk_leaves_the_last_one_and_says_so(
+    folder: RunFolder, make_plan: MakePlan, limit_bytes: int
+):
+    save(folder, make_plan(), 5)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        with pytest.raises(LaunchError, match="checkpoint of step 10 cannot be written") as caught:
+            save(folder, make_plan(), 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "step-000005 stands" in caught.value.text()
+    assert steps_of(folder) == [5]
+    assert not list(folder.checkpoints.glob(".*"))
+    save(folder, make_plan(), 10)
+    assert_usable(folder, {10})
+
+
+def test_no_space_left_tells_how_much_is_free(folder: RunFolder, make_plan: MakePlan):
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    facts = facts_of(make_plan(), step=1, epoch=0, offset=0)
+    with pytest.raises(LaunchError, match=r"No space left on device \([0-9.]+ GiB free\)"):
+        save_checkpoint(folder, {"model": full}, facts, keep=1)
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(folder: RunFolder, make_plan: MakePlan):
+    path = save(folder, make_plan(), 5)
+    names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    assert names == {
+        "manifest.json",
+        "model/config.json",
+        "note.txt",
+        "optimizer.json",
+        "optimizer.safetensors",
+    }
