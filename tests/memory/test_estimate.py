@@ -1,0 +1,166 @@
+"""The arithmetic prediction: figures by hand, figures traced earlier, and what must always hold."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from memtrain.memory.activations import HeaviestBatch, Load, layer_kept
+from memtrain.memory.budget import needed, static_bytes, usable
+from memtrain.memory.estimate import PHASES, estimate
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import shape_of
+from memtrain.memory.units import GIB
+from memtrain.recipes.model import Adapter
+
+QWEN = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072}
+QWEN |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+QWEN06 = shape_of(QWEN | {"tie_word_embeddings": True})
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA8 = shape_of(LLAMA | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8})
+PLAIN = {
+    "device": "cuda",
+    "num_processes": 1,
+    "threads": 1,
+    "dtype": "bfloat16",
+    "attention": "cuda",
+    "liger": False,
+    "adapter": None,
+    "quantize": "none",
+    "max_length": 2048,
+    "truncation": "keep_start",
+    "packing": "none",
+    "documents_see_each_other": False,
+    "padding_free": False,
+    "pad_to_multiple_of": None,
+    "group_by_length": False,
+    "batch_rows": 1,
+    "batch_tokens": None,
+    "micro_rows": 1,
+    "micro_tokens": None,
+    "max_steps": 1,
+    "checkpoint_every": 0,
+    "offload": "none",
+    "loss": "full",
+    "loss_tile_bytes": 64 << 20,
+    "optimizer": "adamw",
+    "master_weights": False,
+    "expandable_segments": True,
+}
+
+
+def make(**changes):
+    return Settings(**(PLAIN | changes))
+
+
+def batch(rows, longest):
+    return HeaviestBatch(rows, rows * longest, rows * longest, longest)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "changes", "traced_gib"),
+    [
+        # Traces of transformers' own model and torch's cross entropy, two steps on fake tensors.
+        (QWEN06, 2, {}, 17.99),
+        (QWEN06, 2, {"checkpoint_every": 1}, 10.54),
+        (QWEN06, 2, {"checkpoint_every": 1, "master_weights": True}, 14.98),
+        (LLAMA8, 1, {}, 60.13),
+        (LLAMA8, 1, {"checkpoint_every": 1}, 59.85),
+        (LLAMA8, 1, {"checkpoint_every": 1, "master_weights": True}, 123.6),
+    ],
+)
+def test_figures_of_real_models_agree_with_their_traces(shape, rows, changes, traced_gib):
+    predicted = estimate(make(**changes), shape, batch(rows, 2048), accumulates=False)
+    assert predicted.peak.num_bytes / GIB == pytest.approx(traced_gib, rel=0.02)
+
+
+def test_what_a_plain_llama_layer_keeps_is_the_sum_written_out_by_hand():
+    tokens, width, mlp, q, k = 2048, 4096, 14336, 4096, 1024
+    norms = 2 * (4 * tokens * width + 2 * tokens * width + 4 * tokens) + 2 * 2 * tokens * width
+    attention = 2 * tokens * (q + 2 * k) + 2 * tokens * q + 4 * tokens * 32
+    expected = norms + attention + 4 * 2 * tokens * mlp
+    assert layer_kept(Load(make(), LLAMA8, batch(1, 2048))) == expected
+
+
+def test_adamw_on_half_weights_is_eight_bytes_a_weight_and_master_copies_make_it_sixteen():
+    weights = LLAMA8.num_parameters
+    plain, master = static_bytes(make(), LLAMA8), static_bytes(make(master_weights=True), LLAMA8)
+    assert plain.weights + plain.gradients + plain.optimizer == 8 * weights
+    assert master.weights + master.gradients + master.optimizer + master.master == 16 * weights
+
+
+def test_four_bit_weights_are_about_half_a_byte_and_leave_embeddings_alone():
+    found = static_bytes(make(quantize="4bit", adapter=Adapter(r=16)), LLAMA8)
+    embeddings = 2 * 2 * LLAMA8.num_embedding
+    adapter = 2 * LLAMA8.num_adapter(Adapter(r=16))
+    linear = found.weights - embeddings - adapter
+    assert linear / LLAMA8.num_linear_weights == pytest.approx(0.516, rel=0.002)
+
+
+ANY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "adapter": st.sampled_from([None, Adapter(r=8), Adapter(r=8, kind="dora", dropout=0.1)]),
+        "padding_free": st.booleans(),
+        "checkpoint_every": st.integers(0, 4),
+        "offload": st.sampled_from(["none", "boundaries", "all"]),
+        "loss": st.sampled_from(["full", "chunked"]),
+        "optimizer": st.sampled_from(["adamw", "adamw_8bit", "paged_adamw", "adafactor", "muon", "sgd"]),
+        "master_weights": st.booleans(),
+        "attention": st.sampled_from(["cuda", "dense", "stock"]),
+    }
+)
+
+
+@hypothesis_settings(max_examples=50, deadline=None)
+@given(ANY, st.integers(1, 8), st.integers(2, 3000))
+def test_owners_sum_to_the_peak_and_more_tokens_never_need_less(changes, rows, longest):
+    small = estimate(make(**changes), QWEN06, batch(rows, longest))
+    large = estimate(make(**changes), QWEN06, batch(rows + 1, longest + 7))
+    assert [phase.phase for phase in small.phases] == list(PHASES)
+    for phase, more in zip(small.phases, large.phases, strict=True):
+        assert phase.num_bytes == sum(owned.num_bytes for owned in phase.owners)
+        assert all(owned.num_bytes > 0 for owned in phase.owners)
+        assert phase.num_bytes <= more.num_bytes
+
+
+@hypothesis_settings(max_examples=50, deadline=None)
+@given(ANY, st.integers(1, 4), st.integers(64, 3000))
+def test_every_saving_strategy_saves_or_changes_nothing(changes, rows, longest):
+    def peak(**more):
+        return estimate(make(**(changes | more)), QWEN06, batch(rows, longest)).peak.num_bytes
+
+    assert peak(offload="boundaries") <= peak(offload="none")
+    assert peak(optimizer="sgd") <= peak(optimizer="adamw")
+    assert peak(master_weights=False) <= peak(master_weights=True)
+
+
+def test_checkpointing_every_layer_beats_every_other_beats_none():
+    peaks = [
+        estimate(make(checkpoint_every=every), QWEN06, batch(2, 2048)).peak.num_bytes for every in (1, 2, 0)
+    ]
+    assert peaks == sorted(peaks)
+
+
+def test_padded_rows_are_as_long_as_the_longest_and_padding_free_ones_are_not():
+    uneven = HeaviestBatch(rows=4, tokens=1000, scored_tokens=1000, longest=700)
+    padded = Load(make(), QWEN06, uneven)
+    flat = Load(make(padding_free=True), QWEN06, uneven)
+    assert (padded.N, flat.N) == (2800, 1000)
+    assert padded.S == flat.S == 996
+
+
+def test_what_fits_a_budget_needs_no_more_than_the_budget():
+    settings = make()
+    fits = usable(24 * GIB, settings)
+    assert 24 * GIB - 10 <= needed(fits, settings) <= 24 * GIB
+
+
+def test_an_estimate_takes_well_under_a_millisecond():
+    settings = make()
+    start = time.perf_counter()
+    for _ in range(100):
+        estimate(settings, LLAMA8, batch(2, 2048))
+    assert (time.perf_counter() - start) / 100 < 0.003
