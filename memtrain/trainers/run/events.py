@@ -1,0 +1,179 @@
+"""The lines of `metrics.jsonl`: one JSON object for each event of a run; no torch.
+
+Every line has `kind`, `step` (optimizer steps made when it was written) and `time` (seconds since 1970). The
+kinds and their fields are the classes below. A number that JSON cannot say is the string NaN, Infinity or
+-Infinity.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """`step`: one optimizer step, summed over its micro-batches and all ranks."""
+
+    step: int
+    loss: float
+    """Mean over the learnt tokens of the step."""
+    lr: float
+    grad_norm: float | None = None
+    """Norm of the gradients before clipping."""
+    tokens: int
+    """Tokens that entered the model, without padding."""
+    learnt: int
+    """Tokens that were learnt."""
+    seconds: float
+    """Wall time of the step, evaluation and saving not counted."""
+    peak_bytes: int | None = None
+    """Highest peak of a rank during the step: CUDA allocator, or resident memory on a CPU."""
+    epoch: float = 0.0
+    """Passes over the data so far."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """What the method measures beside (accuracy, entropy, ...); in the line, each is a field of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalEvent:
+    """`eval`: one pass over the held-out rows, before the checkpoint of the same step is written."""
+
+    step: int
+    loss: float
+    """Mean over the learnt tokens."""
+    tokens: int
+    """Tokens that were learnt, were these training rows."""
+    seconds: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataEvent:
+    """`data`: what truncation and packing did to the rows of a split, written at the start."""
+
+    step: int = 0
+    split: str = "train"
+    rows: int
+    """Rows read."""
+    tokens: int
+    """Tokens of these rows."""
+    learnt: int
+    """Learnt tokens of these rows."""
+    sequences: int
+    """Sequences that enter the model in one pass."""
+    fill: float | None = None
+    """Share of the sequences' tokens that are not padding or left empty."""
+    rows_skipped: int = 0
+    """Bad rows that were left out."""
+    rows_cut: int = 0
+    rows_dropped: int = 0
+    tokens_cut: int = 0
+    """Tokens lost by cutting rows."""
+    learnt_cut: int = 0
+    tokens_dropped: int = 0
+    """Tokens lost by leaving rows out."""
+    learnt_dropped: int = 0
+    fragments: int = 0
+    """Pieces that split rows were made into."""
+    lengths: tuple[tuple[int, int], ...] = ()
+    """Histogram of the row lengths: (longest length of the bin in tokens, rows), in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEvent:
+    """`memory`: measured peak of one phase on the rank that needed most. The highest of a phase counts."""
+
+    step: int
+    phase: str
+    """Named as in the plan: load, first step, steady step, evaluation, saving."""
+    allocated: int
+    """Peak bytes of live tensors (CUDA), or the growth of resident memory since the start (CPU)."""
+    reserved: int = 0
+    """Peak bytes that the caching allocator held."""
+    rss: int = 0
+    """Peak resident bytes of the process."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by owner at the peak, where they were told apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteEvent:
+    """`note`: something a reader of the report must know: resumed, checkpoint rejected, inexact."""
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalEvent:
+    """`final`: the run is over."""
+
+    step: int
+    state: str
+    """As in status.json."""
+    seconds: float
+    """Wall time of the whole run, over every resumption."""
+    model: str = ""
+    """Folder of the trained model."""
+    best_step: int | None = None
+    """Step whose weights are the final ones, with `save.keep_best`."""
+    sample: str = ""
+    """What the trained model writes."""
+
+
+Event = StepEvent | EvalEvent | DataEvent | MemoryEvent | NoteEvent | FinalEvent
+
+KINDS: dict[str, type[Event]] = {
+    "step": StepEvent,
+    "eval": EvalEvent,
+    "data": DataEvent,
+    "memory": MemoryEvent,
+    "note": NoteEvent,
+    "final": FinalEvent,
+}
+NAMES = {kind: name for name, kind in KINDS.items()}
+COMMON = ("kind", "step", "time")
+
+
+def to_line(event: Event, time_s: float) -> str:
+    """The event as one line of JSON, without the line's end."""
+    values = asdict(event)
+    values.update(values.pop("extra", {}))
+    line = {"kind": NAMES[type(event)], "step": values.pop("step"), "time": round(time_s, 3)} | values
+    return json.dumps({key: _speakable(value) for key, value in line.items()}, allow_nan=False)
+
+
+def from_line(line: str) -> Event:
+    """The event of a line; fields of a method's own are its `extra`.
+
+    Raises: ValueError when the line is no event.
+    """
+    values: dict[str, Any] = json.loads(line)
+    if not isinstance(values, dict) or values.get("kind") not in KINDS:
+        raise ValueError("not an event")
+    kind = KINDS[values["kind"]]
+    known = {one.name for one in fields(kind)}
+    heard = {key: _heard(value) for key, value in values.items()}
+    taken = {key: value for key, value in heard.items() if key in known}
+    if "lengths" in taken:
+        taken["lengths"] = tuple((bound, count) for bound, count in taken["lengths"])
+    if "extra" in known:
+        taken["extra"] = {key: heard[key] for key in heard if key not in known and key not in COMMON}
+    try:
+        return kind(**taken)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _speakable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _heard(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

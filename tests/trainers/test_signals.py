@@ -1,0 +1,44 @@
+"""The first signal is remembered, the second SIGINT kills, and the handlers before come back."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from memtrain.trainers.run.signals import StopRequest
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_remembered(asked: signal.Signals):
+    before = signal.getsignal(asked)
+    with StopRequest() as request:
+        assert not request.asked
+        os.kill(os.getpid(), asked)
+        assert request.asked
+        assert request.signal == asked
+    assert signal.getsignal(asked) is before
+
+
+def test_a_second_sigterm_changes_nothing():
+    with StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.signal == signal.SIGTERM
+
+
+def test_a_second_sigint_kills():
+    code = (
+        "import os, signal, time\n"
+        "from memtrain.trainers.run.signals import StopRequest\n"
+        "with StopRequest():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('first', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(5)\n"
+        "    print('second', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("first\n", -signal.SIGINT)
