@@ -63,10 +63,15 @@ def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
             "model.config has no model_type", "model.config", "add one, such as model_type: qwen3"
         )
     # A default configuration names tokens of the family's own vocabulary, which a smaller one does not have.
-    open_keys = {"vocab_size": vocab_size, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    open_keys: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     try:
         known = AutoConfig.for_model(model_type).to_dict()
-        config = AutoConfig.for_model(**(open_keys | dict(given)))
+        config = AutoConfig.for_model(**(open_keys | dict[str, Any](given)))
     except (
         Exception
     ) as error:  # an unknown type is a ValueError, a wrong value a dataclass error of the hub's
@@ -119,7 +124,7 @@ def _pretrained(origin: Origin, settings: Settings) -> PreTrainedModel:
         # Straight to the device, weight by weight: the host never holds the whole model.
         kwargs["device_map"] = {"": local_device(settings)}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             origin.path,
             config=config,
             dtype=DTYPES[settings.dtype],
@@ -135,6 +140,7 @@ def _pretrained(origin: Origin, settings: Settings) -> PreTrainedModel:
             "model.path",
             "only safetensors files are read; convert others with save_pretrained",
         ) from None
+    model, info = loaded
     _check_complete(origin, info)
     return model
 
@@ -168,7 +174,9 @@ def _check_complete(origin: Origin, info: Mapping[str, Any]) -> None:
 
 
 def _check_vocabulary(model: PreTrainedModel, recipe: Model, vocab_size: int) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, torch.nn.Embedding), "A causal LM looks its tokens up in an embedding."
+    rows = embedding.num_embeddings
     if vocab_size > rows:
         raise LaunchError(
             f"the tokenizer has {vocab_size:,} tokens and the model's embedding {rows:,} rows",
