@@ -152,10 +152,14 @@ class _Interpolation:
     def text(self, text: str, leaf: Leaf, path: Path) -> Node:
         parts = split_text(text)
         if len(parts) == 1 and parts[0].is_reference:
-            return self.reference(parts[0].text, leaf, path)
+            return self.reference(parts[0].text, leaf, path, is_whole=True)
         words: list[str] = []
         for part in parts:
-            node = self.reference(part.text, leaf, path) if part.is_reference else Leaf(part.text, leaf.place)
+            node = (
+                self.reference(part.text, leaf, path, is_whole=False)
+                if part.is_reference
+                else Leaf(part.text, leaf.place)
+            )
             if not isinstance(node, Leaf):
                 raise _Broken(
                     f"${{{part.text}}} is a section or a list, it cannot stand inside text",
@@ -166,13 +170,13 @@ class _Interpolation:
                 raise _Broken(f"comes to more than {MAX_TEXT:,} letters", "write a shorter value")
         return replace(leaf, value="".join(words))
 
-    def reference(self, inside: str, leaf: Leaf, path: Path) -> Node:
+    def reference(self, inside: str, leaf: Leaf, path: Path, *, is_whole: bool) -> Node:
         if "${" in inside:
             node = self.text(inside, leaf, path)
             inside = _as_text(node.value) if isinstance(node, Leaf) else ""
         inside = inside.strip()
         if re.match(r"[\w.]+:", inside):
-            return replace(leaf, value=_resolved(inside))
+            return replace(leaf, value=_resolved(inside, is_whole=is_whole))
         target = _target(inside, path)
         node, is_done = self.look_up(target, inside)
         if isinstance(node, Leaf):
@@ -233,8 +237,8 @@ def _target(inside: str, path: Path) -> Path:
     return (*path[: len(path) - dots], *path_of(name)) if dots else path_of(name)
 
 
-def _resolved(inside: str) -> Scalar:
-    """The value of `oc.env:NAME` or `oc.env:NAME,default`."""
+def _resolved(inside: str, *, is_whole: bool) -> Scalar:
+    """The value of `oc.env:NAME` or `oc.env:NAME,default`; its bare text where it stands inside text."""
     resolver, _, arguments = inside.partition(":")
     if resolver != "oc.env":
         raise _Broken(f"${{{resolver}:...}} is not known", "the only one is ${oc.env:NAME,default}")
@@ -250,6 +254,8 @@ def _resolved(inside: str) -> Scalar:
         if len(default) > 1 and default[0] == default[-1] and default[0] in "'\"":
             return default[1:-1]
         text = default
+    if not is_whole:
+        return text
     try:
         return read_scalar(text)
     except ValueError as error:

@@ -1,0 +1,212 @@
+"""Tree -> Recipe, or everything that is wrong with it at once, in plain words, each with its line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from memtrain.recipes.advice import default_words, refusal, sentence, way_out
+from memtrain.recipes.base import Section, parse_bytes
+from memtrain.recipes.fields import (
+    Annotation,
+    describe,
+    every_key,
+    field_types,
+    follow,
+    item_of,
+    parts,
+    readers,
+    section_of,
+    takes_null,
+)
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
+from memtrain.recipes.renamed import RENAMED_KEYS
+from memtrain.recipes.tree import Faults, Items, Leaf, Mapping, Node, Path, Place, dotted, find, plain
+
+
+def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe | None:
+    """The recipe that a tree says, or None with every fault noted.
+
+    `verb`: the method that the command line asks for; the recipe's must be the same.
+    """
+    _check_method(tree, faults, verb)
+    checked = _Checked(tree, faults)
+    bare = checked.section(tree, Recipe, ())
+    try:
+        recipe = Recipe.model_validate(bare)
+    except ValidationError as error:
+        _tell(error.errors(include_url=False), checked)
+        return None
+    return None if faults else recipe
+
+
+def _check_method(tree: Mapping, faults: Faults, verb: str | None) -> None:
+    node = tree.node("method")
+    if not isinstance(node, Leaf) or not isinstance(node.value, str):
+        return
+    if verb is not None and node.value != verb and node.value in METHODS:
+        faults.add(
+            f"the command is `memtrain {verb}`, but the recipe says method: {node.value}",
+            node.place,
+            f"run `memtrain {node.value}`, or write method: {verb} with the data that it needs",
+        )
+    for fault in foreign_sections(tree, node, METHODS):
+        faults.add(*fault)
+
+
+def foreign_sections(tree: Mapping, method: Leaf, methods: Iterable[str]) -> list[tuple[str, Place, str]]:
+    """What, where and way out of every section that belongs to another method than the recipe's."""
+    return [
+        (
+            f"{name}: the section of another method; {method.place} says method: {method.value}",
+            tree.entries[name].place,
+            f"remove the section, or write method: {name}",
+        )
+        for name in methods
+        if name in tree.entries and name != method.value
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Bare values for pydantic, without the keys that were refused on the way."""
+
+    tree: Mapping
+    faults: Faults
+
+    def section(self, node: Mapping, section: type[Section], path: Path) -> dict[str, object]:
+        known = field_types(section)
+        bare: dict[str, object] = {}
+        for key, entry in node.entries.items():
+            if key not in known:
+                if not (path == () and key in METHODS):
+                    self.faults.add(*_unknown_key(key, entry.place, section, path))
+                continue
+            annotation = known[key]
+            if isinstance(entry.node, Leaf) and entry.node.is_empty:
+                self.empty(section, annotation, (*path, key), entry.place)
+                if section_of(annotation) and not takes_null(annotation):
+                    bare[key] = {}
+                continue
+            bare[key] = self.value(entry.node, annotation, (*path, key))
+        return bare
+
+    def value(self, node: Node, annotation: Annotation, path: Path) -> object:
+        section, item = section_of(annotation), item_of(annotation)
+        if section is None and item is not None:
+            section = section_of(item)
+            if isinstance(node, Items):
+                return [self.value(one, item, (*path, at)) for at, one in enumerate(node.items)]
+        if section is not None and isinstance(node, Mapping):
+            return self.section(node, section, path)
+        return plain(node)
+
+    def empty(self, section: type[Section], annotation: Annotation, path: Path, place: Place) -> None:
+        """Refuse a key with nothing after it, but for a section with all its lines commented out."""
+        key = dotted(path)
+        if section_of(annotation) is None:
+            fix = f"write {describe(annotation)}; or remove the line{default_words(section, str(path[-1]))}"
+        elif takes_null(annotation):
+            fix = f"write `{path[-1]}: {{}}` for its defaults, `{path[-1]}: null` for none"
+        else:
+            return
+        self.faults.add(f"{key}: no value", place, fix)
+
+
+def _unknown_key(key: str, place: Place, section: type[Section], path: Path) -> tuple[str, Place, str]:
+    shown = dotted((*path, key))
+    legal = list(section.model_fields)
+    old = RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
+    if old is not None and key not in legal:
+        return f"{shown}: not a key of memtrain", place, old if old.startswith("nothing") else f"write {old}"
+    fix = (
+        f"did you mean {' or '.join(meant)}?"
+        if (meant := _meant(key, legal))
+        else f"the keys here are {', '.join(legal)}"
+    )
+    return f"{shown}: unknown key", place, fix
+
+
+def _meant(key: str, legal: list[str]) -> list[str]:
+    """The same key in another section, else a near one in this section, else a near one anywhere."""
+    every = every_key(Recipe)
+    same = [f"'{name}'" for name in every if name.split(".")[-1] == key]
+    if same:
+        return same[:3]
+    near = difflib.get_close_matches(key.lower(), legal, n=2, cutoff=0.6)
+    if near:
+        return [f"'{name}'" for name in near]
+    by_leaf = {name.split(".")[-1]: name for name in reversed(every)}
+    return [
+        f"'{by_leaf[leaf]}'" for leaf in difflib.get_close_matches(key.lower(), by_leaf, n=2, cutoff=0.75)
+    ]
+
+
+def _tell(errors: Sequence[ErrorDetails], checked: _Checked) -> None:
+    """Note pydantic's errors in our words: the branches of a union as one, none twice at one place."""
+    told: dict[Path, list[ErrorDetails]] = {}
+    for error in errors:
+        told.setdefault(follow(Recipe, error["loc"])[0], []).append(error)
+    broken = {place for place, _ in checked.faults.found if place.line}
+    for path, group in told.items():
+        annotation = follow(Recipe, path)[1]
+        messages = [_message(error) for error in group if error["type"] == "value_error"]
+        place, node = _nearest(checked.tree, path)
+        if any(error["type"] == "missing" for error in group):
+            _tell_missing(path, annotation, place, checked.faults)
+        elif messages and (section_of(annotation) is not None or _reader_speaks(annotation)):
+            _tell_rule(messages[0], path, place, checked)
+        elif node.place not in broken:
+            _tell_value(path, annotation, node, checked.faults)
+
+
+def _message(error: ErrorDetails) -> str:
+    reason: Any = error.get("ctx", {}).get("error")
+    return str(cast(object, reason))
+
+
+def _reader_speaks(annotation: Annotation) -> bool:
+    """Whether a reader of the field (other than that of sizes) may have words of its own."""
+    return any(
+        parse_bytes not in readers(metadata) and readers(metadata) for _, metadata in parts(annotation)
+    )
+
+
+def _nearest(tree: Mapping, path: Path) -> tuple[Place, Node]:
+    """The place and the node of a path, or of what is written nearest above it."""
+    for length in range(len(path), 0, -1):
+        found = find(tree, path[:length])
+        if found is not None:
+            return found
+    return tree.place, tree
+
+
+def _tell_missing(path: Path, annotation: Annotation, place: Place, faults: Faults) -> None:
+    section = section_of(annotation)
+    if section is None:
+        faults.add(f"{dotted(path)}: missing", place, f"add it. {sentence(path)}")
+    else:
+        keys = ", ".join(list(section.model_fields)[:3])
+        faults.add(f"{dotted(path)}: missing", place, f"add `{path[-1]}:` with its keys ({keys}, ...)")
+
+
+def _tell_rule(message: str, path: Path, place: Place, checked: _Checked) -> None:
+    """A rule between keys: `what; way out`. A rule of the whole recipe is told at the first key it names."""
+    what, _, fix = message.partition("; ")
+    if not path:
+        named = [word.strip("`,;():") for word in message.split() if "." in word]
+        places = [
+            found[0] for word in named if (found := find(checked.tree, tuple(word.split(".")))) is not None
+        ]
+        place = places[0] if places else place
+    checked.faults.add(what, place, fix)
+
+
+def _tell_value(path: Path, annotation: Annotation, node: Node, faults: Faults) -> None:
+    faults.add(f"{dotted(path)}: {refusal(node, annotation)}", node.place, way_out(path, annotation, node))

@@ -1,0 +1,168 @@
+"""A recipe file and the words of the command line -> Recipe, with the line of every key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping as ReadOnly
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from memtrain.errors import Fault, RecipeError
+from memtrain.recipes.faults import recipe_of
+from memtrain.recipes.interpolate import interpolated
+from memtrain.recipes.lines import read_yaml
+from memtrain.recipes.overrides import apply_overrides, merged, path_of
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.shipped import configs_dir, find_recipe, shipped_names
+from memtrain.recipes.tree import Entry, Faults, Items, Leaf, Mapping, Place, find, plain
+
+MAX_BYTES = 256 * 2**10
+"""Largest recipe that is read. Taste: the longest shipped one is under 2 KiB."""
+
+MAX_EXTENDS = 8
+"""Files that may extend each other in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRecipe:
+    """A recipe, and where each of its values was said."""
+
+    recipe: Recipe
+    path: Path
+    text: str
+    """The file as it was read, without the files it extends."""
+    overrides: tuple[str, ...]
+    tree: Mapping = field(repr=False)
+    """Everything written: the file, the files it extends, and the overrides, with `${...}` replaced."""
+
+    @property
+    def resolved(self) -> ReadOnly[str, object]:
+        """What is written, as bare values; defaults are not in it (`recipe.model_dump()` has them)."""
+        return cast(dict[str, object], plain(self.tree))
+
+    def where(self, key: str) -> str:
+        """`file:line:column` of a dotted key, or "override `a.b=c`", or "default" when nobody wrote it."""
+        found = find(self.tree, path_of(key))
+        return "default" if found is None else str(found[0])
+
+
+def load_recipe(
+    path_or_name: str, overrides: Sequence[str] = (), *, method: str | None = None
+) -> LoadedRecipe:
+    """The recipe of a file or of a shipped name, with `section.key=value` words laid over it.
+
+    `method`: the verb of the command line, which the recipe's `method:` must equal.
+    Raises: RecipeError with every fault that was found, each with its line.
+    """
+    path = find_recipe(path_or_name)
+    faults = Faults()
+    text = _text(path, None)
+    tree = _file_tree(text, path, _name(path), faults, (path.resolve(),))
+    if tree is None:
+        raise RecipeError(faults.in_order())
+    tree = interpolated(apply_overrides(tree, overrides, faults), faults)
+    recipe = recipe_of(tree, faults, method)
+    if recipe is None or faults:
+        raise RecipeError(faults.in_order())
+    return LoadedRecipe(recipe, path, text, tuple(overrides), tree)
+
+
+def _name(path: Path) -> str:
+    """The file as errors show it: relative where it lies below the current folder."""
+    absolute, here = Path(os.path.abspath(path)), Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
+
+
+def _text(path: Path, asked_at: Place | None) -> str:
+    """The text of a file, bounded.
+
+    Raises: RecipeError when it is missing, a folder, too large, or not UTF-8.
+    """
+    where = "" if asked_at is None else str(asked_at)
+    if path.is_dir():
+        raise RecipeError(f"{path} is a folder", where, "name a .yaml file in it")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError as error:
+        raise RecipeError(f"there is no file {path}", where, "check the path") from error
+    except OSError as error:
+        raise RecipeError(
+            f"{path} cannot be read: {error.strerror}", where, "check its permissions"
+        ) from error
+    if len(raw) > MAX_BYTES:
+        raise RecipeError(
+            f"{path} is larger than {MAX_BYTES // 2**10} KiB", where, "name a recipe; this is something else"
+        )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        column = error.start - raw.rfind(b"\n", 0, error.start)
+        raise RecipeError(
+            f"{path} is not UTF-8 text", f"{_name(path)}:{line}:{column}", "save the file as UTF-8"
+        ) from error
+
+
+def _file_tree(text: str, path: Path, name: str, faults: Faults, above: tuple[Path, ...]) -> Mapping | None:
+    """The tree of a file over the trees of the files it extends; None when it cannot be read."""
+    root = read_yaml(text, name, faults)
+    if root is None or (isinstance(root, Leaf) and root.value is None):
+        if not faults:
+            faults.add(
+                "the recipe is empty", Place(name, 1, 1), "`memtrain init sft` writes one to start from"
+            )
+        return None
+    if not isinstance(root, Mapping):
+        kind = "a list" if isinstance(root, Items) else "a single value"
+        faults.add(f"the file holds {kind}", root.place, "write keys: `method: sft`, `model:`, `data:`")
+        return None
+    if "extends" not in root.entries:
+        return root
+    entry = root.entries["extends"]
+    own = Mapping({key: one for key, one in root.entries.items() if key != "extends"}, root.place)
+    below: Mapping | None = None
+    for leaf in _extended(entry, faults):
+        base = _base_tree(str(leaf.value), leaf.place, path, faults, above)
+        if base is None:
+            return None
+        below = base if below is None else cast(Mapping, merged(below, base))
+    return own if below is None else cast(Mapping, merged(below, own))
+
+
+def _extended(entry: Entry, faults: Faults) -> list[Leaf]:
+    nodes = entry.node.items if isinstance(entry.node, Items) else (entry.node,)
+    leaves = [node for node in nodes if isinstance(node, Leaf) and isinstance(node.value, str)]
+    if len(leaves) < len(nodes):
+        faults.add(
+            "extends: must be the path of a recipe, or a list of them", entry.place, "extends: other.yaml"
+        )
+    return leaves
+
+
+def _base_tree(
+    word: str, place: Place, path: Path, faults: Faults, above: tuple[Path, ...]
+) -> Mapping | None:
+    """The tree of the file that `extends: word` names: beside the extending file, else a shipped recipe."""
+    base = path.parent / Path(word).expanduser()
+    if not base.exists() and word in shipped_names():
+        base = configs_dir() / f"{word}.yaml"
+    if base.resolve() in above:
+        chain = " -> ".join(one.name for one in [*above, base])
+        faults.add(
+            f"extends: the files extend each other in a circle: {chain}", place, "remove one `extends:`"
+        )
+        return None
+    if len(above) > MAX_EXTENDS:
+        faults.add(f"extends: more than {MAX_EXTENDS} files in a row", place, "put some of them together")
+        return None
+    try:
+        text = _text(base, place)
+    except RecipeError as error:
+        faults.found.extend(
+            (place, Fault(f"extends: {one.what}", one.where, one.fix)) for one in error.faults
+        )
+        return None
+    return _file_tree(text, base, _name(base), faults, (*above, base.resolve()))
