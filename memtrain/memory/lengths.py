@@ -1,4 +1,4 @@
-"""What the plan needs to know of the data's lengths: how many sequences, how long, and the heaviest of them."""
+"""What the plan needs to know of the data: how many sequences, how long, and the heaviest of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LengthProfile(Section):
         return self.total_tokens / max(1, self.report.num_sequences)
 
     def heaviest(self, rows: int, tokens: int | None) -> tuple[int, int]:
-        """(sequences, tokens) of the heaviest micro-batch within the limits: an upper bound on every real one."""
+        """(sequences, tokens) of the heaviest micro-batch within the limits: a bound on every real one."""
         taken = self.longest[:rows]
         total = sum(taken)
         if len(taken) < min(rows, self.report.num_sequences):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +50,11 @@ class MicroBatch:
     def num_learnt(self) -> int:
         """Tokens that are learnt."""
         return len(self.targets)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """The backbone's keyword arguments."""
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        return inputs | {"layout": self.layout} if self.layout is not None else inputs
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""

@@ -1,0 +1,116 @@
+"""The arithmetic of a batch: rows or tokens of a step, over processes and micro-batches; said in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memtrain.memory.lengths import LengthProfile
+from memtrain.memory.rules import DEFAULT_BATCH_ROWS, Ledger
+
+COMFORTABLE_TOKENS = {"cuda": 16_384, "cpu": 4_096}
+"""Tokens of a micro-batch beyond which a device gets hardly faster. Taste, until a calibration says better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """Limits of one micro-batch of one rank."""
+
+    rows: int
+    tokens: int | None
+
+
+def decide_batch(ledger: Ledger, num_processes: int) -> tuple[int | None, int | None]:
+    """(rows, tokens) of one optimizer step: exactly one of them is a number."""
+    train = ledger.asked.recipe.train
+    if train.batch_tokens is not None:
+        ledger.decide("batch_tokens", f"{train.batch_tokens:,}", "", "train.batch_tokens")
+        return None, train.batch_tokens
+    rows = train.batch_rows if train.batch_rows is not None else DEFAULT_BATCH_ROWS
+    ledger.decide("batch_rows", rows, "" if train.batch_rows else "the default", "train.batch_rows")
+    if rows < num_processes:
+        ledger.refuse(
+            f"a step of {rows} rows cannot be shared by {num_processes} processes",
+            "train.batch_rows",
+            f"set train.batch_rows to at least {num_processes}, or cluster.processes to at most {rows}",
+        )
+    return rows, None
+
+
+def micro_candidates(
+    ledger: Ledger,
+    profile: LengthProfile,
+    batch: tuple[int | None, int | None],
+    *,
+    num_processes: int,
+    padding_free: bool,
+    device: str,
+) -> list[Micro]:
+    """The micro-batches to choose from, largest first; only one when the recipe says it."""
+    train = ledger.asked.recipe.train
+    most_rows = _most_rows(profile, batch, num_processes)
+    longest = profile.longest[0] if profile.longest else 1
+    rows = train.micro_rows
+    if rows != "auto" and rows > most_rows:
+        ledger.refuse(
+            f"train.micro_rows is {rows}, and each of {num_processes} processes has {most_rows} rows a step",
+            "train.micro_rows",
+            f"set it to at most {most_rows}, or raise the batch",
+        )
+    if train.micro_tokens != "auto":
+        if not padding_free:
+            ledger.refuse(
+                "train.micro_tokens counts the tokens of rows laid end to end, and this run pads its rows",
+                "train.micro_tokens",
+                "use train.micro_rows, or length.padding_free: true",
+            )
+        if train.micro_tokens < longest:
+            ledger.refuse(
+                f"train.micro_tokens is {train.micro_tokens}, and the longest sequence has {longest} tokens",
+                "train.micro_tokens",
+                f"set it to at least {longest}, or lower length.max_length",
+            )
+        return [Micro(most_rows if rows == "auto" else rows, train.micro_tokens)]
+    if rows != "auto":
+        return [Micro(rows, None)]
+    if padding_free:
+        return [Micro(most_rows, tokens) for tokens in _token_steps(longest, device)]
+    return [Micro(count, None) for count in _row_steps(most_rows, longest, device)]
+
+
+def worked_line(
+    batch: tuple[int | None, int | None], micro: Micro, num_processes: int, profile: LengthProfile
+) -> str:
+    """The arithmetic of a step in words."""
+    rows, tokens = batch
+    step = f"{rows:,} rows" if rows is not None else f"up to {tokens:,} tokens"
+    per_step = rows if rows is not None else (tokens or 0) / profile.mean_tokens
+    by_rows = per_step / num_processes / micro.rows
+    by_tokens = per_step * profile.mean_tokens / num_processes / micro.tokens if micro.tokens else 0.0
+    rounds = max(1, round(max(by_rows, by_tokens) + 0.49))
+    limit = f"{micro.rows} rows" + (f" and {micro.tokens:,} tokens" if micro.tokens else "")
+    plural = "es" if num_processes > 1 else ""
+    return f"{step} = {num_processes} process{plural} x about {rounds} micro-batches of at most {limit}"
+
+
+def _most_rows(profile: LengthProfile, batch: tuple[int | None, int | None], num_processes: int) -> int:
+    rows, tokens = batch
+    if rows is None:
+        shortest = max(1.0, min(profile.mean_tokens, float(profile.longest[-1] if profile.longest else 1)))
+        rows = max(1, int((tokens or 0) / shortest))
+    return max(1, min(-(-rows // num_processes), profile.report.num_sequences))
+
+
+def _token_steps(longest: int, device: str) -> list[int]:
+    most = max(longest, COMFORTABLE_TOKENS[device])
+    steps = [most]
+    while steps[-1] // 2 > longest:
+        steps.append(steps[-1] // 2)
+    return [*steps, longest] if steps[-1] != longest else steps
+
+
+def _row_steps(most_rows: int, longest: int, device: str) -> list[int]:
+    comfortable = max(1, COMFORTABLE_TOKENS[device] // max(1, longest))
+    steps = [min(most_rows, comfortable)]
+    while steps[-1] > 1:
+        steps.append(steps[-1] // 2)
+    return steps

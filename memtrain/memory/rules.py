@@ -1,0 +1,194 @@
+"""What follows from recipe and machine alone: each setting with its reason, each refusal with a fix."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from memtrain.errors import Fault, RecipeError
+from memtrain.memory.attention import (
+    AttentionBackend,
+    AttentionChoice,
+    AttentionFacts,
+    choose_attention,
+    model_facts,
+)
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.plan import Decision
+from memtrain.recipes.recipe import Recipe
+
+DEFAULT_BATCH_ROWS = 32
+"""Rows of a step when nothing is said: the field's usual size for fine-tuning."""
+
+BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A recipe, and where each of its values was said."""
+
+    recipe: Recipe
+    where: Callable[[str], str]
+    """`file:line:column`, `override ...`, or `default`, by dotted path."""
+
+    def said(self, dotted: str) -> bool:
+        """Whether the user wrote it."""
+        return self.where(dotted) != "default"
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Decisions and refusals as they are made."""
+
+    asked: Asked
+    decisions: list[Decision] = field(default_factory=list[Decision])
+    faults: list[Fault] = field(default_factory=list[Fault])
+
+    def decide(self, setting: str, value: object, reason: str, path: str | None = None) -> None:
+        """Note a decision; its source is the place in the recipe when `path` was written there."""
+        source = self.asked.where(path) if path is not None else "rule"
+        said = path is not None and self.asked.said(path)
+        shown = reason if not said else f"asked for; {reason}" if reason else "asked for"
+        self.decisions.append(
+            Decision(setting=setting, value=str(value), reason=shown, source=source if said else "rule")
+        )
+
+    def refuse(self, what: str, path: str, fix: str) -> None:
+        """Note a refusal at a place of the recipe."""
+        self.faults.append(Fault(what, self.asked.where(path), fix))
+
+    def settle(self) -> None:
+        """Raises: RecipeError with every refusal, when there is one."""
+        if self.faults:
+            raise RecipeError(self.faults)
+
+
+def installed(*packages: str) -> frozenset[str]:
+    """Which of the packages can be imported here."""
+    return frozenset(name for name in packages if importlib.util.find_spec(name) is not None)
+
+
+def decide_device(ledger: Ledger, hardware: Hardware) -> int:
+    """Number of processes; the device kind is the hardware's."""
+    cluster = ledger.asked.recipe.cluster
+    if cluster.device == "cuda" and hardware.device != "cuda":
+        ledger.refuse(
+            "cluster.device is cuda, and no CUDA device is visible here",
+            "cluster.device",
+            "run on a machine with one (nvidia-smi lists them), or set cluster.device: cpu",
+        )
+    ledger.decide("device", hardware.device, hardware.words(), "cluster.device")
+    most = hardware.num_devices if hardware.device == "cuda" else hardware.num_cores
+    if cluster.processes == "auto":
+        processes = hardware.num_devices if hardware.device == "cuda" else 1
+        ledger.decide("num_processes", processes, "one for each device", "cluster.processes")
+        return processes
+    if cluster.processes > most:
+        kind = "CUDA devices" if hardware.device == "cuda" else "CPU cores"
+        ledger.refuse(
+            f"cluster.processes is {cluster.processes}, and this machine has {most} {kind}",
+            "cluster.processes",
+            f"set it to at most {most}",
+        )
+    ledger.decide("num_processes", cluster.processes, "", "cluster.processes")
+    return cluster.processes
+
+
+def decide_dtype(ledger: Ledger, hardware: Hardware) -> str:
+    """Precision of weights and computation."""
+    model = ledger.asked.recipe.model
+    if model.dtype == "auto":
+        if hardware.device == "cuda" and hardware.has_bfloat16:
+            dtype, reason = "bfloat16", "the device computes in it, at half the bytes of float32"
+        else:
+            where = "on a CPU" if hardware.device == "cpu" else "this GPU has no fast bfloat16"
+            dtype, reason = "float32", f"exact, and {where} bfloat16 is not faster"
+        ledger.decide("dtype", dtype, reason, "model.dtype")
+        return dtype
+    if model.dtype == "float16":
+        ledger.refuse(
+            "model.dtype float16: gradients underflow without loss scaling, which memtrain does not do",
+            "model.dtype",
+            "use bfloat16 (same bytes, same range as float32), or float32",
+        )
+    if model.dtype == "bfloat16" and not hardware.has_bfloat16:
+        ledger.refuse(
+            f"model.dtype bfloat16: {hardware.name} does not compute in it", "model.dtype", "use float32"
+        )
+    ledger.decide("dtype", model.dtype, "", "model.dtype")
+    return model.dtype
+
+
+def decide_attention(
+    ledger: Ledger, hardware: Hardware, dtype: str, config: Mapping[str, object]
+) -> AttentionChoice | None:
+    """The attention back end, or None when it is refused."""
+    recipe = ledger.asked.recipe
+    facts = AttentionFacts(
+        device=hardware.device,
+        dtype=dtype,
+        compute_capability=hardware.compute_capability,
+        packages=installed("flash_attn", "triton"),
+        longest_row_tokens=recipe.length.max_length,
+        **model_facts(config),  # pyright: ignore[reportArgumentType]
+    )
+    wanted = recipe.model.attention
+    wants_flat = recipe.length.padding_free or recipe.length.packing != "none"
+    if wanted == "auto" and recipe.length.padding_free is False:
+        wanted = "stock"
+    try:
+        choice = choose_attention(facts, None if wanted == "auto" else AttentionBackend(wanted))
+    except RecipeError as error:
+        ledger.faults += [Fault(f.what, ledger.asked.where("model.attention"), f.fix) for f in error.faults]
+        return None
+    if wants_flat and not choice.can_pack:
+        path = "length.packing" if recipe.length.packing != "none" else "length.padding_free"
+        reasons = "; ".join(f"{backend}: {why}" for backend, why in choice.refused)
+        ledger.refuse(
+            f"rows cannot be kept apart with {choice.backend} attention ({reasons or choice.reason})",
+            path,
+            "set length.packing to none and length.padding_free to false, or choose another model.attention",
+        )
+    ledger.decide("attention", choice.backend, choice.reason, "model.attention")
+    return choice
+
+
+def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:
+    """Pairs that no plan can honour, each with its reason."""
+    recipe = ledger.asked.recipe
+    optim, model = recipe.optim, recipe.model
+    if optim.kind in BITSANDBYTES:
+        _needs_bitsandbytes(ledger, hardware, f"optim.kind {optim.kind}", "optim.kind", "adamw or adafactor")
+    if model.quantize != "none":
+        _needs_bitsandbytes(ledger, hardware, f"model.quantize {model.quantize}", "model.quantize", "none")
+    if optim.master_weights and recipe.model.dtype == "float32":
+        ledger.refuse(
+            "optim.master_weights keeps float32 copies, and the weights are float32 already",
+            "optim.master_weights",
+            "remove it, or set model.dtype: bfloat16",
+        )
+    if model.liger == "on" and (hardware.device != "cuda" or not installed("liger_kernel")):
+        missing = "is not installed" if hardware.device == "cuda" else "runs on CUDA only"
+        ledger.refuse(
+            f"model.liger is on, and Liger {missing}",
+            "model.liger",
+            "pip install 'memtrain[liger]' on a CUDA machine, or set model.liger: auto",
+        )
+    if recipe.memory.activation_checkpointing == "off" and ledger.asked.said("memory.checkpoint_every"):
+        ledger.refuse(
+            "memory.checkpoint_every has no effect with activation_checkpointing: off",
+            "memory.checkpoint_every",
+            "remove it, or set memory.activation_checkpointing: on",
+        )
+
+
+def _needs_bitsandbytes(ledger: Ledger, hardware: Hardware, what: str, path: str, instead: str) -> None:
+    if hardware.device != "cuda":
+        ledger.refuse(f"{what} needs bitsandbytes on a CUDA device", path, f"use {instead}")
+    elif not installed("bitsandbytes"):
+        ledger.refuse(
+            f"{what} needs bitsandbytes, which is not installed",
+            path,
+            f"pip install 'memtrain[quant]', or use {instead}",
+        )

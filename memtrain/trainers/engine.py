@@ -1,0 +1,80 @@
+"""The engine of a run: accelerate around our own loop, checked against what the plan asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain.errors import LaunchError
+from memtrain.memory.settings import Settings
+from memtrain.trainers.run.ranks import Ranks, current_ranks
+from memtrain.trainers.step import Engine
+
+
+def make_accelerator(settings: Settings, trackers: Sequence[str], logging_dir: str) -> Accelerator:
+    """The accelerator of this process, with as many processes as the plan asks for.
+
+    Raises: LaunchError when another number of processes runs, or they would not exchange gradients.
+    """
+    torch.set_num_threads(settings.threads)
+    accelerator = Accelerator(
+        cpu=settings.device == "cpu",
+        mixed_precision="no",
+        log_with=list(trackers) or None,
+        project_dir=logging_dir,
+        step_scheduler_with_optimizer=False,
+    )
+    asked, realised = settings.num_processes, accelerator.num_processes
+    if asked != realised:
+        raise LaunchError(
+            f"the plan asks for {asked} processes and {realised} run",
+            fix="start the run with `memtrain`, or with the line in launch.sh",
+        )
+    if asked > 1 and accelerator.distributed_type is DistributedType.NO:
+        raise LaunchError(
+            "the processes would not exchange gradients (accelerate set up no distribution)",
+            fix="start the run with `memtrain`, or with the line in launch.sh",
+        )
+    return accelerator
+
+
+def make_engine(accelerator: Accelerator) -> Engine:
+    """The accelerator as the step sees it."""
+
+    def hold_sync(model: nn.Module) -> AbstractContextManager[Any]:
+        return accelerator.no_sync(model)
+
+    def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    if accelerator.num_processes == 1:
+        return Engine(clip=clip)
+    return Engine(
+        num_ranks=accelerator.num_processes,
+        backward=accelerator.backward,
+        hold_sync=hold_sync,
+        clip=clip,
+    )
+
+
+def distribute(
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
+) -> tuple[nn.Module, Optimizer]:
+    """The model as the ranks share it. The optimizer keeps its parameters: DDP does not replace them."""
+    if accelerator.num_processes == 1:
+        return model, optimizer
+    return accelerator.prepare_model(model), optimizer
+
+
+def ranks_of(accelerator: Accelerator) -> Ranks:
+    """This process among the others."""
+    ranks = current_ranks()
+    assert ranks.world == accelerator.num_processes, "accelerate and torch disagree about the processes."
+    return ranks

@@ -1,0 +1,67 @@
+"""Token rows as a feed: the pieces of the store, laid end to end or padded as the plan says."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrain.memory.settings import Settings
+from memtrain.recipes.length import Length
+from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
+from memtrain.trainers.data.pieces import Sequences, Spans, lay_out
+from memtrain.trainers.data.store import TokenStore
+
+Ints = NDArray[np.int64]
+
+
+class TokenFeed:
+    """Rows of learnt tokens (SFT): sequence s weighs its learnt tokens."""
+
+    def __init__(
+        self, store: TokenStore, rows: Ints, length: Length, settings: Settings, *, pad_id: int
+    ) -> None:
+        self.store = store
+        self.settings = settings
+        self.pad_id = pad_id
+        self.sequences: Sequences = lay_out(store.lengths, spans_of(store), rows, length)
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens of each sequence."""
+        return self.sequences.tokens
+
+    @property
+    def weights(self) -> Ints:
+        """Learnt tokens of each sequence."""
+        return self.sequences.learnt
+
+    def micro_batch(self, sequences: Ints) -> MicroBatch:
+        """The sequences' pieces end to end, or one padded row each."""
+        is_flat = self.settings.padding_free
+        if not len(sequences):
+            return nothing(pad_id=self.pad_id, is_flat=is_flat)
+        lay = lay_end_to_end if is_flat else pad_right
+        pieces = [piece for sequence in sequences for piece in self._pieces(int(sequence))]
+        return lay(pieces, pad_id=self.pad_id, multiple=self.settings.pad_to_multiple_of)
+
+    def _pieces(self, sequence: int) -> list[Piece]:
+        held = self.sequences
+        span = range(int(held.bin_ptr[sequence]), int(held.bin_ptr[sequence + 1]))
+        pieces = [self._piece(int(held.row[i]), int(held.start[i]), int(held.length[i])) for i in span]
+        if not self.settings.documents_see_each_other:
+            return pieces
+        return [
+            Piece(
+                np.concatenate([piece.ids for piece in pieces]),
+                np.concatenate([piece.is_learnt for piece in pieces]),
+            )
+        ]
+
+    def _piece(self, row: int, start: int, length: int) -> Piece:
+        end = start + length
+        return Piece(self.store.row(row)[start:end], self.store.learnt_mask(row)[start:end])
+
+
+def spans_of(store: TokenStore) -> Spans:
+    """The learnt spans of every row of a store."""
+    return Spans(store.span_ptr, store.spans_flat[:, 0], store.spans_flat[:, 1])

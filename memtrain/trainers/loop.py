@@ -1,0 +1,206 @@
+"""The training loop: steps, evaluation, checkpoints and what is told, the same for every method."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain.errors import Interrupted, MemtrainError
+from memtrain.memory.plan import Plan
+from memtrain.trainers.data.collate import MicroBatch
+from memtrain.trainers.feed import Feed, Steps, StepWork, eval_micro_batches
+from memtrain.trainers.method import Method
+from memtrain.trainers.run.metrics import MetricsWriter
+from memtrain.trainers.run.progress import Progress
+from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.run.seed import seed_step
+from memtrain.trainers.run.watch import MemoryWatch
+from memtrain.trainers.schedule import Schedule
+from memtrain.trainers.step import Engine, forward_backward, update
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a run stands: all that a checkpoint needs beside the weights and the optimizer."""
+
+    step: int = 0
+    """Optimizer steps made."""
+    eval_loss: float | None = None
+    """Held-out loss after `step`, where it was measured."""
+    best_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything that the loop moves."""
+
+    plan: Plan
+    model: nn.Module
+    """The scorer, wrapped for its ranks."""
+    method: Method
+    optimizer: Optimizer
+    schedule: Schedule
+    steps: Steps
+    eval_feed: Feed | None
+    ranks: Ranks
+    engine: Engine
+    device: torch.device
+    metrics: MetricsWriter
+    progress: Progress
+    watch: MemoryWatch
+    is_asked_to_stop: Callable[[], bool]
+    save: Callable[[Position], None]
+    """Writes a checkpoint; called by all ranks together."""
+    position: Position = field(default_factory=Position)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
+def train(run: Run) -> None:
+    """Make the steps that are left.
+
+    Raises: Interrupted when asked to stop, after saving; MemtrainError when the loss is no number any more.
+    """
+    parameters = run.parameters
+    if run.plan.recipe.eval.at_start and run.position.step == 0:
+        evaluate(run)
+    while run.position.step < run.plan.settings.max_steps:
+        work = run.steps.work(run.position.step, rank=run.ranks.rank, num_ranks=run.ranks.world)
+        one_step(run, work, parameters)
+        run.position.step += 1
+        run.position.eval_loss = None
+        if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
+            evaluate(run)
+        is_stopped = run.ranks.any(run.is_asked_to_stop())
+        if is_stopped or _is_due(run, work, run.plan.recipe.save.every_steps):
+            with run.watch.phase("saving"):
+                run.save(run.position)
+        if is_stopped and run.position.step < run.plan.settings.max_steps:
+            raise Interrupted(
+                f"stopped after step {run.position.step} of {run.plan.settings.max_steps}, and saved",
+                where=run.plan.run_dir,
+                fix="run the same command again to go on from here",
+            )
+
+
+def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
+    """Forward, backward and update of one optimizer step, and its line in the metrics."""
+    started = time.perf_counter()
+    seed = run.plan.recipe.train.seed
+    with run.watch.phase("first step" if work.step == 0 else "steady step", tokens=work.num_tokens):
+        sums = forward_backward(
+            run.model,
+            run.method,
+            _on_device(run, work),
+            denominator=work.denominator,
+            engine=run.engine,
+            num_micros=len(work.micros),
+            want_stats=_is_logged(run, work.step),
+            seed_micro=lambda index: seed_step(seed, work.step, index, run.ranks.rank),
+        )
+        lr = run.schedule.lr_at(work.step)
+        norm = update(
+            run.optimizer,
+            parameters,
+            lr=lr,
+            max_grad_norm=run.plan.recipe.optim.max_grad_norm,
+            engine=run.engine,
+        )
+        told = _to_host(sums | {"grad_norm": norm / run.ranks.world})
+    totals = run.ranks.sum(told)
+    _tell(run, work, totals, lr, time.perf_counter() - started)
+    if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
+        raise MemtrainError(
+            f"the loss is {totals['loss']} and the gradient norm {totals['grad_norm']} at step {work.step + 1}",
+            where=run.plan.run_dir,
+            fix="lower optim.lr, raise optim.warmup_ratio, or set model.dtype: float32; "
+            "the last checkpoint is from before",
+        )
+
+
+def evaluate(run: Run) -> float:
+    """The mean held-out loss by the method's own measure; every rank gets the same number."""
+    assert run.eval_feed is not None, "There are no held-out rows."
+    feed, settings = run.eval_feed, run.plan.settings
+    started = time.perf_counter()
+    sums: dict[str, Tensor] = {}
+    was_training = run.model.training
+    run.model.eval()
+    with run.watch.phase("evaluation"), torch.no_grad():
+        for sequences in eval_micro_batches(feed, settings, rank=run.ranks.rank, num_ranks=run.ranks.world):
+            micro = feed.micro_batch(sequences).to(run.device)
+            made = run.method.loss(run.model, micro, denominator=1.0, want_stats=True)
+            for name, value in {"loss": made.value, **made.sums}.items():
+                sums[name] = sums[name] + value if name in sums else value
+        totals = run.ranks.sum(_to_host(sums))
+    run.model.train(was_training)
+    count = float(feed.weights.sum())
+    means = {name: value / count for name, value in totals.items()}
+    run.position.eval_loss = means["loss"]
+    if run.position.best_loss is None or means["loss"] < run.position.best_loss:
+        run.position.best_loss = means["loss"]
+    run.metrics.write(
+        {
+            "kind": "eval",
+            "step": run.position.step,
+            "tokens": int(feed.tokens.sum()),
+            "seconds": time.perf_counter() - started,
+            **means,
+        }
+    )
+    run.progress.evaluated(run.position.step, means["loss"])
+    return means["loss"]
+
+
+def _on_device(run: Run, work: StepWork) -> Iterator[MicroBatch]:
+    for sequences in work.micros:
+        yield run.steps.feed.micro_batch(sequences).to(run.device)
+
+
+def _is_due(run: Run, work: StepWork, every_steps: int | None) -> bool:
+    """After every n-th step, or at the end of an epoch when no n is given; always after the last step."""
+    done = work.step + 1
+    if done == run.plan.settings.max_steps:
+        return True
+    return work.is_last_of_epoch if every_steps is None else done % every_steps == 0
+
+
+def _is_logged(run: Run, step: int) -> bool:
+    done = step + 1
+    return done % run.plan.recipe.log.every_steps == 0 or done in (1, run.plan.settings.max_steps)
+
+
+def _to_host(sums: dict[str, Tensor]) -> dict[str, float]:
+    """The sums as numbers, in one transfer: the only host synchronisation of a step."""
+    values = torch.stack([value.detach().double() for value in sums.values()]).tolist()
+    return dict(zip(sums, values, strict=True))
+
+
+def _tell(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds: float) -> None:
+    means = {
+        name: value if name in ("loss", "grad_norm") else value / work.denominator
+        for name, value in totals.items()
+    }
+    line = {
+        "kind": "step",
+        "step": work.step + 1,
+        "epoch": work.epoch,
+        "lr": lr,
+        "tokens": work.num_tokens,
+        "learnt": int(work.denominator),
+        "sequences": work.num_sequences,
+        "seconds": seconds,
+        "peak_bytes": run.watch.peak_bytes,
+        **means,
+    }
+    run.metrics.write(line)
+    run.progress.stepped(line)

@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtrain.recipes.length import Length
+from memtrain.trainers.data.pieces import Sequences, Spans, count_learnt, lay_out
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def one_span_each(spans: list[tuple[int, int]]) -> Spans:
+    starts, ends = (np.array(side, np.int64) for side in zip(*spans, strict=True))
+    return Spans(np.arange(len(spans) + 1), starts, ends)
+
+
+def asked(**keys: object) -> Length:
+    return Length.model_validate(keys)
+
+
+def made(lengths: list[int], spans: list[tuple[int, int]], length: Length) -> Sequences:
+    tokens = np.array(lengths, np.int64)
+    return lay_out(tokens, one_span_each(spans), np.arange(len(tokens)), length)
+
+
+def pieces(sequences: Sequences) -> list[tuple[int, int, int]]:
+    return sorted(
+        zip(sequences.row.tolist(), sequences.start.tolist(), sequences.length.tolist(), strict=True)
+    )
+
+
+ROWS = [5, 12, 8]
+SPANS = [(2, 5), (4, 12), (0, 8)]
+"""Learnt and predicted: 3, 8 and 7 tokens (the first token of row 2 is learnt but nothing predicts it)."""
+
+
+def test_nothing_is_cut_without_a_limit():
+    sequences = made(ROWS, SPANS, asked(max_length=None))
+    assert pieces(sequences) == [(0, 0, 5), (1, 0, 12), (2, 0, 8)]
+    assert sequences.learnt.tolist() == [3, 8, 7]
+    report = sequences.profile.report
+    assert (report.num_learnt, report.tokens_lost, report.rows_cut, report.fill) == (18, 0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected", "lost", "learnt_lost", "cut", "dropped"),
+    [
+        ("keep_start", [(0, 0, 5), (1, 0, 8), (2, 0, 8)], 4, 4, 1, 0),
+        ("keep_end", [(0, 0, 5), (1, 4, 8), (2, 0, 8)], 4, 1, 1, 0),
+        ("drop", [(0, 0, 5), (2, 0, 8)], 12, 8, 0, 1),
+    ],
+)
+def test_truncation_counts_what_it_loses(
+    truncation: str,
+    expected: list[tuple[int, int, int]],
+    lost: int,
+    learnt_lost: int,
+    cut: int,
+    dropped: int,
+):
+    """At 8 tokens row 1 loses 4: its last four learnt ones; or its first four, where token 4 becomes first."""
+    sequences = made(ROWS, SPANS, asked(max_length=8, truncation=truncation))
+    report = sequences.profile.report
+    assert pieces(sequences) == expected
+    assert (report.tokens_lost, report.learnt_lost) == (lost, learnt_lost)
+    assert (report.rows_cut, report.rows_dropped) == (cut, dropped)
+
+
+def test_a_row_with_nothing_learnt_left_is_dropped_and_counted():
+    sequences = made([4, 10], [(1, 4), (8, 10)], asked(max_length=6))
+    report = sequences.profile.report
+    assert pieces(sequences) == [(0, 0, 4)]
+    assert (report.rows_dropped, report.learnt_lost, report.tokens_lost) == (1, 2, 10)
+
+
+def test_split_rows_predict_every_learnt_token_once():
+    """12 tokens in pieces of 5: 0-4, 4-8, 8-11, each beginning with the last token of the one before."""
+    sequences = made([12], [(1, 12)], asked(max_length=5, packing="bfd_split"))
+    report = sequences.profile.report
+    assert pieces(sequences) == [(0, 0, 5), (0, 4, 5), (0, 8, 4)]
+    assert int(sequences.learnt.sum()) == 11
+    assert (report.tokens_lost, report.tokens_idle, report.learnt_lost) == (0, 0, 0)
+    assert (report.rows_split, report.pieces) == (1, 3)
+
+
+def test_pieces_without_a_learnt_token_are_left_out_and_counted_as_idle():
+    """Learnt from token 9 on: the piece 0-4 teaches nothing, 4-8 neither, 8-11 has tokens 9, 10, 11."""
+    sequences = made([12], [(9, 12)], asked(max_length=5, packing="bfd_split"))
+    report = sequences.profile.report
+    assert pieces(sequences) == [(0, 8, 4)]
+    assert (report.tokens_idle, report.tokens_lost, report.learnt_lost) == (8, 0, 0)
+
+
+def test_wrapped_fills_sequences_in_order():
+    """Limit 6: row 0 takes 4, row 1 the 2 left and goes on from its last token: 1-6; row 2 takes what remains."""
+    sequences = made([4, 7, 3], [(0, 4), (0, 7), (0, 3)], asked(max_length=6, packing="wrapped"))
+    assert pieces(sequences) == [(0, 0, 4), (1, 0, 2), (1, 1, 6), (2, 0, 3)]
+    assert sequences.tokens.tolist() == [6, 6, 3]
+    assert int(sequences.learnt.sum()) == 3 + 6 + 2
+
+
+def test_documents_that_see_each_other_predict_each_others_first_tokens():
+    """Two rows of 3 in one sequence: 2 + 2 within the rows, and row 1's first token from row 0's last."""
+    length = asked(max_length=6, packing="wrapped", documents_see_each_other=True)
+    sequences = made([3, 3], [(0, 3), (0, 3)], length)
+    assert sequences.learnt.tolist() == [5]
+    assert sequences.profile.longest_piece == 6
+
+
+def test_packing_fills_sequences_and_keeps_every_row():
+    sequences = made([5, 3, 4, 4], [(0, 5), (0, 3), (0, 4), (0, 4)], asked(max_length=8, packing="bfd"))
+    assert sequences.tokens.tolist() == [8, 8]
+    assert sequences.profile.report.fill == 1.0
+
+
+def slow_learnt(ptr: np.ndarray, starts: np.ndarray, ends: np.ndarray, piece: tuple[int, int, int]) -> int:
+    row, start, length = piece
+    learnt = {t for i in range(ptr[row], ptr[row + 1]) for t in range(starts[i], ends[i])}
+    return sum(t in learnt for t in range(start + 1, start + length))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    limit=st.integers(2, 20),
+    packing=st.sampled_from(["none", "bfd", "bfd_split", "wrapped"]),
+    seed=st.integers(0, 100),
+)
+def test_counts_agree_with_a_slow_count(rows: list[int], limit: int, packing: str, seed: int):
+    rng = np.random.default_rng(seed)
+    spans = [sorted(rng.integers(0, n + 1, 2).tolist()) for n in rows]
+    held = one_span_each([(a, b) for a, b in spans])
+    lengths = np.array(rows, np.int64)
+    sequences = lay_out(lengths, held, np.arange(len(rows)), asked(max_length=limit, packing=packing))
+    shown = pieces(sequences)
+    assert int(sequences.learnt.sum()) == sum(slow_learnt(held.ptr, held.starts, held.ends, p) for p in shown)
+    assert all(tokens <= limit for tokens in sequences.tokens)
+    report = sequences.profile.report
+    kept = {(row, t) for row, start, n in shown for t in range(start, start + n)}
+    assert report.num_tokens - len(kept) == report.tokens_lost + report.tokens_idle
+    if packing in ("bfd_split", "wrapped"):
+        assert report.learnt_lost == 0
+    assert count_learnt(held, ints(), ints(), ints()).tolist() == []
