@@ -1,0 +1,1 @@
+"""A training step on tensors without data: every allocation of it, by phase and owner."""
