@@ -69,6 +69,19 @@ def test_a_line_can_be_read_at_once(tmp_path: Path):
     writer.close()
 
 
+def test_fields_that_spell_an_event_are_checked(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"kind": "eval", "step": 7, "loss": 2.0, "tokens": 3, "accuracy": 0.5})
+        writer.write({"kind": "memory", "phase": "evaluation", "allocated": 5})
+        with pytest.raises(ValueError, match="a memory event has no alocated"):
+            writer.write({"kind": "memory", "phase": "load", "allocated": 5, "alocated": 5})
+    assert read_metrics(path) == [
+        EvalEvent(step=7, loss=2.0, tokens=3, extra={"accuracy": 0.5}),
+        MemoryEvent(step=7, phase="evaluation", allocated=5),
+    ]
+
+
 def test_resuming_cuts_the_steps_behind_the_checkpoint(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:

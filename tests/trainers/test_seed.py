@@ -14,7 +14,7 @@ from memtrain.trainers.run.seed import (
     random_state,
     restore_random_state,
     seed_everything,
-    seed_micro_batch,
+    seed_step,
     torch_generator,
 )
 from memtrain.trainers.run.state_io import load_state, save_state
@@ -65,7 +65,7 @@ def test_dropout_of_a_micro_batch_does_not_depend_on_what_came_before():
     def dropped(micro_ids: list[int]) -> dict[int, torch.Tensor]:
         found = {}
         for micro_id in micro_ids:
-            seed_micro_batch(0, 12, micro_id)
+            seed_step(0, 12, micro_id)
             found[micro_id] = dropout(row)
         return found
 

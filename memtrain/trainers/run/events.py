@@ -34,6 +34,8 @@ class StepEvent:
     """Highest peak of a rank during the step: CUDA allocator, or resident memory on a CPU."""
     epoch: float = 0.0
     """Passes over the data so far."""
+    sequences: int = 0
+    """Sequences (rows, or packed ones) of the step."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """What the method measures beside (accuracy, entropy, ...); in the line, each is a field of its own."""
 
@@ -92,8 +94,8 @@ class MemoryEvent:
     """Named as in the plan: load, first step, steady step, evaluation, saving."""
     allocated: int
     """Peak bytes of live tensors (CUDA), or the growth of resident memory since the start (CPU)."""
-    reserved: int = 0
-    """Peak bytes that the caching allocator held."""
+    reserved: int | None = None
+    """Peak bytes that the caching allocator held (CUDA)."""
     rss: int = 0
     """Peak resident bytes of the process."""
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -148,21 +150,34 @@ def to_line(event: Event, time_s: float) -> str:
 
 
 def from_line(line: str) -> Event:
-    """The event of a line; fields of a method's own are its `extra`.
+    """The event of a line.
 
     Raises: ValueError when the line is no event.
     """
-    values: dict[str, Any] = json.loads(line)
-    if not isinstance(values, dict) or values.get("kind") not in KINDS:
+    values = json.loads(line)
+    if not isinstance(values, dict):
         raise ValueError("not an event")
+    return from_values(values)
+
+
+def from_values(values: Mapping[str, Any]) -> Event:
+    """The event that is spelled out, with its `kind`; fields of a method's own are its `extra`.
+
+    Raises: ValueError when there is no such kind, or a field is missing or unknown.
+    """
+    if values.get("kind") not in KINDS:
+        raise ValueError(f"there is no event of kind {values.get('kind')!r}")
     kind = KINDS[values["kind"]]
     known = {one.name for one in fields(kind)}
     heard = {key: _heard(value) for key, value in values.items()}
     taken = {key: value for key, value in heard.items() if key in known}
     if "lengths" in taken:
         taken["lengths"] = tuple((bound, count) for bound, count in taken["lengths"])
+    unknown = {key: heard[key] for key in heard if key not in known and key not in COMMON}
     if "extra" in known:
-        taken["extra"] = {key: heard[key] for key in heard if key not in known and key not in COMMON}
+        taken["extra"] = unknown
+    elif unknown:
+        raise ValueError(f"a {values['kind']} event has no {', '.join(unknown)}")
     try:
         return kind(**taken)
     except TypeError as error:

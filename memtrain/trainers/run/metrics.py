@@ -1,16 +1,17 @@
-"""`metrics.jsonl`: written line by line, cut on resume so that it has every step once, read back; no torch."""
+"""`metrics.jsonl`: written line by line, cut on resume to hold every step once, read back; no torch."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from memtrain.errors import DataError
 from memtrain.trainers.run.disk import disk_fault, write_whole
-from memtrain.trainers.run.events import Event, from_line, to_line
+from memtrain.trainers.run.events import Event, from_line, from_values, to_line
 
 
 class MetricsWriter:
@@ -22,17 +23,22 @@ class MetricsWriter:
         Raises: LaunchError when the disk refuses; DataError as `read_metrics`.
         """
         self.path = path
+        self.step = resumed_at or 0
+        """Step of the last event."""
         try:
             write_whole(path, "".join(_lines_up_to(path, resumed_at)))
             self._file = open(path, "a")  # noqa: SIM115 (stays open until `close`)
         except OSError as error:
             raise disk_fault(error, "the metrics cannot be written", path) from None
 
-    def write(self, event: Event) -> None:
-        """Append one event.
+    def write(self, event: Event | Mapping[str, Any]) -> None:
+        """Append one event, or the fields that spell one; a step that is not given is the last one written.
 
         Raises: LaunchError when the disk refuses.
         """
+        if isinstance(event, Mapping):
+            event = from_values({"step": self.step} | dict(event))
+        self.step = event.step
         try:
             self._file.write(to_line(event, time.time()) + "\n")
             self._file.flush()

@@ -1,0 +1,122 @@
+"""What a run shows while it goes on: one live line on a terminal, plain lines anywhere else; no torch."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from memtrain.memory.units import gib
+from memtrain.trainers.run.events import StepEvent, from_values
+
+WINDOW_STEPS = 20
+"""Steps over which the speed is taken; taste."""
+
+
+class Progress:
+    """Tells the steps of a run, on the main rank. A context manager: the live line is gone at the end.
+
+    A terminal shows every step in one line that is written over; a pipe or a file has a plain line every
+    `every_steps` steps. `log` (the run's `log.txt`) gets the plain lines in both cases.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        every_steps: int = 10,
+        first_step: int = 0,
+        log: Path | None = None,
+        console: Console | None = None,
+        is_shown: bool = True,
+    ) -> None:
+        self.total_steps = total_steps
+        self.every_steps = every_steps
+        self.first_step = first_step
+        self.is_shown = is_shown
+        self._log = log
+        self._console = console or Console(highlight=False)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
+        self._ended_s = time.monotonic()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[told]}"),
+        )
+        is_live = is_shown and self._console.is_terminal
+        self._bar = Bar(*columns, console=self._console, transient=True) if is_live else None
+        self._task = self._bar.add_task("starting", total=total_steps, told="") if self._bar else None
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def stepped(self, event: StepEvent | Mapping[str, Any]) -> None:
+        """Tell one step."""
+        step = from_values(event) if isinstance(event, Mapping) else event
+        assert isinstance(step, StepEvent), "only steps are told here"
+        # Between the ends of two steps lie evaluation and saving too, and the time left must count them.
+        now_s = time.monotonic()
+        self._recent.append((step.tokens, now_s - self._ended_s))
+        self._ended_s = now_s
+        told = self._told(step)
+        if self._bar is not None and self._task is not None:
+            counted = f"step {step.step}/{self.total_steps}"
+            self._bar.update(self._task, completed=step.step, description=counted, told=told)
+        is_due = step.step % self.every_steps == 0 or step.step in (self.first_step + 1, self.total_steps)
+        if is_due:
+            self._line(f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {told}", True)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Tell the held-out loss."""
+        self.say(f"step {step}  held-out loss {loss:.4f}")
+
+    def say(self, text: str) -> None:
+        """Tell something in a line of its own."""
+        self._line(text, False)
+
+    def _told(self, step: StepEvent) -> str:
+        tokens = sum(count for count, _ in self._recent)
+        seconds = max(sum(taken for _, taken in self._recent), 1e-9)
+        left_s = (self.total_steps - step.step) * seconds / len(self._recent)
+        told = [f"loss {step.loss:.4f}", f"lr {step.lr:.2e}", f"{tokens / seconds:,.0f} tokens/s"]
+        if step.peak_bytes:
+            told.append(f"peak {gib(step.peak_bytes)}")
+        return "  ".join([*told, f"{duration(left_s)} left"])
+
+    def _line(self, text: str, is_step: bool) -> None:
+        if self._log is not None:
+            with open(self._log, "a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        if self.is_shown and not (is_step and self._bar is not None):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 10 min`, `3 d 4 h`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = whole // 60
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = minutes // 60
+    return f"{hours // 24} d {hours % 24} h"

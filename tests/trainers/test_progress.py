@@ -1,0 +1,64 @@
+"""A terminal sees every step in one line; a file has plain lines and no control characters."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from memtrain.trainers.run.events import StepEvent
+from memtrain.trainers.run.progress import Progress, duration
+
+
+def tell(progress: Progress, steps: int) -> None:
+    with progress:
+        for number in range(1, steps + 1):
+            progress.stepped(
+                StepEvent(
+                    step=number, loss=2.0, lr=1e-4, tokens=10, learnt=5, seconds=0.1, peak_bytes=3 * 2**30
+                )
+            )
+        progress.evaluated(steps, 1.5)
+
+
+def test_a_file_has_plain_lines_every_few_steps(tmp_path: Path):
+    shown = io.StringIO()
+    progress = Progress(25, every_steps=10, log=tmp_path / "log.txt", console=Console(file=shown, width=60))
+    tell(progress, 25)
+    lines = shown.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25", "25"]
+    assert lines[1].startswith("step 10/25  loss 2.0000  lr 1.00e-04  ")
+    assert "peak 3.00 GiB" in lines[1]
+    assert lines[-1] == "step 25  held-out loss 1.5000"
+    assert "\x1b" not in shown.getvalue()
+    assert [line.split("  ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()] == lines
+
+
+def test_a_terminal_has_one_line_that_is_gone_at_the_end(tmp_path: Path):
+    shown = io.StringIO()
+    console = Console(file=shown, width=120, force_terminal=True)
+    tell(Progress(25, log=tmp_path / "log.txt", console=console), 25)
+    assert "step 25/25" in shown.getvalue()
+    assert "held-out loss 1.5000" in shown.getvalue()
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 5
+
+
+def test_other_ranks_say_nothing():
+    shown = io.StringIO()
+    tell(Progress(5, console=Console(file=shown, force_terminal=True), is_shown=False), 5)
+    assert shown.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0, "0.0 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 00 s"),
+        (3599.6, "1 h 00 min"),
+        (7800, "2 h 10 min"),
+        (273600, "3 d 4 h"),
+    ],
+)
+def test_durations_read_as_people_say_them(seconds: float, said: str):
+    assert duration(seconds) == said
