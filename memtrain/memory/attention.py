@@ -163,7 +163,7 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
     # Qwen2 and Qwen3 carry a window that is off unless this says so.
     is_windowed = config.get("use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
     chunk = _positive(config, "attention_chunk_size")
-    own = kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+    own = kinds - PLAIN_LAYERS
     own |= {
         key for key in ("ssm_cfg", "mamba_d_state", "state_size", "linear_num_value_heads") if config.get(key)
     }
@@ -178,12 +178,17 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
     }
 
 
+PLAIN_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe", "dense", "sparse"}
+)
+"""Kinds of layer, as configurations spell them, through which rows cannot see each other."""
+
 MODELS_WITH_SINKS = ("gpt_oss",)
 """Sinks are weights and no key of the configuration; the self-check finds those not named here."""
 
 
 def _layer_kinds(config: Mapping[str, object]) -> set[str]:
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
+    kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("block_types") or ()
     return {str(kind) for kind in kinds} if isinstance(kinds, list | tuple) else set()  # pyright: ignore
 
 

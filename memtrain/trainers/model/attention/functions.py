@@ -44,7 +44,7 @@ UNSUPPORTED = {
 }
 """Keyword arguments of transformers that change the result and that no back end here computes."""
 
-WAY_OUT = "set length.packing to none and attention to stock: one example to a row, the model's own attention"
+WAY_OUT = "set model.attention: stock and length.packing: none, which is one example to a row"
 
 
 def register() -> None:

@@ -1,0 +1,175 @@
+"""The start-up check on the real model: no row sees another, and each is what it is alone."""
+
+# T: tokens of a row, D: hidden width.
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from memtrain.errors import LaunchError
+from memtrain.memory.attention import AttentionBackend
+from memtrain.trainers.model.attention import NAMES, attention_switched
+from memtrain.trainers.model.attention.functions import WAY_OUT
+from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.layout import Layout, packed_layout, shared_layout
+
+LENGTHS = (13, 9)
+"""Tokens of the two rows, or of a prompt and of each of its two completions: short, and not alike."""
+
+SEEN = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 2e-3}
+"""How far changing one row may move the hidden states of the other, over the largest one. Exactly 0 for a
+plain model in any dtype (same shapes, same kernels); the room is half a rounding step of the largest."""
+
+SEEN_REGROUPED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""The same for experts and quantized weights, whose sums are grouped by what the other tokens are."""
+
+ALONE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""How far a row may be from itself alone under the model's own attention, over the largest hidden state: the
+rounding of two kernels, TF32 among them. Chosen, with room for depth and for GPUs; tiny random models of 16
+families stay under 8e-7 in fp32 and 2.5e-2 in bf16 (measured: CPU)."""
+
+ALONE_REGROUPED = {torch.float32: 2e-3, torch.float16: 2e-1, torch.bfloat16: 2e-1}
+"""The same where rounding may send a token to another expert."""
+
+REGROUPING = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "quantization_config",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """What the check measured, each over the largest hidden state.
+
+    seen: how far one row moves when the other row's tokens change. alone: how far a row is from itself alone.
+    For a packed row, and for a shared prompt (None where it was not asked for).
+    """
+
+    packed_seen: float
+    packed_alone: float
+    shared_seen: float | None
+    shared_alone: float | None
+
+
+def verify_isolation(
+    model: nn.Module, backend: AttentionBackend, *, shared_prompts: bool = True
+) -> Isolation:
+    """Run `model` (plain or PEFT) on two short rows of random tokens, together and alone, without gradients.
+
+    The model, its training flags, its attention and the random state are left as they were. Call it before
+    the model is wrapped for distribution. Rows of 22 tokens cannot tell a window of thousands: that one is
+    read from the configuration (`memory.attention`) and guarded in every call.
+
+    Raises:
+        LaunchError: the rows see each other, or differ from themselves alone; it names the model's class.
+    """
+    base = base_model(model)
+    _check_takes_layout(base)
+    with _undisturbed(base), torch.no_grad():
+        packed = _measured(base, backend, "a packed row", packed_layout(LENGTHS), None)
+        shared = (None, None)
+        if shared_prompts:
+            prompt_len, *_ = LENGTHS
+            layout = shared_layout([(prompt_len, LENGTHS)])
+            shared = _measured(base, backend, "a shared prompt", layout, prompt_len)
+    return Isolation(*packed, *shared)
+
+
+def _measured(
+    model: PreTrainedModel, backend: AttentionBackend, kind: str, layout: Layout, prompt_len: int | None
+) -> tuple[float, float]:
+    """`(seen, alone)` of `Isolation`, once both are within bounds."""
+    device = _embedding(model).device
+    layout = layout.to(device)
+    # Ids that every vocabulary has.
+    vocabulary = min(128, model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(length: int) -> Tensor:
+        return torch.randint(0, vocabulary, (length,), generator=generator).to(device)
+
+    prompt = [] if prompt_len is None else [draw(prompt_len)]
+    rows, others = [draw(length) for length in LENGTHS], [draw(length) for length in LENGTHS]
+
+    def together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_TD = _hidden(model, torch.cat([*prompt, first, second]), layout)[layout.num_prompt_tokens :]
+        return hidden_TD[: LENGTHS[0]], hidden_TD[LENGTHS[0] :]
+
+    with attention_switched(model, NAMES[backend]):
+        first, second = together(*rows)
+        _, second_beside_other = together(others[0], rows[1])
+        first_beside_other, _ = together(rows[0], others[1])
+    with attention_switched(model, "eager"):
+        alone = [_hidden(model, torch.cat([*prompt, row]))[-len(row) :] for row in rows]
+
+    largest = max(hidden_TD.abs().max() for hidden_TD in alone).float()
+    seen = _distance([first_beside_other, second_beside_other], [first, second], largest)
+    different = _distance([first, second], alone, largest)
+    # A NaN is neither below nor above: `not <=` makes it a fault.
+    regroups = _regroups(model)
+    if not seen <= _bound(model, first, SEEN_REGROUPED if regroups else SEEN):
+        fault = f"the rows of {kind} see each other (one moves the other by {seen:.1e})"
+    elif not different <= _bound(model, first, ALONE_REGROUPED if regroups else ALONE):
+        fault = f"{kind} is not what its rows are alone (off by {different:.1e})"
+    else:
+        return seen, different
+    raise LaunchError(f"{type(model).__name__} under {backend} attention: {fault}", fix=WAY_OUT)
+
+
+def _hidden(model: PreTrainedModel, ids_T: Tensor, layout: Layout | None = None) -> Tensor:
+    """[T, D], the last hidden states; without a layout, of a row alone."""
+    kwargs = {"position_ids": layout.position_ids, "layout": layout} if layout is not None else {}
+    return model.get_decoder()(input_ids=ids_T[None], use_cache=False, **kwargs)[0][0]
+
+
+def _distance(found: Sequence[Tensor], expected: Sequence[Tensor], largest: Tensor) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(((a.float() - b.float()).abs().max() / largest).item() for a, b in pairs)
+
+
+def _bound(model: PreTrainedModel, hidden_TD: Tensor, bounds: Mapping[torch.dtype, float]) -> float:
+    """The bound of the coarsest dtype in play: of the weights, of the result, of autocast."""
+    dtypes = {_embedding(model).dtype, hidden_TD.dtype}
+    if torch.is_autocast_enabled(hidden_TD.device.type):
+        dtypes.add(torch.get_autocast_dtype(hidden_TD.device.type))
+    return max(bounds[dtype] for dtype in dtypes if dtype in bounds)
+
+
+def _embedding(model: PreTrainedModel) -> Tensor:
+    return cast(Tensor, model.get_input_embeddings().weight)
+
+
+def _regroups(model: PreTrainedModel) -> bool:
+    config = model.config.get_text_config().to_dict()
+    return any(config.get(key) for key in REGROUPING)
+
+
+def _check_takes_layout(model: PreTrainedModel) -> None:
+    parameters = inspect.signature(model.get_decoder().forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise LaunchError(f"{type(model).__name__} does not pass a layout on to its attention", fix=WAY_OUT)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode inside; every module's flag and the random states as before after it."""
+    was_training = [module for module in model.modules() if module.training]
+    cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        for module in was_training:
+            module.training = True

@@ -1,0 +1,120 @@
+"""The start-up check passes plain models untouched, and stops those that would contaminate silently."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.errors import LaunchError
+from memtrain.memory.attention import AttentionBackend
+from memtrain.trainers.model.attention import functions
+from memtrain.trainers.model.isolation import verify_isolation
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LINEAR = {f"linear_{key}": value for key, value in (("num_value_heads", 4), ("num_key_heads", 2))} | {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+HYBRIDS = {
+    "qwen3_5_text": LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, **config: object) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = AutoConfig.for_model(family, **(SHAPE | config))
+        return AutoModelForCausalLM.from_config(made, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_model_passes_and_its_rows_do_not_move_each_other_by_a_bit(tiny_model, dtype: torch.dtype):
+    found = verify_isolation(tiny_model().to(dtype), AttentionBackend.CPU)
+    assert (found.packed_seen, found.shared_seen) == (0.0, 0.0)
+    assert found.shared_alone is not None
+    assert max(found.packed_alone, found.shared_alone) < (1e-6 if dtype == torch.float32 else 3e-2)
+
+
+def test_shared_prompts_are_left_out_when_not_asked_for(tiny_llama):
+    found = verify_isolation(tiny_llama(), AttentionBackend.DENSE, shared_prompts=False)
+    assert (found.shared_seen, found.shared_alone) == (None, None)
+
+
+def test_experts_pass():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    verify_isolation(model_of("qwen3_moe", **experts), AttentionBackend.CPU)
+
+
+def test_a_model_with_adapters_passes(tiny_llama):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    verify_isolation(get_peft_model(tiny_llama(), config), AttentionBackend.CPU)
+
+
+def test_the_check_leaves_model_and_random_state_as_they_were(tiny_llama: Callable[..., nn.Module]):
+    model = tiny_llama(attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    flags = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    verify_isolation(model, AttentionBackend.CPU)
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config._attn_implementation == "sdpa"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_that_carry_state_are_found_in_the_model_itself(family: str, dtype: torch.dtype):
+    model = model_of(family, dtype, **HYBRIDS[family])
+    with pytest.raises(LaunchError, match="see each other") as refused:
+        verify_isolation(model, AttentionBackend.CPU)
+    assert type(model).__name__ in str(refused.value)
+    assert "model.attention: stock" in refused.value.faults[0].fix
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "meaning"),
+    [
+        ("mistral", {"sliding_window": 8}, "sliding window of 8"),
+        ("gemma2", {"attn_logit_softcapping": 50.0, "sliding_window": 512}, "soft-capped"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "sinks"),
+    ],
+)
+def test_attention_of_another_kind_is_refused(family: str, config: dict[str, object], meaning: str):
+    model = model_of(family, **config)
+    with pytest.raises(LaunchError, match=meaning):
+        verify_isolation(model, AttentionBackend.CPU)
+    assert not model.config._attn_implementation.startswith("memtrain")
+
+
+def test_an_unknown_change_of_the_scores_is_found_against_the_models_own_attention(monkeypatch):
+    """As if a release of transformers renamed `softcap`: no guard knows it, and the numbers still tell."""
+    monkeypatch.delitem(functions.UNSUPPORTED, "softcap")
+    model = model_of("gemma2", attn_logit_softcapping=1.0, sliding_window=512, initializer_range=0.2)
+    with pytest.raises(LaunchError, match="not what its rows are alone"):
+        verify_isolation(model, AttentionBackend.CPU)
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused():
+    model = model_of("bloom", n_head=4)
+    with pytest.raises(LaunchError, match="does not let its attention be replaced"):
+        verify_isolation(model, AttentionBackend.CPU)
