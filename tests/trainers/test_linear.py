@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.trainers.losses import linear, linear_nll, linear_recompute
+from memtrain.trainers.losses import linear, linear_nll
 from memtrain.trainers.losses.linear import LogprobResult
 from memtrain.trainers.losses.linear_full import full_logprob, full_nll
+from memtrain.trainers.losses.tiles import LogitRule
 
 N, D, V, R = 57, 24, 331, 4
 TILE = 16 << 10  # 12 tokens of 331 fp32 logits: five tiles, the last one short
@@ -89,11 +90,13 @@ def test_logprob_and_entropy_gradients_equal_full_logits(rule, adapter, by_colum
     def loss(result: LogprobResult, weights: Tensor) -> Tensor:
         return (-(result.logp_N * weights) + 0.3 * result.entropy_N * weights.flip(0)).sum()
 
-    kwargs = {"want_entropy": True, **rule}
+    kwargs = {"want_entropy": True, "want_log_sum_squares": True, **rule}
     got = linear.linear_logprob(head.pairs(adapter), head.targets, bias=head.bias, tile_bytes=TILE, **kwargs)
     want = full_logprob(reference.pairs(adapter), reference.targets, bias=reference.bias, **kwargs)
     assert relative(got.logp_N, want.logp_N) < 1e-6
     assert relative(got.entropy_N, want.entropy_N) < 1e-6
+    assert relative(got.log_sum_squares_N, want.log_sum_squares_N) < 1e-6
+    assert not got.log_sum_squares_N.requires_grad
     loss(got, head.weights).backward()
     loss(want, reference.weights).backward()
     assert worst_gradient_error(head, reference) < 1e-5
@@ -323,9 +326,9 @@ def test_frozen_weight_and_no_grad_make_no_gradient_buffers(monkeypatch):
 
 def test_narrow_trainable_weight_goes_by_columns_and_small_ones_do_not():
     head = make_head(torch.bfloat16)
-    rule = linear_recompute.LogitRule(tile_bytes=TILE)
+    rule = LogitRule(tile_bytes=TILE)
     assert linear._options(head.pairs(False), rule).by_columns
-    assert not linear._options(head.pairs(False), linear_recompute.LogitRule()).by_columns
+    assert not linear._options(head.pairs(False), LogitRule()).by_columns
     head.weight.requires_grad_(False)
     assert not linear._options(head.pairs(False), rule).by_columns
     assert not linear._options(make_head().pairs(False), rule).by_columns

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.losses.linear_nll import NllInForward, NllTerms, weighted_nll
-from memtrain.trainers.losses.linear_recompute import ScoreOptions, TokenScores
+from memtrain.trainers.losses.linear_recompute import TokenScores
 from memtrain.trainers.losses.products import wide_dtype
-from memtrain.trainers.losses.tiles import TILE_BYTES, LogitRule, TileScores
+from memtrain.trainers.losses.tiles import TILE_BYTES, LogitRule, ScoreOptions, TileScores
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(hidden [N, D_i], weight [V, D_i]): head outputs are the sum of hidden_i @ weight_i.T. An adapter on the
@@ -21,10 +21,14 @@ head is one more pair, so the merged weight never exists."""
 
 
 class LogprobResult(NamedTuple):
-    """Per scored token, fp32, differentiable: log p of the target, and the entropy when asked."""
+    """Per scored token, fp32: log p of the target and, when asked, entropy and log sum_v p_v^2.
+
+    The first two are differentiable, the last is a constant.
+    """
 
     logp_N: Tensor
-    entropy_N: Tensor | None
+    entropy_N: Tensor | None = None
+    log_sum_squares_N: Tensor | None = None
 
 
 class NllResult(NamedTuple):
@@ -45,18 +49,21 @@ def linear_logprob(
     softcap: float | None = None,
     scale: float = 1.0,
     want_entropy: bool = False,
+    want_log_sum_squares: bool = False,
     tile_bytes: int = TILE_BYTES,
 ) -> LogprobResult:
     """log p(target) of each token under softmax(softcap * tanh(scale * x / softcap) / temperature).
 
-    Any loss may follow, and both results are differentiable: the backward pass forms each tile of logits
+    Any loss may follow, on log p and on the entropy: the backward pass forms each tile of logits
     again (four matrix products in all). Saved: hidden states, weights and two numbers a token. Under
     autocast the products take autocast's dtype, the weight is cast once a pass, sums stay fp32.
     """
     rule = LogitRule(scale, softcap, temperature, tile_bytes)
-    options = _options(pairs, rule)._replace(want_entropy=want_entropy)
+    options = _options(pairs, rule)._replace(
+        want_entropy=want_entropy, want_log_sum_squares=want_log_sum_squares
+    )
     scores = TileScores(*TokenScores.apply(options, targets_N, bias, *_flat(pairs)))
-    return LogprobResult(scores.logp_T, scores.entropy_T)
+    return LogprobResult(scores.logp_T, scores.entropy_T, scores.log_sum_squares_T)
 
 
 def linear_nll(

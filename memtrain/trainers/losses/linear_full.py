@@ -44,13 +44,15 @@ def full_logprob(
     softcap: float | None = None,
     scale: float = 1.0,
     want_entropy: bool = False,
+    want_log_sum_squares: bool = False,
     tile_bytes: int = 0,
 ) -> LogprobResult:
     """As `linear_logprob`, with all logits held; `tile_bytes` is not used."""
     logits_NV = full_logits(pairs, bias=bias, temperature=temperature, softcap=softcap, scale=scale)
     logp_NV = logits_NV.log_softmax(-1)
     entropy_N = -(logp_NV.exp() * logp_NV).sum(-1) if want_entropy else None
-    return LogprobResult(logp_NV.gather(1, targets_N[:, None])[:, 0], entropy_N)
+    squares_N = (2.0 * logp_NV.detach()).logsumexp(-1) if want_log_sum_squares else None
+    return LogprobResult(logp_NV.gather(1, targets_N[:, None])[:, 0], entropy_N, squares_N)
 
 
 def full_nll(

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memtrain.trainers.losses.gradients import HeadGradients, Needs
-from memtrain.trainers.losses.linear_recompute import ScoreOptions, join, scores_by_tokens
+from memtrain.trainers.losses.linear_recompute import join, scores_by_tokens
 from memtrain.trainers.losses.tiles import (
     Coefficients,
     Operands,
+    ScoreOptions,
     TileScores,
     bend_,
     finish_gradient_,
@@ -138,13 +139,7 @@ def _forward_and_gradients(
             tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
         )
         slope_TV = bend_(tile_TV, rule, want_slope=True)
-        scores, exp_TV, sums_T = score_(
-            tile_TV,
-            targets_T,
-            want_mean=options.want_mean,
-            want_entropy=options.want_entropy,
-            want_correct=options.want_correct,
-        )
+        scores, exp_TV, sums_T = score_(tile_TV, targets_T, options)
         part = nll_coefficients(scores.log_z_T, weights_N[low:high], terms, num_columns)
         grad_TV = exp_TV.mul_((part.prob_N / sums_T)[:, None])
         finish_gradient_(grad_TV, part, targets_T, slope_TV, rule)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from memtrain.trainers.losses.gradients import (
 )
 from memtrain.trainers.losses.tiles import (
     Coefficients,
-    LogitRule,
     Operands,
+    ScoreOptions,
     TileScores,
     bend_,
     gather_operands,
@@ -29,17 +29,6 @@ from memtrain.trainers.losses.tiles import (
     score_,
     without_autocast,
 )
-
-
-class ScoreOptions(NamedTuple):
-    """What a scoring call computes besides log p, and how its backward pass goes."""
-
-    rule: LogitRule
-    dtypes: tuple[torch.dtype, ...]
-    want_mean: bool = False
-    want_entropy: bool = False
-    want_correct: bool = False
-    by_columns: bool = False
 
 
 def scores_by_tokens(operands: Operands, targets_N: Tensor, options: ScoreOptions) -> TileScores:
@@ -56,13 +45,7 @@ def scores_by_tokens(operands: Operands, targets_N: Tensor, options: ScoreOption
             tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
         )
         bend_(tile_TV, rule, want_slope=False)
-        scores, _, _ = score_(
-            tile_TV,
-            targets_N[low:high],
-            want_mean=options.want_mean,
-            want_entropy=options.want_entropy,
-            want_correct=options.want_correct,
-        )
+        scores, _, _ = score_(tile_TV, targets_N[low:high], options)
         tiles.append(scores)
     return join(tiles)
 
@@ -75,6 +58,7 @@ def join(tiles: list[TileScores]) -> TileScores:
         _cat([tile.mean_logit_T for tile in tiles]),
         _cat([tile.entropy_T for tile in tiles]),
         _cat([tile.correct_T for tile in tiles]),
+        _cat([tile.log_sum_squares_T for tile in tiles]),
     )
 
 
@@ -84,7 +68,7 @@ def _cat(parts: list[Tensor | None]) -> Tensor | None:
 
 
 class TokenScores(torch.autograd.Function):
-    """(log p, log Z, mean logit, entropy) per token, each differentiable, and whether the target was top-1.
+    """`TileScores` of all tokens: log p, log Z, mean logit and entropy are differentiable, the rest is not.
 
     Saves the hidden states, the weights, and two numbers a token.
     """
@@ -103,8 +87,8 @@ class TokenScores(torch.autograd.Function):
         ctx.save_for_backward(
             targets_N, scores.log_z_T, scores.entropy_T, bias_V, *operands.hidden, *flat[1::2]
         )
-        if scores.correct_T is not None:
-            ctx.mark_non_differentiable(scores.correct_T)
+        constants = (scores.correct_T, scores.log_sum_squares_T)
+        ctx.mark_non_differentiable(*(c for c in constants if c is not None))
         return tuple(scores)
 
     @staticmethod
@@ -135,7 +119,7 @@ class TokenScores(torch.autograd.Function):
 
 def _coefficients(grads: tuple[Tensor | None, ...], like_N: Tensor, num_columns: int) -> Coefficients:
     """d log p = 1[v = y] - p, d log Z = p, d mean logit = 1 / V, and the entropy's own term."""
-    logp_N, log_z_N, mean_N, entropy_N, _ = grads
+    logp_N, log_z_N, mean_N, entropy_N, *_ = grads
     nothing_N = torch.zeros_like(like_N)
     target_N = nothing_N if logp_N is None else logp_N
     prob_N = (nothing_N if log_z_N is None else log_z_N) - target_N

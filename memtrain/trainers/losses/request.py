@@ -36,12 +36,20 @@ class Request(Protocol):
 
 
 class LogprobRequest:
-    """Log p of each target, fp32 and differentiable, and the entropy when asked: a `LogprobResult`."""
+    """Log p of each target, and what else is asked for: a `LogprobResult`."""
 
-    def __init__(self, targets_N: Tensor, *, temperature: float = 1.0, want_entropy: bool = False) -> None:
+    def __init__(
+        self,
+        targets_N: Tensor,
+        *,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+        want_log_sum_squares: bool = False,
+    ) -> None:
         self.targets_N = targets_N
         self.temperature = temperature
         self.want_entropy = want_entropy
+        self.want_log_sum_squares = want_log_sum_squares
 
     def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> LogprobResult:
         """See `linear_logprob`."""
@@ -54,6 +62,7 @@ class LogprobRequest:
             softcap=form.softcap,
             scale=form.scale,
             want_entropy=self.want_entropy,
+            want_log_sum_squares=self.want_log_sum_squares,
             tile_bytes=form.tile_bytes,
         )
 

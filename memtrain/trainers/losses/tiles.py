@@ -52,6 +52,19 @@ class TileScores(NamedTuple):
     mean_logit_T: Tensor | None
     entropy_T: Tensor | None
     correct_T: Tensor | None
+    log_sum_squares_T: Tensor | None
+
+
+class ScoreOptions(NamedTuple):
+    """What a scoring call computes besides log p and log Z, and how its backward pass goes."""
+
+    rule: LogitRule
+    dtypes: tuple[torch.dtype, ...]
+    want_mean: bool = False
+    want_entropy: bool = False
+    want_correct: bool = False
+    want_log_sum_squares: bool = False
+    by_columns: bool = False
 
 
 class Coefficients(NamedTuple):
@@ -120,19 +133,18 @@ def bend_(tile_TV: Tensor, rule: LogitRule, *, want_slope: bool) -> Tensor | Non
     return slope_TV
 
 
-def score_(
-    logits_TV: Tensor, targets_T: Tensor, *, want_mean: bool, want_entropy: bool, want_correct: bool
-) -> tuple[TileScores, Tensor, Tensor]:
+def score_(logits_TV: Tensor, targets_T: Tensor, options: ScoreOptions) -> tuple[TileScores, Tensor, Tensor]:
     """(scores, exp(logits - max), its row sums). The logits are overwritten.
 
     Entropy is log sum e - sum(e * z) / sum e with z = logits - max; it costs one more tile of scratch.
+    log sum_v p_v^2 is the log of e's squared length over the squared sum.
     """
     highest_T = logits_TV.amax(-1)
     target_T = logits_TV.gather(1, targets_T[:, None])[:, 0]
-    mean_T = logits_TV.mean(-1) if want_mean else None
-    correct_T = target_T >= highest_T if want_correct else None
+    mean_T = logits_TV.mean(-1) if options.want_mean else None
+    correct_T = target_T >= highest_T if options.want_correct else None
     logits_TV.sub_(highest_T[:, None])
-    if want_entropy:
+    if options.want_entropy:
         exp_TV = logits_TV.exp()
         sums_T = exp_TV.sum(-1)
         entropy_T = sums_T.log() - logits_TV.mul_(exp_TV).sum(-1) / sums_T
@@ -143,7 +155,10 @@ def score_(
     log_sums_T = sums_T.log()
     # The maximum leaves both terms before they are subtracted: large logits would cost digits.
     logp_T = (target_T - highest_T) - log_sums_T
-    scores = TileScores(logp_T, highest_T + log_sums_T, mean_T, entropy_T, correct_T)
+    squares_T = None
+    if options.want_log_sum_squares:
+        squares_T = 2.0 * (torch.linalg.vector_norm(exp_TV, dim=-1).log() - log_sums_T)
+    scores = TileScores(logp_T, highest_T + log_sums_T, mean_T, entropy_T, correct_T, squares_T)
     return scores, exp_TV, sums_T
 
 
