@@ -1,0 +1,124 @@
+"""The optimizer of a run: parameter groups, the kinds by name, and the clipping of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain.errors import LaunchError
+from memtrain.memory.settings import Settings
+from memtrain.recipes.optim import Optim
+from memtrain.trainers.model.quantize import refuse_without_bitsandbytes
+from memtrain.trainers.optim_exact import Adafactor
+from memtrain.trainers.optim_master import MasterWeights
+from memtrain.trainers.optim_muon import Muon, split_hidden
+
+Group = dict[str, Any]
+"""A parameter group of torch: `params` and its own settings."""
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def build_optimizer(model: nn.Module, recipe: Optim, settings: Settings) -> Optimizer:
+    """The optimizer of `settings.optimizer` over the trainable parameters of `model`, at the peak rate.
+
+    The loop sets `lr` of every group before each step. State appears in the first step. Every kind's
+    `state_dict` holds all there is: loading it continues bit for bit. Which kernel runs follows from
+    `settings` alone: torch's fused ones for AdamW and SGD, which hold no temporaries.
+
+    Raises: LaunchError when nothing is trainable, or the kind needs a package or device that is not here.
+    """
+    groups = parameter_groups(model, recipe.weight_decay)
+    build = KINDS[settings.optimizer]
+    if settings.optimizer == "muon":
+        groups = split_hidden(groups, model)
+    if settings.optimizer in BITSANDBYTES:
+        refuse_without_bitsandbytes(settings.device, f"optim.kind: {settings.optimizer}", "optim.kind: adamw")
+    if settings.master_weights and any(p.dtype in HALF for group in groups for p in group["params"]):
+        return MasterWeights(groups, lambda copies: build(copies, recipe), recipe.lr)
+    return build(groups, recipe)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Trainable parameters in two groups: matrices, with decay, then norms and biases, without.
+
+    Tied parameters appear once. Embeddings are matrices. A group that would be empty is left out.
+
+    Raises: LaunchError when no parameter of `model` is trainable.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise LaunchError("no parameter of the model is trainable", "model.adapter")
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`; the norm before, fp32, on the device.
+
+    The norm is summed in fp32 whatever the gradients' dtype, and nothing waits for the device. An infinite
+    `max_norm` scales nothing. A norm that is not finite makes every gradient NaN: look at it before the step.
+
+    Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1, over all parameters together.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm != float("inf"):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _adamw(groups: list[Group], recipe: Optim) -> Optimizer:
+    """Source: Loshchilov & Hutter 2017, arXiv:1711.05101, algorithm 2."""
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+
+
+def _adafactor(groups: list[Group], recipe: Optim) -> Optimizer:
+    """Source: Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4, with the schedule's rate and no
+    momentum."""
+    return Adafactor(groups, lr=recipe.lr, scale_parameter=False, relative_step=False, warmup_init=False)
+
+
+def _muon(groups: list[Group], recipe: Optim) -> Optimizer:
+    return Muon(groups, recipe)
+
+
+def _sgd(groups: list[Group], recipe: Optim) -> Optimizer:
+    """Gradient descent without momentum: no state at all."""
+    return torch.optim.SGD(groups, lr=recipe.lr, fused=True)
+
+
+def _bitsandbytes(name: str) -> Callable[[list[Group], Optim], Optimizer]:
+    def build(groups: list[Group], recipe: Optim) -> Optimizer:
+        """Source: Dettmers et al. 2021, arXiv:2110.02861 (blockwise 8-bit states)."""
+        import bitsandbytes  # pyright: ignore[reportMissingImports]
+
+        kind = getattr(bitsandbytes.optim, name)
+        optimizer: Optimizer = kind(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
+        return optimizer
+
+    return build
+
+
+KINDS: dict[str, Callable[[list[Group], Optim], Optimizer]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _bitsandbytes("AdamW8bit"),
+    "paged_adamw": _bitsandbytes("PagedAdamW32bit"),
+    "paged_adamw_8bit": _bitsandbytes("PagedAdamW8bit"),
+    "adafactor": _adafactor,
+    "muon": _muon,
+    "sgd": _sgd,
+}
+"""What makes each `Settings.optimizer`."""
+
+BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
