@@ -1,0 +1,110 @@
+"""Small trained adapters on frozen weights: LoRA, rsLoRA and DoRA, through PEFT.
+
+Adapter weights are kept in float32 whatever the model's dtype: they are about a hundredth of the model, and
+in bfloat16 small updates would be rounded away. They compute in the dtype of what enters them, so that no
+float32 copy of a layer's input is made or kept (PEFT's own way makes one for every adapted layer).
+"""
+
+from __future__ import annotations
+
+import difflib
+from types import MethodType
+
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from memtrain.errors import LaunchError
+from memtrain.recipes.model import Adapter
+
+ALL_LINEAR = "all-linear"
+
+
+def add_adapter(model: PreTrainedModel, adapter: Adapter, *, quantize: str = "none") -> PeftModel:
+    """`model` with its weights frozen and a trainable adapter on the modules that `adapter` names.
+
+    A is random (Kaiming) from torch's random state, B is zero: the model's outputs have not moved yet.
+
+    Source: LoRA arXiv:2106.09685, eq. 3 (scale alpha / r); rsLoRA arXiv:2312.03732, theorem 3.2
+    (alpha / sqrt(r)); DoRA arXiv:2402.09353, eq. 5.
+
+    Raises: LaunchError when a name matches no module, or the LM head of quantized weights is named.
+    """
+    targets = _checked_targets(model, adapter)
+    _check_saved(model, adapter)
+    if quantize != "none" and _names_head(model, (*adapter.target_modules, *adapter.modules_to_save)):
+        raise LaunchError(
+            "the LM head cannot be adapted on quantized weights: its loss reads the full-precision head",
+            "model.adapter.target_modules",
+            "take the head out of the list, or set model.quantize to none",
+        )
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType] a float scales as well as an int
+        lora_dropout=adapter.dropout,
+        target_modules=targets,
+        modules_to_save=list(adapter.modules_to_save) or None,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.kind == "dora",
+    )
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
+    assert isinstance(adapted, PeftModel), "PEFT wraps the model."
+    compute_in_input_dtype(adapted)
+    return adapted.train()
+
+
+def compute_in_input_dtype(model: nn.Module) -> None:
+    """From now on the float32 adapters inside `model` compute in the dtype of their inputs."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
+            for low_rank in (*module.lora_A.values(), *module.lora_B.values()):
+                if isinstance(low_rank, nn.Linear):
+                    low_rank.forward = MethodType(_linear_in_input_dtype, low_rank)
+
+
+def _linear_in_input_dtype(self: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if self.bias is None else self.bias.to(x.dtype)
+    return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+def _checked_targets(model: nn.Module, adapter: Adapter) -> str | list[str]:
+    if ALL_LINEAR in adapter.target_modules:
+        if len(adapter.target_modules) > 1:
+            raise LaunchError(
+                f"{ALL_LINEAR} stands for every linear layer but the head, and nothing can be added to it",
+                "model.adapter.target_modules",
+                f"give {ALL_LINEAR} alone, or the names of all modules",
+            )
+        return ALL_LINEAR
+    adaptable = [
+        n for n, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding | Conv1D)
+    ]
+    for target in adapter.target_modules:
+        _check_named(target, adaptable, "model.adapter.target_modules")
+    return list(adapter.target_modules)
+
+
+def _check_saved(model: nn.Module, adapter: Adapter) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    for saved in adapter.modules_to_save:
+        _check_named(saved, names, "model.adapter.modules_to_save")
+
+
+def _check_named(wanted: str, names: list[str], key: str) -> None:
+    """Raise LaunchError unless a module's name is `wanted` or ends in `.wanted`, as PEFT matches."""
+    if any(name == wanted or name.endswith(f".{wanted}") for name in names):
+        return
+    leaves = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
+    near = difflib.get_close_matches(wanted, leaves, n=3, cutoff=0.5) or leaves[:8]
+    raise LaunchError(f"the model has no module {wanted}", key, f"it has {', '.join(near)}")
+
+
+def _names_head(model: PreTrainedModel, wanted: tuple[str, ...]) -> bool:
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    return any(name == one or name.endswith(f".{one}") for one in wanted)

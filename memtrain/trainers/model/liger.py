@@ -1,0 +1,49 @@
+"""Liger's fused Triton kernels for RMSNorm, SwiGLU and RoPE; the loss stays memtrain's own."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.util import find_spec
+
+from transformers import PreTrainedModel
+
+from memtrain.errors import LaunchError
+from memtrain.memory.settings import Settings
+
+
+def apply_liger(model: PreTrainedModel, settings: Settings) -> None:
+    """Put the kernels into `model`, in place, when `settings.liger`. Call it before adapters and
+    checkpointing.
+
+    Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2.
+
+    Raises: LaunchError when asked for off CUDA, without liger-kernel, or for a family that Liger does not
+    know.
+    """
+    if not settings.liger:
+        return
+    instead = "set model.liger to off"
+    if settings.device != "cuda":
+        raise LaunchError("Liger kernels need a CUDA device", "model.liger", instead)
+    if find_spec("liger_kernel") is None:
+        raise LaunchError(
+            "liger-kernel is not installed", "model.liger", f"pip install 'memtrain[liger]', or {instead}"
+        )
+    from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
+        MODEL_TYPE_TO_APPLY_LIGER_FN as PATCHES,
+    )
+
+    patch = PATCHES.get(model.config.model_type)
+    if patch is None:
+        raise LaunchError(f"Liger has no kernels for {model.config.model_type}", "model.liger", instead)
+    # Its losses would replace the model's forward; the head and loss are computed in tiles here.
+    wanted = {
+        "rms_norm": True,
+        "swiglu": True,
+        "geglu": True,
+        "rope": True,
+        "cross_entropy": False,
+        "fused_linear_cross_entropy": False,
+    }
+    takes = inspect.signature(patch).parameters
+    patch(**{name: value for name, value in wanted.items() if name in takes}, model=model)
