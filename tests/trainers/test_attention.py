@@ -19,7 +19,9 @@ from memtrain.trainers.model.attention import (
     register,
     set_attention,
 )
+from memtrain.trainers.model.attention import cpu as cpu_backend
 from memtrain.trainers.model.attention import cuda as cuda_backend
+from memtrain.trainers.model.attention.probe import Outcome, probe, probe_one
 from memtrain.trainers.model.layout import Layout, Part, packed_layout, shared_layout
 
 LAYOUTS = {
@@ -141,6 +143,7 @@ def test_nothing_the_size_of_the_row_squared_is_saved():
     assert sum(saved.values()) == 4 * (2 * 32768 + 2 * 16384 + 512 * 4)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_the_flex_mask_is_the_dense_mask(layout: Layout, monkeypatch: pytest.MonkeyPatch):
     """FlexAttention differentiates on CPU only with its device guard off. Its kernel still needs a GPU."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
@@ -355,3 +358,45 @@ def test_a_model_is_switched_and_switched_back(tiny_llama):
     assert model.config._attn_implementation == "memtrain_dense"
     set_attention(model, AttentionBackend.STOCK)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_probe_runs_what_runs_here_and_says_why_the_rest_does_not():
+    found = {probed.backend: probed for probed in probe("cpu", torch.float32)}
+    assert {backend for backend, probed in found.items() if probed.outcome is Outcome.WORKS} == {
+        "cpu",
+        "dense",
+    }
+    assert "does not run on cpu" in found[AttentionBackend.CUDA].words
+    assert found[AttentionBackend.CUDA].outcome is Outcome.NOT_HERE
+
+
+def test_the_probe_finds_wrong_numbers_and_quotes_a_kernels_failure(monkeypatch: pytest.MonkeyPatch):
+    kernel = cpu_backend.SegmentLoop
+    backward = kernel.backward
+
+    def without_dq(*arguments: object):
+        dq, dk, dv = backward(*arguments)  # pyright: ignore
+        return dq * 0.8, dk, dv
+
+    monkeypatch.setattr(kernel, "backward", staticmethod(without_dq))
+    wrong = probe_one(AttentionBackend.CPU, "cpu", torch.bfloat16)
+    assert wrong.outcome is Outcome.BROKEN
+    assert "off by 2.0e-01" in wrong.words
+
+    def fails(*_: object):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(kernel, "backward", staticmethod(fails))
+    failed = probe_one(AttentionBackend.CPU, "cpu", torch.float32)
+    assert (failed.outcome, failed.words) == (Outcome.BROKEN, "RuntimeError: no kernel image")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_back_end_is_broken_on_this_gpu(dtype: torch.dtype):
+    """Needs a CUDA device; flash needs the flash-attn package besides."""
+    found = probe("cuda", dtype)
+    assert not [probed for probed in found if probed.outcome is Outcome.BROKEN]
+    works = {probed.backend for probed in found if probed.outcome is Outcome.WORKS}
+    assert AttentionBackend.DENSE in works
+    assert dtype == torch.float32 or AttentionBackend.CUDA in works

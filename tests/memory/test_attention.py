@@ -1,0 +1,147 @@
+"""Which attention back end is taken under which facts, and that each refusal says why."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.memory.attention import AttentionBackend as Backend
+from memtrain.memory.attention import AttentionFacts, choose_attention, model_facts, refusal
+
+CPU = AttentionFacts(device="cpu", dtype="float32", head_dim=64)
+HOPPER = AttentionFacts(
+    device="cuda",
+    dtype="bfloat16",
+    compute_capability=(9, 0),
+    packages=frozenset({"flash_attn", "triton"}),
+    longest_row_tokens=2048,
+    head_dim=128,
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "taken"),
+    [
+        (CPU, Backend.CPU),
+        (replace(CPU, dtype="bfloat16", head_dim=80), Backend.CPU),
+        (HOPPER, Backend.FLASH),
+        (replace(HOPPER, packages=frozenset({"triton"})), Backend.CUDA),
+        (replace(HOPPER, packages=frozenset()), Backend.CUDA),
+        (replace(HOPPER, dtype="float16"), Backend.FLASH),
+        (replace(HOPPER, dtype="float32"), Backend.FLEX),
+        (replace(HOPPER, dtype="float32", packages=frozenset()), Backend.DENSE),
+        (replace(HOPPER, head_dim=512), Backend.FLEX),
+        (replace(HOPPER, head_dim=100), Backend.FLEX),
+        (replace(HOPPER, compute_capability=(7, 5)), Backend.DENSE),
+        (replace(HOPPER, sliding_window_tokens=2048), Backend.FLASH),
+        (replace(HOPPER, sliding_window_tokens=2047), Backend.STOCK),
+        (replace(HOPPER, sliding_window_tokens=4096, longest_row_tokens=None), Backend.STOCK),
+        (replace(HOPPER, chunk_tokens=1024), Backend.STOCK),
+        (replace(HOPPER, softcap=50.0), Backend.STOCK),
+        (replace(HOPPER, has_sinks=True), Backend.STOCK),
+        (replace(CPU, attention_dropout=0.1), Backend.STOCK),
+        (replace(CPU, own_layers=("mamba",)), Backend.STOCK),
+    ],
+)
+def test_the_first_back_end_that_fits_is_taken(facts: AttentionFacts, taken: Backend):
+    choice = choose_attention(facts)
+    assert choice.backend is taken
+    assert choice.reason
+    assert choice.can_pack is (taken is not Backend.STOCK)
+
+
+@pytest.mark.parametrize(
+    ("backend", "facts", "sentence"),
+    [
+        (Backend.FLASH, replace(HOPPER, packages=frozenset()), "flash-attn package is not installed"),
+        (
+            Backend.FLASH,
+            replace(HOPPER, compute_capability=(7, 5)),
+            "needs compute capability 8.0, this is 7.5",
+        ),
+        (Backend.CUDA, replace(HOPPER, dtype="float32"), "bfloat16 or float16, this is float32"),
+        (Backend.CUDA, replace(HOPPER, head_dim=264), "up to 256 in steps of 8, this is 264"),
+        (Backend.FLEX, replace(HOPPER, packages=frozenset()), "triton"),
+        (Backend.CUDA, replace(HOPPER, sliding_window_tokens=512), "lower max_length to 512"),
+        (
+            Backend.CUDA,
+            replace(HOPPER, chunk_tokens=64, longest_row_tokens=None),
+            "max_length is not bounded",
+        ),
+        (Backend.CPU, replace(CPU, softcap=50.0), "caps attention scores at 50"),
+        (Backend.DENSE, replace(CPU, own_layers=("conv", "mamba")), "conv, mamba layers"),
+        (Backend.CPU, replace(CPU, attention_dropout=0.1), "dropout 0.1"),
+        (Backend.CPU, replace(CPU, has_sinks=True), "sinks"),
+    ],
+)
+def test_a_refusal_says_why_with_the_value_in_hand(backend: Backend, facts: AttentionFacts, sentence: str):
+    assert sentence in (refusal(backend, facts) or "")
+
+
+def test_the_choice_lists_every_back_end_that_cannot_run():
+    choice = choose_attention(replace(HOPPER, dtype="float32"))
+    assert [backend for backend, _ in choice.refused] == [Backend.FLASH, Backend.CUDA]
+
+
+def test_a_back_end_asked_for_is_taken_where_it_can_run():
+    choice = choose_attention(HOPPER, Backend.DENSE)
+    assert choice.backend is Backend.DENSE
+    assert choice.reason.startswith("asked for")
+    assert choose_attention(CPU, Backend.STOCK).can_pack is False
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "why"),
+    [(CPU, Backend.CUDA, "does not run on cpu"), (replace(HOPPER, dtype="float32"), Backend.CUDA, "float32")],
+)
+def test_a_back_end_asked_for_that_cannot_run_is_an_error_naming_those_that_can(facts, asked, why):
+    with pytest.raises(RecipeError, match=why) as refused:
+        choose_attention(facts, asked)
+    assert "dense" in refused.value.faults[0].fix
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16}),
+        ({"head_dim": 128, "hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 128}),
+        ({"sliding_window": 4096}, {"sliding_window_tokens": 4096}),
+        ({"sliding_window": 4096, "use_sliding_window": False}, {}),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, {}),
+        (
+            {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]},
+            {"sliding_window_tokens": 512},
+        ),
+        ({"attention_chunk_size": 8192, "layer_types": ["chunked_attention"]}, {"chunk_tokens": 8192}),
+        (
+            {"attn_logit_softcapping": 50.0, "attention_dropout": 0.1},
+            {"softcap": 50.0, "attention_dropout": 0.1},
+        ),
+        ({"attn_logit_softcapping": None, "sliding_window": None}, {}),
+        ({"model_type": "gpt_oss"}, {"has_sinks": True}),
+        (
+            {"layer_types": ["linear_attention", "full_attention", "moe"]},
+            {"own_layers": ("linear_attention",)},
+        ),
+        ({"mamba_d_state": 16}, {"own_layers": ("mamba_d_state",)}),
+        ({"text_config": {"sliding_window": 1024}}, {"sliding_window_tokens": 1024}),
+    ],
+)
+def test_facts_are_read_from_a_configuration(config: dict[str, object], expected: dict[str, object]):
+    nothing = {
+        "head_dim": None,
+        "sliding_window_tokens": None,
+        "chunk_tokens": None,
+        "softcap": None,
+        "attention_dropout": 0.0,
+        "has_sinks": False,
+        "own_layers": (),
+    }
+    assert model_facts(config) == nothing | expected
+
+
+def test_choosing_does_not_import_torch():
+    code = "import sys, memtrain.memory.attention; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
