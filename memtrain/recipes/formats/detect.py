@@ -1,0 +1,141 @@
+"""Which format a row has: by a declared rule on its column names, the same in every process.
+
+The rule, on the columns of the first row that are not null, after `data.columns`:
+
+    input_ids                    ids
+    chosen, rejected             preference
+    prompt, completion, label    unpaired
+    prompt, completion           prompt_completion
+    messages (or conversations)  messages
+    text                         text
+    prompt, and none of these    prompt
+
+A format whose columns are part of a longer match is not counted. Where two are left, the method may use only
+one of them; where it may use both, `data.format` has to say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from memtrain.errors import DataError
+from memtrain.recipes.data import Columns, Format
+from memtrain.recipes.formats import ids, messages, preference, prompt, prompt_completion, text, unpaired
+from memtrain.recipes.formats.fields import Example, Names, Row, mapping_hint, names_of
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One format: its name, the fields it needs, the parts its rows have, and its reader."""
+
+    name: Format
+    needs: tuple[str, ...]
+    parts: tuple[str, ...]
+    parse: Callable[[Row, Names], Example]
+
+
+FORMS: Mapping[str, Form] = {
+    form.name: form
+    for form in (
+        Form("ids", ids.NEEDS, ids.PARTS, ids.parse),
+        Form("preference", preference.NEEDS, preference.PARTS, preference.parse),
+        Form("unpaired", unpaired.NEEDS, unpaired.PARTS, unpaired.parse),
+        Form("prompt_completion", prompt_completion.NEEDS, prompt_completion.PARTS, prompt_completion.parse),
+        Form("messages", messages.NEEDS, messages.PARTS, messages.parse),
+        Form("text", text.NEEDS, text.PARTS, text.parse),
+        Form("prompt", prompt.NEEDS, prompt.PARTS, prompt.parse),
+    )
+}
+"""Every format, in the order of the rule."""
+
+SUPERVISED: tuple[Format, ...] = ("prompt_completion", "messages", "text", "ids")
+METHOD_FORMATS: Mapping[str, tuple[Format, ...]] = {
+    "sft": SUPERVISED,
+    "dpo": ("preference",),
+    "reward": ("preference",),
+    "kto": ("unpaired", "preference"),
+    "grpo": ("prompt",),
+    "rloo": ("prompt",),
+    "online_dpo": ("prompt",),
+    "ppo": ("prompt",),
+}
+"""Formats each method can use, the one it is usually given first."""
+
+
+def detect(
+    row: Row, columns: Columns, declared: Format, allowed: Sequence[Format], where: str
+) -> tuple[Form, Names]:
+    """The format of a source, and its column names, from its first row.
+
+    Raises: DataError when the columns fit no allowed format, or several, or the declared one is not allowed.
+    """
+    present = tuple(str(column) for column, value in row.items() if value is not None)
+    names = names_of(columns, present)
+    check_mapping(columns, [str(column) for column in row], where)
+    if declared != "auto":
+        if declared not in allowed:
+            raise DataError(
+                f"the method cannot use rows of format {declared}",
+                where,
+                f"it takes {' or '.join(allowed)}",
+            )
+        return FORMS[declared], names
+    fitting = matches(present, names)
+    usable = [form for form in fitting if form.name in allowed]
+    if len(usable) == 1:
+        return usable[0], names
+    if not usable:
+        raise DataError(*no_format(present, names, fitting, allowed, where))
+    found = " and ".join(form.name for form in usable)
+    raise DataError(
+        f"the columns {', '.join(present)} fit several formats: {found}",
+        where,
+        f"say which one: data.format: {usable[0].name}",
+    )
+
+
+def matches(present: Sequence[str], names: Names) -> list[Form]:
+    """Formats whose columns are all present, without those that are part of a longer match."""
+    fitting = [form for form in FORMS.values() if all(getattr(names, need) in present for need in form.needs)]
+    longest = [form for form in fitting if not any(set(form.needs) < set(other.needs) for other in fitting)]
+    return [form for form in longest if form.name != "prompt"] or longest
+
+
+def no_format(
+    present: Sequence[str], names: Names, fitting: Sequence[Form], allowed: Sequence[Format], where: str
+) -> tuple[str, str, str]:
+    """What, where and fix for columns that fit no format the method can use."""
+    shown = ", ".join(present) or "nothing"
+    if fitting:
+        form = fitting[0]
+        declared = [
+            name for name in allowed if all(getattr(names, need) in present for need in FORMS[name].needs)
+        ]
+        what = f"the columns {shown} are rows of format {form.name}, which this method does not take"
+        if declared:
+            return what, where, f"if you mean it, say so: data.format: {declared[0]}"
+        return what, where, f"it takes {' or '.join(allowed)}"
+    needed = [need for name in allowed for need in FORMS[name].needs]
+    rule = "; ".join(
+        f"{name} needs {', '.join(getattr(names, need) for need in FORMS[name].needs)}" for name in allowed
+    )
+    hint = mapping_hint(present, needed)
+    return (
+        f"no format fits the columns {shown} ({rule})",
+        where,
+        hint or "name your columns with data.columns",
+    )
+
+
+def check_mapping(columns: Columns, present: Sequence[str], where: str) -> None:
+    """Raise DataError when `data.columns` names a column that the first row has not."""
+    for field in fields(Names):
+        column: Any = getattr(columns, field.name)
+        if column is not None and column not in present:
+            raise DataError(
+                f"data.columns.{field.name} is '{column}', and the first row has no such column",
+                where,
+                f"it has {', '.join(present) or 'none'}",
+            )

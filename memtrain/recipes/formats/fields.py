@@ -1,0 +1,279 @@
+"""Reading one row of the user's file: text, messages, tools, and the sentence when one of them is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar, cast
+
+from memtrain.errors import Fault
+from memtrain.recipes.data import Columns
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+Messages = tuple[Message, ...]
+Tool = dict[str, Any]
+T = TypeVar("T")
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Role words that files use, and the chat template's word for each."""
+
+FAMILIAR = {
+    "question": "prompt",
+    "instruction": "prompt",
+    "query": "prompt",
+    "problem": "prompt",
+    "input": "prompt",
+    "answer": "completion",
+    "response": "completion",
+    "output": "completion",
+    "solution": "completion",
+    "target": "completion",
+    "content": "text",
+    "document": "text",
+    "conversation": "messages",
+    "dialog": "messages",
+    "dialogue": "messages",
+    "ids": "ids",
+    "tokens": "ids",
+    "preferred": "chosen",
+    "dispreferred": "rejected",
+}
+"""Column names that people use for ours: only ever proposed in an error, never taken silently."""
+
+LONGEST_SHOWN = 60
+
+
+class BadRow(ValueError):
+    """A row that cannot be used: what is wrong with it, and how to mend it."""
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        self.what = what
+        self.fix = fix
+        super().__init__(what)
+
+    def fault(self, where: str) -> Fault:
+        """The same, at its place in the user's file."""
+        return Fault(self.what, where, self.fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The column of each field, as one source names it."""
+
+    text: str = "text"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"
+    tools: str = "tools"
+    ids: str = "input_ids"
+    labels: str = "labels"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    margin: str = "margin"
+    label: str = "label"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row, read and checked. Each format says what else it holds."""
+
+
+def names_of(columns: Columns, present: Sequence[str]) -> Names:
+    """Column names after the user's own; `conversations` stands for `messages` where only it is present."""
+    declared = {field.name: getattr(columns, field.name) for field in fields(Names)}
+    names = replace(Names(), **{name: column for name, column in declared.items() if column is not None})
+    if columns.messages is None and "messages" not in present and "conversations" in present:
+        return replace(names, messages="conversations")
+    return names
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: short, on one line."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in the words of a JSON file."""
+    kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
+        (bool, "true or false"),
+        (str, "a string"),
+        ((int, float), "a number"),
+        (Mapping, "an object"),
+        ((list, tuple), "a list"),
+    )
+    if value is None:
+        return "null"
+    return next((word for types, word in kinds if isinstance(value, types)), "something else")
+
+
+def mapping_hint(columns: Sequence[str], needed: Sequence[str]) -> str:
+    """The `data.columns` line that would give the needed fields, from column names people often use."""
+    found: dict[str, str] = {}
+    for column in columns:
+        field = FAMILIAR.get(column.lower(), "")
+        if field in needed and field not in found and field not in columns:
+            found[field] = column
+    if not found:
+        return ""
+    return "data.columns: {" + ", ".join(f"{field}: {column}" for field, column in found.items()) + "}"
+
+
+def value_at(row: Row, column: str) -> Any:
+    """The value of a column that the format needs.
+
+    Raises: BadRow when the row has no such column or it is null.
+    """
+    value = row.get(column)
+    if value is None:
+        if column in row:
+            raise BadRow(f"column '{column}' is null", f"give '{column}' a value, or remove the row")
+        has = ", ".join(str(name) for name in row) or "nothing"
+        hint = mapping_hint([str(name) for name in row], [column])
+        fix = hint or f"every row needs '{column}', as the first row of this source has"
+        raise BadRow(f"the row has no column '{column}'; it has {has}", fix)
+    return value
+
+
+def text_at(row: Row, column: str) -> str:
+    """The text of a column.
+
+    Raises: BadRow when it is missing or not a string.
+    """
+    value = value_at(row, column)
+    if not isinstance(value, str):
+        raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a string")
+    return value
+
+
+def text_or_messages_at(row: Row, column: str) -> str | Messages:
+    """The text, or the messages, of a column.
+
+    Raises: BadRow when it is missing or neither.
+    """
+    value = value_at(row, column)
+    if isinstance(value, str):
+        return value
+    return messages_in(value, column)
+
+
+def messages_in(value: object, column: str) -> Messages:
+    """Messages with the roles of chat templates, from `role`/`content` or `from`/`value` objects.
+
+    Raises: BadRow when it is not a list of messages, or a message has no known role or no content.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise BadRow(
+            f"column '{column}' is {kind_of(value)}, not a list of messages",
+            "write [{role: user, content: ...}, ...]",
+        )
+    items = cast(Sequence[object], value)
+    if not items:
+        raise BadRow(
+            f"column '{column}' holds no messages", "give it at least one message, or remove the row"
+        )
+    return tuple(message_of(item, f"{column}[{index}]") for index, item in enumerate(items))
+
+
+def message_of(item: object, place: str) -> Message:
+    """One message with `role` and `content`; null fields are left out, others (tool_calls) are kept.
+
+    Raises: BadRow when it has no known role, or neither content nor tool calls.
+    """
+    if not isinstance(item, Mapping):
+        raise BadRow(f"{place} is {kind_of(item)}, not a message", "a message is {role: ..., content: ...}")
+    given = cast(Mapping[str, Any], item)
+    role, content = given.get("role"), given.get("content")
+    if role is None:
+        role, content = given.get("from"), given.get("value")
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(dict.fromkeys(ROLES))
+        raise BadRow(f"{place} has the role {shown(role)}", f"known roles: {known}")
+    dropped = ("role", "content", "from", "value")
+    rest = {key: value for key, value in given.items() if value is not None and key not in dropped}
+    if content is None and not rest.get("tool_calls"):
+        raise BadRow(f"{place} has no content", "give it a content (a string), or tool_calls")
+    return {"role": ROLES[role], "content": content_of(content, place), **rest}
+
+
+def content_of(content: object, place: str) -> str:
+    """The text of a message: a string, or the text parts of a list, joined.
+
+    Raises: BadRow when a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, (list, tuple)):
+        raise BadRow(f"the content of {place} is {kind_of(content)} ({shown(content)}), not a string")
+    texts: list[str] = []
+    for part in cast(Sequence[object], content):
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):  # pyright: ignore[reportUnknownMemberType]
+            raise BadRow(f"the content of {place} has a part that is no text: {shown(cast(object, part))}")
+        texts.append(cast(Mapping[str, str], part)["text"])
+    return "".join(texts)
+
+
+def tools_at(row: Row, column: str) -> tuple[Tool, ...]:
+    """Tool definitions of a row (a list, or its JSON text); empty when the row has none.
+
+    Raises: BadRow when they are not a list of objects.
+    """
+    value: Any = row.get(column)
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"column '{column}' is not JSON: {error.msg}") from None
+    tools = cast(Sequence[Mapping[str, Any]], value)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow(f"column '{column}' is not a list of tool definitions: {shown(tools)}")
+    return tuple(dict(tool) for tool in tools)
+
+
+def number_at(row: Row, column: str) -> float | None:
+    """The number of an optional column; None when the row has none.
+
+    Raises: BadRow when it is not a number.
+    """
+    value = row.get(column)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a number")
+    return float(value)
+
+
+def same_kind(parts: Mapping[str, str | Messages]) -> Literal["text", "messages"]:
+    """Whether all columns are strings or all are messages.
+
+    Raises: BadRow when some are strings and others are messages: no rule could say what is meant.
+    """
+    kinds = {column: "a string" if isinstance(part, str) else "messages" for column, part in parts.items()}
+    if len(set(kinds.values())) > 1:
+        said = ", ".join(f"'{column}' is {kind}" for column, kind in kinds.items())
+        raise BadRow(
+            f"strings and messages are mixed in one row: {said}", "make all of them one or the other"
+        )
+    return "text" if "a string" in kinds.values() else "messages"

@@ -1,0 +1,42 @@
+"""A prompt alone, for the methods that write the answers themselves: `prompt`; other columns are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memtrain.recipes.formats.fields import (
+    BadRow,
+    Example,
+    Messages,
+    Names,
+    Row,
+    Tool,
+    text_or_messages_at,
+    tools_at,
+)
+
+NEEDS = ("prompt",)
+PARTS = ("prompt",)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt(Example):
+    """A prompt, and what the rewards may want to know of it."""
+
+    prompt: str | Messages
+    tools: tuple[Tool, ...]
+    columns: dict[str, Any]
+
+
+def parse(row: Row, names: Names) -> Prompt:
+    """The prompt of a row, with every other column as it stands.
+
+    Raises: BadRow when the prompt is missing or empty.
+    """
+    prompt = text_or_messages_at(row, names.prompt)
+    if not prompt:
+        raise BadRow(f"column '{names.prompt}' is empty", "remove the row, or set data.on_bad_row: skip")
+    taken = (names.prompt, names.tools)
+    columns = {column: value for column, value in row.items() if column not in taken}
+    return Prompt(prompt, tools_at(row, names.tools), columns)

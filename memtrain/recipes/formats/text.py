@@ -1,0 +1,28 @@
+"""Plain text: `text`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memtrain.recipes.formats.fields import BadRow, Example, Names, Row, text_at
+
+NEEDS = ("text",)
+PARTS = ("text",)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Example):
+    """A text, all of it learnt."""
+
+    text: str
+
+
+def parse(row: Row, names: Names) -> Text:
+    """The text of a row.
+
+    Raises: BadRow when it is missing, empty, or not a string.
+    """
+    text = text_at(row, names.text)
+    if not text:
+        raise BadRow(f"column '{names.text}' is empty", "remove the row, or set data.on_bad_row: skip")
+    return Text(text)

@@ -1,0 +1,180 @@
+"""One example to the texts that are tokenized, and which of their characters are learnt.
+
+A prompt with a string completion is the two put together, tokenized once. Where a token reaches over the
+boundary, it belongs to the completion: the boundary is the end of the last token that lies wholly in the
+prompt. The ids are those of TRL, which tokenizes prompt and both together, and takes what they have in common
+for the prompt.
+
+Conversations are rendered by the chat template, with the generation prompt at the end of a prompt. Strings
+end with the tokenizer's end token where `data.end_token` asks for it; conversations end as the template ends
+them. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from memtrain.recipes.formats.fields import BadRow, Example, Messages, Tool
+from memtrain.recipes.formats.messages import Conversation
+from memtrain.recipes.formats.preference import Preference
+from memtrain.recipes.formats.prompt import Prompt
+from memtrain.recipes.formats.prompt_completion import PromptCompletion
+from memtrain.recipes.formats.text import Text
+from memtrain.recipes.formats.unpaired import Unpaired
+
+CharSpan = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A text to tokenize."""
+
+    text: str
+    cut: int
+    """Characters of the prompt at its beginning."""
+    learnt: tuple[CharSpan, ...]
+    """What is learnt, in characters."""
+    adds_specials: bool
+    """Whether the tokenizer adds special tokens of its own: not where a template wrote them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How examples become texts: everything that decides it, so that a cache key can hold it."""
+
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    """Special tokens by name (`eos_token`, ...), as templates use them."""
+    end_token: str | None
+    """Appended to strings; None where nothing is."""
+    completion_only: bool
+    assistant_only: bool
+
+
+def render(example: Example, rendering: Rendering) -> tuple[Piece, ...]:
+    """The texts of an example: one, or for a pair one with each answer.
+
+    Raises: BadRow when the chat template refuses the conversation, or marks nothing to learn where it should.
+    """
+    return RENDERERS[type(example)](example, rendering)
+
+
+def _text(example: Text, rendering: Rendering) -> tuple[Piece, ...]:
+    text = ended(example.text, rendering)
+    return (Piece(text, 0, ((0, len(text)),), adds_specials=True),)
+
+
+def _answer(
+    prompt: str | Messages, answer: str | Messages, tools: tuple[Tool, ...], rendering: Rendering
+) -> Piece:
+    """The prompt with an answer after it, the answer learnt."""
+    if isinstance(prompt, str) or isinstance(answer, str):
+        assert isinstance(prompt, str), "formats give strings with strings"
+        assert isinstance(answer, str), "formats give strings with strings"
+        text = prompt + ended(answer, rendering)
+        return Piece(text, len(prompt), ((len(prompt), len(text)),), adds_specials=True)
+    text, spans = conversation(prompt + answer, tools, rendering, spans_wanted=rendering.assistant_only)
+    cut = len(prompt_of(text, prompt, tools, rendering))
+    if not rendering.assistant_only:
+        return Piece(text, cut, ((cut, len(text)),), adds_specials=False)
+    return Piece(text, cut, spans, adds_specials=False)
+
+
+def _prompt_completion(example: PromptCompletion | Unpaired, rendering: Rendering) -> tuple[Piece, ...]:
+    piece = _answer(example.prompt, example.completion, example.tools, rendering)
+    if rendering.completion_only:
+        inside = tuple((max(start, piece.cut), end) for start, end in piece.learnt if end > piece.cut)
+        return (Piece(piece.text, piece.cut, inside, piece.adds_specials),)
+    everything = (
+        piece.learnt if rendering.assistant_only and not piece.adds_specials else ((0, len(piece.text)),)
+    )
+    return (Piece(piece.text, piece.cut, everything, piece.adds_specials),)
+
+
+def _conversation(example: Conversation, rendering: Rendering) -> tuple[Piece, ...]:
+    text, spans = conversation(
+        example.messages, example.tools, rendering, spans_wanted=rendering.assistant_only
+    )
+    learnt = spans if rendering.assistant_only else ((0, len(text)),)
+    return (Piece(text, 0, learnt, adds_specials=False),)
+
+
+def _preference(example: Preference, rendering: Rendering) -> tuple[Piece, ...]:
+    return (
+        _answer(example.prompt, example.chosen, example.tools, rendering),
+        _answer(example.prompt, example.rejected, example.tools, rendering),
+    )
+
+
+def _prompt(example: Prompt, rendering: Rendering) -> tuple[Piece, ...]:
+    if isinstance(example.prompt, str):
+        return (Piece(example.prompt, len(example.prompt), (), adds_specials=True),)
+    text, _ = conversation(example.prompt, example.tools, rendering, generation_prompt=True)
+    return (Piece(text, len(text), (), adds_specials=False),)
+
+
+RENDERERS: dict[type[Example], Callable[[Any, Rendering], tuple[Piece, ...]]] = {
+    Text: _text,
+    PromptCompletion: _prompt_completion,
+    Conversation: _conversation,
+    Preference: _preference,
+    Unpaired: _prompt_completion,
+    Prompt: _prompt,
+}
+
+
+def ended(text: str, rendering: Rendering) -> str:
+    """The text with the end token after it, once."""
+    if rendering.end_token is None or text.endswith(rendering.end_token):
+        return text
+    return text + rendering.end_token
+
+
+def prompt_of(text: str, prompt: Messages, tools: tuple[Tool, ...], rendering: Rendering) -> str:
+    """The part of a rendered conversation that is its prompt, generation prompt included.
+
+    Raises: BadRow when the template writes the prompt differently once an answer follows.
+    """
+    for generation_prompt in (True, False):
+        head, _ = conversation(prompt, tools, rendering, generation_prompt=generation_prompt)
+        if text.startswith(head):
+            return head
+    raise BadRow(
+        "the chat template writes the prompt differently when an answer follows it",
+        "give the conversation as one list of messages, or a template that keeps what comes first",
+    )
+
+
+def conversation(
+    messages: Messages,
+    tools: tuple[Tool, ...],
+    rendering: Rendering,
+    *,
+    generation_prompt: bool = False,
+    spans_wanted: bool = False,
+) -> tuple[str, tuple[CharSpan, ...]]:
+    """A conversation as the chat template writes it, and what its generation marks enclose.
+
+    Raises: BadRow when the template refuses the conversation.
+    """
+    from jinja2.exceptions import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    assert rendering.chat_template is not None, "rows of messages are refused without a template"
+    try:
+        texts, marked = cast(Any, render_jinja_template)(
+            [list(messages)],
+            tools=list(tools) or None,
+            chat_template=rendering.chat_template,
+            return_assistant_tokens_mask=spans_wanted,
+            add_generation_prompt=generation_prompt,
+            **rendering.special_tokens,
+        )
+    except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        raise BadRow(
+            f"the chat template refuses the conversation: {error}",
+            "mend the order or the fields of its messages",
+        ) from None
+    return texts[0], tuple(map(tuple, marked[0])) if spans_wanted else ()

@@ -1,0 +1,219 @@
+"""A source of the recipe to streams of rows: files, folders, globs, hub datasets, and data made on the spot.
+
+No torch here. Nothing is held in memory but the row in hand.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from memtrain.errors import DataError
+from memtrain.recipes.data import Format, Source
+from memtrain.trainers.data import arithmetic
+from memtrain.trainers.data.readers import READERS, Line, ending, read_file
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation"}
+SPLIT_WORDS |= {"dev": "validation", "val": "validation", "eval": "validation"}
+"""Words in the names of a folder's files that say which split they are."""
+NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
+"""Files beside the data in folders that `datasets` writes."""
+HASH_CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Rows that are read in order: one file, or one dataset."""
+
+    name: str
+    """Where a row is from, as an error says it: the path of the file, or the dataset."""
+    read: Callable[[], Iterator[Line]]
+    digest: Callable[[], str]
+    """A digest of the whole content: the same rows have the same digest."""
+
+
+def locate(source: Source, form: Format) -> tuple[Stream, ...]:
+    """The streams of a source, in a fixed order. `form` is the format that `builtin:arithmetic` writes.
+
+    Raises: DataError when there is nothing to read.
+    """
+    if source.source.startswith("builtin:"):
+        return (builtin(source, form),)
+    path = Path(source.source).expanduser()
+    if path.is_dir():
+        return tuple(file_stream(file) for file in files_in(path, source.split))
+    if path.exists():
+        return (file_stream(path),)
+    if glob.has_magic(source.source):
+        files = sorted(Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found))
+        if not files:
+            raise DataError(
+                f"no file matches '{source.source}'", "data", f"the current folder is {Path.cwd()}"
+            )
+        return tuple(file_stream(file) for file in files)
+    if ending(path) in READERS or not HUB_ID.fullmatch(source.source):
+        raise DataError(*missing_file(path))
+    return (hub_stream(source),)
+
+
+def missing_file(path: Path) -> tuple[str, str, str]:
+    """What, where and fix for a file that is not there."""
+    beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    if near:
+        return f"there is no file '{path}'", "data", f"did you mean '{path.with_name(near[0])}'?"
+    if not path.parent.is_dir():
+        return (
+            f"there is no file '{path}'",
+            "data",
+            f"there is no folder '{path.parent}' either (from {Path.cwd()})",
+        )
+    return f"there is no file '{path}'", "data", f"paths are counted from the current folder, {Path.cwd()}"
+
+
+def file_stream(path: Path) -> Stream:
+    """The stream of one file."""
+    return Stream(str(path), lambda: read_file(path), lambda: content_digest(path))
+
+
+def content_digest(path: Path) -> str:
+    """Digest of a file's bytes (xxh3, 128 bits) and of how they are read."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(HASH_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror or error}", str(path)) from None
+    return f"{ending(path)}:{digest.hexdigest()}"
+
+
+def files_in(folder: Path, split: str) -> list[Path]:
+    """Data files of a folder and its subfolders, sorted; those of one split where names say the split.
+
+    Raises: DataError when there are none, none of that split, or files of several kinds.
+    """
+    found = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and ending(path) in READERS
+        and path.name not in NOT_DATA
+        and not path.name.upper().startswith(("README", "LICENSE"))
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+    if not found:
+        raise DataError(
+            f"no readable file in the folder '{folder}'",
+            str(folder),
+            f"readable: {', '.join(READERS)} (.gz too)",
+        )
+    splits = [split_of(path.relative_to(folder)) for path in found]
+    if any(splits):
+        wanted = SPLIT_WORDS.get(split, split)
+        files = [path for path, own in zip(found, splits, strict=True) if own == wanted]
+        if not files:
+            known = ", ".join(sorted({own for own in splits if own}))
+            raise DataError(
+                f"the folder '{folder}' has no split '{split}'", str(folder), f"its splits: {known}"
+            )
+        found = files
+    kinds = sorted({ending(path) for path in found})
+    if len(kinds) > 1:
+        raise DataError(
+            f"the folder '{folder}' holds files of several kinds: {', '.join(kinds)}",
+            str(folder),
+            f"say which with a glob: '{folder}/*{kinds[0]}'",
+        )
+    return found
+
+
+def split_of(path: Path) -> str | None:
+    """The split that a path inside a folder names: `train/0.jsonl`, `validation-00000.parquet`."""
+    for part in path.parts:
+        word = re.split(r"[^a-z]", part.lower(), maxsplit=1)[0]
+        if word in SPLIT_WORDS:
+            return SPLIT_WORDS[word]
+    return None
+
+
+def builtin(source: Source, form: Format) -> Stream:
+    """The stream of data made on the spot.
+
+    Raises: DataError for a name or a split that is not made here.
+    """
+    if source.source != "builtin:arithmetic":
+        raise DataError(f"there is no '{source.source}'", "data", "there is builtin:arithmetic")
+    if source.split not in arithmetic.SPLITS:
+        known = ", ".join(arithmetic.SPLITS)
+        raise DataError(f"builtin:arithmetic has no split '{source.split}'", "data", f"its splits: {known}")
+    if form not in arithmetic.FORMS:
+        raise DataError(
+            f"builtin:arithmetic has no format {form}", "data", f"it has {', '.join(arithmetic.FORMS)}"
+        )
+    count = source.limit or arithmetic.DEFAULT_ROWS
+    seed = arithmetic.SPLITS[source.split]
+    return Stream(
+        source.source,
+        lambda: enumerate(arithmetic.rows(count, seed, form), start=1),
+        lambda: f"arithmetic:{arithmetic.VERSION}:{count}:{seed}:{form}",
+    )
+
+
+def hub_stream(source: Source) -> Stream:
+    """The stream of a dataset of the Hugging Face hub, downloaded at the first use.
+
+    Raises: DataError when it cannot be loaded: no network, no such dataset, configuration or split.
+    """
+    from datasets import Dataset, load_dataset
+
+    try:
+        loaded = load_dataset(source.source, source.name, split=source.split, revision=source.revision)
+    except (
+        Exception
+    ) as error:  # every kind of network, hub and parsing fault ends here, with its own first line
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"cannot load '{source.source}' (split '{source.split}') from the Hugging Face hub: {reason}",
+            "data",
+            "check the name and the network; without one, download the files elsewhere and give their path",
+        ) from None
+    if not isinstance(loaded, Dataset):
+        raise DataError(f"'{source.source}' has no split '{source.split}'", "data", "set split of the source")
+    return Stream(
+        f"hub:{source.source}",
+        lambda: ((number, dict(row)) for number, row in enumerate(loaded, start=1)),
+        lambda: f"hub:{source.source}:{source.split}:{loaded._fingerprint}",
+    )
+
+
+def sampled(streams: Sequence[Stream], limit: int | None, seed: int) -> Iterator[tuple[int, Line]]:
+    """(number of the stream, row) of at most `limit` rows, sampled over all of them, in their order.
+
+    With a limit, the rows are counted first: the streams are read twice, never held.
+    """
+    every = ((index, line) for index, stream in enumerate(streams) for line in stream.read())
+    if limit is None:
+        yield from every
+        return
+    num_rows = sum(1 for stream in streams for _ in stream.read())
+    if num_rows <= limit:
+        yield from every
+        return
+    chosen = np.sort(np.random.default_rng(seed).permutation(num_rows)[:limit])
+    wanted = iter(chosen.tolist())
+    following = next(wanted)
+    for number, item in enumerate(every):
+        if number == following:
+            yield item
+            following = next(wanted, -1)

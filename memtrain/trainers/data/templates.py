@@ -1,0 +1,80 @@
+"""Chat templates for training: the text a model's own template writes, with what the assistant says marked.
+
+Most tokenizers come with templates that mark nothing. The shipped templates write the same text for their
+family and mark the assistant's words up to its end-of-turn token (`{% generation %}`). A shipped template
+stands in only for a template that writes exactly the same on a set of probe conversations. No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from memtrain.errors import DataError
+from memtrain.recipes.formats.fields import BadRow, Messages
+from memtrain.trainers.data.render import Rendering, conversation
+
+FOLDER = Path(__file__).parent / "chat_templates"
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+USER, ASSISTANT = (
+    {"role": "user", "content": "Hi, who are you? "},
+    {"role": "assistant", "content": "  I'm a model."},
+)
+PROBES: tuple[Messages, ...] = (
+    (USER, ASSISTANT),
+    ({"role": "system", "content": "Be brief."}, USER, ASSISTANT),
+    (USER, ASSISTANT, {"role": "user", "content": "And\n\n1+1?"}, {"role": "assistant", "content": "2\n"}),
+    (
+        {"role": "system", "content": " A\nB "},
+        USER,
+        ASSISTANT,
+        USER,
+        {"role": "assistant", "content": "é日本"},
+    ),
+)
+"""Conversations with and without a system message, of one and two turns, with spaces at the edges."""
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the shipped training templates."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))
+
+
+def shipped_text(name: str) -> str:
+    """The Jinja text of a shipped training template."""
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
+    """A template that writes what `own` writes and marks what the assistant says: itself, or a shipped one.
+
+    Raises: DataError when it has no marks and no shipped template writes the same.
+    """
+    if MARKS.search(own):
+        return own
+    wanted = written(own, special_tokens)
+    for name in shipped_names():
+        if written(shipped_text(name), special_tokens) == wanted:
+            return shipped_text(name)
+    raise DataError(
+        "data.assistant_only_loss needs a chat template that marks what the assistant says, and the "
+        "tokenizer's own has no {% generation %} marks",
+        "model.chat_template",
+        "put {% generation %} ... {% endgeneration %} around the assistant's words in a copy of the template "
+        f"and set model.chat_template to it, or use a shipped one: {', '.join(shipped_names())}",
+    )
+
+
+def written(template: str, special_tokens: Mapping[str, str]) -> tuple[str | None, ...]:
+    """What a template writes for each probe, with and without a generation prompt; None where it refuses."""
+    rendering = Rendering(template, special_tokens, None, completion_only=False, assistant_only=False)
+    texts: list[str | None] = []
+    for probe in PROBES:
+        for messages, prompted in ((probe, False), (probe[:-1], True)):
+            try:
+                texts.append(conversation(messages, (), rendering, generation_prompt=prompted)[0])
+            except BadRow:
+                texts.append(None)
+    return tuple(texts)
