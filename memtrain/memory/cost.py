@@ -1,0 +1,166 @@
+"""Predicted time of an optimizer step: good for ordering candidates, not for a schedule.
+
+Time on the device is operations over rate for matrix products, bytes over bandwidth for everything else; the
+host launches operators meanwhile and copies cross the bus meanwhile. The longest of the three counts, with a
+tenth of the next for imperfect overlap.
+Source: the roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785); operators and bytes of a layer
+were counted by a dispatch mode around one more Llama layer: torch 2.13, transformers 5.23, bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_boundary, layer_kept
+from memtrain.memory.budget import num_trained, static_bytes, trains_head
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import ModelShape
+
+FORWARD_OPERATORS, BACKWARD_OPERATORS = 47, 75
+"""Operators of one layer that are launched (views left out)."""
+FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3.9, 6.7
+"""Bytes that one layer reads and writes outside matrix products and attention, over what the layer keeps."""
+FLASH_BACKWARD = 2.5
+"""Operations of flash attention's backward pass over its forward pass. Source: Dao 2023, arXiv:2307.08691,
+section 4.1 (5 products against 2)."""
+OVERLAP_LOSS = 0.1
+
+
+class StepTime(NamedTuple):
+    """Seconds of one optimizer step of one process."""
+
+    seconds: float
+    products_s: float
+    """Matrix products and attention."""
+    traffic_s: float
+    """Everything that only moves bytes: norms, activations, the loss's softmax, dequantization."""
+    optimizer_s: float
+    launch_s: float
+    copy_s: float
+    """Between host and device."""
+
+
+def step_time(
+    settings: Settings, shape: ModelShape, batch: HeaviestBatch, hardware: Hardware, *, num_micros: int = 1
+) -> StepTime:
+    """Time of a step of `num_micros` micro-batches like `batch` (a typical one, not the heaviest)."""
+    load = Load(settings, shape, batch)
+    rates = hardware.rates
+    half = settings.dtype != "float32" and hardware.has_bfloat16
+    rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
+    products = num_micros * (_layer_operations(load) + _head_operations(load)) / rate
+    traffic = num_micros * (_layer_traffic(load) + _head_traffic(load)) / rates.bytes_per_s
+    optimizer = _optimizer_traffic(settings, shape) / rates.bytes_per_s
+    launch = rates.launch_s * (num_micros * _operators(load) + _optimizer_operators(settings, shape))
+    copy = num_micros * _copied(load) / rates.host_bytes_per_s
+    device = products + traffic + optimizer
+    longest, next_longest, _ = sorted((device, launch, copy), reverse=True)
+    return StepTime(longest + OVERLAP_LOSS * next_longest, products, traffic, optimizer, launch, copy)
+
+
+def num_checkpointed(settings: Settings, shape: ModelShape) -> int:
+    """Layers whose forward pass is computed twice."""
+    return -(-shape.num_layers // settings.checkpoint_every) if settings.checkpoint_every else 0
+
+
+def _passes(load: Load) -> tuple[float, float]:
+    """(forward passes of all layers, products of the backward pass over those of the forward pass)."""
+    again = num_checkpointed(load.settings, load.shape) / load.shape.num_layers
+    return 1 + again, 2.0 if load.trains_all else 1.0
+
+
+def _layer_operations(load: Load) -> float:
+    """Multiplications and additions of all layers: 2 a weight and token, and 2*Q*L^2 for causal attention."""
+    shape, settings = load.shape, load.settings
+    linear = 2.0 * load.N * sum(part.num_inputs * part.num_outputs for part in shape.linears)
+    if shape.experts is not None:
+        experts = 3 * shape.width * shape.experts.mlp_width * shape.experts.num_per_token
+        attention_maps = sum(p.num_inputs * p.num_outputs for p in shape.linears[:4])
+        linear = 2.0 * load.N * (attention_maps + experts)
+    if settings.adapter is not None:
+        linear += 2.0 * load.N * shape.num_adapter_per_layer(settings.adapter) * 2
+    forward, backward = _passes(load)
+    factor = 4.0 if settings.attention == "dense" else 2.0
+    attention = factor * shape.query_width * sum_of_squares(load)
+    return shape.num_layers * (linear * (forward + backward) + attention * (forward + FLASH_BACKWARD))
+
+
+def sum_of_squares(load: Load) -> float:
+    """Sum of the squared lengths that attention works on: a window bounds how far each token looks."""
+    batch, settings = load.batch, load.settings
+    if settings.attention == "dense":
+        return float(load.N) ** 2
+    if not settings.padding_free:
+        return float(load.N) * (load.N / batch.rows)
+    mean = batch.tokens / batch.rows
+    window = load.shape.sliding_window
+    reach = min(mean, window) if window is not None else mean
+    return batch.tokens * reach
+
+
+def _head_operations(load: Load) -> float:
+    """2*S*V*W each for the logits, for d_hidden, for d_weight where the head is trained, and for the logits
+    again where the loss forms its tiles twice."""
+    products = 2.0 + trains_head(load.settings)
+    if load.settings.loss == "chunked" and _forms_tiles_twice(load):
+        products += 1
+    return products * 2.0 * load.S * load.shape.vocab_size * load.shape.width
+
+
+def _forms_tiles_twice(load: Load) -> bool:
+    wide = 4 * load.shape.vocab_size * load.shape.width
+    return trains_head(load.settings) and load.is_half and wide > load.settings.loss_tile_bytes
+
+
+def _layer_traffic(load: Load) -> float:
+    forward, _ = _passes(load)
+    moved = layer_kept(load) * (FORWARD_TRAFFIC * forward + BACKWARD_TRAFFIC)
+    if load.settings.liger:
+        moved *= 0.6
+    if load.settings.quantize != "none":
+        stored = 0.516 if load.settings.quantize == "4bit" else 1.0
+        weights = load.shape.num_linear_weights / load.shape.num_layers
+        moved += weights * (stored + 2 * load.a) * (forward + 1)
+    return load.shape.num_layers * moved
+
+
+def _head_traffic(load: Load) -> float:
+    """Passes over S x V float32 numbers, counted in trainers/losses; the tiles' stay partly in cache."""
+    passes = 12 if load.settings.loss == "full" else 8 + 4 * _forms_tiles_twice(load)
+    return passes * 4.0 * load.S * load.shape.vocab_size
+
+
+def _optimizer_traffic(settings: Settings, shape: ModelShape) -> float:
+    """Gradients read, weights and states read and written."""
+    static = static_bytes(settings, shape)
+    trained = DTYPE_BYTES[settings.dtype] * num_trained(settings, shape)
+    passes = 3.0 if settings.optimizer == "muon" else 1.0
+    return passes * (2 * static.gradients + 2 * trained + 2 * (static.optimizer + static.master))
+
+
+def _operators(load: Load) -> float:
+    forward, _ = _passes(load)
+    adapters = 0
+    if load.settings.adapter is not None:
+        adapters = 6 * len(load.shape.adapted(load.settings.adapter))
+    fused = 0.5 if load.settings.liger else 1.0
+    per_layer = fused * (FORWARD_OPERATORS * forward + BACKWARD_OPERATORS) + adapters * (forward + 2)
+    tile_rows = max(1, load.settings.loss_tile_bytes // (4 * load.shape.vocab_size))
+    tiles = -(-load.S // tile_rows) if load.settings.loss == "chunked" else 1
+    return load.shape.num_layers * per_layer + 40 * tiles
+
+
+def _optimizer_operators(settings: Settings, shape: ModelShape) -> float:
+    tensors = shape.num_layers * (9 if settings.adapter is None else 14)
+    return tensors * (12 if settings.master_weights or settings.optimizer in ("adafactor", "muon") else 0.2)
+
+
+def _copied(load: Load) -> float:
+    """Bytes one direction moves for offloaded activations and paged optimizer states."""
+    settings, shape = load.settings, load.shape
+    if settings.offload == "boundaries":
+        return float(num_checkpointed(settings, shape) * layer_boundary(load))
+    if settings.offload == "all":
+        return float(shape.num_layers * layer_kept(load))
+    return 0.0

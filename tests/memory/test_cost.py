@@ -1,0 +1,90 @@
+"""Predicted times: orders that must hold, and operations counted by hand."""
+
+import pytest
+
+from memtrain.memory.activations import HeaviestBatch, Load
+from memtrain.memory.cost import _head_operations, _layer_operations, step_time
+from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import shape_of
+from memtrain.memory.units import GIB
+from memtrain.recipes.model import Adapter
+
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA8 = shape_of(LLAMA | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8})
+BASE = {
+    "device": "cuda",
+    "num_processes": 1,
+    "threads": 1,
+    "dtype": "bfloat16",
+    "attention": "cuda",
+    "liger": False,
+    "adapter": None,
+    "quantize": "none",
+    "max_length": 2048,
+    "truncation": "keep_start",
+    "packing": "none",
+    "documents_see_each_other": False,
+    "padding_free": True,
+    "pad_to_multiple_of": None,
+    "group_by_length": False,
+    "batch_rows": 1,
+    "batch_tokens": None,
+    "micro_rows": 1,
+    "micro_tokens": None,
+    "max_steps": 1,
+    "checkpoint_every": 0,
+    "offload": "none",
+    "loss": "chunked",
+    "loss_tile_bytes": 64 << 20,
+    "optimizer": "adamw",
+    "master_weights": False,
+    "expandable_segments": True,
+}
+H100 = Hardware.named("h100")
+BATCH = HeaviestBatch(rows=8, tokens=16384, scored_tokens=16384, longest=2048)
+
+
+def seconds(hardware=H100, batch=BATCH, num_micros=1, **changes):
+    return step_time(Settings(**(BASE | changes)), LLAMA8, batch, hardware, num_micros=num_micros).seconds
+
+
+def test_operations_of_a_plain_step_are_six_a_weight_and_token_and_attention():
+    load = Load(Settings(**BASE), LLAMA8, BATCH)
+    weights = LLAMA8.num_linear_weights
+    attention = 32 * 2 * 4096 * (8 * 2048**2) * 3.5
+    assert _layer_operations(load) == pytest.approx(6 * weights * 16384 + attention)
+    # Logits twice (tiles are formed again for a trained half-precision head), d_hidden, d_weight.
+    assert _head_operations(load) == 4 * 2 * (16384 - 8) * 128256 * 4096
+
+
+def test_what_saves_memory_by_computing_again_takes_longer():
+    assert seconds() < seconds(checkpoint_every=2) < seconds(checkpoint_every=1)
+    assert 1.1 < seconds(checkpoint_every=1) / seconds() < 1.4
+
+
+def test_an_adapter_is_faster_than_all_weights_and_four_bits_cost_time():
+    lora, qlora = seconds(adapter=Adapter(r=16)), seconds(adapter=Adapter(r=16), quantize="4bit")
+    assert lora < seconds()
+    assert lora < qlora
+
+
+def test_offloading_boundaries_hides_behind_computing_and_offloading_everything_does_not():
+    checkpointed = seconds(checkpoint_every=1)
+    assert seconds(checkpoint_every=1, offload="boundaries") < 1.12 * checkpointed
+    assert seconds(offload="all") > 1.5 * seconds()
+
+
+def test_padding_costs_what_it_computes():
+    uneven = HeaviestBatch(rows=8, tokens=4096, scored_tokens=4096, longest=2048)
+    assert seconds(batch=uneven, padding_free=False) > 2 * seconds(batch=uneven)
+
+
+def test_twice_the_micro_batches_take_nearly_twice_as_long():
+    assert 1.8 < seconds(num_micros=2) / seconds() <= 2.0
+
+
+def test_a_faster_card_is_faster_and_a_cpu_is_not():
+    cards = [seconds(Hardware.named(name)) for name in ("b200", "h100", "a100", "l4")]
+    assert cards == sorted(cards)
+    assert seconds(cpu(64 * GIB, 16), dtype="float32", device="cpu") > 100 * cards[1]
