@@ -72,7 +72,7 @@ def test_an_adapter_is_faster_than_all_weights_and_four_bits_cost_time():
 def test_offloading_boundaries_hides_behind_computing_and_offloading_everything_does_not():
     checkpointed = seconds(checkpoint_every=1)
     assert seconds(checkpoint_every=1, offload="boundaries") < 1.12 * checkpointed
-    assert seconds(offload="all") > 1.5 * seconds()
+    assert seconds(offload="all") > 1.4 * seconds()
 
 
 def test_padding_costs_what_it_computes():
