@@ -8,7 +8,7 @@ from torch import nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.attention import AttentionBackend
-from memtrain.trainers.model.attention import functions
+from memtrain.trainers.model.attention import functions, set_attention
 from memtrain.trainers.model.isolation import verify_isolation
 
 SHAPE = {
@@ -118,3 +118,19 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused():
     model = model_of("bloom", n_head=4)
     with pytest.raises(LaunchError, match="does not let its attention be replaced"):
         verify_isolation(model, AttentionBackend.CPU)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "implementation"),
+    [
+        ("mistral", {"sliding_window": 8}, "sdpa"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "eager"),
+        ("bloom", {"n_head": 4}, "eager"),
+    ],
+)
+def test_stock_attention_is_the_one_that_the_models_class_allows(
+    family: str, config: dict[str, object], implementation: str
+):
+    model = model_of(family, **config)
+    set_attention(model, AttentionBackend.STOCK)
+    assert model.config._attn_implementation == implementation

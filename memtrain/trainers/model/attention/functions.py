@@ -62,13 +62,18 @@ def attend_of(backend: AttentionBackend) -> Attend:
 
 
 def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    """From now on `model` attends by `backend`; `stock` is the model's own eager or SDPA attention.
+    """From now on `model` attends by `backend`; `stock` is SDPA where the model's class allows it, else eager.
 
     Raises:
         LaunchError: the model's class does not take attention functions.
     """
+    if backend is AttentionBackend.STOCK:
+        # A class that takes no attention functions (Bloom, Mamba) has but its own.
+        if model._can_set_attn_implementation():  # pyright: ignore
+            _switch(model, model.get_correct_attn_implementation(None))  # pyright: ignore
+        return
     register()
-    _switch(model, NAMES.get(backend, "sdpa"))
+    _switch(model, NAMES[backend])
 
 
 @contextmanager
