@@ -62,7 +62,7 @@ def attend_of(backend: AttentionBackend) -> Attend:
 
 
 def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    """From now on `model` attends by `backend`; `stock` is SDPA where the model's class allows it, else eager.
+    """From now on `model` attends by `backend`; `stock` is SDPA where the class allows it, else eager.
 
     Raises:
         LaunchError: the model's class does not take attention functions.
