@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test test-all check format clean
+.PHONY: setup quickstart test test-all check format docs-reference clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,10 @@ check: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs-reference: setup
+	$(BIN)/memtrain schema -o configs/recipe.schema.json
+	$(BIN)/memtrain schema --reference -o docs/recipe.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

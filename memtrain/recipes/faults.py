@@ -91,7 +91,7 @@ class _Checked:
             annotation = known[key]
             if isinstance(entry.node, Leaf) and entry.node.is_empty:
                 self.empty(section, annotation, (*path, key), entry.place)
-                if section_of(annotation) and not takes_null(annotation):
+                if section_of(annotation):
                     bare[key] = {}
                 continue
             bare[key] = self.value(entry.node, annotation, (*path, key))
@@ -108,11 +108,14 @@ class _Checked:
         return plain(node)
 
     def empty(self, section: type[Section], annotation: Annotation, path: Path, place: Place) -> None:
-        """Refuse a key with nothing after it, but for a section with all its lines commented out."""
+        """Refuse a key with nothing after it, but for a top section with all its lines commented out.
+
+        A bare `adapter:` is refused: it might be meant as one with all defaults, or as none.
+        """
         key = dotted(path)
         if section_of(annotation) is None:
             fix = f"write {describe(annotation)}; or remove the line{default_words(section, str(path[-1]))}"
-        elif takes_null(annotation):
+        elif takes_null(annotation) and len(path) > 1:
             fix = f"write `{path[-1]}: {{}}` for its defaults, `{path[-1]}: null` for none"
         else:
             return

@@ -1,0 +1,45 @@
+"""The command `memtrain`: runs a verb, and turns what goes wrong into words and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from memtrain.errors import MemtrainError
+
+EXIT_OUR_FAULT = 70
+"""Exit code of a fault of memtrain itself (EX_SOFTWARE)."""
+
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (`sys.argv` when nothing is given); the exit code.
+
+    What the user can mend is printed as `error: what / at / try` on stderr. Everything else is ours: a line
+    that says so, and the traceback.
+    """
+    try:
+        from memtrain.cli.app import run
+
+        return run(arguments)
+    except MemtrainError as error:
+        print(error.text(), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has left: nothing more can be said, and Python's flush at exit must not try.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        print("this is a fault of memtrain, not of the recipe; please report what follows", file=sys.stderr)
+        traceback.print_exc()
+        return EXIT_OUR_FAULT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

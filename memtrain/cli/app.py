@@ -1,0 +1,119 @@
+"""The verbs of the command line: one line each here, imported only when they are called."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+import typer
+from typer.core import TyperGroup
+
+from memtrain import __version__
+from memtrain.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One verb. `target`: `module:function` below memtrain.cli.commands (or `module:app`, a Typer app)."""
+
+    name: str
+    target: str
+    says: str
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("check", "check:check", "Check a recipe: every fault at once, each with its line."),
+    Verb("init", "init:init", "Write a commented recipe to start from."),
+    Verb("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
+    Verb("methods", "methods:methods", "List the methods that a recipe may ask for."),
+    Verb("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
+)
+"""Every verb, in the order of `memtrain --help`."""
+
+_ABOUT = "Post-training for scarce GPU memory, from a YAML recipe to a trained model."
+
+
+class _Verbs(TyperGroup):
+    """A command group that knows its verbs from the table, and imports one only to run it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [verb.name for verb in VERBS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = [verb for verb in VERBS if verb.name == cmd_name]
+        return _command(found[0]) if found else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        names = self.list_commands(ctx)
+        if args[0] not in names and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(args[0], names, n=2)
+            raise RecipeError(
+                f"'{args[0]}' is no verb of memtrain",
+                fix=f"did you mean {' or '.join(near)}?" if near else f"the verbs are {', '.join(names)}",
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb.name, verb.says) for verb in VERBS])
+
+
+def _command(verb: Verb) -> Any:
+    module_name, _, attribute = verb.target.partition(":")
+    target = getattr(importlib.import_module(f"memtrain.cli.commands.{module_name}"), attribute)
+    if isinstance(target, typer.Typer):
+        own = target
+    else:
+        own = typer.Typer(add_completion=False, rich_markup_mode=None)
+        own.command(verb.name)(cast(Callable[..., Any], target))
+    command = typer.main.get_command(own)
+    command.name = verb.name
+    return command
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    help=_ABOUT,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+    epilog="`memtrain VERB --help` says more of one. Every key of a recipe: `memtrain schema --reference`.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"memtrain {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+_UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
+"""Typer's own error of a wrong option or argument."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv` when nothing is given); its exit code.
+
+    Raises: MemtrainError for everything that the user can mend, wrong options included.
+    """
+    try:
+        code = app(args=arguments, standalone_mode=False, prog_name="memtrain")
+    except _UsageError as error:
+        raise _usage_fault(error) from None
+    return code if isinstance(code, int) else 0
+
+
+def _usage_fault(error: Any) -> RecipeError:
+    """A wrong option in the form of every other error."""
+    message = str(error.format_message()).rstrip(".")
+    path = error.ctx.command_path if error.ctx is not None else "memtrain"
+    return RecipeError(message[:1].lower() + message[1:], fix=f"{path} --help")

@@ -1,0 +1,29 @@
+"""`memtrain check`: is the recipe right, and what does it say."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.arguments import OverridesArgument, RecipeArgument
+from memtrain.cli.printing import print_table, say
+
+
+def check(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    every: Annotated[bool, typer.Option("--all", help="Show the keys left at their defaults too.")] = False,
+) -> None:
+    """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
+    from memtrain.recipes.load import load_recipe
+    from memtrain.recipes.written import settings
+
+    loaded = load_recipe(recipe, overrides or ())
+    rows = [(key, value, where) for key, value, where in settings(loaded) if every or where != "default"]
+    say(f"{loaded.path} is a valid {loaded.recipe.method} recipe.")
+    say()
+    print_table(("key", "value", "said at"), rows)
+    if not every:
+        say()
+        say("Every other key has its default; --all shows them.")

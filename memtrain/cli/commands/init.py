@@ -1,0 +1,38 @@
+"""`memtrain init`: a commented recipe to start from."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.printing import write_text
+from memtrain.errors import RecipeError
+from memtrain.recipes.registry import METHODS
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Methods that start with what is typed."""
+    return [name for name in METHODS if name.startswith(incomplete)]
+
+
+def init(
+    method: Annotated[
+        str, typer.Argument(metavar="METHOD", help="A method, such as sft.", autocompletion=complete_method)
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; else it is printed.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+) -> None:
+    """Write a commented recipe that runs as it is, on data and a model that are made on the spot."""
+    from memtrain.recipes.starter import starter_recipe
+
+    if method not in METHODS:
+        near = difflib.get_close_matches(method.lower(), METHODS, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"the methods are {', '.join(METHODS)}"
+        raise RecipeError(f"'{method}' is no method", fix=fix)
+    text = starter_recipe(method, "recipe.yaml" if output is None else str(output))
+    write_text(text, output, replace=force)

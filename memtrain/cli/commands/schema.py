@@ -1,0 +1,28 @@
+"""`memtrain schema`: what a recipe may say, for editors and for readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.printing import write_text
+
+
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; else it is printed.")
+    ] = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="The reference page (Markdown) in place of the JSON Schema.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of a recipe; or, with --reference, every key with what it does.
+
+    An editor with a YAML language server completes and checks a recipe whose first line is
+    `# yaml-language-server: $schema=FILE`.
+    """
+    from memtrain.recipes.schema import reference_page, schema_text
+
+    write_text(reference_page() if reference else schema_text(), output)

@@ -1,0 +1,81 @@
+"""Tables and sentences on the screen: 80 columns, plain text where no terminal reads them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from memtrain.errors import RecipeError
+
+PIPE_COLUMNS = 80
+"""Width where no terminal reads. Terminals are taken as they are, up to 120."""
+
+
+def columns() -> int:
+    """Letters that fit on a line."""
+    if not sys.stdout.isatty():
+        return PIPE_COLUMNS
+    return min(shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns, 120)
+
+
+def say(text: str = "") -> None:
+    """Print a paragraph, wrapped at words."""
+    typer.echo("\n".join(textwrap.wrap(text, columns())) if text else "")
+
+
+def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """A table as lines: columns two spaces apart, the last one wrapped at `width`, the head first.
+
+    A column whose cells are all numbers is set flush right.
+    """
+    sizes = [max(len(row[at]) for row in [headers, *rows]) for at in range(len(headers))]
+    flush_right = [bool(rows) and all(_is_number(row[at]) for row in rows) for at in range(len(headers))]
+    before = sum(sizes[:-1]) + 2 * (len(headers) - 1)
+    room = max(width - before, 20)
+    lines: list[str] = []
+    for row in [headers, *rows]:
+        cells = [
+            cell.rjust(size) if right else cell.ljust(size)
+            for cell, size, right in zip(row[:-1], sizes, flush_right, strict=False)
+        ]
+        last = row[-1].rjust(sizes[-1]) if flush_right[-1] else row[-1]
+        wrapped = textwrap.wrap(last, room, drop_whitespace=not flush_right[-1]) or [""]
+        lines.append("  ".join([*cells, wrapped[0]]).rstrip())
+        lines.extend(" " * before + more for more in wrapped[1:])
+    return lines
+
+
+def _is_number(cell: str) -> bool:
+    return cell.replace(",", "").replace(".", "", 1).lstrip("+-").isdecimal()
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; its head is bold on a terminal."""
+    head, *lines = table_lines(headers, rows, columns())
+    typer.secho(head, bold=True)
+    for line in lines:
+        typer.echo(line)
+
+
+def write_text(text: str, output: Path | None, *, replace: bool = True) -> None:
+    """Print a text, or write it to a file and say so.
+
+    Raises: RecipeError when the file cannot be written, or exists and may not be replaced.
+    """
+    if output is None:
+        typer.echo(text, nl=not text.endswith("\n"))
+        return
+    if output.exists() and not replace:
+        raise RecipeError(f"{output} exists already", fix="name another file, or add --force to replace it")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(
+            f"{output} cannot be written: {error.strerror}", fix="name a file in a folder that exists"
+        ) from error
+    typer.echo(f"wrote {output}")

@@ -1,0 +1,64 @@
+"""The commented recipe that `memtrain init` writes; its comments are the sentences under the fields."""
+
+from __future__ import annotations
+
+import textwrap
+
+from memtrain.recipes.fields import field_types, section_of
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
+from memtrain.recipes.schema import SCHEMA_FILE
+from memtrain.recipes.shipped import configs_dir
+
+_COMMON: tuple[tuple[str, str], ...] = (
+    ("model.path", "builtin:tiny"),
+    ("#model.dtype", "auto"),
+    ("#model.adapter", "{r: 16, alpha: 32}"),
+    ("#model.quantize", "none"),
+    ("data.train", "builtin:arithmetic"),
+    ("data.held_out", "0.05"),
+    ("#data.columns", "{prompt: question, completion: answer}"),
+    ("length.max_length", "1024"),
+    ("#length.truncation", "keep_start"),
+    ("#length.packing", "bfd"),
+    ("#memory.budget", "auto"),
+    ("optim.lr", "2e-5"),
+    ("#optim.kind", "adamw"),
+    ("#optim.schedule", "cosine"),
+    ("train.batch_rows", "32"),
+    ("train.epochs", "1"),
+    ("#train.seed", "0"),
+    ("#save.every_steps", "500"),
+    ("#log.trackers", "[tensorboard]"),
+)
+
+_METHOD: dict[str, tuple[tuple[str, str], ...]] = {"sft": (("#sft.loss", "nll"),)}
+
+
+def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
+    """A valid recipe for a method (a key of METHODS): each key with what it does, options commented out."""
+    schema = (configs_dir() / SCHEMA_FILE).as_posix()
+    lines = [
+        f"# yaml-language-server: $schema={schema}",
+        f"# {METHODS[method].says}",
+        "# It runs as it is, on data and a model that are made on the spot; put yours in their place.",
+        "# A line that starts with # is an option. Every other key: memtrain schema --reference",
+        f"# Check it: memtrain check {file_name}",
+        f"# Run it:   memtrain {method} {file_name}",
+        f"method: {method}",
+    ]
+    section = ""
+    for marked, value in (*_COMMON, *_METHOD.get(method, ())):
+        mark, key = ("#", marked[1:]) if marked.startswith("#") else ("", marked)
+        above, name = key.split(".")
+        if above != section:
+            section = above
+            lines += ["", f"{section}:"]
+        lines += textwrap.wrap(_comment(above, name), 96, initial_indent="  # ", subsequent_indent="  # ")
+        lines.append(f"  {mark}{name}: {value}")
+    return "\n".join(lines) + "\n"
+
+
+def _comment(above: str, name: str) -> str:
+    section = section_of(field_types(Recipe)[above])
+    return " ".join(((section.model_fields[name].description if section else None) or "").split())
