@@ -58,7 +58,7 @@ def tiny_model(request: pytest.FixtureRequest, tiny_llama: TinyModel, tiny_qwen3
 
 @pytest.fixture
 def make_settings() -> Callable[..., object]:
-    """Factory of Settings: one CPU process, fp32, padding-free, checkpointed; keywords change what they name."""
+    """Factory of Settings: one CPU process, fp32, padding-free, checkpointed; keywords change them."""
     from memtrain.memory.settings import Settings
 
     plain: dict[str, object] = {
