@@ -20,11 +20,12 @@ class Length(Section):
     """What happens to a longer row: its start is kept, its end is kept, or it is left out."""
 
     packing: Literal["none", "bfd", "bfd_split", "wrapped"] = "none"
-    """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are truncated;
-    `bfd_split`: longer rows are split, nothing is lost; `wrapped`: rows are concatenated and cut."""
+    """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are
+    truncated; `bfd_split`: longer rows are split, nothing is lost; `wrapped`: rows are concatenated and cut."""
 
     documents_see_each_other: bool = False
-    """With `wrapped`: let rows of one sequence attend to each other (pretraining style). Off: they never do."""
+    """With `wrapped`: let rows of one sequence attend to each other (pretraining style). false: they never
+    do."""
 
     padding_free: bool | None = None
     """Lay the rows of a micro-batch end to end instead of padding them. Not given: wherever a back end

@@ -53,7 +53,8 @@ class Model(Section):
     """A Jinja file, or the name of a shipped training template, in place of the tokenizer's own."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights in training. `auto`: bfloat16 where the device computes in it, else float32."""
+    """Precision of the weights in training. `auto`: bfloat16 where the device computes in it, float32
+    elsewhere."""
 
     attention: Literal["auto", "cpu", "cuda", "flash", "flex", "dense", "stock"] = "auto"
     """Attention back end. `auto` takes the fastest that keeps rows apart; `memtrain doctor` lists them."""
@@ -65,7 +66,8 @@ class Model(Section):
     """Train an adapter. Not given: every weight is trained."""
 
     quantize: Literal["none", "4bit", "8bit"] = "none"
-    """Keep the frozen weights in 4-bit NF4 or 8-bit (bitsandbytes; needs an adapter; computes in bfloat16)."""
+    """Keep the frozen weights in 4-bit NF4 or 8-bit (bitsandbytes; needs an adapter; computes in
+    bfloat16)."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:

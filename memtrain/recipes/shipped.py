@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from pathlib import Path
 
 import memtrain
@@ -25,11 +26,15 @@ def configs_dir() -> Path:
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Every shipped recipe, as `memtrain` takes it: the path below configs/ without its ending."""
+    """Every shipped recipe, as `memtrain` takes it: the path below configs/ without `.yaml`; 4b before 14b."""
     folder = configs_dir()
-    return tuple(
-        sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
-    )
+    names = [path.relative_to(folder).as_posix().removesuffix(".yaml") for path in folder.rglob("*.yaml")]
+    return tuple(sorted(names, key=_by_number))
+
+
+def _by_number(name: str) -> list[tuple[float, str]]:
+    words = re.split(r"([0-9]+(?:\.[0-9]+)?)", name)
+    return [(float(word), "") if word[:1].isdigit() else (-1.0, word) for word in words]
 
 
 def header(path: Path) -> list[str]:

@@ -11,7 +11,7 @@ from memtrain.recipes.load import LoadedRecipe
 
 
 def settings(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
-    """Dotted key, value in words, and where it was said ("default" when nobody did), in the recipe's order."""
+    """Dotted key, value in words, and where it was said ("default": nobody did), in the recipe's order."""
     return _settings(loaded, loaded.recipe, "")
 
 
