@@ -1,0 +1,230 @@
+"""Charts as inline SVG, coloured by the page: lines over steps, stacked bars, histograms; no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+
+WIDTH = 720
+SMALL_WIDTH = 420
+LEFT, RIGHT, TOP, BOTTOM = 62, 20, 12, 34
+MOST_POINTS = 800
+"""Points of one line; more would not be seen at this width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a chart."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str
+    """CSS class: c1 to c8, or faint."""
+    has_dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One horizontal bar: its parts lie end to end."""
+
+    label: str
+    parts: Sequence[tuple[str, float, str]]
+    """Name, length and CSS class of each part."""
+    text: str
+    """Written behind the bar."""
+
+
+def line_chart(
+    lines: Sequence[Line], label: str, *, width: int = WIDTH, height: int = 280, from_zero: bool = False
+) -> str:
+    """An SVG of lines over steps with what the pointer needs in `data-lines`; empty when there is no point.
+
+    Values that are no number make a gap.
+    """
+    shown = [Line(one.name, thin(one.points), one.colour, one.has_dots) for one in lines if one.points]
+    values = [y for one in shown for _, y in one.points if math.isfinite(y)]
+    if not values:
+        return ""
+    xs = [x for one in shown for x, _ in one.points]
+    low_x, high_x = min(xs), max(max(xs), min(xs) + 1)
+    ticks = nice_ticks(min(0.0, *values) if from_zero else min(values), max(values))
+    low, high = ticks[0], ticks[-1]
+    right, bottom = width - RIGHT, height - BOTTOM
+
+    def place(point: Point) -> str:
+        x = LEFT + (point[0] - low_x) / (high_x - low_x) * (right - LEFT)
+        y = bottom - (point[1] - low) / (high - low) * (bottom - TOP)
+        return f"{x:.1f},{y:.1f}"
+
+    drawn = [_grid_line(place((low_x, tick)), right, short(tick)) for tick in ticks]
+    drawn.append(f'<text x="{LEFT - 8}" y="{bottom + 18}" text-anchor="end">step</text>')
+    for tick in nice_ticks(low_x, high_x):
+        if low_x <= tick <= high_x and tick == int(tick):
+            x = place((tick, low)).split(",")[0]
+            drawn.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{short(tick)}</text>')
+    for one in shown:
+        drawn += [
+            f'<polyline class="line {one.colour}" points="{" ".join(map(place, run))}"/>'
+            for run in unbroken(one.points)
+        ]
+        if one.has_dots:
+            drawn += [_dot(place(point), one.colour) for point in one.points if math.isfinite(point[1])]
+    told = {
+        "x": [low_x, high_x],
+        "px": [LEFT, right],
+        "lines": [
+            {"name": one.name, "points": [[x, y if math.isfinite(y) else None] for x, y in one.points]}
+            for one in shown
+        ],
+    }
+    drawn.append(f'<line class="cursor" y1="{TOP}" y2="{bottom}" x1="-9" x2="-9"/>')
+    data = escape(json.dumps(told), quote=True)
+    return _svg(drawn, label, (width, height), f' data-lines="{data}"')
+
+
+def bar_chart(bars: Sequence[Bar], label: str, *, limit: tuple[str, float] | None = None) -> str:
+    """An SVG of stacked horizontal bars on one scale, and a line at `limit` (name, value) when it is near."""
+    longest = max((sum(length for _, length, _ in bar.parts) for bar in bars), default=0.0)
+    if longest <= 0:
+        return ""
+    left, right, row = 190, WIDTH - 150, 26
+    is_near = limit is not None and limit[1] <= 2 * longest
+    scale = (right - left) / max(longest, limit[1] if is_near and limit else 0.0)
+    height = row * len(bars) + (TOP + 14 if is_near else TOP)
+    drawn: list[str] = []
+    for index, bar in enumerate(bars):
+        x, y = float(left), TOP + index * row
+        drawn.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(bar.label)}</text>')
+        for name, length, colour in bar.parts:
+            title = f"<title>{escape(name)}</title>"
+            drawn.append(
+                f'<rect class="fill {colour}" x="{x:.1f}" y="{y}" width="{length * scale:.1f}" height="18">'
+                f"{title}</rect>"
+            )
+            x += length * scale
+        drawn.append(f'<text class="value" x="{x + 6:.1f}" y="{y + 13}">{escape(bar.text)}</text>')
+    if is_near and limit is not None:
+        x, bottom = left + limit[1] * scale, TOP + row * len(bars)
+        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
+        drawn.append(f'<text x="{x:.1f}" y="{bottom + 11}" text-anchor="middle">{escape(limit[0])}</text>')
+    return _svg(drawn, label, (WIDTH, height))
+
+
+def histogram(
+    bins: Sequence[tuple[int, int]], label: str, *, limit: tuple[str, int] | None = None, height: int = 200
+) -> str:
+    """An SVG of counts by upper bound, with a line at `limit` between the bins; empty without counts."""
+    most = max((count for _, count in bins), default=0)
+    if not most:
+        return ""
+    ticks = nice_ticks(0, most)
+    right, bottom = WIDTH - RIGHT, height - BOTTOM
+    step = (right - LEFT) / len(bins)
+    drawn = [
+        _grid_line(f"{LEFT},{bottom - tick / ticks[-1] * (bottom - TOP):.1f}", right, short(tick))
+        for tick in ticks
+    ]
+    every = -(-len(bins) // 10)
+    for index, (bound, count) in enumerate(bins):
+        x, tall = LEFT + index * step, count / ticks[-1] * (bottom - TOP)
+        lowest = bins[index - 1][0] + 1 if index else 0
+        shape = f'x="{x + 0.5:.1f}" y="{bottom - tall:.1f}" width="{max(step - 1.5, 0.5):.1f}"'
+        title = f"<title>{lowest:,} to {bound:,} tokens: {count:,} rows</title>"
+        drawn.append(f'<rect class="fill c1" {shape} height="{tall:.1f}">{title}</rect>')
+        if index % every == every - 1 or len(bins) <= 10:
+            middle = f'x="{x + step / 2:.1f}" y="{bottom + 18}" text-anchor="middle"'
+            drawn.append(f"<text {middle}>{short(bound)}</text>")
+    if limit is not None and any(bound > limit[1] for bound, _ in bins):
+        x = LEFT + step * sum(bound <= limit[1] for bound, _ in bins)
+        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
+        drawn.append(f'<text x="{x + 5:.1f}" y="{TOP + 4}">{escape(limit[0])}</text>')
+    return _svg(drawn, label, (WIDTH, height))
+
+
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Four to seven round values whose first is not above `low` and whose last is not below `high`."""
+    span = max(high - low, 1e-9 * max(abs(low), abs(high)))
+    span = span if span > 1e-100 else 1.0
+    magnitude = 10.0 ** math.floor(math.log10(span / 5))
+    step = next(one * magnitude for one in (1, 2, 5, 10) if span / (one * magnitude) <= 5)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    digits = 1 - math.floor(math.log10(step))
+    return [round(index * step, digits) for index in range(first, max(last, first + 1) + 1)]
+
+
+def short(value: float) -> str:
+    """A number as a tick says it: `0.5`, `1,200`, `35k`, `2M`, `1e-05`."""
+    if value and not 1e-3 <= abs(value) < 1e15:
+        return f"{value:.3g}"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            scale = 1e3 if unit == "k" else size
+            return f"{value / scale:,.6g}{unit}"
+    return f"{value:,.4g}" if abs(value) < 1e3 else f"{value:,.0f}"
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """An exponential mean over about a fiftieth of the points, without a bias at the start; gaps are skipped.
+
+    Source: Kingma & Ba 2015, arXiv:1412.6980, section 3 (bias correction).
+    """
+    keep = 1 - 1 / max(len(points) / 50, 1.0)
+    mean = weight = 0.0
+    found: list[Point] = []
+    for x, y in points:
+        if math.isfinite(y):
+            mean = keep * mean + (1 - keep) * y
+            weight = keep * weight + (1 - keep)
+            found.append((x, mean / weight))
+    return found
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """The points, or the lowest and highest of each of `MOST_POINTS / 2` stretches: no spike is lost."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    size = len(points) / (MOST_POINTS // 2)
+    found: list[Point] = []
+    for index in range(MOST_POINTS // 2):
+        stretch = points[int(index * size) : int((index + 1) * size)]
+        broken = [point for point in stretch if not math.isfinite(point[1])]
+        by_height = sorted(stretch, key=lambda point: point[1])
+        ends = {broken[0]} if broken else {by_height[0], by_height[-1]}
+        found += sorted(ends)
+    return found
+
+
+def unbroken(points: Sequence[Point]) -> list[list[Point]]:
+    """The points in runs of finite values; a run of one is drawn as a short dash."""
+    runs: list[list[Point]] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run if len(run) > 1 else run * 2 for run in runs if run]
+
+
+def _grid_line(place: str, right: float, text: str) -> str:
+    x, y = place.split(",")
+    return (
+        f'<line class="grid" x1="{x}" x2="{right}" y1="{y}" y2="{y}"/>'
+        f'<text x="{float(x) - 8:.1f}" y="{float(y) + 4:.1f}" text-anchor="end">{text}</text>'
+    )
+
+
+def _dot(place: str, colour: str) -> str:
+    x, y = place.split(",")
+    return f'<circle class="fill {colour}" cx="{x}" cy="{y}" r="3"/>'
+
+
+def _svg(drawn: Sequence[str], label: str, size: tuple[int, int], more: str = "") -> str:
+    return (
+        f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(label, quote=True)}"{more}>'
+        f"{''.join(drawn)}</svg>"
+    )

@@ -1,0 +1,260 @@
+"""The report of a run: what its folder says, and the same at the end in the terminal; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memtrain.memory.plan import PhasePeak, Plan, read_plan
+from memtrain.memory.units import gib
+from memtrain.trainers.run.events import DataEvent, EvalEvent, FinalEvent, MemoryEvent, NoteEvent, StepEvent
+from memtrain.trainers.run.folder import RunFolder, RunState, Status
+from memtrain.trainers.run.metrics import read_metrics
+from memtrain.trainers.run.progress import duration
+
+MOST_AVERAGED_STEPS = 10
+"""First and last loss are means over a tenth of the steps, at most of this many: steps are noisy; taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run folder says, by kind. Any of it may be missing: a run can be looked at while it goes on."""
+
+    name: str
+    """Name of the run folder."""
+    plan: Plan | None
+    recipe_text: str
+    status: Status | None
+    steps: tuple[StepEvent, ...]
+    evals: tuple[EvalEvent, ...]
+    data: tuple[DataEvent, ...]
+    """The last of each split."""
+    memory: tuple[MemoryEvent, ...]
+    """The highest of each phase, in the order they were met."""
+    notes: tuple[NoteEvent, ...]
+    final: FinalEvent | None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """Predicted and measured peak of one phase; one of them may be missing."""
+
+    phase: str
+    predicted: PhasePeak | None
+    measured: MemoryEvent | None
+
+    @property
+    def difference(self) -> float | None:
+        """Measured minus predicted, as a fraction of the predicted; above zero: more was needed."""
+        if self.predicted is None or self.measured is None or not self.predicted.num_bytes:
+            return None
+        return self.measured.allocated / self.predicted.num_bytes - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The run in a few numbers; None where it has none."""
+
+    averaged_steps: int
+    """Steps that the first and the last loss are means of."""
+    first_loss: float | None
+    last_loss: float | None
+    first_eval: float | None
+    last_eval: float | None
+    best_eval: EvalEvent | None
+    tokens: int
+    learnt: int
+    seconds: float
+    tokens_per_s: float | None
+    """Without the first step, which also warms up."""
+    measured_bytes: int | None
+    predicted_bytes: int | None
+    plain_bytes: int | None
+    """Predicted peak of the same run without any memory strategy."""
+
+
+def load_report(folder: RunFolder) -> Report:
+    """What the folder says so far.
+
+    Raises: DataError for a damaged metrics file; LaunchError for a plan of another version.
+    """
+    events = read_metrics(folder.metrics)
+    peaks: dict[str, MemoryEvent] = {}
+    for event in events:
+        if isinstance(event, MemoryEvent):
+            known = peaks.get(event.phase)
+            peaks[event.phase] = event if known is None or event.allocated > known.allocated else known
+    finals = [event for event in events if isinstance(event, FinalEvent)]
+    return Report(
+        name=folder.path.resolve().name,
+        plan=read_plan(folder.plan) if folder.plan.exists() else None,
+        recipe_text=_text(folder.recipe),
+        status=folder.read_status(),
+        steps=tuple(event for event in events if isinstance(event, StepEvent)),
+        evals=tuple(event for event in events if isinstance(event, EvalEvent)),
+        data=tuple({event.split: event for event in events if isinstance(event, DataEvent)}.values()),
+        memory=tuple(peaks.values()),
+        notes=tuple(event for event in events if isinstance(event, NoteEvent)),
+        final=finals[-1] if finals else None,
+    )
+
+
+def figures_of(report: Report) -> Figures:
+    """The run in a few numbers."""
+    steps = report.steps
+    averaged = max(1, min(MOST_AVERAGED_STEPS, len(steps) // 10))
+    timed = steps[1:] or steps
+    timed_s = sum(step.seconds for step in timed)
+    peaks = [event.allocated for event in report.memory] + [step.peak_bytes or 0 for step in steps]
+    plan = report.plan
+    return Figures(
+        averaged_steps=averaged,
+        first_loss=_mean([step.loss for step in steps[:averaged]]),
+        last_loss=_mean([step.loss for step in steps[-averaged:]]),
+        first_eval=report.evals[0].loss if report.evals else None,
+        last_eval=report.evals[-1].loss if report.evals else None,
+        best_eval=min(report.evals, key=lambda event: event.loss) if report.evals else None,
+        tokens=sum(step.tokens for step in steps),
+        learnt=sum(step.learnt for step in steps),
+        seconds=report.final.seconds if report.final else sum(step.seconds for step in steps),
+        tokens_per_s=sum(step.tokens for step in timed) / timed_s if timed_s else None,
+        measured_bytes=max(peaks, default=0) or None,
+        predicted_bytes=plan.prediction.peak.num_bytes if plan else None,
+        plain_bytes=plan.plain.peak.num_bytes if plan else None,
+    )
+
+
+def phases_of(report: Report) -> list[PhaseMemory]:
+    """Every phase that was predicted or measured: the plan's in its order, then the others."""
+    predicted = {peak.phase: peak for peak in report.plan.prediction.phases} if report.plan else {}
+    measured = {event.phase: event for event in report.memory}
+    return [
+        PhaseMemory(phase, predicted.get(phase), measured.get(phase)) for phase in {**predicted, **measured}
+    ]
+
+
+def state_of(report: Report) -> str:
+    """How the run stands, in words."""
+    if report.status is None:
+        return "not started"
+    if report.status.message:
+        return f"{report.status.state.value}: {report.status.message}"
+    return report.status.state.value
+
+
+def summary(folder: RunFolder) -> RenderableType:
+    """What the terminal shows at the end of a run: the figures, memory by phase, rows and what they lost.
+
+    Raises: as `load_report`.
+    """
+    report = load_report(folder)
+    parts: list[RenderableType] = [_figures_table(report, folder)]
+    if report.memory:
+        parts += ["", _memory_table(report)]
+    if report.data:
+        parts += ["", _data_table(report.data)]
+        parts += [Text(f"lost of {data.split}: {lost_words(data)}") for data in report.data]
+    parts += [Text(f"note: step {note.step}: {note.text}") for note in report.notes]
+    return Group(*parts)
+
+
+def loss_words(figures: Figures) -> str:
+    """First and last training loss: `3.2101 -> 1.0542 (means of 10 steps)`."""
+    if figures.first_loss is None or figures.last_loss is None:
+        return "no step yet"
+    means = f" (means of {figures.averaged_steps} steps)" if figures.averaged_steps > 1 else ""
+    return f"{figures.first_loss:.4f} -> {figures.last_loss:.4f}{means}"
+
+
+def eval_words(figures: Figures) -> str:
+    """First and last held-out loss, and the best where it is another one; empty without any."""
+    if figures.first_eval is None or figures.last_eval is None or figures.best_eval is None:
+        return ""
+    words = f"{figures.first_eval:.4f} -> {figures.last_eval:.4f}"
+    best = figures.best_eval
+    return words if best.loss == figures.last_eval else f"{words} (best {best.loss:.4f} at step {best.step})"
+
+
+def lost_words(data: DataEvent) -> str:
+    """What truncation and packing took, in one sentence."""
+    lost = []
+    if data.rows_skipped:
+        lost.append(f"{data.rows_skipped:,} bad rows left out")
+    if data.rows_cut:
+        cut = f"{data.tokens_cut:,} tokens, {data.learnt_cut:,} of them learnt"
+        lost.append(f"{data.rows_cut:,} rows cut ({cut})")
+    if data.rows_dropped:
+        dropped = f"{data.tokens_dropped:,} tokens, {data.learnt_dropped:,} of them learnt"
+        lost.append(f"{data.rows_dropped:,} rows dropped ({dropped})")
+    if data.fragments:
+        lost.append(f"long rows split into {data.fragments:,} pieces")
+    return "; ".join(lost) or "nothing"
+
+
+def _figures_table(report: Report, folder: RunFolder) -> Table:
+    figures = figures_of(report)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("run", f"{state_of(report)}, {len(report.steps):,} steps in {duration(figures.seconds)}")
+    table.add_row("loss", loss_words(figures))
+    if words := eval_words(figures):
+        table.add_row("held-out loss", words)
+    if figures.tokens_per_s is not None:
+        counted = f"{figures.tokens:,} tokens, {figures.learnt:,} of them learnt"
+        table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
+    if figures.measured_bytes is not None:
+        table.add_row("peak memory", _peak_words(figures))
+    is_done = report.status is not None and report.status.state is RunState.DONE
+    if is_done and folder.final.is_dir():
+        table.add_row("model", str(folder.final))
+    if folder.report.exists():
+        table.add_row("report", str(folder.report))
+    return table
+
+
+def _peak_words(figures: Figures) -> str:
+    words = f"{gib(figures.measured_bytes or 0)} measured"
+    if figures.predicted_bytes is not None:
+        words += f", {gib(figures.predicted_bytes)} predicted"
+    if figures.plain_bytes is not None:
+        words += f", {gib(figures.plain_bytes)} predicted without the plan"
+    return words
+
+
+def _memory_table(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    table.add_column("memory of")
+    for name in ("predicted", "measured", "difference"):
+        table.add_column(name, justify="right")
+    for one in phases_of(report):
+        table.add_row(
+            one.phase,
+            gib(one.predicted.num_bytes) if one.predicted else "-",
+            gib(one.measured.allocated) if one.measured else "-",
+            f"{one.difference:+.1%}" if one.difference is not None else "",
+        )
+    return table
+
+
+def _data_table(data: Sequence[DataEvent]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    table.add_column("rows of")
+    for name in ("rows", "tokens", "learnt", "sequences", "fill"):
+        table.add_column(name, justify="right")
+    for one in data:
+        fill = f"{one.fill:.2%}" if one.fill is not None else "-"
+        counts = (f"{count:,}" for count in (one.rows, one.tokens, one.learnt, one.sequences))
+        table.add_row(one.split, *counts, fill)
+    return table
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

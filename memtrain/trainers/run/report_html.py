@@ -1,0 +1,196 @@
+"""`report.html`: one page that needs nothing beside itself; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from memtrain.memory.units import GIB, gib
+from memtrain.trainers.run.charts import (
+    SMALL_WIDTH,
+    Bar,
+    Line,
+    Point,
+    bar_chart,
+    histogram,
+    line_chart,
+    smoothed,
+)
+from memtrain.trainers.run.disk import disk_fault, write_whole
+from memtrain.trainers.run.events import DataEvent, StepEvent
+from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.progress import duration
+from memtrain.trainers.run.report import (
+    Figures,
+    Report,
+    eval_words,
+    figures_of,
+    load_report,
+    loss_words,
+    lost_words,
+    phases_of,
+    state_of,
+)
+
+TEMPLATES = Path(__file__).parent / "templates"
+OWNER_COLOURS = 8
+"""Colours that the page has for owners; more owners share the last one."""
+FEW_STEPS = 50
+"""A shorter curve is shown as it is, without a smoothed one; taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A chart with its heading."""
+
+    title: str
+    svg: str
+    legend: tuple[tuple[str, str], ...] = ()
+    """Name and CSS class of each line or part."""
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Write `report.html` from what the folder says so far, and return its path.
+
+    Raises: as `load_report`; LaunchError when the disk refuses.
+    """
+    page = render_report(load_report(folder))
+    try:
+        write_whole(folder.report, page)
+    except OSError as error:
+        raise disk_fault(error, "the report cannot be written", folder.report) from None
+    return folder.report
+
+
+def render_report(report: Report) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["gib"] = gib
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        state=state_of(report),
+        tiles=_tiles(report, figures_of(report)),
+        curves=[figure for figure in _curves(report) if figure.svg],
+        memory=_memory(report),
+        phases=phases_of(report),
+        splits=[(data, _lengths(report, data), lost_words(data)) for data in report.data],
+        environment=_environment(report),
+        svg=Markup,
+    )
+
+
+def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
+    """Name, value and remark of the numbers at the top."""
+    total = f" of {report.plan.settings.max_steps:,}" if report.plan else ""
+    tiles = [
+        ("steps", f"{report.steps[-1].step if report.steps else 0:,}{total}", duration(figures.seconds)),
+        ("loss", *_value_and_remark(loss_words(figures))),
+    ]
+    if words := eval_words(figures):
+        tiles.append(("held-out loss", *_value_and_remark(words)))
+    if figures.tokens_per_s is not None:
+        counted = f"{figures.tokens:,} tokens, {figures.learnt:,} learnt"
+        tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
+    predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
+    measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"
+    return [*tiles, ("peak memory", measured, predicted)]
+
+
+def _value_and_remark(words: str) -> tuple[str, str]:
+    value, _, remark = words.replace("->", "→").partition(" (")
+    return value, remark.rstrip(")")
+
+
+def _curves(report: Report) -> list[Figure]:
+    def line(pick: Callable[[StepEvent], float | None]) -> list[Point]:
+        picked = ((step.step, pick(step)) for step in report.steps)
+        return [(float(number), value) for number, value in picked if value is not None]
+
+    losses = line(lambda step: step.loss)
+    is_long = len(losses) > FEW_STEPS
+    train = [Line("train", losses, "faint" if is_long else "c1")]
+    if is_long:
+        train.append(Line("train, smoothed", smoothed(losses), "c1"))
+    held_out = [(float(event.step), event.loss) for event in report.evals]
+    loss_lines = [*train, Line("held out", held_out, "c2", has_dots=True)]
+    legend = tuple((one.name, one.colour) for one in loss_lines if one.points)
+    speed = line(lambda step: step.tokens / step.seconds if step.seconds else None)
+    peaks = line(lambda step: step.peak_bytes / GIB if step.peak_bytes else None)
+
+    def single(title: str, points: list[Point], from_zero: bool) -> Figure:
+        drawn = [Line(title, points, "c1")]
+        return Figure(title, line_chart(drawn, title, width=SMALL_WIDTH, height=170, from_zero=from_zero))
+
+    extras = sorted({name for step in report.steps for name in step.extra})
+    return [
+        Figure("Loss", line_chart(loss_lines, "Loss over steps"), legend),
+        single("Learning rate", line(lambda step: step.lr), True),
+        single("Gradient norm, before clipping", line(lambda step: step.grad_norm), True),
+        single("Tokens per second", speed, True),
+        single("Peak memory, GiB", peaks, True),
+        *(single(name, line(lambda step, name=name: step.extra.get(name)), False) for name in extras),
+    ]
+
+
+def _memory(report: Report) -> Figure:
+    phases = phases_of(report)
+    peaks = [one.predicted for one in phases if one.predicted]
+    plain = report.plan.plain.peak if report.plan else None
+    # The plan's highest peak has most owners, in the order that the others keep.
+    peaks.sort(key=lambda peak: -peak.num_bytes)
+    owners = [owned.owner for peak in (*peaks, *([plain] if plain else [])) for owned in peak.owners]
+    owners += [owner for one in phases if one.measured for owner in one.measured.owners]
+    colours = {
+        owner: f"c{min(index, OWNER_COLOURS)}" for index, owner in enumerate(dict.fromkeys(owners), start=1)
+    }
+
+    def parts(named: Sequence[tuple[str, int]]) -> list[tuple[str, float, str]]:
+        return [(f"{owner}: {gib(size)}", size, colours[owner]) for owner, size in named if size]
+
+    bars: list[Bar] = []
+    for one in phases:
+        if one.predicted:
+            named = [(owned.owner, owned.num_bytes) for owned in one.predicted.owners]
+            bars.append(Bar(f"{one.phase}, predicted", parts(named), gib(one.predicted.num_bytes)))
+        if one.measured:
+            size = one.measured.allocated
+            owned = parts(list(one.measured.owners.items())) or [(f"measured: {gib(size)}", size, "measured")]
+            off = f" ({one.difference:+.1%})" if one.difference is not None else ""
+            bars.append(Bar(f"{one.phase}, measured", owned, gib(size) + off))
+    if plain:
+        named = [(owned.owner, owned.num_bytes) for owned in plain.owners]
+        bars.append(Bar("without any strategy", parts(named), f"{gib(plain.num_bytes)} predicted"))
+    budget = report.plan.prediction.budget_bytes if report.plan else None
+    limit = (f"budget {gib(budget)}", float(budget)) if budget else None
+    legend = tuple(colours.items()) + ((("measured", "measured"),) if report.memory else ())
+    return Figure("Memory by phase and owner", bar_chart(bars, "Memory by phase", limit=limit), legend)
+
+
+def _lengths(report: Report, data: DataEvent) -> str:
+    longest = report.plan.settings.max_length if report.plan else None
+    limit = (f"max_length {longest:,}", longest) if longest else None
+    return histogram(data.lengths, f"Row lengths of {data.split}", limit=limit)
+
+
+def _environment(report: Report) -> list[tuple[str, str]]:
+    if report.plan is None:
+        return []
+    settings = report.plan.settings
+    return [
+        *report.plan.versions.items(),
+        (
+            "device",
+            f"{settings.device}, {settings.num_processes} process(es), {settings.threads} thread(s) each",
+        ),
+        ("prediction", f"made by {report.plan.prediction.method}"),
+    ]

@@ -1,0 +1,273 @@
+"""The report says what the run folder says, whole, partial or empty, in one page that needs nothing else."""
+
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from memtrain.memory.plan import Plan
+from memtrain.trainers.run.charts import (
+    MOST_POINTS,
+    Bar,
+    Line,
+    bar_chart,
+    histogram,
+    line_chart,
+    nice_ticks,
+    short,
+    smoothed,
+    thin,
+    unbroken,
+)
+from memtrain.trainers.run.events import (
+    DataEvent,
+    EvalEvent,
+    Event,
+    FinalEvent,
+    MemoryEvent,
+    NoteEvent,
+    StepEvent,
+)
+from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.run.metrics import MetricsWriter
+from memtrain.trainers.run.report import figures_of, load_report, phases_of, summary
+from memtrain.trainers.run.report_html import write_report
+
+MakePlan = Callable[..., Plan]
+GIB = 2**30
+
+
+def step(number: int, loss: float, **more: object) -> StepEvent:
+    given: dict = {"lr": 1e-4, "grad_norm": 1.0, "tokens": 100, "learnt": 40, "seconds": 0.5, **more}
+    return StepEvent(step=number, loss=loss, **given)
+
+
+EVENTS: list[Event] = [
+    DataEvent(rows=5, tokens=50, learnt=20, sequences=2),
+    DataEvent(
+        rows=1000,
+        tokens=90_000,
+        learnt=40_000,
+        sequences=90,
+        fill=0.9876,
+        rows_cut=31,
+        tokens_cut=1912,
+        learnt_cut=1810,
+        fragments=4,
+        lengths=((512, 900), (1024, 69), (1536, 31)),
+    ),
+    MemoryEvent(step=0, phase="load", allocated=2 * GIB),
+    MemoryEvent(step=1, phase="steady step", allocated=9 * GIB),
+    MemoryEvent(step=2, phase="steady step", allocated=10 * GIB),
+    MemoryEvent(step=2, phase="merging", allocated=1 * GIB, owners={"weights": GIB}),
+    step(1, 4.0, seconds=10.0),
+    step(2, 3.0, extra={"accuracy": 0.5}),
+    EvalEvent(step=2, loss=2.5, tokens=10),
+    step(3, math.nan, grad_norm=None),
+    step(4, 2.0),
+    EvalEvent(step=4, loss=2.75, tokens=10),
+    NoteEvent(step=2, text="step-000002 was passed over: <b>note.txt</b> is missing"),
+    FinalEvent(step=4, state="done", seconds=75.0, sample="3 + 4 = <7>"),
+]
+
+
+def run_folder(path: Path, plan: Plan | None, events: list[Event]) -> RunFolder:
+    folder = RunFolder(path / "my-run")
+    folder.path.mkdir()
+    if plan is not None:
+        plan.write(folder.path)
+        folder.recipe.write_text("method: sft  # <mine>\n")
+        folder.write_status(RunState.DONE, 4)
+    if events:
+        with MetricsWriter(folder.metrics) as writer:
+            for event in events:
+                writer.write(event)
+    return folder
+
+
+def text_of(folder: RunFolder, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(summary(folder))
+    return console.export_text()
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed, and collects what a browser would fetch."""
+
+    VOID = ("meta", "link", "br", "img", "input", "hr")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_figures_are_those_of_the_metrics(tmp_path: Path, make_plan: MakePlan):
+    """Without the first step: 300 tokens in 1.5 s. Peaks: predicted 9.5 GiB, plain 2 + 2 + 4 + 12."""
+    report = load_report(run_folder(tmp_path, make_plan(), EVENTS))
+    figures = figures_of(report)
+    assert (figures.first_loss, figures.last_loss) == (4.0, 2.0)
+    assert (figures.first_eval, figures.last_eval) == (2.5, 2.75)
+    assert figures.best_eval is not None
+    assert figures.best_eval.step == 2
+    assert (figures.tokens, figures.learnt, figures.tokens_per_s) == (400, 160, 200.0)
+    assert figures.measured_bytes == 10 * GIB
+    assert figures.predicted_bytes == 9.5 * GIB
+    assert figures.plain_bytes == 20 * GIB
+    assert [data.rows for data in report.data] == [1000]
+
+
+def test_long_runs_show_means_of_the_first_and_last_steps(tmp_path: Path):
+    events: list[Event] = [step(number, float(number)) for number in range(1, 41)]
+    figures = figures_of(load_report(run_folder(tmp_path, None, events)))
+    assert figures.averaged_steps == 4
+    assert (figures.first_loss, figures.last_loss) == (2.5, 38.5)
+
+
+def test_phases_stand_side_by_side(tmp_path: Path, make_plan: MakePlan):
+    phases = phases_of(load_report(run_folder(tmp_path, make_plan(), EVENTS)))
+    assert [one.phase for one in phases] == ["load", "first step", "steady step", "evaluation", "merging"]
+    assert phases[2].difference == pytest.approx(10 / 9.5 - 1)
+    assert [one.difference is None for one in phases] == [False, True, False, True, True]
+
+
+def test_the_page_needs_nothing_beside_itself(tmp_path: Path, make_plan: MakePlan):
+    page = write_report(run_folder(tmp_path, make_plan(), EVENTS)).read_text()
+    assert Page(page).fetched == []
+    assert "url(" not in page
+    assert "@import" not in page
+    assert not re.search(r"https?://", page)
+    for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+def test_the_page_says_what_the_run_left(tmp_path: Path, make_plan: MakePlan):
+    page = write_report(run_folder(tmp_path, make_plan(), EVENTS)).read_text()
+    for said in (
+        "my-run",
+        "9.50 GiB predicted",
+        "10.00 GiB (+5.3%)",
+        "31 rows cut (1,912 tokens, 1,810 of them learnt)",
+        "98.76 % filled",
+        "best 2.5000 at step 2",
+        "the only one that keeps packed rows apart on a CPU",
+        "5.23.0",
+        "method: sft  # &lt;mine&gt;",
+        "3 + 4 = &lt;7&gt;",
+        "&lt;b&gt;note.txt",
+        "accuracy",
+        "max_length 1,024",
+        "budget 16.00 GiB",
+    ):
+        assert said in page, said
+    assert "<b>note.txt" not in page
+
+
+@pytest.mark.parametrize("count", [0, *range(1, len(EVENTS))])
+def test_a_run_that_has_only_begun_can_be_looked_at(tmp_path: Path, make_plan: MakePlan, count: int):
+    folder = run_folder(tmp_path, make_plan() if count else None, EVENTS[:count])
+    Page(write_report(folder).read_text())
+    assert text_of(folder)
+
+
+def test_a_page_without_steps_says_so(tmp_path: Path):
+    assert "No step has been made yet." in write_report(run_folder(tmp_path, None, [])).read_text()
+
+
+def test_the_terminal_says_the_same(tmp_path: Path, make_plan: MakePlan):
+    folder = run_folder(tmp_path, make_plan(), EVENTS)
+    folder.final.mkdir()
+    shown = re.sub(r" +", " ", text_of(folder))
+    for said in (
+        "run done, 4 steps in 1 min 15 s",
+        "loss 4.0000 -> 2.0000",
+        "held-out loss 2.5000 -> 2.7500 (best 2.5000 at step 2)",
+        "200 tokens/s (400 tokens, 160 of them learnt)",
+        "10.00 GiB measured, 9.50 GiB predicted, 20.00 GiB predicted without the plan",
+        "steady step 9.50 GiB 10.00 GiB +5.3%",
+        "merging - 1.00 GiB",
+        "train 1,000 90,000 40,000 90 98.76%",
+        "lost of train: 31 rows cut",
+        "note: step 2",
+        "model ",
+    ):
+        assert said in shown, said
+
+
+@settings(max_examples=50, deadline=None)
+@given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
+def test_ticks_hold_the_values_and_are_few(low: float, span: float):
+    ticks = nice_ticks(low, low + span)
+    assert 2 <= len(ticks) <= 8
+    slack = 1e-6 * max(abs(low), span) + 1e-99
+    assert ticks[0] <= low + slack
+    assert ticks[-1] >= low + span - slack
+    assert ticks == sorted(set(ticks))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0, "0"), (0.5, "0.5"), (1200, "1,200"), (35_000, "35k"), (2e6, "2M"), (2.5e-5, "2.5e-05"), (-3, "-3")],
+)
+def test_ticks_are_short(value: float, said: str):
+    assert short(value) == said
+
+
+def test_thinning_keeps_every_spike_and_gap():
+    points = [(float(x), 1.0) for x in range(10_000)]
+    points[5_001] = (5_001.0, 99.0)
+    points[7_003] = (7_003.0, math.nan)
+    kept = thin(points)
+    assert len(kept) <= MOST_POINTS
+    assert (5_001.0, 99.0) in kept
+    assert any(math.isnan(y) for _, y in kept)
+    assert kept == sorted(kept)
+
+
+def test_a_gap_breaks_a_line_and_a_single_point_is_still_drawn():
+    points = [(1.0, 1.0), (2.0, math.nan), (3.0, 3.0), (4.0, 4.0)]
+    assert unbroken(points) == [[(1.0, 1.0)] * 2, [(3.0, 3.0), (4.0, 4.0)]]
+
+
+def test_smoothing_starts_at_the_first_value_and_keeps_a_constant():
+    assert smoothed([(0.0, 5.0)]) == [(0.0, 5.0)]
+    assert [y for _, y in smoothed([(float(x), 3.0) for x in range(500)])] == pytest.approx([3.0] * 500)
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        line_chart([], "none"),
+        line_chart([Line("a", [(1.0, math.nan)], "c1")], "no number"),
+        bar_chart([], "none"),
+        bar_chart([Bar("a", [], "0")], "nothing long"),
+        histogram([], "none"),
+        histogram([(8, 0)], "no row"),
+    ],
+)
+def test_a_chart_of_nothing_is_left_out(drawn: str):
+    assert drawn == ""
+
+
+def test_a_chart_of_one_step_is_drawn():
+    assert "polyline" in line_chart([Line("a", [(1.0, 2.0)], "c1")], "one")
