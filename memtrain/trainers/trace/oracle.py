@@ -1,0 +1,86 @@
+"""Answers for operators that need numbers where tensors have none, and what else a fake run must be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+aten = torch.ops.aten
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Yes for a question, one for a number: a loss that is finite, a mask that allows."""
+    try:
+        return func(*args, **kwargs)
+    except _UNKNOWN:
+        tensor: Tensor = args[0]
+        return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        return func(*args, **kwargs)
+    except _UNKNOWN:
+        return True
+
+
+def _nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Everything is kept: the most memory that can be asked for."""
+    tensor: Tensor = args[0]
+    return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.long, device=_device(tensor))
+
+
+def _masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor: Tensor = args[0]
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=_device(tensor))
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return getattr(tensor, "fake_device", tensor.device)
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.equal.default: _equal,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+}
+"""What a Recorder does in place of these operators."""
+
+
+@contextmanager
+def pretending(device_kind: str) -> Iterator[None]:
+    """Code takes the branches it takes in a real run on `device_kind` (`cpu` or `cuda`).
+
+    transformers sees no tracing in fake tensors (it would build masks that a run never builds), and the head's
+    products go by the kernel that CUDA has: it widens nothing and allocates nothing.
+    """
+    from transformers import masking_utils
+
+    from memtrain.trainers.losses import products, tiles
+
+    undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
+    if device_kind == "cuda":
+        undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))
+        undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
+    try:
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _kernel_without_temporaries(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
+    out.add_(1.0)
+
+
+def _replaced(module: Any, name: str, value: Any) -> Callable[[], None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return lambda: setattr(module, name, before)
