@@ -111,3 +111,10 @@ def test_status_is_replaced_whole(tmp_path: Path):
     assert (status.state, status.step) == (RunState.OUT_OF_MEMORY, 4)
     assert json.loads(folder.status.read_text())["state"] == "out of memory"
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_what_the_command_line_shows_loads_no_torch():
+    modules = "disk events folder metrics progress report report_html card charts signals".split()
+    code = f"import sys; {'; '.join(f'import memtrain.trainers.run.{name}' for name in modules)}; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

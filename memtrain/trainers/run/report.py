@@ -184,13 +184,13 @@ def lost_words(data: DataEvent) -> str:
     """What truncation and packing took, in one sentence."""
     lost = []
     if data.rows_skipped:
-        lost.append(f"{data.rows_skipped:,} bad rows left out")
+        lost.append(f"{_rows(data.rows_skipped, 'bad row')} left out")
     if data.rows_cut:
         cut = f"{data.tokens_cut:,} tokens, {data.learnt_cut:,} of them learnt"
-        lost.append(f"{data.rows_cut:,} rows cut ({cut})")
+        lost.append(f"{_rows(data.rows_cut)} cut ({cut})")
     if data.rows_dropped:
         dropped = f"{data.tokens_dropped:,} tokens, {data.learnt_dropped:,} of them learnt"
-        lost.append(f"{data.rows_dropped:,} rows dropped ({dropped})")
+        lost.append(f"{_rows(data.rows_dropped)} dropped ({dropped})")
     if data.fragments:
         lost.append(f"long rows split into {data.fragments:,} pieces")
     return "; ".join(lost) or "nothing"
@@ -250,6 +250,10 @@ def _data_table(data: Sequence[DataEvent]) -> Table:
         counts = (f"{count:,}" for count in (one.rows, one.tokens, one.learnt, one.sequences))
         table.add_row(one.split, *counts, fill)
     return table
+
+
+def _rows(count: int, name: str = "row") -> str:
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,0 +1,105 @@
+"""The model card: `final/README.md`, with the header that the Hugging Face hub reads; no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from memtrain.memory.plan import Plan
+from memtrain.memory.units import gib
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.run.disk import disk_fault, write_whole
+from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.progress import duration
+from memtrain.trainers.run.report import (
+    Report,
+    eval_words,
+    figures_of,
+    load_report,
+    loss_words,
+    lost_words,
+)
+
+TEMPLATES = Path(__file__).parent / "templates"
+METHOD_WORDS = {"sft": "supervised fine-tuning"}
+"""What the card calls a method; a method that is not here is called by its name."""
+
+
+def write_card(folder: RunFolder) -> Path:
+    """Write `final/README.md` from the plan, the recipe and the metrics of the run, and return its path.
+
+    Raises: as `load_report`; LaunchError when the disk refuses.
+    """
+    report = load_report(folder)
+    assert report.plan is not None, "A run that has a model has a plan."
+    path = folder.final / "README.md"
+    try:
+        write_whole(path, render_card(report, report.plan))
+    except OSError as error:
+        raise disk_fault(error, "the model card cannot be written", path) from None
+    return path
+
+
+def render_card(report: Report, plan: Plan) -> str:
+    """The card as Markdown."""
+    figures = figures_of(report)
+    rows = [
+        ("steps", f"{report.steps[-1].step if report.steps else 0:,} of {plan.settings.max_steps:,}"),
+        ("training loss", loss_words(figures)),
+        ("held-out loss", eval_words(figures)),
+        ("tokens", f"{figures.tokens:,}, {figures.learnt:,} of them learnt"),
+        ("time", duration(figures.seconds)),
+        ("peak memory", gib(figures.measured_bytes) if figures.measured_bytes else ""),
+    ]
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("card.md.j2").render(
+        header=yaml.safe_dump(metadata(plan.recipe), sort_keys=False, allow_unicode=True).strip(),
+        name=report.name,
+        method=METHOD_WORDS.get(plan.recipe.method, plan.recipe.method),
+        base=base_words(plan.recipe),
+        is_adapter=plan.recipe.model.adapter is not None,
+        rows=[(name, value) for name, value in rows if value],
+        data=[(one, lost_words(one)) for one in report.data],
+        sources=[source.source for source in plan.recipe.data.train],
+        recipe=report.recipe_text.strip(),
+        versions=plan.versions,
+    )
+
+
+def metadata(recipe: Recipe) -> dict[str, object]:
+    """The header: only what is known. A licence is not: it is the base model's and the data's to give.
+
+    Source: https://huggingface.co/docs/hub/model-cards#model-card-metadata
+    """
+    header: dict[str, object] = {
+        "library_name": "peft" if recipe.model.adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["memtrain", recipe.method, *([recipe.model.adapter.kind] if recipe.model.adapter else [])],
+    }
+    if recipe.model.path is not None and is_hub_id(recipe.model.path):
+        header["base_model"] = recipe.model.path
+        header["base_model_relation"] = "adapter" if recipe.model.adapter else "finetune"
+    datasets = [source.source for source in recipe.data.train if is_hub_id(source.source)]
+    if datasets:
+        header["datasets"] = datasets
+    return header
+
+
+def base_words(recipe: Recipe) -> str:
+    """What the training began from."""
+    if recipe.model.path is None:
+        return "random weights"
+    revision = f" at {recipe.model.revision}" if recipe.model.revision else ""
+    return f"{recipe.model.path}{revision}"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is `owner/name` on the hub, and neither a file, a folder nor a built-in."""
+    is_data_file = re.search(r"\.(jsonl?|csv|parquet|arrow|txt)(\.gz)?$", name) is not None
+    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
+    return is_id and not is_data_file and not Path(name).exists()
