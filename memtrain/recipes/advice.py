@@ -53,6 +53,8 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     if near:
         return f"did you mean '{near[0]}'?"
+    if section_of(annotation) is not None:
+        return f"write its keys on the lines below `{key}:`"
     reformed = _reformed(value, [base for base, _ in parts(annotation)])
     if reformed is not None:
         return f"write {key}: {reformed}"
@@ -60,7 +62,7 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     default = default_words(section, str(key)) if section is not None and isinstance(key, str) else ""
     if default:
         return f"change it, or remove the line{default}"
-    return sentence(path) or f"write {describe(annotation)}"
+    return f"write {describe(annotation)}" if words else sentence(path)
 
 
 def _reformed(value: object, bases: list[Annotation]) -> str | None:

@@ -122,8 +122,10 @@ class Data(Section):
     @model_validator(mode="after")
     def _one_held_out(self) -> Data:
         if self.eval and self.held_out:
-            raise ValueError("give data.eval (rows of their own) or data.held_out (a fraction), not both")
+            raise ValueError(
+                "held-out rows are said twice; give data.eval (their own) or data.held_out (a fraction)"
+            )
         weights = [source.weight for source in self.train]
         if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
-            raise ValueError("give every source of data.train a weight, or none of them")
+            raise ValueError("only some sources of data.train have a weight; give it to all, or to none")
         return self

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -15,7 +14,6 @@ from memtrain.recipes.base import Section, parse_bytes
 from memtrain.recipes.fields import (
     Annotation,
     describe,
-    every_key,
     field_types,
     follow,
     item_of,
@@ -26,8 +24,8 @@ from memtrain.recipes.fields import (
 )
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.recipes.renamed import RENAMED_KEYS
 from memtrain.recipes.tree import Faults, Items, Leaf, Mapping, Node, Path, Place, dotted, find, plain
+from memtrain.recipes.unknown import unknown_key
 
 
 def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe | None:
@@ -79,6 +77,8 @@ class _Checked:
 
     tree: Mapping
     faults: Faults
+    meant: set[str] = field(default_factory=set[str])
+    """Keys that some advice names already: that they are missing need not be told as well."""
 
     def section(self, node: Mapping, section: type[Section], path: Path) -> dict[str, object]:
         known = field_types(section)
@@ -86,7 +86,9 @@ class _Checked:
         for key, entry in node.entries.items():
             if key not in known:
                 if not (path == () and key in METHODS):
-                    self.faults.add(*_unknown_key(key, entry.place, section, path))
+                    unknown = unknown_key(key, section, path)
+                    self.faults.add(unknown.what, entry.place, unknown.fix)
+                    self.meant.update(unknown.meant)
                 continue
             annotation = known[key]
             if isinstance(entry.node, Leaf) and entry.node.is_empty:
@@ -96,6 +98,10 @@ class _Checked:
                 continue
             bare[key] = self.value(entry.node, annotation, (*path, key))
         return bare
+
+    def is_meant(self, path: Path) -> bool:
+        """Whether advice was given on this key, or on one below it."""
+        return any(f"{meant}.".startswith(f"{dotted(path)}.") for meant in self.meant)
 
     def value(self, node: Node, annotation: Annotation, path: Path) -> object:
         section, item = section_of(annotation), item_of(annotation)
@@ -113,6 +119,7 @@ class _Checked:
         A bare `adapter:` is refused: it might be meant as one with all defaults, or as none.
         """
         key = dotted(path)
+        self.meant.add(key)
         if section_of(annotation) is None:
             fix = f"write {describe(annotation)}; or remove the line{default_words(section, str(path[-1]))}"
         elif takes_null(annotation) and len(path) > 1:
@@ -120,35 +127,6 @@ class _Checked:
         else:
             return
         self.faults.add(f"{key}: no value", place, fix)
-
-
-def _unknown_key(key: str, place: Place, section: type[Section], path: Path) -> tuple[str, Place, str]:
-    shown = dotted((*path, key))
-    legal = list(section.model_fields)
-    old = RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
-    if old is not None and key not in legal:
-        return f"{shown}: not a key of memtrain", place, old if old.startswith("nothing") else f"write {old}"
-    fix = (
-        f"did you mean {' or '.join(meant)}?"
-        if (meant := _meant(key, legal))
-        else f"the keys here are {', '.join(legal)}"
-    )
-    return f"{shown}: unknown key", place, fix
-
-
-def _meant(key: str, legal: list[str]) -> list[str]:
-    """The same key in another section, else a near one in this section, else a near one anywhere."""
-    every = every_key(Recipe)
-    same = [f"'{name}'" for name in every if name.split(".")[-1] == key]
-    if same:
-        return same[:3]
-    near = difflib.get_close_matches(key.lower(), legal, n=2, cutoff=0.6)
-    if near:
-        return [f"'{name}'" for name in near]
-    by_leaf = {name.split(".")[-1]: name for name in reversed(every)}
-    return [
-        f"'{by_leaf[leaf]}'" for leaf in difflib.get_close_matches(key.lower(), by_leaf, n=2, cutoff=0.75)
-    ]
 
 
 def _tell(errors: Sequence[ErrorDetails], checked: _Checked) -> None:
@@ -162,7 +140,10 @@ def _tell(errors: Sequence[ErrorDetails], checked: _Checked) -> None:
         messages = [_message(error) for error in group if error["type"] == "value_error"]
         place, node = _nearest(checked.tree, path)
         if any(error["type"] == "missing" for error in group):
-            _tell_missing(path, annotation, place, checked.faults)
+            if not checked.is_meant(path):
+                _tell_missing(path, annotation, place, checked.faults)
+        elif messages and path and checked.is_meant(path):
+            continue
         elif messages and (section_of(annotation) is not None or _reader_speaks(annotation)):
             _tell_rule(messages[0], path, place, checked)
         elif node.place not in broken:

@@ -21,7 +21,8 @@ class Length(Section):
 
     packing: Literal["none", "bfd", "bfd_split", "wrapped"] = "none"
     """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are
-    truncated; `bfd_split`: longer rows are split, nothing is lost; `wrapped`: rows are concatenated and cut."""
+    truncated; `bfd_split`: longer rows are split, nothing is lost; `wrapped`: rows are concatenated and
+    cut."""
 
     documents_see_each_other: bool = False
     """With `wrapped`: let rows of one sequence attend to each other (pretraining style). false: they never
@@ -49,7 +50,9 @@ class Length(Section):
                 "packed rows are never padded; remove length.padding_free or set length.packing to none"
             )
         if self.documents_see_each_other and self.packing != "wrapped":
-            raise ValueError("length.documents_see_each_other has an effect only with packing: wrapped")
+            raise ValueError(
+                "documents_see_each_other works with packing wrapped only; remove it, or set length.packing"
+            )
         if self.packing == "wrapped" and self.truncation == "drop":
             raise ValueError(
                 "packing wrapped cuts nothing out, so truncation drop has no effect; remove one of them"

@@ -72,9 +72,12 @@ class Model(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> Model:
         if (self.path is None) == (self.config is None):
-            raise ValueError(
-                "give exactly one of model.path (weights that exist) and model.config (random weights)"
+            given = (
+                "both model.path and model.config are given"
+                if self.path
+                else "neither model.path nor model.config is given"
             )
+            raise ValueError(f"{given}; give one: path for weights that exist, config for random weights")
         if self.config is not None and self.tokenizer is None:
             raise ValueError(
                 "model.config has no tokenizer of its own; set model.tokenizer (builtin:tiny is at hand)"

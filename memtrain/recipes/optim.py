@@ -62,5 +62,5 @@ class Optim(Section):
     @model_validator(mode="after")
     def _one_warmup(self) -> Optim:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("give optim.warmup_steps or optim.warmup_ratio, not both")
+            raise ValueError("warm-up is said twice; give optim.warmup_steps or optim.warmup_ratio")
         return self

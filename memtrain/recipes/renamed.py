@@ -6,10 +6,10 @@ _ROWS = "`train.batch_rows` (rows of one optimizer step over all devices; accumu
 _MICRO = "`train.micro_rows` (rows that one device takes at once; auto by default)"
 _CHECKPOINTING = "`memory.activation_checkpointing` (on, off or auto; on by default)"
 _CHUNKED = "`memory.loss` (the chunked loss is taken by default)"
-_RESUME = "nothing: a run continues from its run folder by itself; `--no-resume` starts anew"
-_PLANNED = "nothing: the plan chooses how devices share the work; see `cluster.processes`"
+_RESUME = "remove it: a run continues from its run folder by itself; `--no-resume` starts anew"
+_PLANNED = "remove it: the plan chooses how devices share the work; see `cluster.processes`"
 _PRECISION = "`model.dtype` (bfloat16 where the device computes in it, by default)"
-_NO_SAMPLING = "nothing: the methods of this version do not sample"
+_NO_SAMPLING = "remove it: the methods of this version do not sample"
 
 RENAMED_KEYS: dict[str, str] = {
     # model
@@ -140,7 +140,7 @@ RENAMED_KEYS: dict[str, str] = {
     "evaluation_strategy": "`eval.every_steps` (not given: at the end of every epoch)",
     "eval_steps": "`eval.every_steps`",
     "eval_on_start": "`eval.at_start`",
-    "do_train": "nothing: remove it",
+    "do_train": "remove it: the verb says it",
     "do_eval": "`data.held_out` or `data.eval`",
     "logging_steps": "`log.every_steps`",
     "report_to": "`log.trackers`",

@@ -39,9 +39,9 @@ class Train(Section):
     @model_validator(mode="after")
     def _said_once(self) -> Train:
         if self.batch_rows is not None and self.batch_tokens is not None:
-            raise ValueError("the batch is said once: give train.batch_rows or train.batch_tokens, not both")
+            raise ValueError("the batch is said twice; give train.batch_rows or train.batch_tokens")
         if self.epochs is not None and self.max_steps is not None:
-            raise ValueError("give train.epochs or train.max_steps, not both")
+            raise ValueError("the length of the run is said twice; give train.epochs or train.max_steps")
         return self
 
 

@@ -26,7 +26,7 @@ def configs_dir() -> Path:
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Every shipped recipe, as `memtrain` takes it: the path below configs/ without `.yaml`; 4b before 14b."""
+    """Every shipped recipe, as `memtrain` takes it: its path below configs/; 4b before 14b."""
     folder = configs_dir()
     names = [path.relative_to(folder).as_posix().removesuffix(".yaml") for path in folder.rglob("*.yaml")]
     return tuple(sorted(names, key=_by_number))

@@ -1,0 +1,47 @@
+"""An unknown key -> the key that was meant: another tool's spelling, another section's, or a misspelling."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from memtrain.recipes.base import Section
+from memtrain.recipes.fields import every_key
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.renamed import RENAMED_KEYS
+from memtrain.recipes.tree import Path, dotted
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """What to tell of an unknown key. `meant`: dotted keys that its advice names."""
+
+    what: str
+    fix: str
+    meant: tuple[str, ...]
+
+
+def unknown_key(key: str, section: type[Section], path: Path) -> Unknown:
+    """What to tell of a key that `section`, at `path`, does not have."""
+    shown, legal = dotted((*path, key)), list(section.model_fields)
+    old = RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
+    if old is not None:
+        fix = old if old.startswith("remove") else f"write {old}"
+        return Unknown(f"{shown}: not a key of memtrain", fix, tuple(re.findall(r"`([\w.]+)", old)))
+    elsewhere = [name for name in every_key(Recipe) if name.split(".")[-1] == key][:3]
+    if elsewhere:
+        return _did_you_mean(shown, elsewhere, elsewhere)
+    near = difflib.get_close_matches(key.lower(), legal, n=2, cutoff=0.6)
+    if near:
+        return _did_you_mean(shown, near, [dotted((*path, name)) for name in near])
+    by_leaf = {name.split(".")[-1]: name for name in reversed(every_key(Recipe))}
+    far = [by_leaf[leaf] for leaf in difflib.get_close_matches(key.lower(), by_leaf, n=2, cutoff=0.75)]
+    if far:
+        return _did_you_mean(shown, far, far)
+    return Unknown(f"{shown}: unknown key", f"the keys here are {', '.join(legal)}", ())
+
+
+def _did_you_mean(shown: str, words: list[str], meant: list[str]) -> Unknown:
+    told = " or ".join(f"'{word}'" for word in words)
+    return Unknown(f"{shown}: unknown key", f"did you mean {told}?", tuple(meant))
