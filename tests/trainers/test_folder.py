@@ -114,7 +114,7 @@ def test_status_is_replaced_whole(tmp_path: Path):
 
 
 def test_what_the_command_line_shows_loads_no_torch():
-    modules = "disk events folder metrics progress report report_html card charts signals".split()
+    modules = ["disk", "events", "folder", "metrics", "progress", "report", "report_html", "card", "signals"]
     code = f"import sys; {'; '.join(f'import memtrain.trainers.run.{name}' for name in modules)}; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

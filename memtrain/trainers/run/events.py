@@ -118,7 +118,7 @@ class FinalEvent:
     state: str
     """As in status.json."""
     seconds: float
-    """Wall time of the whole run, over every resumption."""
+    """Wall time since the run was started, or last continued."""
     model: str = ""
     """Folder of the trained model."""
     best_step: int | None = None

@@ -70,6 +70,7 @@ class Figures:
     tokens: int
     learnt: int
     seconds: float
+    """Of a run that was continued: of all its steps and evaluations; else from start to end."""
     tokens_per_s: float | None
     """Without the first step, which also warms up."""
     measured_bytes: int | None
@@ -110,6 +111,7 @@ def figures_of(report: Report) -> Figures:
     averaged = max(1, min(MOST_AVERAGED_STEPS, len(steps) // 10))
     timed = steps[1:] or steps
     timed_s = sum(step.seconds for step in timed)
+    counted_s = sum(event.seconds for event in (*steps, *report.evals))
     peaks = [event.allocated for event in report.memory] + [step.peak_bytes or 0 for step in steps]
     plan = report.plan
     return Figures(
@@ -121,7 +123,7 @@ def figures_of(report: Report) -> Figures:
         best_eval=min(report.evals, key=lambda event: event.loss) if report.evals else None,
         tokens=sum(step.tokens for step in steps),
         learnt=sum(step.learnt for step in steps),
-        seconds=report.final.seconds if report.final else sum(step.seconds for step in steps),
+        seconds=max(counted_s, report.final.seconds if report.final else 0.0),
         tokens_per_s=sum(step.tokens for step in timed) / timed_s if timed_s else None,
         measured_bytes=max(peaks, default=0) or None,
         predicted_bytes=plan.prediction.peak.num_bytes if plan else None,
