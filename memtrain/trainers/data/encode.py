@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -153,19 +153,20 @@ class Encoder:
         return placed(piece, ids, starts, ends, lambda end: end)
 
 
-def placed(piece: Piece, ids: Ids, starts: Ints, ends: Ints, place) -> Encoded:
+def placed(piece: Piece, ids: Ids, starts: Ints, ends: Ints, place: Callable[[int], int]) -> Encoded:
     """The tokens of a piece with its cut and learnt spans in tokens.
 
     A token that reaches over a boundary belongs to what is learnt. `place` turns a number of characters into
     the unit of `starts` and `ends`.
     """
     num_tokens, num_chars = len(ids), len(piece.text)
-    cut = num_tokens if piece.cut == num_chars else int(np.searchsorted(ends, place(piece.cut), side="right"))
+    boundary = place(piece.cut)
+    cut = num_tokens if piece.cut == num_chars else int(np.searchsorted(ends, boundary, side="right"))
     learnt: list[TokenSpan] = []
     for start, end in piece.learnt:
         first = cut if start == piece.cut else int(np.searchsorted(ends, place(start), side="right"))
         last = num_tokens if end == num_chars else int(np.searchsorted(starts, place(end), side="left"))
         if first < last:
             learnt.append((first, last))
-    merged = cut < num_tokens and bool(starts[cut] < place(piece.cut))
+    merged = cut < num_tokens and bool(starts[cut] < boundary)
     return Encoded(ids, cut, tuple(learnt), merged)

@@ -198,11 +198,19 @@ def rendering_of(
     specials = {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
     }
+    own = template
     if data.assistant_only_loss and template is not None:
         template = training_template(template, specials)
     end = tokenizer.eos_token if data.end_token and kind != "prompt" else None
     only = data.completion_only_loss is not False
-    return Rendering(template, specials, str(end) if end else None, only, data.assistant_only_loss)
+    return Rendering(
+        chat_template=template,
+        special_tokens=specials,
+        end_token=str(end) if end else None,
+        completion_only=only,
+        assistant_only=data.assistant_only_loss,
+        own_template=own if own != template else None,
+    )
 
 
 def build(

@@ -13,7 +13,7 @@ them. No torch here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from memtrain.recipes.formats.fields import BadRow, Example, Messages, Tool
@@ -51,6 +51,8 @@ class Rendering:
     """Appended to strings; None where nothing is."""
     completion_only: bool
     assistant_only: bool
+    own_template: str | None = None
+    """The model's own template, where `chat_template` stands in for it: both must write the same text."""
 
 
 def render(example: Example, rendering: Rendering) -> tuple[Piece, ...]:
@@ -75,7 +77,7 @@ def _answer(
         assert isinstance(answer, str), "formats give strings with strings"
         text = prompt + ended(answer, rendering)
         return Piece(text, len(prompt), ((len(prompt), len(text)),), adds_specials=True)
-    text, spans = conversation(prompt + answer, tools, rendering, spans_wanted=rendering.assistant_only)
+    text, spans = marked(prompt + answer, tools, rendering)
     cut = len(prompt_of(text, prompt, tools, rendering))
     if not rendering.assistant_only:
         return Piece(text, cut, ((cut, len(text)),), adds_specials=False)
@@ -94,9 +96,7 @@ def _prompt_completion(example: PromptCompletion | Unpaired, rendering: Renderin
 
 
 def _conversation(example: Conversation, rendering: Rendering) -> tuple[Piece, ...]:
-    text, spans = conversation(
-        example.messages, example.tools, rendering, spans_wanted=rendering.assistant_only
-    )
+    text, spans = marked(example.messages, example.tools, rendering)
     learnt = spans if rendering.assistant_only else ((0, len(text)),)
     return (Piece(text, 0, learnt, adds_specials=False),)
 
@@ -145,6 +145,24 @@ def prompt_of(text: str, prompt: Messages, tools: tuple[Tool, ...], rendering: R
         "the chat template writes the prompt differently when an answer follows it",
         "give the conversation as one list of messages, or a template that keeps what comes first",
     )
+
+
+def marked(
+    messages: Messages, tools: tuple[Tool, ...], rendering: Rendering
+) -> tuple[str, tuple[CharSpan, ...]]:
+    """A conversation and, where only the assistant's words are learnt, their places.
+
+    Raises: BadRow when the template refuses it, or a template that stands in writes another text.
+    """
+    text, spans = conversation(messages, tools, rendering, spans_wanted=rendering.assistant_only)
+    if rendering.own_template is not None:
+        own = replace(rendering, chat_template=rendering.own_template)
+        if conversation(messages, tools, own)[0] != text:
+            raise BadRow(
+                "the shipped training template writes this conversation differently from the model's own",
+                "set model.chat_template to the model's template with {% generation %} marks in it",
+            )
+    return text, spans
 
 
 def conversation(

@@ -16,6 +16,21 @@ from memtrain.recipes.formats.fields import BadRow, Messages
 from memtrain.trainers.data.render import Rendering, conversation
 
 FOLDER = Path(__file__).parent / "chat_templates"
+NAMES = (
+    "qwen3",
+    "qwen3-instruct",
+    "qwen2.5",
+    "llama3.2",
+    "llama3.1",
+    "llama3",
+    "gemma3",
+    "gemma",
+    "mistral",
+    "phi4",
+    "phi3",
+    "chatml",
+)
+"""The shipped training templates; of those that write the same on the probes, the first is taken."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 USER, ASSISTANT = (
@@ -37,11 +52,6 @@ PROBES: tuple[Messages, ...] = (
 """Conversations with and without a system message, of one and two turns, with spaces at the edges."""
 
 
-def shipped_names() -> tuple[str, ...]:
-    """Names of the shipped training templates."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))
-
-
 def shipped_text(name: str) -> str:
     """The Jinja text of a shipped training template."""
     return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
@@ -55,7 +65,7 @@ def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
     if MARKS.search(own):
         return own
     wanted = written(own, special_tokens)
-    for name in shipped_names():
+    for name in NAMES:
         if written(shipped_text(name), special_tokens) == wanted:
             return shipped_text(name)
     raise DataError(
@@ -63,7 +73,7 @@ def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
         "tokenizer's own has no {% generation %} marks",
         "model.chat_template",
         "put {% generation %} ... {% endgeneration %} around the assistant's words in a copy of the template "
-        f"and set model.chat_template to it, or use a shipped one: {', '.join(shipped_names())}",
+        f"and set model.chat_template to it, or use a shipped one: {', '.join(NAMES)}",
     )
 
 

@@ -74,13 +74,13 @@ def template_text(chat_template: str) -> str:
 
     Raises: DataError when it is neither.
     """
-    from memtrain.trainers.data.templates import shipped_names, shipped_text
+    from memtrain.trainers.data.templates import NAMES, shipped_text
 
-    if chat_template in shipped_names():
+    if chat_template in NAMES:
         return shipped_text(chat_template)
     path = Path(chat_template).expanduser()
     if not path.is_file():
-        known = ", ".join(shipped_names())
+        known = ", ".join(NAMES)
         raise DataError(
             f"there is no chat template '{chat_template}'",
             "model.chat_template",
