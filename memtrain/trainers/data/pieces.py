@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ SPLITTING = ("bfd_split", "wrapped")
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Learnt spans of every row: row i has `starts[ptr[i]:ptr[i + 1]]` up to `ends[..]`, counted in the row."""
+    """Learnt spans of every row: row i has `starts[ptr[i]:ptr[i + 1]]` to `ends[..]`, counted in the row."""
 
     ptr: Ints
     starts: Ints
@@ -50,29 +51,31 @@ class Sequences:
 def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: Length) -> Sequences:
     """Truncate, split and pack `rows` (numbers into `lengths`) as the recipe's `length:` section says.
 
-    A pure function: the launcher and every rank make the same. Split rows overlap by one token, which is context
-    in the later piece, so that each learnt token is still predicted exactly once.
+    A pure function: the launcher and every rank make the same. Split rows overlap by one token, which is
+    context in the later piece, so that each learnt token is still predicted exactly once.
     """
-    row, start, kept = _pieces(lengths[rows], rows, length)
-    learnt = count_learnt(spans, row, start, kept)
-    total_learnt = int(count_learnt(spans, rows, np.zeros_like(rows), lengths[rows]).sum())
+    own = lengths[rows]
+    number, start, kept = _pieces(own, length)
+    learnt = count_learnt(spans, rows[number], start, kept)
     if not length.documents_see_each_other:
         useful = learnt > 0
-        row, start, kept, learnt = row[useful], start[useful], kept[useful], learnt[useful]
+        number, start, kept, learnt = number[useful], start[useful], kept[useful], learnt[useful]
+    made = (number, start, kept)
     order, bin_ptr = _pack(kept, length)
-    row, start, kept, learnt = row[order], start[order], kept[order], learnt[order]
+    number, start, kept, learnt = number[order], start[order], kept[order], learnt[order]
     if length.documents_see_each_other:
-        learnt = learnt + _first_tokens_learnt(spans, row, start, bin_ptr)
+        learnt = learnt + _first_tokens_learnt(spans, rows[number], start, bin_ptr)
     tokens, learnt = _sum_by_bin(kept, bin_ptr), _sum_by_bin(learnt, bin_ptr)
+    learnt_of_row = count_learnt(spans, rows, np.zeros_like(rows), own)
     return Sequences(
-        row=row,
+        row=rows[number],
         start=start,
         length=kept,
         bin_ptr=bin_ptr,
         tokens=tokens,
         learnt=learnt,
         profile=LengthProfile(
-            report=_report(lengths, rows, (row, start, kept), total_learnt, learnt, tokens, length),
+            report=_report(own, made, learnt_of_row, learnt, length),
             total_tokens=int(tokens.sum()),
             longest=longest_first(np.sort(tokens)[::-1][:NUM_LONGEST]),
             longest_piece=int((tokens if length.documents_see_each_other else kept).max(initial=0)),
@@ -92,56 +95,59 @@ def count_learnt(spans: Spans, row: Ints, start: Ints, length: Ints) -> Ints:
     return np.bincount(owner, weights=np.maximum(end - begin, 0), minlength=len(row)).astype(np.int64)
 
 
-def _pieces(tokens: Ints, rows: Ints, length: Length) -> tuple[Ints, Ints, Ints]:
-    """(row, start, length) of every piece before packing."""
+def _pieces(tokens: Ints, length: Length) -> tuple[Ints, Ints, Ints]:
+    """(number of the row, start, length) of every piece before packing, for rows of `tokens` tokens."""
     limit = length.max_length
-    nowhere = np.zeros_like(tokens)
+    number, nowhere = np.arange(len(tokens)), np.zeros_like(tokens)
     if limit is None:
-        return rows, nowhere, tokens
+        return number, nowhere, tokens
     if length.packing == "bfd_split":
-        return _split(tokens, rows, limit)
+        return _split(tokens, limit)
     if length.packing == "wrapped":
-        return _wrap(tokens, rows, limit)
+        return _wrap(tokens, limit)
     kept = np.minimum(tokens, limit)
     if length.truncation == "keep_end":
-        return rows, tokens - kept, kept
+        return number, tokens - kept, kept
     if length.truncation == "drop":
         fits = tokens <= limit
-        return rows[fits], nowhere[fits], tokens[fits]
-    return rows, nowhere, kept
+        return number[fits], nowhere[fits], tokens[fits]
+    return number, nowhere, kept
 
 
-def _split(tokens: Ints, rows: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
-    """Rows longer than `limit` in pieces of `limit` tokens, each beginning with the last token of the one before."""
+def _split(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
+    """Rows longer than `limit` in pieces of `limit` tokens, each beginning with the last of the one before."""
     stride = max(1, limit - 1)
     counts = np.maximum(1, -(-(tokens - 1) // stride))
-    owner = np.repeat(np.arange(len(tokens)), counts)
-    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = number * stride
-    return rows[owner], start, np.minimum(limit, tokens[owner] - start)
+    number = np.repeat(np.arange(len(tokens)), counts)
+    start = (np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)) * stride
+    return number, start, np.minimum(limit, tokens[number] - start)
 
 
-def _wrap(tokens: Ints, rows: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
-    """Rows laid end to end and cut every `limit` tokens; a row that goes on begins with its last token again."""
-    row: list[int] = []
-    start: list[int] = []
-    kept: list[int] = []
+def _wrap(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
+    """Rows laid end to end and cut every `limit` tokens; a row that goes on repeats its last token."""
+    stride = max(1, limit - 1)
+    rooms = _room_at_each_row(tokens, limit, stride)
+    beyond = np.maximum(tokens - rooms, 0)
+    counts = 1 + -(-beyond // stride)
+    number = np.repeat(np.arange(len(tokens)), counts)
+    which = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = np.where(which == 0, 0, rooms[number] - 1 + (which - 1) * stride)
+    return number, start, np.minimum(np.where(which == 0, rooms[number], limit), tokens[number] - start)
+
+
+def _room_at_each_row(tokens: Ints, limit: int, stride: int) -> Ints:
+    """Room of the sequence that each row begins in, rows laid end to end.
+
+    The only step that cannot see a row before the one above it: so nothing else is in the loop.
+    """
+    rooms: list[int] = []
     room = limit
-    for number, total in zip(rows.tolist(), tokens.tolist(), strict=True):
-        position = 0
-        while True:
-            if room < 2:
-                room = limit
-            take = min(room, total - position)
-            row.append(number)
-            start.append(position)
-            kept.append(take)
-            room -= take
-            position += take
-            if position >= total:
-                break
-            position -= 1
-    return np.array(row, np.int64), np.array(start, np.int64), np.array(kept, np.int64)
+    for total in tokens.tolist():
+        if room < 2:  # One token could predict nothing.
+            room = limit
+        rooms.append(room)
+        room = room - total if total <= room else limit - 2 - (total - room - 1) % stride
+    return np.array(rooms, np.int64)
 
 
 def _pack(kept: Ints, length: Length) -> tuple[Ints, Ints]:
@@ -156,11 +162,11 @@ def _pack(kept: Ints, length: Length) -> tuple[Ints, Ints]:
 
 def _greedy_bins(kept: Ints, limit: int) -> Ints:
     """Bins of consecutive pieces, as many as fit."""
-    ends = np.cumsum(kept)
-    bounds = [0]
-    while bounds[-1] < len(kept):
-        used = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-        bounds.append(int(np.searchsorted(ends, used + limit, side="right")))
+    ends: list[int] = np.cumsum(kept).tolist()
+    bounds, used = [0], 0
+    while bounds[-1] < len(ends):
+        bounds.append(bisect_right(ends, used + limit, lo=bounds[-1]))
+        used = ends[bounds[-1] - 1]
     return np.array(bounds, np.int64)
 
 
@@ -177,38 +183,40 @@ def _sum_by_bin(values: Ints, bin_ptr: Ints) -> Ints:
 
 
 def _report(
-    lengths: Ints,
-    rows: Ints,
-    pieces: tuple[Ints, Ints, Ints],
-    total_learnt: int,
-    learnt: Ints,
     tokens: Ints,
+    pieces: tuple[Ints, Ints, Ints],
+    learnt_of_row: Ints,
+    learnt: Ints,
     length: Length,
 ) -> LengthReport:
-    row, start, kept = pieces
-    splits = length.packing in SPLITTING
-    total, present = int(lengths[rows].sum()), np.unique(row)
-    left_out = total - _distinct_tokens(row, start, kept)
-    limit = length.max_length or 0
+    number, start, kept = pieces
+    splits, limit = length.packing in SPLITTING, length.max_length or 0
+    num_pieces = np.bincount(number, minlength=len(tokens))
+    absent = num_pieces == 0
+    left_out = int(tokens.sum()) - _distinct_tokens(number, start, kept)
+    dropped, learnt_dropped = int(tokens[absent].sum()), int(learnt_of_row[absent].sum())
+    num_sequences = len(learnt)
+    room = num_sequences * limit if length.packing != "none" else int(kept.sum())
     return LengthReport(
-        num_rows=len(rows),
-        num_tokens=total,
-        num_learnt=total_learnt,
-        rows_cut=0 if splits or not limit else int((lengths[present] > limit).sum()),
-        rows_dropped=len(rows) - len(present),
-        rows_split=int((np.unique(row, return_counts=True)[1] > 1).sum()),
-        pieces=len(row),
-        tokens_lost=0 if splits else left_out,
-        tokens_idle=left_out if splits else 0,
-        learnt_lost=total_learnt - int(learnt.sum()),
-        num_sequences=len(tokens),
-        fill=int(tokens.sum()) / (len(tokens) * limit) if length.packing != "none" and len(tokens) else 1.0,
+        num_rows=len(tokens),
+        num_tokens=int(tokens.sum()),
+        num_learnt=int(learnt_of_row.sum()),
+        rows_cut=0 if splits or not limit else int((tokens[~absent] > limit).sum()),
+        rows_dropped=int(absent.sum()),
+        rows_split=int((num_pieces > 1).sum()),
+        pieces=len(number),
+        tokens_cut=0 if splits else left_out - dropped,
+        tokens_dropped=dropped,
+        tokens_idle=left_out - dropped if splits else 0,
+        learnt_cut=max(0, int(learnt_of_row.sum()) - learnt_dropped - int(learnt.sum())),
+        learnt_dropped=learnt_dropped,
+        num_sequences=num_sequences,
+        fill=int(kept.sum()) / room if room else 1.0,
     )
 
 
 def _distinct_tokens(row: Ints, start: Ints, kept: Ints) -> int:
-    """Tokens in the pieces, those that two pieces of a row share counted once."""
-    order = np.lexsort((start, row))
-    row, start, end = row[order], start[order], (start + kept)[order]
+    """Tokens in pieces in the order of their rows, those that two pieces of a row share counted once."""
+    end = start + kept
     shared = np.where(row[1:] == row[:-1], np.maximum(end[:-1] - start[1:], 0), 0)
     return int(kept.sum() - shared.sum())
