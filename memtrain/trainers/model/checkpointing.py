@@ -1,8 +1,8 @@
 """Activation checkpointing: keep the input of every n-th layer and recompute its inside later.
 
-The layers are switched one by one through the flag and the function that transformers' layers carry (their
-names have not changed from 5.16 on), never through the model's enabling methods: those were renamed, and
-enabling again through them forgets `every` and the offloader.
+The layers are switched one by one through the flag and the function that transformers' layers carry (the same
+from 5.16 to 5.23), never through the model's enabling methods: those were renamed, and enabling again through
+them forgets `every` and the offloader.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memtrain.errors import LaunchError
 
 Run = Callable[..., Any]
-"""`run(layer, *inputs)` computes the layer so that its inside is not kept. The random state is restored for
-the recomputation, so dropout drops the same numbers twice."""
+"""`run(layer, *inputs)` computes the layer in the forward pass, and decides what is kept of it."""
 
 
 def recompute(layer: Callable[..., Any], *inputs: Any) -> Any:
     """The layer's outputs, keeping only its inputs for the backward pass.
+
+    The random state is restored for the recomputation: dropout drops the same numbers twice.
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.1.
     """
@@ -33,22 +34,25 @@ def recompute(layer: Callable[..., Any], *inputs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
-    """The checkpointed layers of one model."""
+    """How the layers of one model are run in training."""
 
     layers: tuple[GradientCheckpointingLayer, ...]
     """Layers whose inside is recomputed."""
     others: tuple[GradientCheckpointingLayer, ...]
-    """Layers whose inside is kept."""
+    """Layers whose inside is kept, in a way of its own; empty when it is the usual way."""
 
     def switch(self, is_on: bool) -> None:
-        """Recompute, or keep everything. Which layers and how does not change."""
-        for layer in self.layers:
+        """Run the layers so, or as usual. Which layers and how does not change."""
+        for layer in (*self.layers, *self.others):
             layer.gradient_checkpointing = is_on
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep everything until the block ends: for a pass without gradients, and for generation, whose cache
-        transformers drops in a checkpointed layer."""
+        """Run the layers as usual until the block ends.
+
+        For passes without gradients, and for generation: transformers drops the cache of a checkpointed
+        layer.
+        """
         self.switch(False)
         try:
             yield
@@ -56,15 +60,16 @@ class Checkpointing:
             self.switch(True)
 
 
-def checkpoint_layers(model: nn.Module, every: int, run: Run = recompute) -> Checkpointing:
-    """Checkpoint layers 0, every, 2 * every, ... of `model`, from now on and in training mode only.
+def checkpoint_layers(
+    model: nn.Module, every: int, run: Run = recompute, run_others: Run | None = None
+) -> Checkpointing:
+    """Run layers 0, every, 2 * every, ... of `model` by `run`, from now on and in training mode only.
 
-    Works on a model with or without an adapter: inputs need no gradient of their own. Calling it again
-    replaces what was set before.
+    `every` 0 is no layer at all. The other layers run by `run_others`, or as usual. Works with and without an
+    adapter: inputs need no gradient of their own. A second call replaces the first.
 
-    Raises: LaunchError when the model's layers cannot be checkpointed.
+    Raises: LaunchError when the model has no layers that can be checkpointed.
     """
-    assert every > 0, "Checkpointing of every 0-th layer is no checkpointing: do not call this."
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise LaunchError(
@@ -72,11 +77,13 @@ def checkpoint_layers(model: nn.Module, every: int, run: Run = recompute) -> Che
             "memory.activation_checkpointing",
             "set it to off",
         )
-    for layer in layers:
-        layer._gradient_checkpointing_func = run  # pyright: ignore[reportArgumentType]
+    chosen = tuple(layers[::every]) if every else ()
+    others = tuple(layer for layer in layers if layer not in chosen)
+    for layer in others:
         layer.gradient_checkpointing = False
-    chosen = Checkpointing(
-        tuple(layers[::every]), tuple(layer for i, layer in enumerate(layers) if i % every != 0)
-    )
-    chosen.switch(True)
-    return chosen
+    for group, how in ((chosen, run), (others, run_others)):
+        for layer in group:
+            layer._gradient_checkpointing_func = how  # pyright: ignore[reportArgumentType]
+    checkpointing = Checkpointing(chosen, others if run_others is not None else ())
+    checkpointing.switch(True)
+    return checkpointing

@@ -1,0 +1,73 @@
+"""What happens to the activations of a model: kept, recomputed, or moved to the host, as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from memtrain.errors import LaunchError
+from memtrain.memory.settings import Settings
+from memtrain.trainers.model.checkpointing import Checkpointing, checkpoint_layers
+from memtrain.trainers.model.offload import Offloader
+from memtrain.trainers.model.offload_engines import CudaEngine, Engine, SyncEngine
+
+KEEP_LAST = {"boundaries": 1, "all": 8}
+"""Storages that stay on the device while their copy runs. `all` has many small ones between large ones.
+Taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What was put on a model. `checkpointing` is None when nothing is recomputed and nothing travels."""
+
+    checkpointing: Checkpointing | None
+    offloader: Offloader | None
+
+
+def treat_activations(model: nn.Module, settings: Settings, engine: Engine | None = None) -> Activations:
+    """Checkpoint and offload the layers of `model`, in place. Exact: losses and gradients are the same bits.
+
+    boundaries: only the inputs of checkpointed layers travel, twice tokens x width bytes a layer. Compute of
+        about 24 x tokens x width^2 operations hides that from a width of about 1,000 on, however many tokens.
+        The hooks see nothing else, so kernels that change what they saved are safe.
+    all: what the layers save travels, the head and the loss do not. About 17 times the traffic, not hidden.
+
+    `engine` is chosen by `settings.device` when not given.
+
+    Source: measured: 12-layer model of width 128, CPU, 2,048 tokens: 511 MiB of activations held after the
+    forward pass, 30 with checkpointing, 8 with `boundaries` besides.
+
+    Raises: LaunchError when `boundaries` is asked for without checkpointing, or the model has no such layers.
+    """
+    every = settings.checkpoint_every
+    if settings.offload == "none":
+        return Activations(checkpoint_layers(model, every) if every else None, None)
+    if settings.offload == "boundaries" and not every:
+        raise LaunchError(
+            "only inputs of checkpointed layers travel, and no layer is checkpointed",
+            "memory.activation_offloading",
+            "set memory.activation_checkpointing to on, or offloading to off",
+        )
+    offloader = Offloader(
+        engine or engine_for(settings), keep_last=KEEP_LAST[settings.offload], keeps=is_part_of(model)
+    )
+    kept = offloader.run_kept if settings.offload == "all" else None
+    return Activations(checkpoint_layers(model, every, offloader.run_recomputed, kept), offloader)
+
+
+def engine_for(settings: Settings) -> Engine:
+    """The engine of the device of a run."""
+    return CudaEngine() if settings.device == "cuda" else SyncEngine()
+
+
+def is_part_of(model: nn.Module) -> Callable[[Tensor], bool]:
+    """Whether a tensor is a weight or buffer of `model`, or a view of one: these never travel."""
+
+    def check(tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in storages
+
+    owned = (*model.parameters(), *model.buffers())
+    storages = {one.untyped_storage()._cdata for one in owned}
+    return check

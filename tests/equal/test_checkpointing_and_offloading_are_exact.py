@@ -1,0 +1,85 @@
+"""Every treatment of activations gives the losses, norms and weights of the plain run, to the bit."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from memtrain.errors import LaunchError
+from memtrain.memory.settings import Settings
+from memtrain.recipes.model import Adapter
+from memtrain.recipes.optim import Optim
+from memtrain.trainers.model import activations as activations_module
+from memtrain.trainers.model.activations import treat_activations
+from memtrain.trainers.model.adapters import add_adapter
+from memtrain.trainers.model.attention import set_attention
+from memtrain.trainers.model.layout import packed_layout
+from memtrain.trainers.model.offload import Offloader
+from memtrain.trainers.model.offload_engines import LazyEngine
+from memtrain.trainers.optim import build_optimizer, clip_gradients
+
+TinyModel = Callable[..., Any]
+SETTINGS = Settings(
+    device="cpu", num_processes=1, threads=1, dtype="float32", attention="cpu", liger=False, adapter=None,
+    quantize="none", max_length=64, truncation="keep_start", packing="none", documents_see_each_other=False,
+    padding_free=False, pad_to_multiple_of=None, group_by_length=False, batch_rows=2, batch_tokens=None,
+    micro_rows=2, micro_tokens=None, max_steps=10, checkpoint_every=0, offload="none", loss="full",
+    loss_tile_bytes=1 << 20, optimizer="adamw", master_weights=False, expandable_segments=False,
+)  # fmt: skip
+LENGTHS = (5, 9, 2, 8)
+
+
+def train(model: Any, num_steps: int = 3) -> tuple[list[float], list[float]]:
+    """Losses and norms of steps of two packed micro-batches each, with dropout where the model has it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = build_optimizer(model.train(), Optim(lr=1e-2), SETTINGS)
+    layout = packed_layout(LENGTHS)
+    losses: list[float] = []
+    norms: list[float] = []
+    torch.manual_seed(0)
+    for _ in range(num_steps):
+        for _ in range(2):
+            ids = torch.randint(1, 128, (1, sum(LENGTHS)))
+            logits = model(
+                input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False
+            ).logits[0]
+            loss = torch.nn.functional.cross_entropy(
+                logits[layout.predicting_rows], ids[0, layout.predicted_rows]
+            )
+            loss.backward()
+            losses.append(loss.item())
+        norms.append(clip_gradients(parameters, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize(
+    ("every", "where"),
+    [(1, "none"), (2, "none"), (1, "boundaries"), (2, "boundaries"), (0, "all"), (2, "all")],
+)
+def test_training_is_the_same(tiny_model: TinyModel, monkeypatch, every: int, where: str, is_adapted: bool):
+    monkeypatch.setattr(activations_module, "Offloader", partial(Offloader, min_bytes=512))
+    plain = tiny_model(num_hidden_layers=3)
+    set_attention(plain, "cpu")
+    if is_adapted:
+        torch.manual_seed(1)
+        plain = add_adapter(plain, Adapter(r=4, dropout=0.1))
+    treated = copy.deepcopy(plain)
+    settings = SETTINGS.model_copy(update={"checkpoint_every": every, "offload": where})
+    activations = treat_activations(treated, settings, LazyEngine())
+    assert train(plain) == train(treated)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), treated.parameters(), strict=True))
+    if where != "none":
+        assert activations.offloader is not None
+        assert activations.offloader.traffic.back_bytes > 0
+
+
+def test_boundaries_without_checkpointing_are_refused(tiny_model: TinyModel):
+    settings = SETTINGS.model_copy(update={"offload": "boundaries"})
+    with pytest.raises(LaunchError, match="no layer is checkpointed"):
+        treat_activations(tiny_model(), settings)
