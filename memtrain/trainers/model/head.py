@@ -34,6 +34,8 @@ class Scorer(nn.Module):
     Wrap it for distribution as a whole: every parameter is used inside its forward. The loss runs inside
     the head's own module call, and inside those of its parts, so that FSDP2's and ZeRO-3's hooks have
     gathered whatever it reads. PEFT adapters are honoured as they are at the call (switched on or off).
+    FSDP2's mixed precision must leave the answer in fp32: `output_dtype` None or fp32 (accelerate's own
+    default is the dtype of the parameters).
     """
 
     def __init__(
@@ -60,7 +62,11 @@ class Scorer(nn.Module):
         hidden_BTD = backbone(**inputs, use_cache=False).last_hidden_state
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, scored_index_N)
         head = head_of(base)
-        return head(hidden_ND, inside=lambda pairs, bias: request.answer(pairs, bias, self.form))
+        answer = head(hidden_ND, inside=lambda pairs, bias: request.answer(pairs, bias, self.form))
+        assert answer[0].dtype.itemsize >= 4, (
+            "mixed precision rounded the loss: its output_dtype must be fp32"
+        )
+        return answer
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
