@@ -25,6 +25,8 @@ class Verb:
 
 
 VERBS: tuple[Verb, ...] = (
+    Verb("sft", "train:sft", "Supervised fine-tuning from a recipe."),
+    Verb("train", "train:train", "Train by the method that the recipe names."),
     Verb("check", "check:check", "Check a recipe: every fault at once, each with its line."),
     Verb("init", "init:init", "Write a commented recipe to start from."),
     Verb("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),

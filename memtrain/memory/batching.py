@@ -8,7 +8,7 @@ from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.rules import DEFAULT_BATCH_ROWS, Ledger
 
 COMFORTABLE_TOKENS = {"cuda": 16_384, "cpu": 4_096}
-"""Tokens of a micro-batch beyond which a device gets hardly faster. Taste, until a calibration says better."""
+"""Tokens of a micro-batch beyond which a device gets hardly faster. Taste, until it is calibrated."""
 
 
 @dataclass(frozen=True, slots=True)

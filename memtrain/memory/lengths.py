@@ -27,16 +27,30 @@ class LengthReport(Section):
     """Rows that go on in another sequence, whole."""
     pieces: int
     """Pieces that the rows were made into; equal to the rows where nothing is split or dropped."""
-    tokens_lost: int
-    """Tokens cut or dropped."""
+    tokens_cut: int
+    """Tokens lost by cutting rows."""
+    tokens_dropped: int
+    """Tokens of the rows that are left out."""
     tokens_idle: int
     """Tokens of split-off pieces that are left out because nothing in them is learnt."""
-    learnt_lost: int
-    """Learnt tokens cut or dropped."""
+    learnt_cut: int
+    """Learnt tokens lost by cutting rows."""
+    learnt_dropped: int
+    """Learnt tokens of the rows that are left out."""
     num_sequences: int
     """Sequences that enter the model: packed rows, or pieces."""
     fill: float
     """Tokens kept, divided by the room of the packed sequences; 1 without packing."""
+
+    @property
+    def tokens_lost(self) -> int:
+        """Tokens cut or dropped."""
+        return self.tokens_cut + self.tokens_dropped
+
+    @property
+    def learnt_lost(self) -> int:
+        """Learnt tokens cut or dropped."""
+        return self.learnt_cut + self.learnt_dropped
 
 
 class LengthProfile(Section):

@@ -30,7 +30,7 @@ from memtrain.recipes.recipe import Recipe
 
 MARGIN_SHARE = 0.02
 MARGIN_BYTES = 256 * 2**20
-"""What a plan leaves of the budget for what it cannot see. The planner's target: no false fit at this margin."""
+"""What a plan leaves of the budget for what it cannot see: no false "fits" is the aim."""
 
 CPU_SHARE = 0.8
 """Share of a machine's free memory that a CPU run takes as its budget; others need some. Taste."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
@@ -18,19 +16,13 @@ from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.step import Engine
 
 
-def make_accelerator(settings: Settings, trackers: Sequence[str], logging_dir: str) -> Accelerator:
+def make_accelerator(settings: Settings) -> Accelerator:
     """The accelerator of this process, with as many processes as the plan asks for.
 
     Raises: LaunchError when another number of processes runs, or they would not exchange gradients.
     """
     torch.set_num_threads(settings.threads)
-    accelerator = Accelerator(
-        cpu=settings.device == "cpu",
-        mixed_precision="no",
-        log_with=list(trackers) or None,
-        project_dir=logging_dir,
-        step_scheduler_with_optimizer=False,
-    )
+    accelerator = Accelerator(cpu=settings.device == "cpu", mixed_precision="no")
     asked, realised = settings.num_processes, accelerator.num_processes
     if asked != realised:
         raise LaunchError(
@@ -51,26 +43,14 @@ def make_engine(accelerator: Accelerator) -> Engine:
     def hold_sync(model: nn.Module) -> AbstractContextManager[Any]:
         return accelerator.no_sync(model)
 
-    def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
     if accelerator.num_processes == 1:
-        return Engine(clip=clip)
-    return Engine(
-        num_ranks=accelerator.num_processes,
-        backward=accelerator.backward,
-        hold_sync=hold_sync,
-        clip=clip,
-    )
+        return Engine()
+    return Engine(num_ranks=accelerator.num_processes, backward=accelerator.backward, hold_sync=hold_sync)
 
 
-def distribute(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
-) -> tuple[nn.Module, Optimizer]:
-    """The model as the ranks share it. The optimizer keeps its parameters: DDP does not replace them."""
-    if accelerator.num_processes == 1:
-        return model, optimizer
-    return accelerator.prepare_model(model), optimizer
+def distribute(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """The model as the ranks share it; an optimizer keeps its parameters, DDP does not replace them."""
+    return accelerator.prepare_model(model) if accelerator.num_processes > 1 else model
 
 
 def ranks_of(accelerator: Accelerator) -> Ranks:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from memtrain.memory.settings import Settings
 from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.data.order import BatchSize, Epoch, make_epoch, micro_batches
+from memtrain.trainers.run.events import DataEvent
 
 Ints = NDArray[np.int64]
 
@@ -31,6 +32,10 @@ class Feed(Protocol):
 
     def micro_batch(self, sequences: Ints) -> MicroBatch:
         """The sequences as one forward pass takes them; none gives a micro-batch that teaches nothing."""
+        ...
+
+    def told(self, split: str) -> DataEvent:
+        """What truncation and packing did to the rows."""
         ...
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrain.memory.lengths import LengthReport
 from memtrain.memory.settings import Settings
-from memtrain.recipes.length import Length
+from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
 from memtrain.trainers.data.pieces import Sequences, Spans, lay_out
 from memtrain.trainers.data.store import TokenStore
+from memtrain.trainers.run.events import DataEvent
 
 Ints = NDArray[np.int64]
 
@@ -18,12 +20,13 @@ class TokenFeed:
     """Rows of learnt tokens (SFT): sequence s weighs its learnt tokens."""
 
     def __init__(
-        self, store: TokenStore, rows: Ints, length: Length, settings: Settings, *, pad_id: int
+        self, store: TokenStore, rows: Ints, recipe: Recipe, settings: Settings, *, pad_id: int
     ) -> None:
         self.store = store
+        self.rows = rows
         self.settings = settings
         self.pad_id = pad_id
-        self.sequences: Sequences = lay_out(store.lengths, spans_of(store), rows, length)
+        self.sequences: Sequences = lay_out(store.lengths, spans_of(store), rows, recipe.length)
 
     @property
     def tokens(self) -> Ints:
@@ -43,6 +46,10 @@ class TokenFeed:
         lay = lay_end_to_end if is_flat else pad_right
         pieces = [piece for sequence in sequences for piece in self._pieces(int(sequence))]
         return lay(pieces, pad_id=self.pad_id, multiple=self.settings.pad_to_multiple_of)
+
+    def told(self, split: str) -> DataEvent:
+        """What truncation and packing did to the rows."""
+        return data_event(split, self.sequences.profile.report, self.store.lengths[self.rows])
 
     def _pieces(self, sequence: int) -> list[Piece]:
         held = self.sequences
@@ -64,4 +71,37 @@ class TokenFeed:
 
 def spans_of(store: TokenStore) -> Spans:
     """The learnt spans of every row of a store."""
-    return Spans(store.span_ptr, store.spans_flat[:, 0], store.spans_flat[:, 1])
+    return Spans(store.span_ptr, store.span_starts, store.span_ends)
+
+
+LENGTH_BINS = 40
+"""Bars of the length histogram; taste."""
+
+
+def data_event(split: str, report: LengthReport, lengths: Ints) -> DataEvent:
+    """The line of the metrics that says what happened to the rows of a split."""
+    return DataEvent(
+        split=split,
+        rows=report.num_rows,
+        tokens=report.num_tokens,
+        learnt=report.num_learnt,
+        sequences=report.num_sequences,
+        fill=report.fill,
+        rows_cut=report.rows_cut,
+        rows_dropped=report.rows_dropped,
+        tokens_cut=report.tokens_cut + report.tokens_idle,
+        learnt_cut=report.learnt_cut,
+        tokens_dropped=report.tokens_dropped,
+        learnt_dropped=report.learnt_dropped,
+        fragments=report.pieces if report.rows_split else 0,
+        lengths=length_histogram(lengths),
+    )
+
+
+def length_histogram(lengths: Ints) -> tuple[tuple[int, int], ...]:
+    """(longest length, rows) of bins of equal width."""
+    if not len(lengths):
+        return ()
+    width = max(1, -(-int(lengths.max()) // LENGTH_BINS))
+    counts = np.bincount((lengths - 1) // width)
+    return tuple(((index + 1) * width, int(count)) for index, count in enumerate(counts))

@@ -16,12 +16,10 @@ from memtrain.memory.plan import Plan
 from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.feed import Feed, Steps, StepWork, eval_micro_batches
 from memtrain.trainers.method import Method
-from memtrain.trainers.run.metrics import MetricsWriter
-from memtrain.trainers.run.progress import Progress
+from memtrain.trainers.run.events import EvalEvent, Event, StepEvent
 from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.seed import seed_step
 from memtrain.trainers.run.watch import MemoryWatch
-from memtrain.trainers.schedule import Schedule
 from memtrain.trainers.step import Engine, forward_backward, update
 
 
@@ -45,19 +43,21 @@ class Run:
     """The scorer, wrapped for its ranks."""
     method: Method
     optimizer: Optimizer
-    schedule: Schedule
+    lr_at: Callable[[int], float]
     steps: Steps
     eval_feed: Feed | None
     ranks: Ranks
     engine: Engine
     device: torch.device
-    metrics: MetricsWriter
-    progress: Progress
+    tell: Callable[[Event], None]
+    """Takes what happens: to the metrics, the terminal and the trackers, on the main rank."""
     watch: MemoryWatch
     is_asked_to_stop: Callable[[], bool]
     save: Callable[[Position], None]
     """Writes a checkpoint; called by all ranks together."""
     position: Position = field(default_factory=Position)
+    started: float = field(default_factory=time.time)
+    """Seconds since 1970."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -105,9 +105,9 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
             engine=run.engine,
             num_micros=len(work.micros),
             want_stats=_is_logged(run, work.step),
-            seed_micro=lambda index: seed_step(seed, work.step, index, run.ranks.rank),
+            seed_micro=lambda index: seed_step(seed, work.step, index * run.ranks.world + run.ranks.rank),
         )
-        lr = run.schedule.lr_at(work.step)
+        lr = run.lr_at(work.step)
         norm = update(
             run.optimizer,
             parameters,
@@ -120,7 +120,7 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
     _tell(run, work, totals, lr, time.perf_counter() - started)
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
         raise MemtrainError(
-            f"the loss is {totals['loss']} and the gradient norm {totals['grad_norm']} at step {work.step + 1}",
+            f"the loss is {totals['loss']}, the gradient norm {totals['grad_norm']} at step {work.step + 1}",
             where=run.plan.run_dir,
             fix="lower optim.lr, raise optim.warmup_ratio, or set model.dtype: float32; "
             "the last checkpoint is from before",
@@ -148,17 +148,10 @@ def evaluate(run: Run) -> float:
     run.position.eval_loss = means["loss"]
     if run.position.best_loss is None or means["loss"] < run.position.best_loss:
         run.position.best_loss = means["loss"]
-    run.metrics.write(
-        {
-            "kind": "eval",
-            "step": run.position.step,
-            "tokens": int(feed.tokens.sum()),
-            "seconds": time.perf_counter() - started,
-            **means,
-        }
-    )
-    run.progress.evaluated(run.position.step, means["loss"])
-    return means["loss"]
+    loss = means.pop("loss")
+    seconds = time.perf_counter() - started
+    run.tell(EvalEvent(step=run.position.step, loss=loss, tokens=int(count), seconds=seconds, extra=means))
+    return loss
 
 
 def _on_device(run: Run, work: StepWork) -> Iterator[MicroBatch]:
@@ -190,17 +183,17 @@ def _tell(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds
         name: value if name in ("loss", "grad_norm") else value / work.denominator
         for name, value in totals.items()
     }
-    line = {
-        "kind": "step",
-        "step": work.step + 1,
-        "epoch": work.epoch,
-        "lr": lr,
-        "tokens": work.num_tokens,
-        "learnt": int(work.denominator),
-        "sequences": work.num_sequences,
-        "seconds": seconds,
-        "peak_bytes": run.watch.peak_bytes,
-        **means,
-    }
-    run.metrics.write(line)
-    run.progress.stepped(line)
+    run.tell(
+        StepEvent(
+            step=work.step + 1,
+            loss=means.pop("loss"),
+            lr=lr,
+            grad_norm=means.pop("grad_norm"),
+            tokens=work.num_tokens,
+            learnt=int(work.denominator),
+            seconds=seconds,
+            peak_bytes=run.watch.peak_bytes or None,
+            epoch=work.epoch,
+            extra=means,
+        )
+    )

@@ -1,8 +1,7 @@
 """Supervised fine-tuning: cross-entropy on the learnt tokens.
 
-Source: the maximum-likelihood objective; the mean is taken over the learnt tokens of the whole optimizer step, over
-all micro-batches and ranks, so that accumulation equals one large batch (per-micro-batch means do not: Unsloth's
-and Hugging Face's gradient-accumulation note of October 2024).
+Source: the maximum-likelihood objective. The mean is over the learnt tokens of the whole optimizer step, of
+all micro-batches and ranks, so that accumulation equals one large batch (a mean of means does not).
 What differs from the loop: nothing else.
 """
 
@@ -10,13 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from memtrain.recipes.methods import Sft as SftRecipe
+from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.collate import MicroBatch
-from memtrain.trainers.losses.request import NllRequest
+from memtrain.trainers.feeds import TokenFeed
+from memtrain.trainers.losses.cross_entropy import dft_loss, sft_request
+from memtrain.trainers.losses.linear import LogprobResult, NllResult
+from memtrain.trainers.losses.request import LogprobRequest
 from memtrain.trainers.method import Loss
+
+feed = TokenFeed
+"""Rows of learnt tokens."""
+
+
+def method(recipe: Recipe) -> Sft:
+    """The method of a recipe."""
+    return Sft(recipe.sft or SftRecipe())
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +36,33 @@ class Sft:
     recipe: SftRecipe
 
     def loss(self, model: nn.Module, micro: MicroBatch, *, denominator: float, want_stats: bool) -> Loss:
-        """Sum of the learnt tokens' losses over `denominator`; sums: nll, entropy, correct."""
-        weights_N = torch.full(
-            (micro.num_learnt,), 1.0 / denominator, dtype=torch.float32, device=micro.targets.device
-        )
-        request = NllRequest(
+        """Sum of the tokens' losses over `denominator`; sums: entropy, accuracy, nll where it differs."""
+        if self.recipe.loss == "dft":
+            return self._dynamic(model, micro, denominator, want_stats)
+        request = sft_request(
             micro.targets,
-            weights_N,
+            num_tokens=denominator,
             label_smoothing=self.recipe.label_smoothing,
             z_loss=self.recipe.z_loss,
             want_stats=want_stats,
         )
-        result = model(micro.model_inputs(), micro.scored_index, request)
-        sums = {}
-        if want_stats:
-            sums = {
-                "nll": -result.logp_N.sum(),
-                "entropy": result.entropy_N.sum(),
-                "correct": result.correct_N.sum(),
-            }
+        result: NllResult = model(micro.model_inputs(), micro.scored_index, request)
+        if not want_stats:
+            return Loss(result.loss, {})
+        assert result.logp_N is not None
+        assert result.entropy_N is not None
+        assert result.correct_N is not None
+        sums = {"entropy": result.entropy_N.sum(), "accuracy": result.correct_N.float().sum()}
+        if self.recipe.label_smoothing or self.recipe.z_loss:
+            sums["nll"] = -result.logp_N.sum()
         return Loss(result.loss, sums)
+
+    def _dynamic(self, model: nn.Module, micro: MicroBatch, denominator: float, want_stats: bool) -> Loss:
+        request = LogprobRequest(micro.targets, want_entropy=want_stats)
+        result: LogprobResult = model(micro.model_inputs(), micro.scored_index, request)
+        loss = dft_loss(result.logp_N, num_tokens=denominator)
+        if not want_stats:
+            return Loss(loss, {})
+        assert result.entropy_N is not None
+        sums = {"nll": -result.logp_N.detach().sum(), "entropy": result.entropy_N.detach().sum()}
+        return Loss(loss, sums)

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of its micro-batches, then the update. The planner traces this too."""
+"""One optimizer step: forward and backward of its micro-batches, then the update. Traced by the planner."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.method import Method
+from memtrain.trainers.optim import clip_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Engine:
     backward: Callable[[Tensor], None] = torch.autograd.backward
     hold_sync: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
     """Context in which a backward pass does not exchange gradients: all micro-batches but the last."""
-    clip: Callable[[Sequence[nn.Parameter], float], Tensor] = torch.nn.utils.clip_grad_norm_
+    clip: Callable[[Sequence[nn.Parameter], float], Tensor] = clip_gradients
     """Scales gradients down to a norm; the norm before, as a scalar on the device."""
 
 

@@ -3,6 +3,7 @@ import pytest
 
 from memtrain.trainers.data.collate import MicroBatch, nothing
 from memtrain.trainers.feed import Steps, eval_micro_batches
+from memtrain.trainers.run.events import DataEvent
 
 
 class Lengths:
@@ -14,6 +15,9 @@ class Lengths:
 
     def micro_batch(self, sequences: np.ndarray) -> MicroBatch:
         return nothing(pad_id=0, is_flat=True)
+
+    def told(self, split: str) -> DataEvent:
+        return DataEvent(split=split, rows=0, tokens=0, learnt=0, sequences=0)
 
 
 @pytest.fixture
@@ -30,7 +34,11 @@ def sequences(steps: Steps, step: int, num_ranks: int = 1) -> list[int]:
 def test_an_epoch_sees_every_sequence_once_and_the_next_another_order(steps: Steps):
     first = [sequences(steps, step) for step in range(3)]
     assert sorted(sum(first, [])) == list(range(10))
-    assert [steps.work(step, rank=0, num_ranks=1).is_last_of_epoch for step in range(3)] == [False, False, True]
+    assert [steps.work(step, rank=0, num_ranks=1).is_last_of_epoch for step in range(3)] == [
+        False,
+        False,
+        True,
+    ]
     second = [sequences(steps, step) for step in range(3, 6)]
     assert sorted(sum(second, [])) == list(range(10))
     assert first != second

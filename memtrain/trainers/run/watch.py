@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,9 +25,10 @@ class MemoryWatch:
 
     device: torch.device
     resident_bytes: int
-    """Bytes of weights and optimizer state that exist before a phase is entered (CPU: the mode sees only new
+    """Bytes of weights and optimizer state that are there before a phase (CPU: the mode sees only new
     tensors)."""
-    write: Callable[[Mapping[str, object]], None]
+    note: Callable[[str, int, int, int], None]
+    """Takes (phase, allocated, reserved, resident memory of the process) of every new highest peak."""
     is_on: bool = True
     peak_bytes: int = 0
     """Highest peak of any phase so far."""
@@ -46,7 +47,7 @@ class MemoryWatch:
         elif self._is_worth_counting(tokens):
             with TensorPeak() as counted:
                 yield
-            self._note(name, self.resident_bytes + counted.peak_bytes, None)
+            self._note(name, self.resident_bytes + counted.peak_bytes, 0)
             self.resident_bytes += counted.left_bytes
         else:
             yield
@@ -67,17 +68,9 @@ class MemoryWatch:
             name, torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         )
 
-    def _note(self, name: str, allocated: int, reserved: int | None) -> None:
+    def _note(self, name: str, allocated: int, reserved: int) -> None:
         self.peak_bytes = max(self.peak_bytes, allocated)
         if allocated <= self.phases.get(name, -1):
             return
         self.phases[name] = allocated
-        self.write(
-            {
-                "kind": "memory",
-                "phase": name,
-                "allocated": allocated,
-                "reserved": reserved,
-                "rss": psutil.Process().memory_info().rss,
-            }
-        )
+        self.note(name, allocated, reserved, psutil.Process().memory_info().rss)

@@ -1,0 +1,86 @@
+"""`memtrain sft` and the other methods, and `memtrain train`: from a recipe to a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.arguments import OverridesArgument, RecipeArgument
+from memtrain.cli.printing import say
+
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Write the plan and the launch files into the run folder; start nothing."),
+]
+RunDir = Annotated[
+    str | None,
+    typer.Option("--run-dir", help="Folder of the run, in place of the recipe's.", show_default=False),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume/--no-resume", help="Go on from the newest checkpoint of the run folder.")
+]
+
+
+def sft(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    dry_run: DryRun = False,
+    run_dir: RunDir = None,
+    resume: Resume = True,
+) -> None:
+    """Supervised fine-tuning."""
+    run_recipe("sft", recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    dry_run: DryRun = False,
+    run_dir: RunDir = None,
+    resume: Resume = True,
+) -> None:
+    """Train by the method that the recipe names."""
+    run_recipe(None, recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
+
+
+def run_recipe(
+    method: str | None,
+    recipe: str,
+    overrides: list[str],
+    *,
+    dry_run: bool = False,
+    run_dir: str | None = None,
+    resume: bool = True,
+) -> Path:
+    """Plan, launch and finish one run; its folder.
+
+    Raises: MemtrainError of every kind.
+    """
+    from memtrain.recipes.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides, method=method)
+
+    from memtrain.cli.launch.local import recipe_yaml, start, write_files
+    from memtrain.cli.planning import make_plan
+    from memtrain.cli.showing import print_end, print_plan, reading_progress
+    from memtrain.trainers.run.folder import RunFolder
+    from memtrain.trainers.run.trackers import check_trackers
+
+    check_trackers(loaded.recipe.log.trackers)
+    with reading_progress() as progress:
+        planned = make_plan(loaded, run_dir=run_dir, progress=progress)
+    plan = planned.plan
+    folder = RunFolder(Path(plan.run_dir))
+    with folder.open_for_run():
+        print_plan(planned)
+        folder.recipe.write_text(recipe_yaml(plan.recipe))
+        plan.write(folder.path)
+        script = write_files(plan, folder.path)
+        if dry_run:
+            say(f"Nothing was started. The plan is in {folder.plan}; {script} runs it.")
+            return folder.path
+        start(plan, folder.path, resume=resume)
+    print_end(folder)
+    return folder.path

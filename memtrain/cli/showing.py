@@ -1,0 +1,95 @@
+"""What a training command shows: how the data is read, the plan before the run, the end after it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+from memtrain.cli.planning import Planned
+from memtrain.cli.printing import print_table, say
+from memtrain.memory.lengths import LengthReport
+from memtrain.memory.units import gib
+from memtrain.trainers.run.folder import RunFolder
+
+EVERY_S = 0.5
+
+
+@contextmanager
+def reading_progress() -> Iterator[Callable[[int, int], None]]:
+    """Takes (rows, tokens) read so far; tells them on a terminal, in one line that is written over."""
+    is_live = sys.stderr.isatty()
+    started = told = time.monotonic()
+
+    def progress(rows: int, tokens: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if is_live and now - told >= EVERY_S:
+            told = now
+            speed = rows / max(now - started, 1e-9)
+            sys.stderr.write(f"\r\x1b[Ktokenizing: {rows:,} rows, {tokens:,} tokens, {speed:,.0f} rows/s")
+            sys.stderr.flush()
+
+    yield progress
+    if is_live:
+        sys.stderr.write("\r\x1b[K")
+
+
+def print_plan(planned: Planned) -> None:
+    """The plan in short: the rows, the decisions, the predicted peak with and without them."""
+    plan = planned.plan
+    say(f"{plan.recipe.method}: {plan.recipe_path} into {plan.run_dir}")
+    say(rows_words(planned.profile.report))
+    if plan.data.train.num_skipped:
+        say(f"{plan.data.train.num_skipped:,} bad rows were left out (data.on_bad_row: skip).")
+    typer.echo()
+    print_table(
+        ("setting", "value", "why"),
+        [
+            (one.setting, one.value, f"{one.reason} ({one.source})" if one.reason else one.source)
+            for one in plan.decisions
+        ],
+    )
+    typer.echo()
+    peak, plain = plan.prediction.peak, plan.plain.peak
+    say(
+        f"Predicted peak of live tensors: {gib(peak.num_bytes)} in the {peak.phase}; "
+        f"{gib(plain.num_bytes)} without the plan."
+    )
+    typer.echo()
+
+
+def rows_words(report: LengthReport) -> str:
+    """What truncation and packing did, in one paragraph: nothing is lost that is not said here."""
+    said = [f"{report.num_rows:,} rows, {report.num_tokens:,} tokens, {report.num_learnt:,} of them learnt"]
+    if report.rows_cut:
+        said.append(
+            f"{report.rows_cut:,} rows are cut ({report.tokens_cut:,} tokens, {report.learnt_cut:,} learnt)"
+        )
+    if report.rows_dropped:
+        said.append(
+            f"{report.rows_dropped:,} rows are left out "
+            f"({report.tokens_dropped:,} tokens, {report.learnt_dropped:,} learnt)"
+        )
+    if report.rows_split:
+        said.append(f"{report.rows_split:,} rows are split")
+    if report.tokens_idle:
+        said.append(f"{report.tokens_idle:,} tokens are left out with pieces in which nothing is learnt")
+    if report.num_sequences != report.pieces:
+        said.append(f"{report.pieces:,} pieces in {report.num_sequences:,} sequences, {report.fill:.2%} full")
+    if not (report.tokens_cut or report.tokens_dropped):
+        said.append("no token is cut or dropped")
+    return "; ".join(said) + "."
+
+
+def print_end(folder: RunFolder) -> None:
+    """The run as the report tells it."""
+    from rich.console import Console
+
+    from memtrain.trainers.run.report import summary
+
+    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(summary(folder))
+    say(f"Model: {folder.final}   Report: {folder.report}")

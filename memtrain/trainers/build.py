@@ -1,0 +1,116 @@
+"""What every rank builds from the plan: tokenizer, model, scorer, optimizer and feeds. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import cast
+
+import numpy as np
+from peft import PeftModel
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.plan import Plan
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.data.rows import choose_rows
+from memtrain.trainers.data.store import TokenStore
+from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.feed import Feed
+from memtrain.trainers.method import Method
+from memtrain.trainers.model.adapters import add_adapter
+from memtrain.trainers.model.attention import attention_switched
+from memtrain.trainers.model.checkpointing import checkpoint_layers
+from memtrain.trainers.model.head import Scorer, base_model, verify_head
+from memtrain.trainers.model.isolation import verify_isolation
+from memtrain.trainers.model.liger import apply_liger
+from memtrain.trainers.model.load import load_model
+from memtrain.trainers.model.noise import add_noise
+from memtrain.trainers.optim import build_optimizer
+from memtrain.trainers.run.seed import seed_everything
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The parts of a run on one rank."""
+
+    tokenizer: PreTrainedTokenizerFast
+    scorer: Scorer
+    optimizer: Optimizer
+    method: Method
+    train: Feed
+    eval: Feed | None
+
+    @property
+    def model(self) -> PreTrainedModel | PeftModel:
+        """The model itself, with its adapter."""
+        return self.scorer.model
+
+
+def build(plan: Plan) -> Built:
+    """Build everything, and check on the real model that rows stay apart and that the head is understood.
+
+    Raises: LaunchError when the model cannot be loaded, adapted, or trusted with these settings.
+    """
+    recipe, settings = plan.recipe, plan.settings
+    tokenizer = tokenizer_of(recipe.model)
+    model = build_model(plan, vocab_size=len(tokenizer))
+    scorer = Scorer(model, is_chunked=settings.loss == "chunked", tile_bytes=settings.loss_tile_bytes)
+    with attention_switched(base_model(model), "eager"):
+        verify_head(scorer)
+    if settings.padding_free:
+        verify_isolation(model, AttentionBackend(settings.attention), shared_prompts=False)
+    method, make_feed = method_of(plan)
+    pad_id = cast(int | None, tokenizer.pad_token_id)
+    train, held_out = build_feeds(plan, make_feed, pad_id if pad_id is not None else 0)
+    return Built(
+        tokenizer=tokenizer,
+        scorer=scorer,
+        optimizer=build_optimizer(scorer, recipe.optim, settings),
+        method=method,
+        train=train,
+        eval=held_out,
+    )
+
+
+def build_model(plan: Plan, *, vocab_size: int) -> PreTrainedModel | PeftModel:
+    """The model with its kernels, adapter, checkpointing, offloading and noise, as the plan says."""
+    recipe, settings = plan.recipe, plan.settings
+    seed_everything(recipe.train.seed, "model")
+    model: PreTrainedModel | PeftModel = load_model(
+        recipe.model, settings, seed=recipe.train.seed, vocab_size=vocab_size
+    )
+    apply_liger(model, settings)
+    if settings.adapter is not None:
+        model = add_adapter(model, settings.adapter, quantize=settings.quantize)
+    if settings.checkpoint_every:
+        checkpoint_layers(model, settings.checkpoint_every)
+    if recipe.optim.neftune_alpha is not None:
+        add_noise(model, recipe.optim.neftune_alpha)
+    return model
+
+
+def method_of(plan: Plan) -> tuple[Method, Callable[..., Feed]]:
+    """The method of the recipe, and what makes its feeds."""
+    module = import_module(METHODS[plan.recipe.method].trainer)
+    return module.method(plan.recipe), module.feed
+
+
+def build_feeds(plan: Plan, make_feed: Callable[..., Feed], pad_id: int) -> tuple[Feed, Feed | None]:
+    """(training rows, held-out rows or None) as feeds of the method."""
+    recipe, data = plan.recipe, plan.data
+    store = TokenStore.open(data.train.folder)
+    chosen = choose_rows(recipe.data, store, recipe.train.seed)
+    train = make_feed(store, chosen.train, recipe, plan.settings, pad_id=pad_id)
+    if data.eval is not None:
+        other = TokenStore.open(data.eval.folder)
+        rows = np.arange(other.num_rows)
+    else:
+        other, rows = store, chosen.eval
+    if not len(rows):
+        return train, None
+    if recipe.eval.max_rows is not None:
+        rows = rows[:: -(-len(rows) // recipe.eval.max_rows)]
+    return train, make_feed(other, rows, recipe, plan.settings, pad_id=pad_id)

@@ -1,0 +1,69 @@
+"""The end of a run: the best weights, the model for Hugging Face, its card, a sample, the report."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from memtrain.trainers.build import Built
+from memtrain.trainers.loop import Run
+from memtrain.trainers.model.attention import attention_switched
+from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.save import save_final
+from memtrain.trainers.run.card import write_card
+from memtrain.trainers.run.checkpoint import best_complete
+from memtrain.trainers.run.events import FinalEvent
+from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.report_html import write_report
+from memtrain.trainers.snapshot import load_weights
+
+SAMPLE_TOKENS = 48
+
+
+def finish(run: Run, built: Built, folder: RunFolder) -> None:
+    """Write `final/` and `report.html`; with `save.keep_best` the weights of the lowest held-out loss."""
+    best_step = None
+    if run.plan.recipe.save.keep_best:
+        best = best_complete(folder).checkpoint
+        if best is not None and best.manifest.facts.step != run.position.step:
+            load_weights(best, built.scorer)
+            best_step = best.manifest.facts.step
+    if not run.ranks.is_main:
+        return
+    save_final(built.model, built.tokenizer, folder.final)
+    run.tell(
+        FinalEvent(
+            step=run.position.step,
+            state="done",
+            seconds=time.time() - run.started,
+            model=str(folder.final),
+            best_step=best_step,
+            sample=sample(run, built),
+        )
+    )
+    write_card(folder)
+    write_report(folder)
+
+
+def sample(run: Run, built: Built) -> str:
+    """What the trained model writes after the beginning of a held-out row (or of a training row)."""
+    feed = run.eval_feed or run.steps.feed
+    batch = feed.micro_batch(np.array([int(feed.tokens.argmin())]))
+    learnt = int(batch.scored_index[0]) + 1 if batch.num_learnt else 1
+    prompt_T = batch.input_ids[0, : max(1, learnt)].to(run.device)
+    was_training = built.model.training
+    built.model.eval()
+    with attention_switched(base_model(built.model), "eager"), torch.no_grad():
+        written = built.model.generate(
+            input_ids=prompt_T[None],
+            attention_mask=torch.ones_like(prompt_T)[None],
+            max_new_tokens=SAMPLE_TOKENS,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=built.tokenizer.pad_token_id or built.tokenizer.eos_token_id,
+            eos_token_id=built.tokenizer.eos_token_id,
+        )
+    built.model.train(was_training)
+    return built.tokenizer.decode(written[0], skip_special_tokens=False)

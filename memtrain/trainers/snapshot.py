@@ -1,0 +1,51 @@
+"""What a checkpoint holds, and how a run goes on from it: trained weights, optimizer, position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain.trainers.loop import Position
+from memtrain.trainers.run.checkpoint import Checkpoint, Parts
+from memtrain.trainers.run.state_io import load_state, save_state
+
+
+def parts_of(model: nn.Module, optimizer: Optimizer, position: Position) -> Parts:
+    """The parts to save. No random state: every draw is named by its step and not by those before it."""
+
+    def writer(state: Callable[[], object]) -> Callable[[Path], None]:
+        return lambda path: save_state(state(), path)
+
+    return {
+        "weights": writer(lambda: trained_weights(model)),
+        "optimizer": writer(optimizer.state_dict),
+        "loop": writer(lambda: asdict(position)),
+    }
+
+
+def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, position: Position) -> None:
+    """Put weights, optimizer and position where the checkpoint left them."""
+    load_weights(checkpoint, model)
+    optimizer.load_state_dict(load_state(checkpoint.part("optimizer")))
+    for name, value in load_state(checkpoint.part("loop")).items():
+        setattr(position, name, value)
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Put the trained weights where the checkpoint left them."""
+    saved: dict[str, Tensor] = load_state(checkpoint.part("weights"))
+    trained = trained_weights(model)
+    assert saved.keys() == trained.keys(), "A checkpoint of this recipe has the weights that it trains."
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(saved[name])
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters by name; tied ones once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
