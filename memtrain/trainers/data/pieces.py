@@ -115,7 +115,7 @@ def _pieces(tokens: Ints, length: Length) -> tuple[Ints, Ints, Ints]:
 
 
 def _split(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
-    """Rows longer than `limit` in pieces of `limit` tokens, each beginning with the last of the one before."""
+    """Rows longer than `limit` in pieces of `limit` tokens, each begun with the last of the one before."""
     stride = max(1, limit - 1)
     counts = np.maximum(1, -(-(tokens - 1) // stride))
     number = np.repeat(np.arange(len(tokens)), counts)
