@@ -10,8 +10,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from memtrain.errors import LaunchError
+from memtrain.memory.attention import AttentionBackend
 from memtrain.trainers.losses.request import LogprobRequest, NllRequest
+from memtrain.trainers.model.attention.functions import set_attention
 from memtrain.trainers.model.head import Scorer, base_model, head_form, head_of, verify_head
+from memtrain.trainers.model.layout import packed_layout
 
 VOCAB = 128
 IDS = torch.randint(1, VOCAB, (2, 17), generator=torch.Generator().manual_seed(7))
@@ -208,6 +211,24 @@ def test_unknown_change_of_logits_is_refused_by_name(tiny_llama):
 
 def test_verify_head_accepts_half_precision(tiny_qwen3):
     verify_head(Scorer(tiny_qwen3().to(torch.bfloat16)))
+
+
+def test_packed_rows_score_as_rows_alone(tiny_model):
+    """Three rows end to end, on packed attention, give the loss and gradients of the three apart."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, VOCAB, (n,), generator=generator) for n in (9, 5, 14)]
+    alone, packed = Scorer(tiny_model()), Scorer(tiny_model())
+    for row in rows:
+        request = NllRequest(row[1:], torch.ones(len(row) - 1))
+        alone({"input_ids": row[None]}, torch.arange(len(row) - 1), request).loss.backward()
+    set_attention(packed.model, AttentionBackend.CPU)
+    verify_head(packed)
+    layout, ids = packed_layout([len(row) for row in rows]), torch.cat(rows)
+    request = NllRequest(ids[layout.predicted_rows], torch.ones(len(layout.predicted_rows)))
+    inputs = {"input_ids": ids[None], "position_ids": layout.position_ids, "layout": layout}
+    packed(inputs, layout.predicting_rows, request).loss.backward()
+    for name, expected in gradients(alone).items():
+        torch.testing.assert_close(gradients(packed)[name], expected, rtol=1e-4, atol=2e-5)
 
 
 def test_variants_of_lora_on_the_head_are_refused(tiny_llama):

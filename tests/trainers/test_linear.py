@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.trainers.losses import linear, linear_nll
+from memtrain.trainers.losses import linear, linear_nll, products, tiles
 from memtrain.trainers.losses.linear import LogprobResult
 from memtrain.trainers.losses.linear_full import full_logprob, full_nll
 from memtrain.trainers.losses.tiles import LogitRule
@@ -211,6 +211,35 @@ def test_bf16_is_exact_but_for_one_rounding(mode, tile_bytes):
     assert got.dtype == torch.float32
     assert relative(got, want) < 1e-6
     assert worst_gradient_error(head, reference) < 2**-8
+
+
+@pytest.mark.parametrize("tile_bytes", [TILE, 64 << 20], ids=["columns", "tokens"])
+@pytest.mark.parametrize("mode", ["nll", "logprob"])
+def test_half_kernels_round_gradients_once_more_and_no_logit(mode, tile_bytes, monkeypatch):
+    """The path of devices that add bf16 products to fp32 themselves, with such a kernel written out.
+
+    There the tile of logit gradients is rounded to bf16 too, before its two products.
+    """
+
+    def multiply(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
+        assert left.dtype == right.dtype, "a kernel takes one dtype"
+        product = left.float() @ right.float()
+        out.add_(product) if add else out.copy_(product)
+
+    monkeypatch.setattr(products, "_multiply_", multiply)
+    monkeypatch.setattr(tiles, "sums_half_in_fp32", lambda device: True)
+    head = make_head(torch.bfloat16)
+    reference = in_fp64(head)
+    if mode == "nll":
+        got = linear.linear_nll(head.pairs(True), head.targets, head.weights, tile_bytes=tile_bytes).loss
+    else:
+        logp = linear.linear_logprob(head.pairs(True), head.targets, tile_bytes=tile_bytes).logp_N
+        got = -(logp * head.weights).sum()
+    want = full_nll(reference.pairs(True), reference.targets, reference.weights).loss
+    got.backward()
+    want.backward()
+    assert relative(got, want) < 1e-6
+    assert worst_gradient_error(head, reference) < 2**-7
 
 
 def test_bf16_tiles_beat_bf16_logits():

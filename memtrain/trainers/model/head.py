@@ -19,6 +19,8 @@ from memtrain.errors import LaunchError
 from memtrain.trainers.losses.linear import Pairs
 from memtrain.trainers.losses.request import HeadForm, LogprobRequest, Request
 from memtrain.trainers.losses.tiles import TILE_BYTES
+from memtrain.trainers.model.attention.functions import NAMES
+from memtrain.trainers.model.layout import packed_layout
 
 Inside = Callable[[Pairs, Tensor | None], Any]
 """What runs inside a head's module call, on its summed products and its bias."""
@@ -135,13 +137,17 @@ def verify_head(scorer: Scorer) -> None:
     generator = torch.Generator().manual_seed(0)
     num_ids = min(weight.shape[0], base.config.get_text_config().vocab_size)
     ids_BT = torch.randint(0, num_ids, (1, 12), generator=generator).to(weight.device)
+    inputs: dict[str, Any] = {"input_ids": ids_BT}
+    if base.config._attn_implementation in NAMES.values():
+        layout = packed_layout([ids_BT.shape[1]]).to(weight.device)
+        inputs |= {"position_ids": layout.position_ids, "layout": layout}
     was_training = scorer.training
     scorer.eval()
     try:
         with torch.no_grad():
             index_N = torch.arange(ids_BT.shape[1] - 1, device=weight.device)
-            logp_N = scorer({"input_ids": ids_BT}, index_N, LogprobRequest(ids_BT[0, 1:])).logp_N
-            logits_NV = scorer.model(input_ids=ids_BT, use_cache=False).logits[0, :-1]
+            logp_N = scorer(inputs, index_N, LogprobRequest(ids_BT[0, 1:])).logp_N
+            logits_NV = scorer.model(**inputs, use_cache=False).logits[0, :-1]
             plain_N = logits_NV.float().log_softmax(-1).gather(1, ids_BT[0, 1:, None])[:, 0]
     finally:
         scorer.train(was_training)
