@@ -119,13 +119,13 @@ class _Checked:
         A bare `adapter:` is refused: it might be meant as one with all defaults, or as none.
         """
         key = dotted(path)
-        self.meant.add(key)
         if section_of(annotation) is None:
             fix = f"write {describe(annotation)}; or remove the line{default_words(section, str(path[-1]))}"
         elif takes_null(annotation) and len(path) > 1:
             fix = f"write `{path[-1]}: {{}}` for its defaults, `{path[-1]}: null` for none"
         else:
             return
+        self.meant.add(key)
         self.faults.add(f"{key}: no value", place, fix)
 
 

@@ -63,7 +63,8 @@ def read_yaml(text: str, source: str, faults: Faults, fixed: Place | None = None
         if fixed is None and error.problem_mark is not None:
             place = reader.place(error.problem_mark)
         problem = error.problem or error.context or "no YAML"
-        faults.add(f"cannot be read as YAML: {problem}", place, _way_out(problem))
+        what, fix = _in_words(problem)
+        faults.add(what, place, fix)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
@@ -80,16 +81,45 @@ def read_yaml(text: str, source: str, faults: Faults, fixed: Place | None = None
     return None
 
 
-def _way_out(problem: str) -> str:
-    if "'\\t'" in problem or "\\t" in problem:
-        return "indent with spaces; YAML takes no tabs"
-    if "mapping values are not allowed" in problem:
-        return "check the indentation, and put text that holds ': ' in quotes"
-    if "cannot start any token" in problem:
-        return "put the text in quotes"
-    if "expected a single document" in problem:
-        return "keep one document: remove the line ---"
-    return "check the indentation, the colons, the brackets and the quotes of this line and the one above"
+_PROBLEMS: tuple[tuple[str, str, str], ...] = (
+    (r"'\\t'", "a tab stands here", "indent with spaces; YAML takes no tabs"),
+    (r"character '(.)' that cannot start", "text cannot start with {0}", "put the text in quotes"),
+    (
+        "mapping values are not allowed",
+        "a colon stands where no key can stand",
+        "put text that holds ': ' in quotes, or check the indentation",
+    ),
+    (
+        "could not find expected ':'",
+        "the line above has no colon, or is not indented as its neighbours",
+        "write key: value",
+    ),
+    (r"expected ',' or '([\]}])'", "a bracket is open here, or a comma is missing", "close it with {0}"),
+    (
+        "expected <block end>",
+        "this line is not indented as its neighbours",
+        "give keys of one section one indentation",
+    ),
+    (
+        "expected '<document start>'",
+        "this does not go on from the lines above",
+        "give keys of one section one indentation, and each key its colon",
+    ),
+    ("unexpected end of stream", "a quote is open at the end of the file", "close it"),
+    ("expected a single document", "a second document starts here", "keep one: remove the line ---"),
+    ("expected alphabetic or numeric", "one of & * ! % stands without a name", "put the text in quotes"),
+)
+"""What yaml says, what it means, and the way out."""
+
+
+def _in_words(problem: str) -> tuple[str, str]:
+    for pattern, what, fix in _PROBLEMS:
+        if match := re.search(pattern, problem):
+            return f"cannot be read as YAML: {what.format(*match.groups())}", fix.format(*match.groups())
+    return (
+        f"cannot be read as YAML: {problem}",
+        "check the indentation, colons, brackets and quotes near this line",
+    )
 
 
 class _Unreadable(Exception):

@@ -31,7 +31,7 @@ def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> 
     for word in overrides:
         place = Place(f"override `{word}`")
         key, equals, text = word.partition("=")
-        if not equals or not _KEY.fullmatch(key) or key.startswith(("+", "~")):
+        if not equals or not _KEY.fullmatch(key) or key.startswith(("+", "~", "-")):
             faults.add(f"'{word}' is no override", place, "write section.key=value, such as optim.lr=1e-4")
             continue
         known = len(faults.found)

@@ -80,11 +80,13 @@ class Faults:
         return bool(self.found)
 
     def in_order(self) -> list[Fault]:
-        """The faults, file by file as they were met, each file from top to bottom; each once."""
+        """The faults, file by file from top to bottom, then those of overrides; each once."""
         files: dict[str, int] = {}
         for place, _ in self.found:
             files.setdefault(place.source, len(files))
-        ordered = sorted(self.found, key=lambda one: (files[one[0].source], one[0].line, one[0].column))
+        ordered = sorted(
+            self.found, key=lambda one: (one[0].line == 0, files[one[0].source], one[0].line, one[0].column)
+        )
         return list(dict.fromkeys(fault for _, fault in ordered))
 
 

@@ -1,4 +1,4 @@
-"""Every wrong recipe in wrong/ has one clear text, kept beside it; rewrite with MEMTRAIN_REWRITE_EXPECTED=1."""
+"""Every wrong recipe in wrong/ has one clear text beside it; MEMTRAIN_REWRITE_EXPECTED=1 writes them anew."""
 
 import os
 from pathlib import Path

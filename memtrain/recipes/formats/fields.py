@@ -169,7 +169,11 @@ def text_or_messages_at(row: Row, column: str) -> str | Messages:
     value = value_at(row, column)
     if isinstance(value, str):
         return value
-    return messages_in(value, column)
+    if not isinstance(value, (list, tuple)):
+        raise BadRow(
+            f"column '{column}' is {kind_of(value)} ({shown(value)}), not a string or a list of messages"
+        )
+    return messages_in(cast(Sequence[object], value), column)
 
 
 def messages_in(value: object, column: str) -> Messages:

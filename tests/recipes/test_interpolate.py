@@ -1,0 +1,90 @@
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+from memtrain.recipes.interpolate import interpolated
+from memtrain.recipes.lines import read_yaml
+from memtrain.recipes.tree import Faults, Mapping, plain
+
+
+def after(text: str) -> tuple[object, list[str]]:
+    faults = Faults()
+    tree = read_yaml(text, "my.yaml", faults)
+    assert isinstance(tree, Mapping)
+    return plain(interpolated(tree, faults)), [fault.what for fault in faults.in_order()]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTRAIN_TEST_LR", "1e-5")
+    monkeypatch.delenv("MEMTRAIN_TEST_NOT_SET", raising=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: ${b}\nb: 3",
+        "a: ${b.c}\nb: {c: {d: [1, 2]}}",
+        "a: {b: '${.c}', c: 1}",
+        "a: {b: {c: '${..d}'}, d: 2}",
+        "a: 'x-${b}-${c}'\nb: 1\nc: 2.5",
+        "a: ${b}\nb: ${c}\nc: end",
+        "a: ${b[1].x}\nb: [{x: 1}, {x: 2}]",
+        "a: ${b.1}\nb: [5, 6]",
+        "a: '\\${b}'",
+        "a: ${b}\nb: {c: '${d}'}\nd: 4",
+        "a: ${b.c}\nb: ${d}\nd: {c: 7}",
+        "a: ${oc.env:MEMTRAIN_TEST_NOT_SET,fallback}",
+        "a: 'run-${oc.env:MEMTRAIN_TEST_LR}'",
+        "a: ${oc.env:${b}, x}\nb: MEMTRAIN_TEST_NOT_SET",
+    ],
+)
+def test_values_are_what_omegaconf_makes_of_them(text: str):
+    faults = Faults()
+    tree = read_yaml(text, "my.yaml", faults)
+    assert tree is not None
+    assert after(text) == (OmegaConf.to_container(OmegaConf.create(plain(tree)), resolve=True), [])
+
+
+def test_a_variable_that_is_the_whole_value_is_read_as_yaml():
+    assert after("a: ${oc.env:MEMTRAIN_TEST_LR}\nb: ${oc.env:MEMTRAIN_TEST_NOT_SET,8}")[0] == {
+        "a": 1e-5,
+        "b": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("a: ${b}\nb: ${a}", "a: refers to itself: a -> b -> a"),
+        ("a: ${a}", "a: refers to itself: a -> a"),
+        ("a: {b: '${a}'}", "a.b: ${a} is the section it stands in"),
+        ("a: ${b}\nb: {c: '${a}'}", "b.c: refers to itself: a -> b -> b.c -> a"),
+        ("a: ${nope.x}", "a: ${nope.x}: the recipe does not write nope.x"),
+        (
+            "a: ${oc.env:MEMTRAIN_TEST_NOT_SET}",
+            "a: the environment variable MEMTRAIN_TEST_NOT_SET is not set",
+        ),
+        ("a: ${other:x}", "a: ${other:...} is not known"),
+        ("a: ${", "a: ${ is not closed in '${'"),
+        ("a: ${b c}", "a: ${b c} is no key and no variable"),
+        ("a: x${b}\nb: {c: 1}", "a: ${b} is a section or a list, it cannot stand inside text"),
+    ],
+)
+def test_a_value_that_cannot_be_replaced_is_told(text: str, what: str):
+    assert what in after(text)[1]
+
+
+def test_a_switch_inside_text_is_spelt_as_yaml_has_it():
+    assert after("a: 'x-${b}'\nb: true")[0] == {"a": "x-true", "b": True}
+
+
+@pytest.mark.parametrize(
+    "step", ["a{n}: '${{a{m}}}${{a{m}}}'", "a{n}: {{x: '${{a{m}}}', y: '${{a{m}}}'}}", "a{m}: '${{a{n}}}'"]
+)
+def test_values_that_double_each_other_end_at_once(step: str):
+    text = "a0: xx\n" * ("{m}:" not in step) + "\n".join(step.format(n=n, m=n - 1) for n in range(1, 60))
+    start = time.process_time()
+    assert after(text)[1]
+    assert time.process_time() - start < 2

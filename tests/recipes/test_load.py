@@ -1,0 +1,168 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.faults import foreign_sections
+from memtrain.recipes.lines import read_yaml
+from memtrain.recipes.load import MAX_BYTES, load_recipe
+from memtrain.recipes.tree import Faults, Leaf, Mapping
+
+GOOD = """method: sft
+model: {path: builtin:tiny}
+data:
+  train: builtin:arithmetic
+  held_out: 0.1
+optim:
+  lr: 1e-4
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(GOOD)
+    return tmp_path
+
+
+def told(path: str, *overrides: str, method: str | None = None) -> list[tuple[str, str]]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides, method=method)
+    return [(fault.what, fault.where) for fault in caught.value.faults]
+
+
+def test_a_recipe_holds_what_the_file_and_the_overrides_say():
+    loaded = load_recipe("my.yaml", ["optim.kind=sgd", "data.train=rows.jsonl"])
+    assert loaded.recipe.optim.lr == 1e-4
+    assert loaded.recipe.optim.kind == "sgd"
+    assert loaded.recipe.data.train[0].source == "rows.jsonl"
+    assert loaded.text == GOOD
+    assert loaded.overrides == ("optim.kind=sgd", "data.train=rows.jsonl")
+    assert loaded.resolved["optim"] == {"lr": 1e-4, "kind": "sgd"}
+
+
+def test_every_value_knows_where_it_was_said():
+    loaded = load_recipe("my.yaml", ["optim.kind=sgd", "data.train=[{source: a.jsonl}]"])
+    assert loaded.where("optim.lr") == "my.yaml:7:3"
+    assert loaded.where("optim.kind") == "override `optim.kind=sgd`"
+    assert loaded.where("data.train.0.source") == "override `data.train=[{source: a.jsonl}]`"
+    assert loaded.where("train.seed") == "default"
+
+
+def test_a_loaded_recipe_cannot_be_changed():
+    loaded = load_recipe("my.yaml")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        loaded.text = ""  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValidationError):
+        loaded.recipe.run_dir = "x"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_recipe_extends_another_key_by_key(folder: Path):
+    (folder / "sub").mkdir()
+    (folder / "sub" / "child.yaml").write_text("extends: ../my.yaml\noptim:\n  kind: sgd\n")
+    loaded = load_recipe("sub/child.yaml")
+    assert (loaded.recipe.optim.lr, loaded.recipe.optim.kind) == (1e-4, "sgd")
+    assert loaded.where("optim.lr").endswith("my.yaml:7:3")
+    assert loaded.where("optim.kind") == "sub/child.yaml:3:3"
+
+
+def test_the_last_of_several_extended_files_wins_and_null_takes_away(folder: Path):
+    (folder / "lora.yaml").write_text("model: {adapter: {r: 4}}\noptim: {lr: 2e-4}\n")
+    (folder / "child.yaml").write_text("extends: [my.yaml, lora.yaml]\ndata: {held_out: 0.0}\n")
+    recipe = load_recipe("child.yaml").recipe
+    assert recipe.model.adapter is not None
+    assert recipe.optim.lr == 2e-4
+    assert load_recipe("child.yaml", ["model.adapter=null"]).recipe.model.adapter is None
+
+
+def test_a_recipe_extends_a_shipped_one_by_name(folder: Path):
+    (folder / "child.yaml").write_text("extends: smoke/sft\ntrain: {max_steps: 3}\n")
+    assert load_recipe("child.yaml").recipe.train.max_steps == 3
+
+
+def test_a_circle_of_files_is_refused(folder: Path):
+    (folder / "a.yaml").write_text("extends: b.yaml\n")
+    (folder / "b.yaml").write_text("extends: a.yaml\n")
+    ((what, where),) = told("a.yaml")
+    assert what.endswith("in a circle: a.yaml -> b.yaml -> a.yaml")
+    assert where == "b.yaml:1:10"
+
+
+def test_a_fault_of_an_extended_file_points_into_that_file(folder: Path):
+    (folder / "child.yaml").write_text("extends: my.yaml\ntrain: {seed: -1}\n")
+    (folder / "my.yaml").write_text(GOOD + "  schedule: zigzag\n")
+    assert [where for _, where in told("child.yaml")] == ["my.yaml:8:13", "child.yaml:2:15"]
+
+
+def test_files_and_overrides_are_told_at_once(folder: Path):
+    (folder / "my.yaml").write_text(GOOD + "lenght: {}\n")
+    assert told("my.yaml", "optim.betta=1", "nonsense", "train.seed=x") == [
+        ("lenght: unknown key", "my.yaml:8:1"),
+        ("'nonsense' is no override", "override `nonsense`"),
+        ("optim.betta: unknown key", "override `optim.betta=1`"),
+        ("train.seed: 'x' is text; it must be a whole number from 0", "override `train.seed=x`"),
+    ]
+
+
+def test_the_verb_and_the_file_must_agree(monkeypatch: pytest.MonkeyPatch):
+    assert load_recipe("my.yaml", method="sft").recipe.method == "sft"
+    ((what, where),) = told("my.yaml", method="dpo")
+    assert what == "the command is `memtrain dpo`, but the recipe says method: sft"
+    assert where == "my.yaml:1:9"
+
+
+def test_the_section_of_another_method_is_refused_with_both_lines():
+    tree = read_yaml("method: sft\nsft: {}\ndpo: {beta: 1}\n", "my.yaml", Faults())
+    assert isinstance(tree, Mapping)
+    method = tree.node("method")
+    assert isinstance(method, Leaf)
+    ((what, place, _),) = foreign_sections(tree, method, ["sft", "dpo"])
+    assert what == "dpo: the section of another method; my.yaml:1:9 says method: sft"
+    assert str(place) == "my.yaml:3:1"
+
+
+def test_a_section_with_every_line_commented_out_takes_its_defaults(folder: Path):
+    (folder / "my.yaml").write_text(GOOD + "length:\n  # max_length: 5\nsft:\n  # loss: dft\n")
+    assert load_recipe("my.yaml").recipe.length.max_length == 1024
+
+
+def test_an_empty_section_that_needs_a_key_is_told_what_it_needs(folder: Path):
+    (folder / "my.yaml").write_text("method: sft\nmodel:\ndata: {train: builtin:arithmetic}\n")
+    assert told("my.yaml") == [("neither model.path nor model.config is given", "my.yaml:2:1")]
+
+
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (b"method: sft\nrun_dir: \xff\n", "my.yaml is not UTF-8 text"),
+        ("method: sft\n".encode("utf-16"), "my.yaml is not UTF-8 text"),
+        (b"a" * (MAX_BYTES + 1), "my.yaml is larger than 256 KiB"),
+        (b"", "the recipe is empty"),
+        (b"- a\n- b\n", "the file holds a list"),
+        (b"just words\n", "the file holds a single value"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_one_fault(folder: Path, raw: bytes, what: str):
+    (folder / "my.yaml").write_bytes(raw)
+    assert [one for one, _ in told("my.yaml")] == [what]
+
+
+def test_a_byte_order_mark_and_windows_lines_are_read(folder: Path):
+    (folder / "my.yaml").write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert load_recipe("my.yaml").where("optim.lr") == "my.yaml:7:3"
+
+
+def test_a_folder_and_a_missing_file_are_one_fault_each(folder: Path):
+    assert told(str(folder)) == [(f"{folder} is a folder", "")]
+    assert told("mi.yaml") == [("there is no file mi.yaml", "")]
+    assert told("nowhere/my.yaml") == [("there is no file nowhere/my.yaml", "")]
+
+
+def test_interpolated_values_are_checked_at_their_line(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEMTRAIN_TEST_LR", "fast")
+    (folder / "my.yaml").write_text(GOOD.replace("1e-4", "${oc.env:MEMTRAIN_TEST_LR}"))
+    assert told("my.yaml") == [("optim.lr: 'fast' is text; it must be a number above 0", "my.yaml:7:7")]
+    monkeypatch.setenv("MEMTRAIN_TEST_LR", "3e-4")
+    assert load_recipe("my.yaml").recipe.optim.lr == 3e-4

@@ -1,0 +1,44 @@
+import re
+
+import pytest
+
+from memtrain.recipes.fields import choices, every_key, field_types, follow, section_of
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.renamed import RENAMED_KEYS, RENAMED_VALUES
+from memtrain.recipes.unknown import unknown_key
+
+NAMED = ["max_seq_length", "use_liger_loss", "use_liger_kernel", "vllm_sleep_enabled"]
+NAMED += ["per_device_train_batch_size", "gradient_accumulation_steps", "max_prompt_length", "learning_rate"]
+NAMED += ["num_train_epochs", "model_name_or_path", "dataset_name", "gradient_checkpointing", "lora_r"]
+NAMED += ["load_in_4bit", "sequence_len", "micro_batch_size", "output_dir"]
+
+
+def test_the_table_knows_the_spellings_that_people_bring():
+    assert len(RENAMED_KEYS) >= 60
+    assert not [name for name in NAMED if name not in RENAMED_KEYS]
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED_KEYS))
+def test_every_replacement_is_a_key_of_the_recipe(old: str):
+    way_out = RENAMED_KEYS[old]
+    keys = [found for found in re.findall(r"`([a-z_.]+)", way_out) if found[0].isalpha()]
+    assert keys or way_out.startswith("remove it")
+    assert not [key for key in keys if key not in every_key(Recipe)]
+
+
+@pytest.mark.parametrize("key", sorted(RENAMED_VALUES))
+def test_every_replaced_value_is_legal_where_it_stands(key: str):
+    annotation = follow(Recipe, tuple(key.split(".")))[1]
+    assert set(RENAMED_VALUES[key].values()) <= set(choices(annotation))
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED_KEYS))
+def test_an_old_spelling_is_never_a_key_of_the_section_it_is_replaced_in(old: str):
+    new = re.findall(r"`([a-z_.]+)", RENAMED_KEYS[old])
+    section = section_of(field_types(Recipe)[new[0].split(".")[0]]) if new and "." in new[0] else None
+    if section is not None and old in section.model_fields:
+        assert new[0].endswith(f".{old}")
+
+
+def test_capitals_and_dashes_do_not_hide_an_old_spelling():
+    assert unknown_key("Learning-Rate", Recipe, ()).fix == "write `optim.lr`"
