@@ -1,0 +1,31 @@
+"""`memtrain merge RUN`: fold the adapter of a run into its base model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.printing import say
+
+
+def merge(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run that trained an adapter.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the model goes; RUN/merged if not given.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision of the weights; the run's own if not given.")
+    ] = None,
+) -> None:
+    """Fold a run's adapter into its base model and write a full one. The run stays as it is."""
+    from memtrain.trainers.model.merge import merge_run
+
+    merged = merge_run(run, output, dtype)
+    say(f"{merged.num_modules} modules merged; the model is in {merged.folder} ({merged.dtype}).")
+    if merged.was_quantized:
+        say(
+            f"The adapter was trained on {merged.was_quantized} weights and merged into the full ones: "
+            "measure it once more before you use it."
+        )

@@ -1,0 +1,82 @@
+"""A run's adapter folded into the weights it was trained on, as a full model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer
+from transformers import PreTrainedModel
+
+from memtrain.errors import LaunchError
+from memtrain.memory.plan import PLAN_FILE, read_plan
+from memtrain.trainers.data.tokenizer import load_tokenizer
+from memtrain.trainers.model.load import DTYPES, load_model
+from memtrain.trainers.model.save import refuse_to_overwrite, save_final
+from memtrain.trainers.model.where import ADAPTER_FILE
+from memtrain.trainers.run.folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What was written, and what the user should know of it."""
+
+    folder: Path
+    dtype: str
+    num_modules: int
+    """Modules whose weight took an update in."""
+    was_quantized: str
+    """`4bit` or `8bit` when the adapter was trained on quantized weights; the full ones were merged."""
+
+
+def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -> Merged:
+    """Write `output` (`run/merged` when not given): the base model of a run with its adapter folded in.
+
+    Works on the CPU. Weights are taken as the run had them (its dtype, unquantized), the update is added in
+    float32, and the sum is rounded once, to `dtype` (the run's own when not given). The run is not touched.
+
+    Source: W + scale * B A, arXiv:2106.09685, section 4.1; rounding: TRL issue 6688 (merging in bfloat16
+    drifts).
+
+    Raises: LaunchError when the run has no plan or no finished adapter, or `output` holds something.
+    """
+    folder = RunFolder(run)
+    plan = read_plan(run / PLAN_FILE)
+    if not (folder.final / ADAPTER_FILE).is_file():
+        is_full = (folder.final / "config.json").is_file()
+        raise LaunchError(
+            f"{folder.final} is a full model already" if is_full else f"{run} has no finished adapter",
+            str(run),
+            "use it as it is" if is_full else "let the run end first",
+        )
+    output = output or run / "merged"
+    refuse_to_overwrite(output)
+    to = dtype or plan.settings.dtype
+    if to not in DTYPES:
+        raise LaunchError(f"{to} is no precision of weights", "--dtype", f"one of {', '.join(DTYPES)}")
+    tokenizer = load_tokenizer(str(folder.final))
+    settings = plan.settings.model_copy(update={"device": "cpu", "quantize": "none", "attention": "stock"})
+    base = load_model(plan.recipe.model, settings, seed=plan.recipe.train.seed, vocab_size=len(tokenizer))
+    adapted = PeftModel.from_pretrained(base, str(folder.final), torch_device="cpu")
+    model, num_modules = fold(adapted, DTYPES[to])
+    save_final(model, tokenizer, output)
+    return Merged(output, to, num_modules, plan.settings.quantize if plan.settings.quantize != "none" else "")
+
+
+@torch.no_grad()
+def fold(adapted: PeftModel, dtype: torch.dtype) -> tuple[PreTrainedModel, int]:
+    """The model inside `adapted` in `dtype`, with every update added in float32, and how many there were.
+
+    One layer at a time is float32, so that the host holds little more than the model itself.
+    """
+    layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        base = layer.get_base_layer()
+        base.to(torch.float32)
+        layer.merge(safe_merge=True)  # pyright: ignore[reportCallIssue] every kind of LoRA layer has it
+        base.to(dtype)
+    model = adapted.unload()
+    assert isinstance(model, PreTrainedModel), "A run adapts a transformers model."
+    return model.to(dtype), len(layers)  # pyright: ignore[reportArgumentType]
