@@ -22,7 +22,7 @@ def save_final(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenize
     tokenizer.
 
     The folder is whole or, after a kill, not there: it is written beside and renamed. One that is there
-    already is replaced. The special tokens that the model's configuration leaves open are the tokenizer's, and
+    already is replaced. The special tokens that the model's configuration leaves open are the tokenizer's;
     generation also stops at the tokenizer's end-of-sequence token, which is the one that was learnt.
 
     Raises: LaunchError when the disk refuses.

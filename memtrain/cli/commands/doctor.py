@@ -1,0 +1,32 @@
+"""`memtrain doctor`: what is installed, and what of it really works here."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.printing import print_table, say
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Run every attention back end, quantizer and kernel once; exit 1 when one is broken."""
+    from memtrain.trainers.doctor import examine
+
+    found = examine()
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=1))
+    else:
+        print_table(("package", "version"), [(name, of or "-") for name, of in found.versions.items()])
+        say()
+        rows = [(one.area, one.name, one.outcome.value, one.words) for one in found.findings]
+        print_table(("part", "name", "", "found"), rows)
+        if found.broken:
+            say()
+            names = ", ".join(f"{one.area} {one.name}" for one in found.broken)
+            say(f"Broken here: {names}. Mend or uninstall what is installed and does not work.")
+    if found.broken:
+        raise typer.Exit(1)
