@@ -1,0 +1,134 @@
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from memtrain import __version__
+from memtrain.__main__ import main
+from memtrain.cli.app import VERBS
+
+HEAVY = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "pydantic",
+    "omegaconf",
+    "numpy",
+    "rich",
+    "yaml",
+)
+
+
+def test_help_imports_nothing_heavy_and_is_soon_there():
+    """Under 0.3 s of CPU time, the smallest of three starts (the machine may be busy)."""
+    code = (
+        "import sys; from memtrain.__main__ import main; main(['--help'])\n"
+        f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    seconds: list[float] = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert told.endswith("HEAVY []\n"), told
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.3
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert not [verb.name for verb in VERBS if f"\n  {verb.name} " not in told]
+
+
+def test_no_verb_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 0
+    assert "Verbs:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+def test_every_verb_has_a_help_of_its_own(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert main([verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: memtrain {verb}")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"memtrain {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["chek"], "error: 'chek' is no verb of memtrain\n  try: did you mean check or schema?\n"),
+        (["zzz"], "error: 'zzz' is no verb of memtrain\n  try: the verbs are "),
+        (["check"], "error: missing argument 'RECIPE'\n  try: memtrain check --help\n"),
+        (["check", "x", "--foo"], "error: no such option: --foo\n  try: memtrain check --help\n"),
+        (["--foo"], "error: no such option: --foo\n  try: memtrain --help\n"),
+    ],
+)
+def test_wrong_words_are_told_like_every_other_error(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_fault_of_ours_says_so_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def broken(arguments: object) -> int:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("memtrain.cli.app.run", broken)
+    assert main(["check"]) == 70
+    told = capsys.readouterr().err
+    assert told.startswith("this is a fault of memtrain")
+    assert "ZeroDivisionError: oh" in told
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memtrain.cli.app.run", interrupted)
+    assert main(["check"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("memtrain che", "check"),
+        ("memtrain check smoke/sft-", "smoke/sft-lora"),
+        ("memtrain check smoke/sft optim.sched", "optim.schedule="),
+        ("memtrain recipes show sft/smol", "sft/smollm3-3b-full"),
+        ("memtrain init s", "sft"),
+    ],
+)
+def test_the_shell_completes_verbs_recipes_and_keys(words: str, wanted: str):
+    environment = os.environ | {
+        "_MEMTRAIN_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    told = subprocess.run(
+        [sys.executable, "-m", "memtrain"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert wanted in told.stdout.split("\n"), told.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    told = subprocess.run(
+        f"{sys.executable} -m memtrain schema | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == "{\n"
+    assert told.stderr == ""

@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+
+from memtrain.__main__ import main
+from memtrain.recipes.registry import METHODS
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_recipe_it_writes_is_valid(method: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["init", method, "-o", "my.yaml"]) == 0
+    assert capsys.readouterr().out == "wrote my.yaml\n"
+    assert main(["check", "my.yaml"]) == 0
+
+
+def test_without_a_file_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]):
+    assert main(["init", "sft"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("# yaml-language-server: $schema=")
+    assert told.endswith("\n")
+    assert max(map(len, told.splitlines()[1:])) <= 100
+
+
+def test_a_file_that_exists_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "my.yaml").write_text("mine")
+    assert main(["init", "sft", "-o", "my.yaml"]) == 2
+    assert "my.yaml exists already" in capsys.readouterr().err
+    assert (folder / "my.yaml").read_text() == "mine"
+    assert main(["init", "sft", "-o", "my.yaml", "--force"]) == 0
+    assert (folder / "my.yaml").read_text() != "mine"
+
+
+def test_an_unknown_method_names_the_nearest(capsys: pytest.CaptureFixture[str]):
+    assert main(["init", "sftt"]) == 2
+    assert capsys.readouterr().err == "error: 'sftt' is no method\n  try: did you mean sft?\n"
+
+
+def test_a_folder_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]):
+    assert main(["init", "sft", "-o", "nowhere/my.yaml"]) == 2
+    assert "nowhere/my.yaml cannot be written: No such file or directory" in capsys.readouterr().err

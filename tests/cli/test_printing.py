@@ -1,0 +1,23 @@
+from memtrain.cli.printing import table_lines
+
+
+def test_the_last_column_is_wrapped_and_the_others_are_aligned():
+    rows = [("a", "one two three four five six"), ("long name", "x")]
+    assert table_lines(("key", "what it says"), rows, 31) == [
+        "key        what it says",
+        "a          one two three four",
+        "           five six",
+        "long name  x",
+    ]
+
+
+def test_columns_of_numbers_are_flush_right():
+    assert table_lines(("name", "GiB", "MiB"), [("a", "1.5", "10"), ("b", "12.0", "1,024")], 80) == [
+        "name   GiB    MiB",
+        "a      1.5     10",
+        "b     12.0  1,024",
+    ]
+
+
+def test_a_table_without_rows_is_its_head():
+    assert table_lines(("a", "b"), [], 80) == ["a  b"]
