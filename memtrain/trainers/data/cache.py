@@ -39,8 +39,9 @@ def kept(folder: Path, marker: str, make: Callable[[Path], None]) -> bool:
     if (folder / marker).is_file():
         return False
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.parent / f".{folder.name}.lock"):
+        locks = folder.parent / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with locked(locks / folder.name):
             if (folder / marker).is_file():
                 return False
             for leftover in folder.parent.glob(f".{folder.name}.part-*"):

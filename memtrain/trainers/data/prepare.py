@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, detect
 from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.cache import cache_dir, kept, key_of
+from memtrain.trainers.data.readers import Line
 from memtrain.trainers.data.render import Rendering
 from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.source import Stream, locate, sampled
@@ -44,6 +45,51 @@ class Found:
     source: Source
     streams: tuple[Stream, ...]
     reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that is known before the rows are read."""
+
+    found: tuple[Found, ...]
+    job: Job
+    tokenizer_digest: str
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Streams of all sources, by their number."""
+        return [stream for one in self.found for stream in one.streams]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Source in the recipe, by number, of each stream."""
+        return tuple(number for number, one in enumerate(self.found) for _ in one.streams)
+
+    def rows(self, seed: int) -> Iterator[tuple[int, Line]]:
+        """(number of the stream, row) of all sources, in order, within their limits."""
+        first_stream = itertools.accumulate((len(one.streams) for one in self.found), initial=0)
+        for number, (one, first) in enumerate(zip(self.found, first_stream, strict=False)):
+            for stream, line in sampled(one.streams, one.source.limit, seed + number):
+                yield first + stream, line
+
+    def made_of(self, data: Data, seed: int) -> dict[str, Any]:
+        """Everything that decides what is in the store; reads all files for their digests."""
+        limits = [one.source.limit for one in self.found]
+        return {
+            "layout": VERSION,
+            "memtrain": importlib.metadata.version("memtrain"),
+            "tokenizers": importlib.metadata.version("tokenizers"),
+            "transformers": importlib.metadata.version("transformers"),
+            "tokenizer": self.tokenizer_digest,
+            "kind": self.job.kind,
+            "rendering": asdict(self.job.rendering),
+            "readings": [asdict(reading) for reading in self.job.readings],
+            "content": [stream.digest() for stream in self.streams],
+            "names": [stream.name for stream in self.streams],
+            "limits": limits,
+            "seed": seed if any(limits) else None,
+            "skips": data.on_bad_row == "skip",
+        }
 
 
 def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData:
@@ -93,29 +139,31 @@ def store_of(
 
     Raises: DataError when a source or a row cannot be used as declared.
     """
-    found = [look_into(source, data, METHOD_FORMATS[method]) for source in sources]
-    kind = kind_of(found, METHOD_FORMATS[method])
+    work = work_of(data, sources, METHOD_FORMATS[method], tokenizer)
+    made_of = work.made_of(data, seed)
+    folder = store_folder(data, made_of)
+    kept(folder, META_FILE, lambda part: build(part, work, data, seed, made_of, progress))
+    return TokenStore.open(folder)
+
+
+def work_of(
+    data: Data, sources: Sequence[Source], allowed: Sequence[Format], tokenizer: PreTrainedTokenizerFast
+) -> Work:
+    """Sources found and looked into, and how their rows become tokens; `allowed`: formats of the method.
+
+    Raises: DataError when a source or its first row cannot be used as declared.
+    """
+    found = tuple(look_into(source, data, allowed) for source in sources)
+    kind = kind_of(found, allowed)
     rendering = rendering_of(data, tokenizer, kind, found)
     readings = tuple(one.reading for one in found for _ in one.streams)
     job = Job(tokenizer.backend_tokenizer.to_str(), rendering, kind, readings)
-    made_of: dict[str, Any] = {
-        "layout": VERSION,
-        "memtrain": importlib.metadata.version("memtrain"),
-        "tokenizers": importlib.metadata.version("tokenizers"),
-        "transformers": importlib.metadata.version("transformers"),
-        "tokenizer": tokenizer_digest(tokenizer),
-        "kind": kind,
-        "rendering": asdict(rendering),
-        "readings": [asdict(reading) for reading in readings],
-        "content": [stream.digest() for one in found for stream in one.streams],
-        "names": [stream.name for one in found for stream in one.streams],
-        "limits": [one.source.limit for one in found],
-        "seed": seed if any(one.source.limit for one in found) else None,
-        "skips": data.on_bad_row == "skip",
-    }
-    folder = cache_dir(data.cache_dir) / "tokens" / key_of(made_of)
-    kept(folder, META_FILE, lambda part: build(part, found, job, data, seed, made_of, progress))
-    return TokenStore.open(folder)
+    return Work(found, job, tokenizer_digest(tokenizer))
+
+
+def store_folder(data: Data, made_of: dict[str, Any]) -> Path:
+    """Where the store that is made of this is kept."""
+    return cache_dir(data.cache_dir) / "tokens" / key_of(made_of)
 
 
 def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
@@ -214,33 +262,21 @@ def rendering_of(
 
 
 def build(
-    folder: Path,
-    found: Sequence[Found],
-    job: Job,
-    data: Data,
-    seed: int,
-    made_of: dict[str, Any],
-    progress: Progress | None,
+    folder: Path, work: Work, data: Data, seed: int, made_of: dict[str, Any], progress: Progress | None
 ) -> None:
     """Write the store into `folder`.
 
     Raises: DataError at the first bad row, unless they are skipped; and when no row is left.
     """
-    form = FORMS[job.kind]
-    streams = [stream for one in found for stream in one.streams]
-    first_stream = list(itertools.accumulate((len(one.streams) for one in found), initial=0))
-    rows = (
-        (first_stream[number] + stream, line)
-        for number, one in enumerate(found)
-        for stream, line in sampled(one.streams, one.source.limit, seed + number)
-    )
+    kind, streams = work.job.kind, work.streams
+    form = FORMS[kind]
     writer = StoreWriter(
-        folder, num_parts=len(form.parts), has_label=job.kind in HAS_LABEL, has_columns=job.kind == "prompt"
+        folder, num_parts=len(form.parts), has_label=kind in HAS_LABEL, has_columns=kind == "prompt"
     )
     skipped: list[str] = []
     num_read = num_skipped = 0
     try:
-        for batch in tokenized(rows, job, data.processes):
+        for batch in tokenized(work.rows(seed), work.job, data.processes):
             shown = bad_rows(batch, streams, data.on_bad_row)
             skipped += shown[: SKIPPED_SHOWN - len(skipped)]
             num_skipped += len(shown)
@@ -253,10 +289,10 @@ def build(
     if writer.num_rows == 0:
         raise DataError(f"all {num_read} rows are bad, the first: {skipped[0]}", streams[0].name)
     writer.finish(
-        format=job.kind,
+        format=kind,
         parts=form.parts,
         streams=tuple(stream.name for stream in streams),
-        sources=tuple(number for number, one in enumerate(found) for _ in one.streams),
+        sources=work.sources,
         num_skipped=num_skipped,
         skipped=tuple(skipped),
         made_of=made_of,

@@ -46,7 +46,7 @@ def jsonl(path: Path, file: IO[bytes]) -> Iterator[Line]:
 def json_row(line: bytes) -> Row | BadRow:
     """The object on one line."""
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         return not_utf8(error)
     except json.JSONDecodeError as error:

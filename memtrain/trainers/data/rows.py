@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.recipes.data import Data
-from memtrain.trainers.data.store import TokenStore
 
 Ints = NDArray[np.int64]
+
+
+class Sourced(Protocol):
+    """Rows that know their sources: a token store, or counts of one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources."""
+        ...
+
+    def rows_of_source(self, source: int) -> Ints:
+        """Numbers of the rows of one source of the recipe."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +36,7 @@ class Chosen:
     """Rows set aside, never among `train`."""
 
 
-def choose_rows(data: Data, store: TokenStore, seed: int) -> Chosen:
+def choose_rows(data: Data, store: Sourced, seed: int) -> Chosen:
     """The rows of an epoch and the held-out rows: a pure function, the same in every process."""
     train, held_out = split_rows(store.num_rows, data.held_out, seed)
     weights = [source.weight for source in data.train]

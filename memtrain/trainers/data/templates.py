@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from memtrain.errors import DataError
-from memtrain.recipes.formats.fields import BadRow, Messages
+from memtrain.recipes.formats.fields import BadRow, Messages, Tool
 from memtrain.trainers.data.render import Rendering, conversation
 
 FOLDER = Path(__file__).parent / "chat_templates"
@@ -30,7 +30,7 @@ NAMES = (
     "phi3",
     "chatml",
 )
-"""The shipped training templates; of those that write the same on the probes, the first is taken."""
+"""The shipped training templates, the more particular first."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 USER, ASSISTANT = (
@@ -50,6 +50,17 @@ PROBES: tuple[Messages, ...] = (
     ),
 )
 """Conversations with and without a system message, of one and two turns, with spaces at the edges."""
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL_PROBES: tuple[Messages, ...] = (
+    (
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"},
+        ASSISTANT,
+    ),
+)
+TOOLS: tuple[Tool, ...] = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+"""Of the templates that agree on all others, one that agrees on this is preferred."""
 
 
 def shipped_text(name: str) -> str:
@@ -64,10 +75,10 @@ def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
     """
     if MARKS.search(own):
         return own
-    wanted = written(own, special_tokens)
-    for name in NAMES:
-        if written(shipped_text(name), special_tokens) == wanted:
-            return shipped_text(name)
+    shipped = [shipped_text(name) for name in NAMES]
+    same = [text for text in shipped if agree(own, text, special_tokens, PROBES, ())]
+    if same:
+        return next((text for text in same if agree(own, text, special_tokens, TOOL_PROBES, TOOLS)), same[0])
     raise DataError(
         "data.assistant_only_loss needs a chat template that marks what the assistant says, and the "
         "tokenizer's own has no {% generation %} marks",
@@ -77,14 +88,32 @@ def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
     )
 
 
-def written(template: str, special_tokens: Mapping[str, str]) -> tuple[str | None, ...]:
-    """What a template writes for each probe, with and without a generation prompt; None where it refuses."""
+def agree(
+    one: str,
+    other: str,
+    special_tokens: Mapping[str, str],
+    probes: tuple[Messages, ...],
+    tools: tuple[Tool, ...],
+) -> bool:
+    """Whether two templates write the same for every probe, with and without a generation prompt."""
+    asked = [(probe, False) for probe in probes] + [(probe[:-1], True) for probe in probes]
+    return all(
+        written(one, special_tokens, messages, tools, prompted)
+        == written(other, special_tokens, messages, tools, prompted)
+        for messages, prompted in asked
+    )
+
+
+def written(
+    template: str,
+    special_tokens: Mapping[str, str],
+    messages: Messages,
+    tools: tuple[Tool, ...],
+    prompted: bool,
+) -> str | None:
+    """What a template writes for a conversation; None where it refuses it."""
     rendering = Rendering(template, special_tokens, None, completion_only=False, assistant_only=False)
-    texts: list[str | None] = []
-    for probe in PROBES:
-        for messages, prompted in ((probe, False), (probe[:-1], True)):
-            try:
-                texts.append(conversation(messages, (), rendering, generation_prompt=prompted)[0])
-            except BadRow:
-                texts.append(None)
-    return tuple(texts)
+    try:
+        return conversation(messages, tools, rendering, generation_prompt=prompted)[0]
+    except BadRow:
+        return None

@@ -1,0 +1,192 @@
+"""Sources: every kind of file gives the same rows, every broken one a single clear error."""
+
+import csv
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtrain.errors import DataError
+from memtrain.recipes.data import Source
+from memtrain.recipes.formats.fields import BadRow
+from memtrain.trainers.data import readers
+from memtrain.trainers.data.readers import read_file
+from memtrain.trainers.data.source import locate, sampled
+
+ROWS = [{"prompt": f'p{i}, "é"\n', "completion": f"c{i} 日本"} for i in range(5)]
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    """The rows in the kind of file that the path's ending says."""
+    kind = readers.ending(path)
+    if kind in (".jsonl", ".ndjson"):
+        data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    elif kind == ".json":
+        data = json.dumps(rows, indent=1, ensure_ascii=False).encode()
+    elif kind in (".csv", ".tsv"):
+        with path.with_suffix(".tmp").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter="," if kind == ".csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+        data = path.with_suffix(".tmp").read_bytes()
+        path.with_suffix(".tmp").unlink()
+    else:
+        table = pa.Table.from_pylist(rows)
+        if kind == ".parquet":
+            pa.parquet.write_table(table, path)
+        else:
+            with pa.ipc.new_stream(path, table.schema) as stream:
+                stream.write_table(table)
+        return path
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def rows_of(place: Path | str, **source) -> list:
+    streams = locate(Source(source=str(place), **source), "prompt_completion")
+    return [row for _, (_, row) in sampled(streams, source.get("limit"), seed=0)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.jsonl",
+        "a.jsonl.gz",
+        "a.ndjson",
+        "a.json",
+        "a.json.gz",
+        "a.csv",
+        "a.csv.gz",
+        "a.tsv",
+        "a.parquet",
+        "a.arrow",
+    ],
+)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
+    assert rows_of(write(tmp_path / name, ROWS)) == ROWS
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('\ufeff{"text": "a"}\n\n{"text": "b"}', encoding="utf-8")
+    assert list(read_file(path)) == [(1, {"text": "a"}), (3, {"text": "b"})]
+    path = tmp_path / "a.json"
+    path.write_text('[\n {"text":\n  "a"},\n {"text": "b"}\n]\n')
+    assert list(read_file(path)) == [(2, {"text": "a"}), (4, {"text": "b"})]
+
+
+def test_json_objects_one_after_another_are_rows_too(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert [row for _, row in read_file(path)] == [{"text": "a"}, {"text": "b"}]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text(max_size=40), min_size=1, max_size=5), st.integers(5, 40))
+def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, texts, chunk):
+    path = tmp_path_factory.mktemp("json") / "a.json"
+    rows = [{"text": text, "n": [1, {"deep": text}]} for text in texts]
+    path.write_text(json.dumps(rows, indent=2))
+    whole, readers.JSON_CHUNK_CHARS = readers.JSON_CHUNK_CHARS, chunk
+    try:
+        assert [row for _, row in read_file(path)] == rows
+    finally:
+        readers.JSON_CHUNK_CHARS = whole
+
+
+def test_a_text_file_is_cut_into_rows_and_nothing_is_lost(tmp_path):
+    path = tmp_path / "a.txt"
+    said = "".join(f"Speaker {i}:\nsome words é\r\n\n" for i in range(5000))
+    path.write_bytes(said.encode())
+    rows = [row["text"] for _, row in read_file(path)]
+    assert "".join(rows) == said
+    assert len(rows) > 3
+    assert all(len(row) <= readers.TEXT_ROW_CHARS for row in rows)
+    assert all(row.endswith("\n\n") for row in rows)
+
+
+def test_a_row_of_five_megabytes_is_a_row(tmp_path):
+    for name in ("a.jsonl", "a.json", "a.csv"):
+        big = {"prompt": "x " * 2_500_000, "completion": "y"}
+        assert rows_of(write(tmp_path / name, [big])) == [big]
+
+
+def test_a_folder_is_all_its_files_in_the_order_of_their_names(tmp_path):
+    write(tmp_path / "b.jsonl", ROWS[2:])
+    write(tmp_path / "a.jsonl", ROWS[:2])
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / ".hidden").mkdir()
+    write(tmp_path / ".hidden" / "c.jsonl", ROWS)
+    assert rows_of(tmp_path) == ROWS
+    assert rows_of(f"{tmp_path}/*.jsonl") == ROWS
+    assert rows_of(f"{tmp_path}/b*") == ROWS[2:]
+
+
+def test_a_folder_has_splits_where_its_names_say_so(tmp_path):
+    (tmp_path / "train").mkdir()
+    write(tmp_path / "train" / "0.parquet", ROWS[:3])
+    write(tmp_path / "test-00000-of-00001.parquet", ROWS[3:])
+    assert rows_of(tmp_path) == ROWS[:3]
+    assert rows_of(tmp_path, split="test") == ROWS[3:]
+    with pytest.raises(DataError, match="has no split 'validation'"):
+        rows_of(tmp_path, split="validation")
+
+
+def test_a_limit_samples_over_the_whole_and_keeps_the_order(tmp_path):
+    rows = [{"text": str(i)} for i in range(1000)]
+    path = write(tmp_path / "a.jsonl", rows)
+    some = [int(row["text"]) for row in rows_of(path, limit=50)]
+    assert len(set(some)) == 50
+    assert some == sorted(some)
+    assert some[-1] > 800
+    assert some == [int(row["text"]) for row in rows_of(path, limit=50)]
+    assert rows_of(path, limit=5000) == rows
+
+
+def test_the_digest_is_of_the_content_and_not_of_the_name(tmp_path):
+    def digest(path: Path) -> str:
+        return locate(Source(source=str(path)), "text")[0].digest()
+
+    one, same = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", ROWS)
+    assert digest(one) == digest(same)
+    os.utime(one, (1, 1))
+    assert digest(one) == digest(same)
+    assert digest(write(tmp_path / "c.jsonl", ROWS[1:])) != digest(one)
+
+
+def test_a_row_that_cannot_be_read_stands_in_its_place(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": \n{"text": "\xff"}\n[1]\n{"text": "b"}\n')
+    lines = list(read_file(path))
+    assert [number for number, _ in lines] == [1, 2, 3, 4, 5]
+    assert [isinstance(row, BadRow) for _, row in lines] == [False, True, True, True, False]
+
+
+def test_a_hub_dataset_without_a_network_says_what_to_do(monkeypatch):
+    import datasets
+
+    def offline(*given, **named):
+        raise ConnectionError("Couldn't reach 'some/dataset' on the Hub (offline)\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(DataError) as error:
+        locate(Source(source="some/dataset"), "text")
+    assert error.value.text() == (
+        "error: cannot load 'some/dataset' (split 'train') from the Hugging Face hub: "
+        "Couldn't reach 'some/dataset' on the Hub (offline)\n"
+        "   at: data\n"
+        "  try: check the name and the network; without one, download the files elsewhere and give their path"
+    )
+
+
+def test_a_hub_dataset_gives_its_rows(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: datasets.Dataset.from_list(ROWS))
+    assert rows_of("some/dataset") == ROWS
