@@ -68,6 +68,8 @@ def preference_loss(
     accumulation equals one large batch; where gradients are averaged over ranks, divide by their number.
     `pair_weights_B` (WPO) multiply every loss of a pair but "sft", which is not a preference; the losses
     that need a whole batch belong to ranks, not pairs, and refuse them.
+
+    Source: of each named loss, beside its function.
     """
     total = logps.chosen_B.new_zeros(())
     for name, weight in parts.items():

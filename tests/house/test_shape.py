@@ -1,0 +1,168 @@
+"""The shape of the code: lengths, purposes, sources, floors. docs: CONTRIBUTING.md."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "memtrain").rglob("*.py"))
+LIGHT = ("recipes", "memory", "cli")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def floor_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "memtrain").parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_says_one_thing_in_under_400_lines(path: Path):
+    assert len(path.read_text().splitlines()) < 400
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_functions_are_under_60_lines_and_constructors_under_40(path: Path):
+    tree = ast.parse(path.read_text())
+    limits = {"__init__": 40}
+    long = {node.name: length(node) for node in functions(tree) if length(node) >= limits.get(node.name, 60)}
+    assert not long
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_first_line_of_a_module_is_its_purpose(path: Path):
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring
+    assert docstring.splitlines()[0].endswith((".", "?"))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if floor_of(path) in LIGHT], ids=name_of)
+def test_no_torch_above_a_function_in_the_light_floors(path: Path):
+    heavy = {
+        "torch",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "peft",
+        "bitsandbytes",
+        "deepspeed",
+        "liger_kernel",
+    }
+    imported: set[str] = set()
+    for node in top_level(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.split(".")[0])
+    assert not imported & heavy
+
+
+def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run on import; `if TYPE_CHECKING:` bodies do not."""
+    waiting: list[ast.stmt] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        waiting.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt))
+
+
+def test_the_light_floors_are_imported_whole_without_torch():
+    """Through everything they import, the trainers' floor included."""
+    modules = [
+        name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in FILES
+        if floor_of(path) in LIGHT
+    ]
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n    assert 'transformers' not in sys.modules, name\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "memtrain/memory/strategies").glob("[a-z]*.py")), ids=name_of)
+def test_every_memory_strategy_names_its_source(path: Path):
+    assert re.search(r"^\s*Source: \S", path.read_text(), re.MULTILINE)
+
+
+def test_every_loss_names_its_source():
+    """In its own docstring, or once in the module's."""
+    silent: list[str] = []
+    for path in FILES:
+        if not name_of(path).startswith("memtrain/trainers/losses/"):
+            continue
+        tree = ast.parse(path.read_text())
+        for node in functions(tree):
+            told = (ast.get_docstring(node) or "") + (ast.get_docstring(tree) or "")
+            if node.name.endswith("_loss") and not node.name.startswith("_") and "Source: " not in told:
+                silent.append(f"{name_of(path)}:{node.lineno} {node.name}")
+    assert not silent
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_left_unfinished(path: Path):
+    text = path.read_text()
+    assert "raise NotImplementedError" not in text
+    assert not re.search(r"\b(FIXME|XXX|TODO(?!\())", text)
+
+
+def test_every_public_function_says_what_comes_out():
+    silent = [
+        f"{name_of(path)}:{node.lineno} {node.name}"
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+    assert not silent
+
+
+def test_imports_are_absolute():
+    relative = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not relative
+
+
+def test_the_tree_in_the_readme_says_the_purposes_of_the_modules():
+    """A line `  path/file.py   words` of a README tree must be the first words of that module's docstring."""
+    readme = (ROOT / "README.md").read_text()
+    wrong: list[str] = []
+    for path, words in re.findall(r"^\s*(memtrain/[\w/]+\.py)\s{2,}(.+)$", readme, re.MULTILINE):
+        docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+        if not docstring.startswith(words.strip().rstrip(".")):
+            wrong.append(f"{path}: {words}")
+    assert not wrong
+
+
+def test_nothing_that_is_kept_names_a_machine():
+    kept = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    texts = [ROOT / name for name in kept if Path(name).suffix in (".py", ".md", ".yaml", ".json", ".toml")]
+    home = re.compile(r"(?<![\w.])/(home|Users|root)/\w+")
+    assert not [name_of(path) for path in texts if path.is_file() and home.search(path.read_text())]
