@@ -20,9 +20,9 @@ from memtrain.trainers.data.store import TokenStore
 from memtrain.trainers.data.tokenizer import tokenizer_of
 from memtrain.trainers.feed import Feed
 from memtrain.trainers.method import Method
+from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import attention_switched
-from memtrain.trainers.model.checkpointing import checkpoint_layers
 from memtrain.trainers.model.head import Scorer, base_model, verify_head
 from memtrain.trainers.model.isolation import verify_isolation
 from memtrain.trainers.model.liger import apply_liger
@@ -85,8 +85,7 @@ def build_model(plan: Plan, *, vocab_size: int) -> PreTrainedModel | PeftModel:
     apply_liger(model, settings)
     if settings.adapter is not None:
         model = add_adapter(model, settings.adapter, quantize=settings.quantize)
-    if settings.checkpoint_every:
-        checkpoint_layers(model, settings.checkpoint_every)
+    treat_activations(model, settings)
     if recipe.optim.neftune_alpha is not None:
         add_noise(model, recipe.optim.neftune_alpha)
     return model

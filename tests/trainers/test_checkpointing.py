@@ -115,7 +115,7 @@ def test_noise_is_bounded_by_the_row_and_only_in_training(tiny_model: TinyModel)
     remove = add_noise(model, 5.0)
     model.get_input_embeddings().register_forward_hook(lambda m, a, out: seen.append(out.detach()))
     positions = torch.cat([torch.arange(4), torch.arange(8)])[None]
-    model.train()(input_ids=IDS[:1], position_ids=positions)
+    model.train().get_decoder()(input_ids=IDS[:1], position_ids=positions)
     model.eval()(input_ids=IDS[:1], position_ids=positions)
     remove()
     model.train()(input_ids=IDS[:1], position_ids=positions)

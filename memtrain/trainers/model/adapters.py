@@ -8,6 +8,7 @@ float32 copy of a layer's input is made or kept (PEFT's own way makes one for ev
 from __future__ import annotations
 
 import difflib
+import warnings
 from types import MethodType
 
 import torch.nn.functional as F
@@ -51,7 +52,10 @@ def add_adapter(model: PreTrainedModel, adapter: Adapter, *, quantize: str = "no
         use_rslora=adapter.rslora,
         use_dora=adapter.kind == "dora",
     )
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
+    with warnings.catch_warnings():
+        # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     assert isinstance(adapted, PeftModel), "PEFT wraps the model."
     compute_in_input_dtype(adapted)
     return adapted.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,10 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     tokenizer = load_tokenizer(str(folder.final))
     settings = plan.settings.model_copy(update={"device": "cpu", "quantize": "none", "attention": "stock"})
     base = load_model(plan.recipe.model, settings, seed=plan.recipe.train.seed, vocab_size=len(tokenizer))
-    adapted = PeftModel.from_pretrained(base, str(folder.final), torch_device="cpu")
+    with warnings.catch_warnings():
+        # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
+        adapted = PeftModel.from_pretrained(base, str(folder.final), torch_device="cpu")
     model, num_modules = fold(adapted, DTYPES[to])
     save_final(model, tokenizer, output)
     return Merged(output, to, num_modules, plan.settings.quantize if plan.settings.quantize != "none" else "")

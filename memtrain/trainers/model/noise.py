@@ -37,7 +37,7 @@ def add_noise(model: nn.Module, alpha: float) -> Callable[[], None]:
         return embedding_BTD + noise_BTD * bound_BT[..., None].to(embedding_BTD.dtype)
 
     handles = [
-        model.register_forward_pre_hook(note_positions, with_kwargs=True),
+        base.get_decoder().register_forward_pre_hook(note_positions, with_kwargs=True),
         base.get_input_embeddings().register_forward_hook(noisy),
     ]
 
