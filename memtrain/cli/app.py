@@ -25,6 +25,9 @@ class Verb:
 
 
 VERBS: tuple[Verb, ...] = (
+    Verb(
+        "quickstart", "quickstart:quickstart", "Train a tiny model on built-in data: what a run looks like."
+    ),
     Verb("sft", "train:sft", "Supervised fine-tuning from a recipe."),
     Verb("train", "train:train", "Train by the method that the recipe names."),
     Verb("check", "check:check", "Check a recipe: every fault at once, each with its line."),

@@ -12,12 +12,13 @@ from pathlib import Path
 import memtrain
 from memtrain.memory.hardware import Hardware, detect
 from memtrain.memory.lengths import LengthProfile
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan import Plan, PreparedData
 from memtrain.memory.resolve import Facts, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.shape import shape_of
 from memtrain.recipes.load import LoadedRecipe
 from memtrain.recipes.model import Model
+from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.order import BatchSize, count_steps
 from memtrain.trainers.data.pieces import Sequences, Spans, lay_out
 from memtrain.trainers.data.prepare import prepare
@@ -46,10 +47,7 @@ def make_plan(
     """
     recipe = loaded.recipe
     data = prepare(recipe, progress=progress)
-    store = TokenStore.open(data.train.folder)
-    rows = choose_rows(recipe.data, store, recipe.train.seed).train
-    spans = Spans(store.span_ptr, store.span_starts, store.span_ends)
-    sequences = lay_out(store.lengths, spans, rows, recipe.length)
+    sequences = sequences_of(recipe, data)
     config = model_config(recipe.model)
     facts = Facts(
         hardware=hardware or detect(recipe.cluster.device),
@@ -71,6 +69,14 @@ def make_plan(
         versions=versions(),
     )
     return Planned(plan, sequences.profile)
+
+
+def sequences_of(recipe: Recipe, data: PreparedData) -> Sequences:
+    """The training rows as the workers will lay them out."""
+    store = TokenStore.open(data.train.folder)
+    rows = choose_rows(recipe.data, store, recipe.train.seed).train
+    spans = Spans(store.span_ptr, store.span_starts, store.span_ends)
+    return lay_out(store.lengths, spans, rows, recipe.length)
 
 
 def model_config(model: Model) -> Mapping[str, object]:

@@ -81,18 +81,28 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
         settings=settings,
         decisions=tuple(ledger.decisions),
         prediction=prediction.model_copy(update={"budget_bytes": budget}),
-        plain=_predict(plain(settings), facts).model_copy(update={"budget_bytes": budget}),
+        plain=_predict(plain(settings, facts.profile), facts).model_copy(update={"budget_bytes": budget}),
     )
 
 
-def plain(settings: Settings) -> Settings:
-    """The same run without any memory strategy: padded rows, every activation kept, logits held whole."""
+def plain(settings: Settings, profile: LengthProfile) -> Settings:
+    """The same run without any memory strategy: padded rows, every activation kept, logits held whole.
+
+    As many examples in a step and in a micro-batch as the planned run has on average: a packed sequence holds
+    several.
+    """
+    per_sequence = profile.report.pieces / max(1, profile.report.num_sequences)
+    sequences = min(settings.micro_rows, profile.report.num_sequences)
+    if settings.micro_tokens is not None:
+        sequences = min(sequences, max(1, int(settings.micro_tokens / profile.mean_tokens)))
+    rows = None if settings.batch_rows is None else round(settings.batch_rows * per_sequence)
     return settings.model_copy(
         update={
             "attention": "stock",
             "padding_free": False,
             "packing": "none",
-            "micro_rows": settings.micro_rows,
+            "batch_rows": rows,
+            "micro_rows": max(1, round(sequences * per_sequence)),
             "micro_tokens": None,
             "checkpoint_every": 0,
             "offload": "none",

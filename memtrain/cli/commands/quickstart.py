@@ -1,0 +1,49 @@
+"""`memtrain quickstart`: the main job on built-in data and a built-in model, with nothing to download."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.printing import print_table, say
+
+
+def quickstart(
+    run_dir: Annotated[str, typer.Option("--run-dir", help="Folder of the run.")] = "runs/quickstart",
+) -> None:
+    """Train a tiny model on built-in word problems, and say what the plan saved."""
+    from memtrain.cli.commands.train import run_recipe
+    from memtrain.cli.comparing import plain_plan
+    from memtrain.memory.plan import read_plan
+    from memtrain.memory.units import gib
+    from memtrain.trainers.measure import measure
+    from memtrain.trainers.run.folder import RunFolder
+    from memtrain.trainers.run.report import figures_of, load_report
+
+    folder = RunFolder(run_recipe("sft", "quickstart", [], run_dir=run_dir, resume=False))
+    say()
+    say("Two steps of the same rows without the plan (padded, every activation and all logits kept) ...")
+    plain = measure(plain_plan(read_plan(folder.plan)))
+    report = load_report(folder)
+    figures = figures_of(report)
+    saved = 1 - (figures.measured_bytes or 0) / plain.peak_bytes
+    say()
+    print_table(
+        ("quickstart", ""),
+        [
+            (
+                "loss",
+                f"{report.steps[0].loss:.3f} at the first step, {report.steps[-1].loss:.3f} at the last",
+            ),
+            ("held-out loss", f"{report.evals[-1].loss:.3f}"),
+            ("speed", f"{figures.tokens_per_s:,.0f} tokens/s"),
+            ("peak memory, planned", f"{gib(figures.measured_bytes or 0)} measured"),
+            ("peak memory, plain", f"{gib(plain.peak_bytes)} measured: the plan saves {saved:.0%}"),
+            ("model", str(folder.final)),
+            ("report", str(folder.report)),
+            ("it writes", report.final.sample if report.final else ""),
+        ],
+    )
+    say()
+    say(f"Next: memtrain init sft -o my.yaml; memtrain sft my.yaml. The recipe of this run: {folder.recipe}")

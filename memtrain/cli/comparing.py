@@ -1,0 +1,17 @@
+"""Two plans of one recipe: as resolved, and plain, without any memory strategy."""
+
+from __future__ import annotations
+
+from memtrain.cli.planning import sequences_of
+from memtrain.memory.plan import Plan
+from memtrain.memory.resolve import plain
+
+
+def plain_plan(plan: Plan) -> Plan:
+    """The run of `plan` without any memory strategy, on the same rows in padded batches."""
+    settings = plain(plan.settings, sequences_of(plan.recipe, plan.data).profile)
+    length = plan.recipe.length.model_copy(
+        update={"packing": "none", "padding_free": False, "documents_see_each_other": False}
+    )
+    recipe = plan.recipe.model_copy(update={"length": length})
+    return plan.model_copy(update={"settings": settings, "recipe": recipe, "prediction": plan.plain})
