@@ -134,7 +134,7 @@ def _tell(errors: Sequence[ErrorDetails], checked: _Checked) -> None:
     told: dict[Path, list[ErrorDetails]] = {}
     for error in errors:
         told.setdefault(follow(Recipe, error["loc"])[0], []).append(error)
-    broken = {place for place, _ in checked.faults.found if place.line}
+    broken = {place for place, _ in checked.faults.found}
     for path, group in told.items():
         annotation = follow(Recipe, path)[1]
         messages = [_message(error) for error in group if error["type"] == "value_error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any, cast
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -12,6 +13,7 @@ from memtrain.recipes.advice import default_words
 from memtrain.recipes.base import Section, one_or_many, parse_bytes
 from memtrain.recipes.data import source_of
 from memtrain.recipes.fields import describe, field_types, item_of, section_of
+from memtrain.recipes.formats import detect
 from memtrain.recipes.recipe import Recipe
 
 SCHEMA_FILE = "recipe.schema.json"
@@ -105,8 +107,18 @@ switches. Tags, merge keys and doubled keys are refused; so is an unknown key, w
 def reference_page() -> str:
     """docs/recipe.md: every key, what it takes, its default, and what it does."""
     blocks = [_PREFACE, _table("", Recipe)]
-    blocks += _sections(Recipe, "")
+    blocks += [*_sections(Recipe, ""), _formats()]
     return "\n".join(blocks)
+
+
+def _formats() -> str:
+    """The rule by which `data.format: auto` decides, and what each format is, from their modules."""
+    rule = (detect.__doc__ or "").strip().split("\n\n", 1)[1]
+    lines = ["## Formats of a row", "", rule, "", "| format | what a row is |", "|---|---|"]
+    for name, form in detect.FORMS.items():
+        says = (sys.modules[form.parse.__module__].__doc__ or "").strip().splitlines()[0]
+        lines.append(f"| `{name}` | {says} |")
+    return "\n".join(lines) + "\n"
 
 
 def _sections(above: type[Section], prefix: str) -> list[str]:

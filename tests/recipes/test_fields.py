@@ -11,7 +11,7 @@ from memtrain.recipes.recipe import Recipe
         ("train.micro_rows", "a whole number above 0, or auto"),
         ("train.shuffle", "true or false"),
         ("data.held_out", "a number from 0 to below 1"),
-        ("length.truncation", "keep_start, keep_end or drop"),
+        ("data.on_bad_row", "error or skip"),
         ("memory.budget", "a size such as 24GiB, or auto"),
         ("memory.use", "text, or a list of them"),
         ("model.config", "text, a mapping, or null"),

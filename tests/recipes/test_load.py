@@ -106,11 +106,26 @@ def test_files_and_overrides_are_told_at_once(folder: Path):
     ]
 
 
+def test_a_value_that_cannot_be_replaced_is_told_once():
+    assert told("my.yaml", "optim.lr=${train.seed}") == [
+        ("optim.lr: ${train.seed}: the recipe does not write train.seed", "override `optim.lr=${train.seed}`")
+    ]
+
+
 def test_the_verb_and_the_file_must_agree(monkeypatch: pytest.MonkeyPatch):
     assert load_recipe("my.yaml", method="sft").recipe.method == "sft"
     ((what, where),) = told("my.yaml", method="dpo")
     assert what == "the command is `memtrain dpo`, but the recipe says method: sft"
     assert where == "my.yaml:1:9"
+
+
+def test_a_method_that_does_not_exist_is_told_with_those_that_do(folder: Path):
+    (folder / "my.yaml").write_text(GOOD.replace("sft", "sfft"))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("my.yaml")
+    (fault,) = caught.value.faults
+    assert fault.what.startswith("method: 'sfft' is not")
+    assert "sft" in fault.fix
 
 
 def test_the_section_of_another_method_is_refused_with_both_lines():
