@@ -67,10 +67,9 @@ def test_a_recorder_knows_phases_owners_and_the_moment_of_the_peak():
         recorder.enter("three")
         third = kib(1)
     assert recorder.phase_peaks == {"start": 4 * KIB, "one": 8 * KIB, "two": 16 * KIB, "three": 13 * KIB}
-    alive = recorder.live_at_peak()
-    assert sum(alive.values()) == recorder.peak_bytes == 16 * KIB
-    owners = {recorder.owner_of(serial): size for serial, size in alive.items()}
-    assert owners == {"weights": 4 * KIB, "": 4 * KIB, "gradients": 8 * KIB}
+    owners = recorder.owners_at_peaks()
+    assert owners["two"] == {"weights": 4 * KIB, "": 4 * KIB, "gradients": 8 * KIB}
+    assert {phase: sum(sizes.values()) for phase, sizes in owners.items()} == recorder.phase_peaks
     del third
 
 

@@ -41,14 +41,11 @@ def bare_model(
         shorten(made, num_layers)
     made.use_cache = False
     with torch.device(device):
-        model: PreTrainedModel | PeftModel = AutoModelForCausalLM.from_config(
-            made, dtype=DTYPES[settings.dtype]
-        )
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=DTYPES[settings.dtype])
         if settings.attention != "stock":
             backend = AttentionBackend(settings.attention)
-            set_attention(model, PLAYED_BY.get(backend, backend))
-        if settings.adapter is not None:
-            model = add_adapter(model, settings.adapter)
+            set_attention(base, PLAYED_BY.get(backend, backend))
+        model = base if settings.adapter is None else add_adapter(base, settings.adapter)
     model.train()
     if settings.checkpoint_every:
         checkpoint_layers(model, settings.checkpoint_every)

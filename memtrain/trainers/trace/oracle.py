@@ -58,8 +58,8 @@ RULES: dict[Any, Callable[..., Any]] = {
 def pretending(device_kind: str) -> Iterator[None]:
     """Code takes the branches it takes in a real run on `device_kind` (`cpu` or `cuda`).
 
-    transformers sees no tracing in fake tensors (it would build masks that a run never builds), and the head's
-    products go by the kernel that CUDA has: it widens nothing and allocates nothing.
+    transformers sees no tracing in fake tensors (it would build masks that a run never builds), and the
+    head's products go by the kernel that CUDA has: it widens nothing and allocates nothing.
     """
     from transformers import masking_utils
 

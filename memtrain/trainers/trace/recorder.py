@@ -137,15 +137,15 @@ class Recorder(TensorPeak):
         self.origins: list[Origin] = []
         self.phase = "start"
         self.phase_peaks: dict[str, int] = {}
-        self.peak_event = 0
-        """Number of events up to and with the one that made the peak."""
+        self.phase_peak_events: dict[str, int] = {}
+        """Number of events up to and with the one that made a phase's peak."""
         self._owner = ""
         self._relabelled: dict[int, str] = {}
 
     def enter(self, phase: str) -> None:
         """From now on everything belongs to `phase`."""
         self.phase = phase
-        self.phase_peaks[phase] = max(self.phase_peaks.get(phase, 0), self.live_bytes)
+        self._note_peak()
 
     @contextmanager
     def owned_by(self, owner: str) -> Iterator[None]:
@@ -169,15 +169,26 @@ class Recorder(TensorPeak):
         """Owner of an allocation; empty where none was given."""
         return self._relabelled.get(serial) or self.origins[serial].owner
 
-    def live_at_peak(self) -> dict[int, int]:
-        """serial -> bytes of what is alive at the peak."""
+    def owners_at_peaks(self, made_in: Callable[[str], str] = lambda phase: "") -> dict[str, dict[str, int]]:
+        """Bytes by owner at the peak of each phase; they sum to it.
+
+        What nobody claimed belongs to `made_in(the phase it was made in)`.
+        """
+        asked: dict[int, list[str]] = {}
+        for phase, event in self.phase_peak_events.items():
+            asked.setdefault(event, []).append(phase)
         live: dict[int, int] = {}
-        for serial, num_bytes in self.events[: self.peak_event]:
+        totals: dict[str, int] = {}
+        found: dict[str, dict[str, int]] = {phase: {} for phase in asked.get(0, [])}
+        for number, (serial, num_bytes) in enumerate(self.events, start=1):
+            owner = self.owner_of(serial) or made_in(self.origins[serial].phase)
+            change = num_bytes or -live.pop(serial)
             if num_bytes:
                 live[serial] = num_bytes
-            else:
-                live.pop(serial, None)
-        return live
+            totals[owner] = totals.get(owner, 0) + change
+            for phase in asked.get(number, ()):
+                found[phase] = {name: size for name, size in totals.items() if size}
+        return found
 
     def _serial_of(self, tensor: Tensor) -> int | None:
         entry = self._known.get(tensor.untyped_storage()._cdata)
@@ -189,11 +200,14 @@ class Recorder(TensorPeak):
         self.live_bytes += num_bytes
         if num_bytes:
             self.events.append(Event(serial, num_bytes))
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_event = self.live_bytes, len(self.events)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._note_peak()
+        return serial
+
+    def _note_peak(self) -> None:
         if self.live_bytes > self.phase_peaks.get(self.phase, -1):
             self.phase_peaks[self.phase] = self.live_bytes
-        return serial
+            self.phase_peak_events[self.phase] = len(self.events)
 
     def _freed(self, num_bytes: int, serial: int) -> None:
         self.live_bytes -= num_bytes

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.trace.fake import dummy_micro, fakeify, bare_model, without_data
+from memtrain.trainers.trace.fake import bare_model, dummy_micro, fakeify, without_data
 from memtrain.trainers.trace.oracle import RULES, pretending
 from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.steps import (

@@ -82,7 +82,7 @@ def one_evaluation(stage: Stage) -> None:
 
 
 def watch_layers(stage: Stage, recorder: Recorder, prefix: Callable[[], str]) -> None:
-    """Enter a phase of its own at every border of a layer: `<prefix>.forward.first`, `.head`, `.backward.last` ...
+    """Enter a phase at every border of a layer: `<prefix>.forward.first`, `.head`, `.backward.last`, ...
 
     Layers between the first and the last share the names `middle`, so that peaks of a shallow model stand for
     those of a deep one.
@@ -114,6 +114,12 @@ def watch_layers(stage: Stage, recorder: Recorder, prefix: Callable[[], str]) ->
             if hidden.requires_grad:
                 hidden.register_hook(lambda gradient: recorder.enter(f"{prefix()}.backward.last"))
 
+    def before_model(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            recorder.enter(f"{prefix()}.forward")
+
+    decoder = base_model(stage.scorer.model).get_decoder()
+    decoder.register_forward_pre_hook(before_model)
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(before_layer(index), with_kwargs=True)
     layers[-1].register_forward_hook(after_layers)

@@ -1,0 +1,145 @@
+"""The traced prediction: asked of a process of its own, which loads torch, and remembered on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from memtrain.errors import LaunchError
+from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.plan import Prediction
+from memtrain.memory.settings import Settings
+from memtrain.recipes.base import Section
+from memtrain.recipes.recipe import Recipe
+
+WORKER = "memtrain.trainers.trace.worker"
+"""The module that traces, as text: it is on a higher floor."""
+
+
+class TraceJob(Section):
+    """One step to trace."""
+
+    recipe: Recipe
+    settings: Settings
+    config: dict[str, Any]
+    """The model's configuration, as in config.json."""
+    rows: int
+    tokens: int
+    scored_tokens: int
+    longest: int
+    """The heaviest micro-batch (see HeaviestBatch)."""
+    accumulates: bool
+    """A step has several micro-batches."""
+    is_whole: bool = False
+    """Trace every layer and replay the allocator; else two shallow models stand for the deep one."""
+
+    @property
+    def batch(self) -> HeaviestBatch:
+        """The heaviest micro-batch."""
+        return HeaviestBatch(self.rows, self.tokens, self.scored_tokens, self.longest)
+
+
+class Traced(Section):
+    """What a trace found."""
+
+    prediction: Prediction
+    reserved_bytes: int | None
+    """What CUDA's caching allocator would reserve for the same allocations; None unless `is_whole`."""
+    seconds: float
+
+
+def can_trace(settings: Settings) -> str | None:
+    """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
+    if settings.quantize != "none":
+        return "quantized weights need bitsandbytes' own kernels"
+    if settings.optimizer in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
+        return f"{settings.optimizer} needs bitsandbytes' own kernels"
+    if settings.liger:
+        return "Liger's kernels need a GPU"
+    if settings.offload != "none":
+        return "offloading depends on the timing of copies"
+    return None
+
+
+def job_of(
+    recipe: Recipe,
+    settings: Settings,
+    config: Mapping[str, Any],
+    batch: HeaviestBatch,
+    *,
+    accumulates: bool,
+    is_whole: bool = False,
+) -> TraceJob:
+    """The job that traces these settings."""
+    return TraceJob(
+        recipe=recipe,
+        settings=settings,
+        config=dict(config),
+        rows=batch.rows,
+        tokens=batch.tokens,
+        scored_tokens=batch.scored_tokens,
+        longest=batch.longest,
+        accumulates=accumulates,
+        is_whole=is_whole,
+    )
+
+
+def traced(job: TraceJob, *, timeout_s: float = 300.0, cache: Path | None = None) -> Traced:
+    """Trace `job` in a process of its own; an answer given before by the same versions comes from disk.
+
+    Raises: LaunchError when the trace fails.
+    """
+    text = job.model_dump_json()
+    file = (cache or cache_folder()) / f"{_key(text)}.json"
+    if file.is_file():
+        return Traced.model_validate_json(file.read_text())
+    # Tracing moves no data: one thread, no GPU.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", WORKER],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
+        check=False,
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise LaunchError(
+            f"the step could not be traced: {last}", fix="the arithmetic prediction still stands"
+        )
+    found = Traced.model_validate_json(done.stdout.splitlines()[-1])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(found.model_dump_json())
+    return found
+
+
+def cache_folder() -> Path:
+    """Where traces are remembered: `$XDG_CACHE_HOME/memtrain/traces`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memtrain" / "traces"
+
+
+def _key(text: str) -> str:
+    versions = [f"{name} {_version(name)}" for name in ("memtrain", "torch", "transformers", "peft")]
+    sources = _newest_source()
+    return hashlib.sha256("\n".join([text, *versions, sources]).encode()).hexdigest()[:32]
+
+
+def _newest_source() -> str:
+    """Time of the newest source file of the trainers: an edited step is another step."""
+    folder = Path(__file__).parents[1] / "trainers"
+    return str(max(file.stat().st_mtime_ns for file in folder.rglob("*.py")))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
