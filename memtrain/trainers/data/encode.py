@@ -124,7 +124,9 @@ class Encoder:
             first, last = bounds[i], bounds[i + 1]
             own = ids[first:last]
             if piece.cut == 0 and piece.learnt == ((0, len(piece.text)),):
-                encoded.append(Encoded(own, 0, ((0, last - first),), merged=False))
+                before = self.num_before if adds_specials else 0
+                learnt = ((before, len(own)),) if len(own) > before else ()
+                encoded.append(Encoded(own, before, learnt, merged=False))
                 continue
             if base[i + 1] - base[i] != utf8_bytes(piece.text):
                 again = self.tokenizer.encode(piece.text, add_special_tokens=adds_specials)

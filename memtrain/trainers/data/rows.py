@@ -55,7 +55,7 @@ def split_rows(num_rows: int, fraction: float, seed: int) -> tuple[Ints, Ints]:
     At least one row is set aside when the fraction is above zero and there are two rows.
     """
     count = round(num_rows * fraction)
-    if fraction > 0 and num_rows > 1:
+    if fraction > 0:
         count = min(max(count, 1), num_rows - 1)
     order = np.random.default_rng(seed).permutation(num_rows)
     return np.sort(order[count:]), np.sort(order[:count])
@@ -68,8 +68,8 @@ def mixed(rows: list[Ints], weights: list[float], seed: int) -> Ints:
     twice more often than another. A share is rounded to whole rows, the largest remainders up.
     """
     total = sum(len(own) for own in rows)
-    exact = np.array(weights) / sum(weights) * total
-    exact[[not len(own) for own in rows]] = 0
+    shares = np.array([weight if len(own) else 0.0 for own, weight in zip(rows, weights, strict=True)])
+    exact = shares / max(shares.sum(), 1e-300) * total
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: round(exact.sum()) - int(counts.sum())]] += 1
     chosen: list[Ints] = []

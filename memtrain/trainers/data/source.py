@@ -179,9 +179,8 @@ def hub_stream(source: Source) -> Stream:
 
     try:
         loaded = load_dataset(source.source, source.name, split=source.split, revision=source.revision)
-    except (
-        Exception
-    ) as error:  # every kind of network, hub and parsing fault ends here, with its own first line
+    except Exception as error:
+        # Every kind of network, hub and parsing fault ends here; its own first line says which.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"cannot load '{source.source}' (split '{source.split}') from the Hugging Face hub: {reason}",

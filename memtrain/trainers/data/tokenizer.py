@@ -43,15 +43,14 @@ def load_tokenizer(
     if name.startswith("builtin:") and name != BUILTIN:
         raise DataError(f"there is no tokenizer '{name}'", "model.tokenizer", f"there is {BUILTIN}")
     place = str(tiny_tokenizer.FOLDER) if name == BUILTIN else str(Path(name).expanduser())
-    if not Path(place).is_dir() and place.startswith((".", "/")):
+    if not Path(place).is_dir() and name.startswith((".", "/", "~")):
         raise DataError(
             f"there is no folder '{place}'", "model.tokenizer", f"the current folder is {Path.cwd()}"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # every kind of network, hub and parsing fault ends here, with its own first line
+    except Exception as error:
+        # Every kind of network, hub and parsing fault ends here; its own first line says which.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"cannot load the tokenizer '{name}': {reason}",
