@@ -7,10 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from memtrain.errors import MemtrainError
-
-EXIT_OUR_FAULT = 70
-"""Exit code of a fault of memtrain itself (EX_SOFTWARE)."""
+from memtrain.errors import EXIT_OUR_FAULT, MemtrainError
 
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""

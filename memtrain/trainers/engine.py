@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
 from memtrain.errors import LaunchError
+from memtrain.memory.plan import Plan
 from memtrain.memory.settings import Settings
 from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.step import Engine
@@ -35,6 +37,23 @@ def make_accelerator(settings: Settings) -> Accelerator:
             fix="start the run with `memtrain`, or with the line in launch.sh",
         )
     return accelerator
+
+
+def shake_hands(plan: Plan, ranks: Ranks) -> None:
+    """Make sure that all ranks run the same plan with the same packages, before anything is loaded.
+
+    Raises: LaunchError, on every rank, naming those that differ from rank 0.
+    """
+    mine = (plan.model_dump_json(), torch.__version__, transformers.__version__)
+    all_of_them = ranks.gather(mine)
+    for what, values in zip(("plan", "torch", "transformers"), zip(*all_of_them, strict=True), strict=True):
+        others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            raise LaunchError(
+                f"rank {', '.join(others)} has another {what} than rank 0",
+                where=plan.run_dir,
+                fix="let every node see the same run folder and the same environment",
+            )
 
 
 def make_engine(accelerator: Accelerator) -> Engine:

@@ -14,7 +14,7 @@ from memtrain.trainers.model.head import base_model
 from memtrain.trainers.model.save import save_final
 from memtrain.trainers.run.card import write_card
 from memtrain.trainers.run.checkpoint import best_complete
-from memtrain.trainers.run.events import FinalEvent
+from memtrain.trainers.run.events import FinalEvent, MemoryEvent
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.report_html import write_report
 from memtrain.trainers.snapshot import load_weights
@@ -30,6 +30,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         if best is not None and best.manifest.facts.step != run.position.step:
             load_weights(best, built.scorer)
             best_step = best.manifest.facts.step
+    tell_other_peaks(run)
     if not run.ranks.is_main:
         return
     save_final(built.model, built.tokenizer, folder.final)
@@ -45,6 +46,15 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
     )
     write_card(folder)
     write_report(folder)
+
+
+def tell_other_peaks(run: Run) -> None:
+    """Tell the peak of every phase in which another rank needed more than the main one."""
+    phases = run.ranks.gather(run.watch.phases)
+    for name, mine in phases[0].items():
+        most = max(of_rank.get(name, 0) for of_rank in phases)
+        if most > mine:
+            run.tell(MemoryEvent(step=run.position.step, phase=name, allocated=most))
 
 
 def sample(run: Run, built: Built) -> str:

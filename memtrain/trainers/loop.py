@@ -179,6 +179,7 @@ def _to_host(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _tell(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds: float) -> None:
+    peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
     means = {
         name: value if name in ("loss", "grad_norm") else value / work.denominator
         for name, value in totals.items()
@@ -192,8 +193,9 @@ def _tell(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds
             tokens=work.num_tokens,
             learnt=int(work.denominator),
             seconds=seconds,
-            peak_bytes=run.watch.peak_bytes or None,
+            peak_bytes=peak or None,
             epoch=work.epoch,
+            sequences=work.num_sequences,
             extra=means,
         )
     )

@@ -5,38 +5,47 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
-from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
+from memtrain.errors import EXIT_OUR_FAULT, MemtrainError
 from memtrain.memory.plan import Plan, read_plan
 from memtrain.trainers.build import Built, build
-from memtrain.trainers.engine import distribute, make_accelerator, make_engine, ranks_of
+from memtrain.trainers.engine import distribute, make_accelerator, make_engine, ranks_of, shake_hands
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Position, Run, train
 from memtrain.trainers.model.load import local_device
-from memtrain.trainers.run.checkpoint import Found, mend_checkpoints, newest_complete, save_checkpoint
-from memtrain.trainers.run.events import EvalEvent, Event, MemoryEvent, NoteEvent, StepEvent
-from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.outcome import outcome_told
+from memtrain.trainers.run.checkpoint import (
+    Found,
+    mend_checkpoints,
+    newest_complete,
+    remove_checkpoints,
+    save_checkpoint,
+)
+from memtrain.trainers.run.events import Event, MemoryEvent, NoteEvent
+from memtrain.trainers.run.faults import LAUNCHED, note_fault
+from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
-from memtrain.trainers.run.metrics import MetricsWriter
-from memtrain.trainers.run.progress import Progress
 from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.resume import check_resumable
 from memtrain.trainers.run.signals import StopRequest
-from memtrain.trainers.run.trackers import Trackers, open_trackers
+from memtrain.trainers.run.standing import is_over
 from memtrain.trainers.run.watch import MemoryWatch
 from memtrain.trainers.schedule import lr_at
 from memtrain.trainers.snapshot import parts_of, restore
+from memtrain.trainers.telling import Teller, open_teller
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"
-"""Set by the launcher, which holds the lock of the run folder while its workers write into it."""
+"""Set by a launcher that works in its own process and holds the lock of the run folder."""
 
 
 def work(plan: Plan, *, resume: bool = True) -> None:
@@ -45,28 +54,25 @@ def work(plan: Plan, *, resume: bool = True) -> None:
     Raises: MemtrainError of every kind; Interrupted when asked to stop, after saving.
     """
     started = time.time()
+    transformers_logging.disable_progress_bar()
     with ExitStack() as stack:
         accelerator = make_accelerator(plan.settings)
         ranks = ranks_of(accelerator)
+        shake_hands(plan, ranks)
         folder = RunFolder(Path(plan.run_dir))
         if ranks.is_main and LOCKED not in os.environ:
             stack.enter_context(folder.open_for_run())
         stop = stack.enter_context(StopRequest())
         position = Position()
-        stack.enter_context(_status(folder, ranks, position))
-        built = build(plan)
-        model = distribute(accelerator, built.scorer)
+        stack.enter_context(outcome_told(folder, ranks, position))
         found = _look_for_checkpoint(folder, ranks, resume=resume)
         notes = check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
+        built = build(plan)
+        model = distribute(accelerator, built.scorer)
         if found.checkpoint is not None:
             restore(found.checkpoint, built.scorer, built.optimizer, position)
-        tell = stack.enter_context(_teller(plan, folder, ranks, position))
-        if not position.step:
-            tell(replace(built.train.told("train"), rows_skipped=plan.data.train.num_skipped))
-            if built.eval is not None:
-                tell(built.eval.told("held-out"))
-        for note in (*(f"passed over {one.path.name}: {one.reason}" for one in found.rejected), *notes):
-            tell(NoteEvent(step=position.step, text=note))
+        teller = stack.enter_context(open_teller(plan, folder, ranks, position))
+        _tell_start(teller, plan, built, found, notes, position)
         run = Run(
             plan=plan,
             model=model,
@@ -78,15 +84,13 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             ranks=ranks,
             engine=make_engine(accelerator),
             device=local_device(plan.settings),
-            tell=tell,
-            watch=_watch(plan, built, tell, ranks, position),
+            tell=teller.tell,
+            watch=_watch(plan, built, teller.tell, ranks, position),
             is_asked_to_stop=lambda: stop.asked,
-            save=_saver(plan, folder, built, ranks),
+            save=_saver(plan, folder, built, ranks, teller),
             position=position,
             started=started,
         )
-        if found.checkpoint is not None:
-            tell(NoteEvent(step=position.step, text=f"continued after step {position.step}"))
         train(run)
         finish(run, built, folder)
         ranks.barrier()
@@ -94,18 +98,36 @@ def work(plan: Plan, *, resume: bool = True) -> None:
 
 
 def _look_for_checkpoint(folder: RunFolder, ranks: Ranks, *, resume: bool) -> Found:
-    if not resume:
-        return Found(None, ())
     if ranks.is_main:
         mend_checkpoints(folder)
+        if not resume:
+            remove_checkpoints(folder)
     ranks.barrier()
     return newest_complete(folder)
 
 
-def _saver(plan: Plan, folder: RunFolder, built: Built, ranks: Ranks) -> Callable[[Position], None]:
+def _tell_start(
+    teller: Teller, plan: Plan, built: Built, found: Found, notes: list[str], position: Position
+) -> None:
+    """What became of the rows, or where the run goes on from, and what a reader must know of it."""
+    if not position.step:
+        teller.tell(replace(built.train.told("train"), rows_skipped=plan.data.train.num_skipped))
+        if built.eval is not None:
+            teller.tell(built.eval.told("held-out"))
+    said = [f"passed over {one.path.name}: {one.reason}" for one in found.rejected] + notes
+    if found.checkpoint is not None:
+        said.append(f"continued after step {position.step}")
+    for text in said:
+        teller.tell(NoteEvent(step=position.step, text=text))
+
+
+def _saver(
+    plan: Plan, folder: RunFolder, built: Built, ranks: Ranks, teller: Teller
+) -> Callable[[Position], None]:
     save = plan.recipe.save
 
     def write(position: Position) -> None:
+        teller.sync()
         facts = facts_of(plan, step=position.step, epoch=0, offset=0, eval_loss=position.eval_loss)
         parts = parts_of(built.scorer, built.optimizer, position) if ranks.is_main else {}
         save_checkpoint(folder, parts, facts, keep=save.keep, keep_best=save.keep_best, ranks=ranks)
@@ -135,80 +157,33 @@ def resident(tensors: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-@contextmanager
-def _teller(
-    plan: Plan, folder: RunFolder, ranks: Ranks, position: Position
-) -> Iterator[Callable[[Event], None]]:
-    """What takes the events: metrics, terminal, trackers; nothing on other ranks than the main one."""
-    if not ranks.is_main:
-        yield lambda event: None
-        return
-    with ExitStack() as stack:
-        metrics = stack.enter_context(
-            MetricsWriter(folder.metrics, resumed_at=position.step if position.step else None)
-        )
-        trackers: Trackers = open_trackers(plan, folder)
-        stack.callback(trackers.close)
-        progress = stack.enter_context(
-            Progress(
-                plan.settings.max_steps,
-                every_steps=plan.recipe.log.every_steps,
-                first_step=position.step,
-                log=folder.log,
-            )
-        )
-
-        def tell(event: Event) -> None:
-            metrics.write(event)
-            trackers.tell(event)
-            if isinstance(event, StepEvent):
-                progress.stepped(event)
-            elif isinstance(event, EvalEvent):
-                progress.evaluated(event.step, event.loss)
-            elif isinstance(event, NoteEvent):
-                progress.say(event.text)
-
-        yield tell
-
-
-@contextmanager
-def _status(folder: RunFolder, ranks: Ranks, position: Position) -> Iterator[None]:
-    """`status.json` tells how the run stands, whatever ends it."""
-
-    def write(state: RunState, message: str = "") -> None:
-        if ranks.is_main:
-            folder.write_status(state, position.step, message)
-
-    write(RunState.RUNNING)
-    try:
-        yield
-    except Interrupted as error:
-        write(RunState.SAVED, error.faults[0].what)
-        raise
-    except OutOfMemory as error:
-        write(RunState.OUT_OF_MEMORY, error.faults[0].what)
-        raise
-    except MemtrainError as error:
-        write(RunState.FAILED, error.faults[0].what)
-        raise
-    except Exception as error:
-        write(RunState.FAILED, f"{type(error).__name__}: {error}")
-        raise
-    write(RunState.DONE)
-
-
 def main() -> int:
     """Entry point of a launched process: the plan's path is its only argument. The exit code."""
+    folder = RunFolder(Path(sys.argv[1]).parent)
+    rank = int(os.environ.get("RANK", "0"))
+    resume = "--no-resume" not in sys.argv
     try:
-        plan = read_plan(Path(sys.argv[1]))
-        work(plan, resume="--no-resume" not in sys.argv)
-    except MemtrainError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        print(error.text() if rank == 0 else f"rank {rank}: {error.text()}", file=sys.stderr)
-        return error.exit_code
+        plan = read_plan(folder.plan)
+        if resume and is_over(folder, plan):
+            print(f"the run in {folder.path} is over; its model is in {folder.final}")
+            return 0
+        work(plan, resume=resume)
+    except Exception as error:
+        return _told(folder, rank, error)
     finally:
         _leave_process_group()
     return 0
+
+
+def _told(folder: RunFolder, rank: int, error: Exception) -> int:
+    """Say what ended this rank, where the launcher or the user will look; the exit code."""
+    is_of_many = "RANK" in os.environ
+    if is_of_many:
+        note_fault(folder, rank, error)
+    if LAUNCHED not in os.environ:
+        text = error.text() if isinstance(error, MemtrainError) else traceback.format_exc()
+        print(f"rank {rank}: {text}" if is_of_many else text, file=sys.stderr)
+    return error.exit_code if isinstance(error, MemtrainError) else EXIT_OUR_FAULT
 
 
 def _leave_process_group() -> None:

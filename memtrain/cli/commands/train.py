@@ -19,7 +19,11 @@ RunDir = Annotated[
     typer.Option("--run-dir", help="Folder of the run, in place of the recipe's.", show_default=False),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Go on from the newest checkpoint of the run folder.")
+    bool,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Go on from the newest checkpoint of the run folder, or remove its checkpoints and begin anew.",
+    ),
 ]
 
 
@@ -66,6 +70,7 @@ def run_recipe(
     from memtrain.cli.planning import make_plan
     from memtrain.cli.showing import print_end, print_plan, reading_progress
     from memtrain.trainers.run.folder import RunFolder
+    from memtrain.trainers.run.standing import is_over
     from memtrain.trainers.run.trackers import check_trackers
 
     check_trackers(loaded.recipe.log.trackers)
@@ -73,7 +78,11 @@ def run_recipe(
         planned = make_plan(loaded, run_dir=run_dir, progress=progress)
     plan = planned.plan
     folder = RunFolder(Path(plan.run_dir))
-    with folder.open_for_run():
+    with folder.open_for_run() as lock:
+        if resume and is_over(folder, plan):
+            say(f"The run in {folder.path} is over; nothing was done. Its model: {folder.final}")
+            say("To make it anew: --no-resume, or another --run-dir.")
+            return folder.path
         print_plan(planned)
         folder.recipe.write_text(recipe_yaml(plan.recipe))
         plan.write(folder.path)
@@ -81,6 +90,6 @@ def run_recipe(
         if dry_run:
             say(f"Nothing was started. The plan is in {folder.plan}; {script} runs it.")
             return folder.path
-        start(plan, folder.path, resume=resume)
+        start(plan, folder, lock, resume=resume)
     print_end(folder)
     return folder.path

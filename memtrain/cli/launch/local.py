@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import yaml
 
-from memtrain.errors import Interrupted, LaunchError, MemtrainError
 from memtrain.memory.plan import PLAN_FILE, Plan
 from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.run.folder import RunFolder, RunLock
 
 ACCELERATE_FILE = "accelerate.yaml"
-LOCKED = "MEMTRAIN_RUN_LOCKED"
-"""Tells workers that the launcher holds the lock of the run folder."""
 
 
 def accelerate_config(settings: Settings) -> dict[str, object]:
@@ -70,6 +66,8 @@ def write_files(plan: Plan, run_dir: Path) -> Path:
     words = [f"export {name}={shlex.quote(value)}" for name, value in environment(plan.settings).items()]
     line = shlex.join(command_line(plan, run_dir))
     script = run_dir / "launch.sh"
+    # Paths in the plan may be relative to where the command was given.
+    words.append(f"cd {shlex.quote(str(Path.cwd()))}")
     script.write_text("\n".join(["#!/usr/bin/env bash", "set -e", *words, f"exec {line}", ""]))
     script.chmod(0o755)
     if plan.settings.num_processes > 1:
@@ -78,52 +76,22 @@ def write_files(plan: Plan, run_dir: Path) -> Path:
     return script
 
 
-def start(plan: Plan, run_dir: Path, *, resume: bool) -> None:
-    """Run the plan to its end.
+def start(plan: Plan, folder: RunFolder, lock: RunLock, *, resume: bool) -> None:
+    """Run the plan to its end. Several processes take the lock over from this one: they are what writes.
 
     Raises: MemtrainError of every kind, from this process or from the launched ones.
     """
-    if plan.settings.num_processes == 1:
-        os.environ.update(environment(plan.settings) | {LOCKED: "1"})
-        from memtrain.trainers.worker import work
+    if plan.settings.num_processes > 1:
+        from memtrain.cli.launch.agent import run_agent
 
-        try:
-            work(plan, resume=resume)
-        finally:
-            del os.environ[LOCKED]
+        lock.close()
+        words = command_line(plan, folder.path) + ([] if resume else ["--no-resume"])
+        run_agent(words, environment(plan.settings), folder, plan.settings.num_processes)
         return
-    _launch(plan, run_dir, resume=resume)
+    from memtrain.trainers.worker import LOCKED, work
 
-
-def _launch(plan: Plan, run_dir: Path, *, resume: bool) -> None:
-    words = command_line(plan, run_dir) + ([] if resume else ["--no-resume"])
-    given = os.environ | environment(plan.settings) | {LOCKED: "1"}
-    process = subprocess.Popen(words, env=given, start_new_session=True)
-    before = {one: signal.signal(one, _forward_to(process)) for one in (signal.SIGTERM, signal.SIGINT)}
+    os.environ.update(environment(plan.settings) | {LOCKED: "1"})
     try:
-        code = process.wait()
+        work(plan, resume=resume)
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-    if code:
-        raise _fault_of(run_dir, code)
-
-
-def _forward_to(process: subprocess.Popen[bytes]):
-    def forward(number: int, frame: object) -> None:
-        os.killpg(process.pid, number)
-
-    return forward
-
-
-def _fault_of(run_dir: Path, code: int) -> MemtrainError:
-    """What ended the processes: launchers hide exit codes, so the run folder says it."""
-    from memtrain.trainers.run.folder import RunFolder, RunState
-
-    status = RunFolder(run_dir).read_status()
-    if status is not None and status.state is RunState.SAVED:
-        return Interrupted(status.message, str(run_dir), "run the same command again to go on from here")
-    said = f": {status.message}" if status is not None and status.message else ""
-    return LaunchError(
-        f"the processes ended with code {code}{said}", str(run_dir), "their messages are above"
-    )
+        del os.environ[LOCKED]

@@ -100,6 +100,12 @@ def mend_checkpoints(folder: RunFolder) -> None:
             shutil.rmtree(left)
 
 
+def remove_checkpoints(folder: RunFolder) -> None:
+    """Remove every checkpoint: the run begins anew, and a kill must not go back to its old course."""
+    for path in complete_steps(folder.checkpoints).values():
+        _remove(path)
+
+
 def save_checkpoint(
     folder: RunFolder,
     parts: Parts,
@@ -204,9 +210,13 @@ def _prune(checkpoints: Path, newest: int, keep: int, keep_best: bool) -> None:
         kept.add(min(losses, key=lambda item: item[0])[1])
     for path in steps.values():
         if path not in kept:
-            leaving = path.with_name(f".gone-{path.name}")
-            path.rename(leaving)
-            shutil.rmtree(leaving)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    leaving = path.with_name(f".gone-{path.name}")
+    path.rename(leaving)
+    shutil.rmtree(leaving)
 
 
 def _eval_losses(steps: Mapping[int, Path]) -> list[tuple[float, Path]]:

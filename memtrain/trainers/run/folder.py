@@ -158,6 +158,11 @@ class RunFolder:
         return self.path / "log.txt"
 
     @property
+    def faults(self) -> Path:
+        """What ended the ranks of a run with several (faults.py)."""
+        return self.path / ".faults"
+
+    @property
     def lock(self) -> Path:
         """The process that writes this folder."""
         return self.path / ".lock"

@@ -1,0 +1,56 @@
+"""How a run ended, whatever ended it: `status.json`, and out of memory in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
+from memtrain.memory.units import gib
+from memtrain.trainers.loop import Position
+from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.run.ranks import Ranks
+
+
+@contextmanager
+def outcome_told(folder: RunFolder, ranks: Ranks, position: Position) -> Iterator[None]:
+    """Keep the run's status; torch's own out-of-memory error becomes ours.
+
+    Raises: whatever is raised inside.
+    """
+
+    def write(state: RunState, message: str = "") -> None:
+        if ranks.is_main:
+            folder.write_status(state, position.step, message)
+
+    write(RunState.RUNNING)
+    try:
+        with _out_of_memory_in_words(folder, position):
+            yield
+    except Exception as error:
+        write(*_state_of(error))
+        raise
+    write(RunState.DONE)
+
+
+def _state_of(error: Exception) -> tuple[RunState, str]:
+    if not isinstance(error, MemtrainError):
+        return RunState.FAILED, f"{type(error).__name__}: {error}"
+    states = {Interrupted: RunState.SAVED, OutOfMemory: RunState.OUT_OF_MEMORY}
+    return states.get(type(error), RunState.FAILED), error.faults[0].what
+
+
+@contextmanager
+def _out_of_memory_in_words(folder: RunFolder, position: Position) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        held = torch.cuda.memory_allocated()
+        raise OutOfMemory(
+            f"the device ran out of memory in step {position.step + 1}, with {gib(held)} held",
+            where=str(folder.path),
+            fix="set a smaller memory.budget or train.micro_rows and run the same command again: it goes on "
+            "from the last checkpoint",
+        ) from error

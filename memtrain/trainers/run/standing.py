@@ -1,0 +1,34 @@
+"""How a run folder stands towards a plan, asked before anything is written into it."""
+
+from __future__ import annotations
+
+from memtrain.memory.plan import Plan
+from memtrain.trainers.run.checkpoint import complete_steps
+from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.run.manifest import Manifest, read_manifest
+from memtrain.trainers.run.resume import check_resumable
+
+
+def is_over(folder: RunFolder, plan: Plan) -> bool:
+    """Whether the run that `plan` describes was made to its end.
+
+    Looks at manifests only: the worker verifies the files.
+
+    Raises: ResumeError when the folder holds checkpoints of another run.
+    """
+    newest = _newest_manifest(folder)
+    if newest is None:
+        return False
+    check_resumable(newest.facts, plan)
+    status = folder.read_status()
+    is_done = status is not None and status.state is RunState.DONE
+    return is_done and newest.facts.step == plan.settings.max_steps and folder.final.is_dir()
+
+
+def _newest_manifest(folder: RunFolder) -> Manifest | None:
+    for path in reversed(complete_steps(folder.checkpoints).values()):
+        try:
+            return read_manifest(path)
+        except ValueError:
+            continue
+    return None

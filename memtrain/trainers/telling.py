@@ -1,0 +1,57 @@
+"""Who hears what happens in a run: the metrics, the terminal and the trackers, on the main rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from memtrain.memory.plan import Plan
+from memtrain.trainers.loop import Position
+from memtrain.trainers.run.events import EvalEvent, Event, NoteEvent, StepEvent
+from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.metrics import MetricsWriter
+from memtrain.trainers.run.progress import Progress
+from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.run.trackers import open_trackers
+
+
+@dataclass(frozen=True, slots=True)
+class Teller:
+    """Takes events; on other ranks than the main one it does nothing."""
+
+    tell: Callable[[Event], None]
+    sync: Callable[[], None]
+    """Holds until the metrics are on the disk: a checkpoint must not outlive them."""
+
+
+@contextmanager
+def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: Position) -> Iterator[Teller]:
+    """The teller of this rank, until the end of the run. Metrics after `position` are cut off."""
+    if not ranks.is_main:
+        yield Teller(tell=lambda event: None, sync=lambda: None)
+        return
+    with ExitStack() as stack:
+        metrics = stack.enter_context(MetricsWriter(folder.metrics, resumed_at=position.step or None))
+        trackers = open_trackers(plan, folder)
+        stack.callback(trackers.close)
+        progress = stack.enter_context(
+            Progress(
+                plan.settings.max_steps,
+                every_steps=plan.recipe.log.every_steps,
+                first_step=position.step,
+                log=folder.log,
+            )
+        )
+
+        def tell(event: Event) -> None:
+            metrics.write(event)
+            trackers.tell(event)
+            if isinstance(event, StepEvent):
+                progress.stepped(event)
+            elif isinstance(event, EvalEvent):
+                progress.evaluated(event.step, event.loss)
+            elif isinstance(event, NoteEvent):
+                progress.say(event.text)
+
+        yield Teller(tell, metrics.sync)
