@@ -1,0 +1,194 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.lengths import LengthProfile, LengthReport
+from memtrain.memory.resolve import Facts, Resolved, resolve
+from memtrain.memory.rules import Asked
+from memtrain.memory.shape import shape_of
+from memtrain.memory.units import GIB
+from memtrain.recipes.recipe import Recipe
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def profile(*tokens: int, pieces: int | None = None) -> LengthProfile:
+    report = LengthReport(
+        num_rows=len(tokens),
+        num_tokens=sum(tokens),
+        num_learnt=sum(tokens) // 2,
+        rows_cut=0,
+        rows_dropped=0,
+        rows_split=0,
+        pieces=pieces or len(tokens),
+        tokens_cut=0,
+        tokens_dropped=0,
+        tokens_idle=0,
+        learnt_cut=0,
+        learnt_dropped=0,
+        num_sequences=len(tokens),
+        fill=1.0,
+    )
+    longest = tuple(sorted(tokens, reverse=True))
+    return LengthProfile(
+        report=report, total_tokens=sum(tokens), longest=longest, longest_piece=max(tokens)
+    )
+
+
+Ask = Callable[..., Resolved]
+
+
+def recipe_of(keys: dict[str, Any]) -> Recipe:
+    recipe: dict[str, Any] = {"method": "sft", "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
+    for key, value in keys.items():
+        section, name = key.split(".")
+        recipe.setdefault(section, {})[name] = value
+    return Recipe.model_validate(recipe)
+
+
+def ask(
+    hardware: Hardware | None = None,
+    lengths: LengthProfile | None = None,
+    config: dict[str, Any] = CONFIG,
+    **said: Any,
+) -> Resolved:
+    keys = {key.replace("__", "."): value for key, value in said.items()}
+    asked = Asked(recipe_of(keys), lambda key: f"r.yaml:{key}" if key in keys else "default")
+    facts = Facts(
+        hardware=hardware or cpu(64 * GIB, 4),
+        shape=shape_of(config),
+        config=config,
+        profile=lengths or profile(*([512] * 40), *([100] * 60)),
+        count_steps=lambda rows, tokens, epochs: int(epochs * 10),
+    )
+    return resolve(asked, facts)
+
+
+def reason_of(resolved: Resolved, setting: str) -> str:
+    return next(one.reason for one in resolved.decisions if one.setting == setting)
+
+
+def source_of(resolved: Resolved, setting: str) -> str:
+    return next(one.source for one in resolved.decisions if one.setting == setting)
+
+
+def test_a_cpu_run_is_exact_padding_free_and_alone():
+    settings = ask().settings
+    assert (settings.device, settings.dtype, settings.num_processes) == ("cpu", "float32", 1)
+    assert (settings.attention, settings.padding_free, settings.loss) == ("cpu", True, "chunked")
+    assert (settings.checkpoint_every, settings.offload) == (1, "none")
+
+
+def test_a_gpu_run_computes_in_bfloat16_with_one_process_for_each_device():
+    settings = ask(Hardware.named("h100", 2)).settings
+    assert (settings.device, settings.dtype, settings.num_processes) == ("cuda", "bfloat16", 2)
+    assert settings.attention in ("flash", "cuda")
+
+
+def test_a_gpu_without_bfloat16_falls_back_to_float32_and_says_so():
+    resolved = ask(Hardware.named("t4"))
+    assert resolved.settings.dtype == "float32"
+    assert "no fast bfloat16" in reason_of(resolved, "dtype")
+
+
+def test_what_the_user_said_is_the_source_of_the_setting():
+    resolved = ask(train__batch_rows=8, model__dtype="float32")
+    assert source_of(resolved, "batch_rows") == "r.yaml:train.batch_rows"
+    assert source_of(resolved, "dtype") == "r.yaml:model.dtype"
+    assert source_of(resolved, "attention") == "rule"
+
+
+def test_a_smaller_budget_takes_a_smaller_micro_batch():
+    roomy, tight = ask(), ask(memory__budget="8GiB")
+    assert roomy.settings.micro_tokens is not None
+    assert tight.settings.micro_tokens is not None
+    assert tight.settings.micro_tokens <= roomy.settings.micro_tokens
+    assert tight.prediction.peak.num_bytes <= 8 * GIB
+
+
+def test_checkpointing_left_open_is_off_where_everything_fits():
+    assert ask(memory__activation_checkpointing="auto").settings.checkpoint_every == 0
+
+
+def test_a_budget_that_nothing_fits_names_the_largest_owners_and_ways_out():
+    with pytest.raises(DoesNotFit) as caught:
+        ask(memory__budget="1GiB")
+    fault = caught.value.faults[0]
+    assert "no plan fits 1.00 GiB" in fault.what
+    assert "optimizer" in fault.what
+    assert fault.where == "r.yaml:memory.budget"
+    assert "lora" in fault.fix
+
+
+def test_the_plain_run_needs_more():
+    resolved = ask()
+    assert resolved.plain.peak.num_bytes > resolved.prediction.peak.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"cluster__device": "cuda"}, "no CUDA device"),
+        ({"cluster__processes": 9}, "this machine has 4 CPU cores"),
+        ({"model__dtype": "float16"}, "loss scaling"),
+        ({"optim__kind": "adamw_8bit"}, "bitsandbytes"),
+        ({"model__liger": "on"}, "Liger runs on CUDA only"),
+        ({"model__attention": "cuda"}, "cuda"),
+        ({"train__batch_rows": 1, "cluster__processes": 2}, "cannot be shared by 2 processes"),
+        ({"train__batch_rows": 8, "train__micro_rows": 16}, "has 8 rows a step"),
+        ({"train__micro_tokens": 100}, "the longest sequence has 512 tokens"),
+        ({"length__padding_free": False, "train__micro_tokens": 4096}, "pads its rows"),
+        ({"optim__master_weights": True, "model__dtype": "float32"}, "float32 already"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_place(said: dict[str, Any], words: str):
+    with pytest.raises(RecipeError) as caught:
+        ask(**said)
+    fault = next(one for one in caught.value.faults if words in one.what)
+    assert fault.where.startswith("r.yaml:") or fault.where == "default"
+    assert fault.fix
+
+
+def test_every_refusal_is_told_at_once():
+    with pytest.raises(RecipeError) as caught:
+        ask(optim__kind="adamw_8bit", model__dtype="float16", model__liger="on")
+    assert len(caught.value.faults) == 3
+
+
+def test_a_model_whose_rows_cannot_be_kept_apart_is_padded_or_refused():
+    gemma = CONFIG | {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
+    assert ask(config=gemma).settings.padding_free is False
+    with pytest.raises(RecipeError, match="rows cannot be kept apart"):
+        ask(config=gemma, length__packing="bfd")
+
+
+def test_the_batch_is_worked_out_in_one_line():
+    resolved = ask(train__batch_rows=16, train__micro_rows=4)
+    assert reason_of(resolved, "micro_batch") == (
+        "asked for; 16 rows = 1 process x about 4 micro-batches of at most 4 rows"
+    )
+
+
+def test_tokens_of_a_step_are_shared_by_micro_batches_of_tokens():
+    """16,384 tokens a step, 4,096 at once: four micro-batches."""
+    resolved = ask(train__batch_tokens=16_384, train__micro_tokens=4096)
+    assert "x about 4 micro-batches" in reason_of(resolved, "micro_batch")
+
+
+def test_epochs_become_steps():
+    resolved = ask(train__epochs=2.5)
+    assert resolved.settings.max_steps == 25
+    assert reason_of(resolved, "max_steps") == "asked for; 2.5 epochs over 100 sequences"
