@@ -1,0 +1,107 @@
+"""From rewards to advantages: groups, batches, leave-one-out, several rewards, and tokens (GAE).
+
+A reward that is NaN is no verdict: it is left out of every mean, and its advantage is 0.
+"""
+
+# G groups (prompts) of k answers, flat: R = G * k rewards, the answers of a group next to each other.
+# F reward functions. N tokens of answers.
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-4
+"""Added to a standard deviation, as TRL does; groups without signal then give 0 and not NaN."""
+
+Scale = Literal["group", "batch", "none"]
+
+
+def weighted_rewards(reward_RF: Tensor, weight_F: Tensor) -> Tensor:
+    """The weighted sum of the verdicts that there are [R]; NaN for an answer that has none."""
+    total_R = torch.nan_to_num(reward_RF * weight_F, nan=0.0).sum(1)
+    return total_R.masked_fill(reward_RF.isnan().all(1), torch.nan)
+
+
+def group_advantages(reward_R: Tensor, group_size: int, scale: Scale) -> Tensor:
+    """reward - mean of its group, over a standard deviation [R].
+
+    That of the group, of the batch, or none; with Bessel's correction.
+    Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, section 4.1.2 (group); Liu et al. 2025 (Dr. GRPO),
+    arXiv:2503.20783, eq. 3 (none); batch: Liu et al. 2025, arXiv:2508.08221.
+    """
+    reward_Gk = reward_R.view(-1, group_size)
+    advantage_Gk = reward_Gk - reward_Gk.nanmean(1, keepdim=True)
+    if scale == "group":
+        advantage_Gk = advantage_Gk / (_deviation(reward_Gk, 1) + EPSILON)
+    elif scale == "batch":
+        advantage_Gk = advantage_Gk / (_deviation(reward_R, 0) + EPSILON)
+    return torch.nan_to_num(advantage_Gk.reshape(-1), nan=0.0)
+
+
+def decoupled_advantages(reward_RF: Tensor, weight_F: Tensor, group_size: int) -> Tensor:
+    """Every reward normalised in its group by itself, then their weighted sum over the batch [R].
+
+    Source: Liu et al. 2026 (GDPO), arXiv:2601.05242.
+    """
+    reward_GkF = reward_RF.view(-1, group_size, reward_RF.shape[1])
+    centred_GkF = reward_GkF - reward_GkF.nanmean(1, keepdim=True)
+    normal_RF = (centred_GkF / (_deviation(reward_GkF, 1) + EPSILON)).view(reward_RF.shape)
+    total_R = weighted_rewards(normal_RF, weight_F)
+    total_R = (total_R - total_R.nanmean()) / (_deviation(total_R, 0) + EPSILON)
+    return torch.nan_to_num(total_R, nan=0.0)
+
+
+def leave_one_out_advantages(reward_R: Tensor, group_size: int, *, normalise: bool) -> Tensor:
+    """reward - mean of the other answers of its group [R]; `normalise`: to mean 0, deviation 1 in the batch.
+
+    A group with one verdict only has nothing to compare and gives 0.
+    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024
+    (RLOO), arXiv:2402.14740, section 2.3.
+    """
+    reward_Gk = reward_R.view(-1, group_size)
+    counts_G1 = (~reward_Gk.isnan()).sum(1, keepdim=True)
+    others_Gk = (reward_Gk.nansum(1, keepdim=True) - reward_Gk) / (counts_G1 - 1)
+    advantage_R = (reward_Gk - others_Gk).reshape(-1)
+    advantage_R = advantage_R.masked_fill(advantage_R.isinf(), torch.nan)
+    if normalise:
+        advantage_R = (advantage_R - advantage_R.nanmean()) / (_deviation(advantage_R, 0) + EPSILON)
+    return torch.nan_to_num(advantage_R, nan=0.0)
+
+
+def groups_without_signal(reward_R: Tensor, group_size: int) -> Tensor:
+    """bool [G]: groups whose verdicts are all alike, or which have fewer than two: no answer is better."""
+    reward_Gk = reward_R.view(-1, group_size)
+    lowest_G = reward_Gk.nan_to_num(nan=torch.inf).amin(1)
+    highest_G = reward_Gk.nan_to_num(nan=-torch.inf).amax(1)
+    return ~(highest_G > lowest_G)
+
+
+def generalised_advantages(
+    reward_N: Tensor, value_N: Tensor, lengths: list[int], *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """(advantage of each token [N], return [N] = advantage + value), answer after answer.
+
+    delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1); after the last token V is 0.
+    Source: Schulman et al. 2016 (GAE), arXiv:1506.02438, eq. 11, 12 and 16.
+    """
+    advantage_N = torch.empty_like(value_N)
+    end = 0
+    for length in lengths:
+        start, end = end, end + length
+        later_value = later_advantage = value_N.new_zeros(())
+        for t in range(end - 1, start - 1, -1):
+            delta = reward_N[t] + gamma * later_value - value_N[t]
+            later_advantage = delta + gamma * lam * later_advantage
+            later_value = value_N[t]
+            advantage_N[t] = later_advantage
+    return advantage_N, advantage_N + value_N
+
+
+def _deviation(value: Tensor, dim: int) -> Tensor:
+    """Standard deviation over `dim` without NaN, with Bessel's correction, the dimension kept; NaN of one."""
+    mean = value.nanmean(dim, keepdim=True)
+    count = (~value.isnan()).sum(dim, keepdim=True)
+    return ((value - mean).square().nansum(dim, keepdim=True) / (count - 1)).sqrt()
