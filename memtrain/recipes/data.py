@@ -111,7 +111,8 @@ class Data(Section):
     """A row that cannot be used stops the run, or is left out and counted."""
 
     streaming: bool = False
-    """Tokenize a source that is larger than the disk's free space as it is read, epoch by epoch."""
+    """Read hub datasets over the network and copy only their tokens to the disk (4 bytes a token). A
+    `limit` then takes rows from shuffled files through a buffer of 10,000 rows, not from the whole."""
 
     processes: PositiveInt = 1
     """Processes that tokenize."""

@@ -185,6 +185,36 @@ def test_a_hub_dataset_without_a_network_says_what_to_do(monkeypatch):
     )
 
 
+def test_a_streamed_hub_dataset_gives_its_rows_and_no_more_than_its_limit(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    said = {}
+
+    def load(*given, **named):
+        said.update(named)
+        return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+
+    class Api:
+        def dataset_info(self, *given, **named):
+            return huggingface_hub.DatasetInfo(id="some/dataset", sha="abc")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    (stream,) = locate(Source(source="some/dataset"), "text", streaming=True)
+    assert [row for _, row in stream.read()] == ROWS
+    assert (said["streaming"], said["revision"]) == (True, "abc")
+    rows = [row for _, (_, row) in sampled([stream], 2, seed=0)]
+    assert len(rows) == 2
+    assert all(row in ROWS for row in rows)
+
+
+def test_streaming_has_no_effect_on_files_and_says_so(tmp_path):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(DataError, match="data.streaming has no effect on"):
+        locate(Source(source=str(path)), "text", streaming=True)
+
+
 def test_a_hub_dataset_gives_its_rows(monkeypatch):
     import datasets
 

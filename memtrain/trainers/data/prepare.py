@@ -172,7 +172,7 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
     Raises: DataError when there are no rows, or they fit no format the method can use.
     """
     declared = source.format if source.format != "auto" else data.format
-    streams = locate(source, declared if declared != "auto" else allowed[0])
+    streams = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
     columns = source.columns if source.columns is not None else data.columns
     if source.source.startswith("builtin:"):
         columns = Columns()

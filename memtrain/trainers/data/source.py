@@ -10,8 +10,10 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +29,7 @@ SPLIT_WORDS |= {"dev": "validation", "val": "validation", "eval": "validation"}
 NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
 """Files beside the data in folders that `datasets` writes."""
 HASH_CHUNK_BYTES = 2**20
+SHUFFLED_ROWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,27 @@ class Stream:
     read: Callable[[], Iterator[Line]]
     digest: Callable[[], str]
     """A digest of the whole content: the same rows have the same digest."""
+    take: Callable[[int, int], Iterator[Line]] | None = None
+    """Reads at most so many rows, sampled with a seed, where that needs no count of all rows."""
 
 
-def locate(source: Source, form: Format) -> tuple[Stream, ...]:
+def locate(source: Source, form: Format, *, streaming: bool = False) -> tuple[Stream, ...]:
     """The streams of a source, in a fixed order. `form` is the format that `builtin:arithmetic` writes.
 
-    Raises: DataError when there is nothing to read.
+    Raises: DataError when there is nothing to read, or `streaming` has no effect on it.
     """
+    streams = located(source, form, streaming)
+    if streaming and not streams[0].name.startswith("hub:"):
+        raise DataError(
+            f"data.streaming has no effect on '{source.source}': it keeps hub datasets from being copied",
+            "data.streaming",
+            "remove it; files are always read as a stream",
+        )
+    return streams
+
+
+def located(source: Source, form: Format, streaming: bool) -> tuple[Stream, ...]:
+    """The streams of a source, by its kind."""
     if source.source.startswith("builtin:"):
         return (builtin(source, form),)
     path = Path(source.source).expanduser()
@@ -61,7 +78,7 @@ def locate(source: Source, form: Format) -> tuple[Stream, ...]:
         return tuple(file_stream(file) for file in files)
     if ending(path) in READERS or not HUB_ID.fullmatch(source.source):
         raise DataError(*missing_file(path))
-    return (hub_stream(source),)
+    return (hub_streamed(source) if streaming else hub_stream(source),)
 
 
 def missing_file(path: Path) -> tuple[str, str, str]:
@@ -163,37 +180,68 @@ def builtin(source: Source, form: Format) -> Stream:
         )
     count = source.limit or arithmetic.DEFAULT_ROWS
     seed = arithmetic.SPLITS[source.split]
-    return Stream(
-        source.source,
-        lambda: enumerate(arithmetic.rows(count, seed, form), start=1),
-        lambda: f"arithmetic:{arithmetic.VERSION}:{count}:{seed}:{form}",
-    )
+
+    def read(count: int = count, _seed: int = 0) -> Iterator[Line]:
+        return enumerate(arithmetic.rows(count, seed, form), start=1)
+
+    said = f"arithmetic:{arithmetic.VERSION}:{count}:{seed}:{form}"
+    return Stream(source.source, read, lambda: said, take=read)
 
 
 def hub_stream(source: Source) -> Stream:
-    """The stream of a dataset of the Hugging Face hub, downloaded at the first use.
+    """The stream of a dataset of the Hugging Face hub, copied to the disk at the first use.
 
     Raises: DataError when it cannot be loaded: no network, no such dataset, configuration or split.
     """
-    from datasets import Dataset, load_dataset
+    from datasets import load_dataset
 
+    with hub_faults(source):
+        loaded: Any = load_dataset(source.source, source.name, split=source.split, revision=source.revision)
+    return Stream(
+        f"hub:{source.source}",
+        lambda: ((number, dict(row)) for number, row in enumerate(loaded, start=1)),
+        lambda: f"hub:{source.source}:{source.split}:{loaded._fingerprint}",
+    )
+
+
+def hub_streamed(source: Source) -> Stream:
+    """The stream of a dataset of the hub that is read over the network and never copied to the disk.
+
+    A limit takes rows from shuffled files through a buffer: not from the whole, which nobody has counted.
+    Raises: DataError when it cannot be reached.
+    """
+    from datasets import load_dataset
+    from huggingface_hub import HfApi
+
+    with hub_faults(source):
+        revision = HfApi().dataset_info(source.source, revision=source.revision).sha
+        loaded: Any = load_dataset(
+            source.source, source.name, split=source.split, revision=revision, streaming=True
+        )
+
+    def read(rows: Any = loaded) -> Iterator[Line]:
+        with hub_faults(source):
+            yield from ((number, dict(row)) for number, row in enumerate(rows, start=1))
+
+    def take(limit: int, seed: int) -> Iterator[Line]:
+        return read(loaded.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS).take(limit))
+
+    said = f"hub:{source.source}:{source.name}:{source.split}:{revision}:streamed"
+    return Stream(f"hub:{source.source}", read, lambda: said, take=take)
+
+
+@contextmanager
+def hub_faults(source: Source) -> Iterator[None]:
+    """Every kind of network, hub and parsing fault as one DataError; its own first line says which."""
     try:
-        loaded = load_dataset(source.source, source.name, split=source.split, revision=source.revision)
+        yield
     except Exception as error:
-        # Every kind of network, hub and parsing fault ends here; its own first line says which.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"cannot load '{source.source}' (split '{source.split}') from the Hugging Face hub: {reason}",
             "data",
             "check the name and the network; without one, download the files elsewhere and give their path",
         ) from None
-    if not isinstance(loaded, Dataset):
-        raise DataError(f"'{source.source}' has no split '{source.split}'", "data", "set split of the source")
-    return Stream(
-        f"hub:{source.source}",
-        lambda: ((number, dict(row)) for number, row in enumerate(loaded, start=1)),
-        lambda: f"hub:{source.source}:{source.split}:{loaded._fingerprint}",
-    )
 
 
 def sampled(streams: Sequence[Stream], limit: int | None, seed: int) -> Iterator[tuple[int, Line]]:
@@ -204,6 +252,9 @@ def sampled(streams: Sequence[Stream], limit: int | None, seed: int) -> Iterator
     every = ((index, line) for index, stream in enumerate(streams) for line in stream.read())
     if limit is None:
         yield from every
+        return
+    if len(streams) == 1 and streams[0].take is not None:
+        yield from ((0, line) for line in streams[0].take(limit, seed))
         return
     num_rows = sum(1 for stream in streams for _ in stream.read())
     if num_rows <= limit:
