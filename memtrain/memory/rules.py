@@ -168,13 +168,19 @@ def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:
             "optim.master_weights",
             "remove it, or set model.dtype: bfloat16",
         )
-    if model.liger == "on" and (hardware.device != "cuda" or not installed("liger_kernel")):
+    if hardware.device != "cuda" or not installed("liger_kernel"):
         missing = "is not installed" if hardware.device == "cuda" else "runs on CUDA only"
-        ledger.refuse(
-            f"model.liger is on, and Liger {missing}",
-            "model.liger",
-            "pip install 'memtrain[liger]' on a CUDA machine, or set model.liger: auto",
-        )
+        get = "pip install 'memtrain[liger]' on a CUDA machine"
+        if model.liger == "on":
+            ledger.refuse(
+                f"model.liger is on, and Liger {missing}", "model.liger", f"{get}, or set model.liger: auto"
+            )
+        if recipe.memory.loss == "liger":
+            ledger.refuse(
+                f"memory.loss is liger, and Liger {missing}",
+                "memory.loss",
+                f"{get}, or set memory.loss: chunked",
+            )
     if recipe.memory.activation_checkpointing == "off" and ledger.asked.said("memory.checkpoint_every"):
         ledger.refuse(
             "memory.checkpoint_every has no effect with activation_checkpointing: off",

@@ -31,8 +31,9 @@ class Memory(Section):
     activation_offloading: Literal["auto", "on", "off"] = "off"
     """Move the kept tensors to host memory between forward and backward. Same numbers."""
 
-    loss: Literal["auto", "chunked", "full"] = "auto"
-    """`chunked`: LM head and loss in tiles, logits never held whole. `full`: the plain computation."""
+    loss: Literal["auto", "chunked", "full", "liger"] = "auto"
+    """`chunked` (and `auto`): LM head and loss in tiles, logits never held whole. `full`: the plain computation.
+    `liger`: Liger's kernel for cross-entropy (CUDA, `pip install 'memtrain[liger]'`)."""
 
     loss_tile: Bytes = 64 * 2**20
     """Size of one tile of logits in the chunked loss. Higher: fewer launches, more memory."""

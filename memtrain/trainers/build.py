@@ -57,7 +57,12 @@ def build(plan: Plan) -> Built:
     recipe, settings = plan.recipe, plan.settings
     tokenizer = tokenizer_of(recipe.model)
     model = build_model(plan, vocab_size=len(tokenizer))
-    scorer = Scorer(model, is_chunked=settings.loss == "chunked", tile_bytes=settings.loss_tile_bytes)
+    scorer = Scorer(
+        model,
+        is_chunked=settings.loss != "full",
+        is_liger=settings.loss == "liger",
+        tile_bytes=settings.loss_tile_bytes,
+    )
     with attention_switched(base_model(model), "eager"):
         verify_head(scorer)
     if settings.padding_free:

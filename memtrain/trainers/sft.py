@@ -51,8 +51,9 @@ class Sft:
             return Loss(result.loss, {})
         assert result.logp_N is not None
         assert result.entropy_N is not None
-        assert result.correct_N is not None
-        sums = {"entropy": result.entropy_N.sum(), "accuracy": result.correct_N.float().sum()}
+        sums = {"entropy": result.entropy_N.sum()}
+        if result.correct_N is not None:
+            sums["accuracy"] = result.correct_N.float().sum()
         if self.recipe.label_smoothing or self.recipe.z_loss:
             sums["nll"] = -result.logp_N.sum()
         return Loss(result.loss, sums)

@@ -143,9 +143,9 @@ def test_bias_softcap_and_scale_are_read_from_the_model():
         "bias": PhiForCausalLM(PhiConfig(**shape)),
     }
     nn.init.normal_(made["bias"].lm_head.bias)
-    assert head_form(made["softcap"].config)[2:] == (2.0, 1.0)
-    assert head_form(made["divides"].config)[2:] == (None, 0.25)
-    assert head_form(made["multiplies"].config)[2:] == (None, 0.3)
+    assert head_form(made["softcap"].config)[2:4] == (2.0, 1.0)
+    assert head_form(made["divides"].config)[2:4] == (None, 0.25)
+    assert head_form(made["multiplies"].config)[2:4] == (None, 0.3)
     for model in made.values():
         verify_head(Scorer(model))
         assert_scorer_equals_plain(model.eval())

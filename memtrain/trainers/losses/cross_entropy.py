@@ -25,7 +25,12 @@ def sft_request(
     """
     weights_N = torch.full(targets_N.shape, 1.0 / num_tokens, dtype=torch.float32, device=targets_N.device)
     return NllRequest(
-        targets_N, weights_N, label_smoothing=label_smoothing, z_loss=z_loss, want_stats=want_stats
+        targets_N,
+        weights_N,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        want_stats=want_stats,
+        weight_of_all=1.0 / num_tokens,
     )
 
 

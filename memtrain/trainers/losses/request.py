@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from memtrain.trainers.losses.linear import LogprobResult, NllResult, Pairs, linear_logprob, linear_nll
 from memtrain.trainers.losses.linear_full import full_logprob, full_nll
+from memtrain.trainers.losses.linear_liger import liger_nll
 from memtrain.trainers.losses.tiles import TILE_BYTES
 
 
@@ -21,6 +23,8 @@ class HeadForm(NamedTuple):
     tile_bytes: int = TILE_BYTES
     softcap: float | None = None
     scale: float = 1.0
+    is_liger: bool = False
+    """NLL by Liger's kernel; log-probs are in tiles of ours all the same."""
 
 
 class Request(Protocol):
@@ -78,9 +82,11 @@ class NllRequest:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         want_stats: bool = False,
+        weight_of_all: float | None = None,
     ) -> None:
         self.targets_N = targets_N
         self.weights_N = weights_N
+        self.weight_of_all = weight_of_all
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.want_stats = want_stats
@@ -88,6 +94,8 @@ class NllRequest:
     def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> NllResult:
         """See `linear_nll`."""
         compute = linear_nll if form.is_chunked else full_nll
+        if form.is_liger:
+            compute = partial(liger_nll, weight_of_all=self.weight_of_all)
         return compute(
             pairs,
             self.targets_N,

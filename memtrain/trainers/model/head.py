@@ -45,12 +45,15 @@ class Scorer(nn.Module):
         model: PreTrainedModel | PeftModel,
         *,
         is_chunked: bool = True,
+        is_liger: bool = False,
         tile_bytes: int = TILE_BYTES,
     ) -> None:
         super().__init__()
         self.model = model
         base = base_model(model)
-        self.form = head_form(base.config)._replace(is_chunked=is_chunked, tile_bytes=tile_bytes)
+        self.form = head_form(base.config)._replace(
+            is_chunked=is_chunked, is_liger=is_liger, tile_bytes=tile_bytes
+        )
         open_head(head_of(base), type(base).__name__)
 
     def forward(self, inputs: dict[str, Any], scored_index_N: Tensor, request: Request) -> Any:
