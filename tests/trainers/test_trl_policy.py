@@ -115,7 +115,7 @@ def test_losses_agree_with_grpo_trainer(case):
 OURS = {"kl": "kl", "entropy": "entropy", "clip_ratio/low_mean": "clip_low", "cispo_clip_ratio": "clip_high"}
 
 
-# With a sequence level TRL counts answers where we count tokens; with delta it counts after that moved the ratio.
+# With a sequence level TRL counts answers where we count tokens; with delta it counts what that has moved.
 ALIKE = [
     case
     for case in cases("grpo")

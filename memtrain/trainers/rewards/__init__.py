@@ -1,0 +1,1 @@
+"""What judges completions: functions of the user's, and built-in ones."""
