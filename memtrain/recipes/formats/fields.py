@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, cast
 
 from memtrain.errors import Fault
 from memtrain.recipes.data import Columns
@@ -14,7 +14,6 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
 Tool = dict[str, Any]
-T = TypeVar("T")
 
 ROLES = {
     "system": "system",
@@ -269,15 +268,14 @@ def number_at(row: Row, column: str) -> float | None:
     return float(value)
 
 
-def same_kind(parts: Mapping[str, str | Messages]) -> Literal["text", "messages"]:
-    """Whether all columns are strings or all are messages.
-
-    Raises: BadRow when some are strings and others are messages: no rule could say what is meant.
-    """
-    kinds = {column: "a string" if isinstance(part, str) else "messages" for column, part in parts.items()}
-    if len(set(kinds.values())) > 1:
+def same_kind(parts: Mapping[str, str | Messages]) -> None:
+    """Raise BadRow when some columns are strings and others messages: no rule could say what is meant."""
+    are_strings = [isinstance(part, str) for part in parts.values()]
+    if len(set(are_strings)) > 1:
+        kinds = {
+            column: "a string" if isinstance(part, str) else "messages" for column, part in parts.items()
+        }
         said = ", ".join(f"'{column}' is {kind}" for column, kind in kinds.items())
         raise BadRow(
             f"strings and messages are mixed in one row: {said}", "make all of them one or the other"
         )
-    return "text" if "a string" in kinds.values() else "messages"

@@ -11,6 +11,7 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +45,11 @@ def utf8_bytes(text: str, end: int | None = None) -> int:
     if text.isascii():
         return len(text) if end is None else end
     return len(text[:end].encode())
+
+
+def shifted(text: str, origin: int, end: int) -> int:
+    """Where `text[:end]` ends, in bytes, when the text begins at `origin`."""
+    return origin + utf8_bytes(text, end)
 
 
 class Encoder:
@@ -119,29 +125,30 @@ class Encoder:
         sums = np.zeros(len(ids) + 1, np.int64)
         np.cumsum(widths, out=sums[1:])
         starts, ends, base = sums[:-1], sums[1:], sums[ptr]
+        normalised = np.diff(base) != [utf8_bytes(piece.text) for piece in pieces]
+        boundary = base[:-1] + [utf8_bytes(piece.text, piece.cut) for piece in pieces]
+        cuts = np.searchsorted(ends, boundary, side="right")
+        merged = (cuts < ptr[1:]) & (sums[np.minimum(cuts, len(ids))] < boundary)
+        cuts = np.minimum(cuts, ptr[1:]) - ptr[:-1]
+        known = zip(
+            pieces, bounds, bounds[1:], normalised.tolist(), cuts.tolist(), merged.tolist(), strict=False
+        )
         encoded: list[Encoded] = []
-        for i, piece in enumerate(pieces):
-            first, last = bounds[i], bounds[i + 1]
+        for i, (piece, first, last, is_normalised, cut, is_merged) in enumerate(known):
             own = ids[first:last]
             if piece.cut == 0 and piece.learnt == ((0, len(piece.text)),):
                 before = self.num_before if adds_specials else 0
-                learnt = ((before, len(own)),) if len(own) > before else ()
-                encoded.append(Encoded(own, before, learnt, merged=False))
-                continue
-            if base[i + 1] - base[i] != utf8_bytes(piece.text):
+                encoded.append(
+                    Encoded(own, before, ((before, len(own)),) if len(own) > before else (), False)
+                )
+            elif is_normalised:
                 again = self.tokenizer.encode(piece.text, add_special_tokens=adds_specials)
                 encoded.append(self._by_offsets(piece, again))
-                continue
-            text, origin = piece.text, base[i]
-            encoded.append(
-                placed(
-                    piece,
-                    own,
-                    starts[first:last],
-                    ends[first:last],
-                    lambda end, text=text, origin=origin: origin + utf8_bytes(text, end),
-                )
-            )
+            elif 0 < piece.cut < len(piece.text) and piece.learnt == ((piece.cut, len(piece.text)),):
+                encoded.append(Encoded(own, cut, ((cut, len(own)),) if len(own) > cut else (), is_merged))
+            else:
+                place = partial(shifted, piece.text, int(base[i]))
+                encoded.append(placed(piece, own, starts[first:last], ends[first:last], place))
         return encoded
 
     def _by_offsets(self, piece: Piece, encoding: Encoding) -> Encoded:

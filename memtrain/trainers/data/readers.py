@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -35,6 +36,8 @@ def jsonl(path: Path, file: IO[bytes]) -> Iterator[Line]:
     number = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
         if len(line) > MAX_ROW_BYTES:
             raise DataError(
                 f"the line is longer than {MAX_ROW_BYTES >> 20} MiB", f"{path}:{number}", "split the row"
@@ -46,7 +49,7 @@ def jsonl(path: Path, file: IO[bytes]) -> Iterator[Line]:
 def json_row(line: bytes) -> Row | BadRow:
     """The object on one line."""
     try:
-        value = json.loads(line.decode("utf-8-sig").rstrip())
+        value = json.loads(line.decode().rstrip())
     except UnicodeDecodeError as error:
         return not_utf8(error)
     except json.JSONDecodeError as error:
