@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import MLP_NAMES, ModelShape
+from memtrain.memory.shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -92,16 +92,27 @@ def attention_kept(load: Load) -> int:
     if shape.family.qk_norm != "none":
         scales = shape.num_heads + shape.num_kv_heads if shape.family.qk_norm == "head" else 2
         kept += norm_kept(load, Q + K, num_scales=scales)
+    if shape.family.fused:
+        # q, k and v are views of one tensor, which the view of v keeps whole.
+        kept += a * N * (Q + K)
     if load.settings.attention == "dense":
         # Softmax in float32 and its rounded copy, and the inverted mask.
         return kept + N * N * (shape.num_heads * (4 + (a if load.is_half else 0)) + 1)
+    if shape.attention_softcap:
+        # The model's own eager attention: capped scores, softmax, rounded copy.
+        return kept + _scores(load) * (a + 4 + (a if load.is_half else 0))
     return kept + 4 * N * shape.num_heads
+
+
+def _scores(load: Load) -> int:
+    """Scores of one layer where rows attend by themselves: heads * length^2 for each row."""
+    return load.shape.num_heads * load.N * (load.N // load.batch.rows)
 
 
 def mlp_kept(load: Load) -> int:
     """Kept by the MLP of one layer: 4*a*N*M for gate, activated gate, up and their product."""
     shape, N, a = load.shape, load.N, load.a
-    needs_product = load.trains_all or _adapts(load, "down_proj")
+    needs_product = load.trains_all or _keeps_input(load, "down_proj")
     dense = a * N * shape.mlp_width * (4 if needs_product else 3)
     return (
         max(dense, experts_kept(load)) if shape.num_expert_layers < shape.num_layers else experts_kept(load)
@@ -118,21 +129,31 @@ def experts_kept(load: Load) -> int:
     if experts is None:
         return 0
     copies = load.N * experts.num_per_token
-    rows = copies * load.a * (3 * load.shape.width + 4 * experts.mlp_width)
-    return rows + load.N * experts.num_experts * (4 + load.a) + copies * 40
+    rows = copies * load.a * (2 * load.shape.width + 4 * experts.mlp_width)
+    # PEFT adapts stacked experts by adding to their weights, which are then kept in full.
+    is_adapted = load.settings.adapter is not None and "all-linear" in load.settings.adapter.target_modules
+    summed = load.a * experts.num_experts * 2 * experts.mlp_width * load.shape.width if is_adapted else 0
+    return rows + summed + load.N * experts.num_experts * (4 + load.a) + copies * 40
 
 
 def adapter_kept(load: Load) -> int:
-    """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout."""
+    """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout.
+
+    In half precision also the float32 adapter weights as they are multiplied: rounded.
+    """
     adapter = load.settings.adapter
     if adapter is None:
         return 0
     parts = load.shape.adapted(adapter)
     kept = load.a * load.N * adapter.r * len(parts)
+    if load.is_half:
+        kept += load.a * load.shape.num_adapter_per_layer(adapter)
     if adapter.dropout:
         kept += (load.a + 1) * load.N * sum(part.num_inputs for part in parts)
     if adapter.kind == "dora":
-        kept += 2 * load.a * load.N * sum(part.num_outputs for part in parts)
+        # The outputs of the frozen map and of the adapter, for the gradient of the magnitudes.
+        outputs = sum(part.num_outputs for part in parts)
+        kept += load.a * load.N * max(0, 2 * outputs - load.shape.mlp_width)
     return kept
 
 
@@ -141,12 +162,8 @@ def layer_kept(load: Load) -> int:
     shape, N, a = load.shape, load.N, load.a
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
-    attention_input = load.trains_all or any(
-        _adapts(load, name) for name in ("q_proj", "k_proj", "v_proj", "qkv_proj")
-    )
-    mlp_input = load.trains_all or any(
-        _adapts(load, name) for name in ("gate_proj", "up_proj", "gate_up_proj")
-    )
+    attention_input = load.trains_all or _keeps_input(load, "q_proj", "k_proj", "v_proj", "qkv_proj")
+    mlp_input = load.trains_all or _keeps_input(load, "gate_proj", "up_proj", "gate_up_proj")
     kept += a * N * shape.width * (attention_input + mlp_input)
     return kept + attention_kept(load) + mlp_kept(load) + adapter_kept(load)
 
@@ -157,30 +174,54 @@ def layer_boundary(load: Load) -> int:
 
 
 def layer_backward(load: Load) -> int:
-    """Most that the backward of one layer holds beside what is kept.
+    """Most that one layer holds during its backward pass, what it kept included.
 
-    Gradients of the MLP's product, of its factors and of the residual stream, or those of the attention.
+    In the MLP: everything kept, and the gradients of the product's two factors and of the residual stream
+    (the product itself is gone by then). In the attention: what the attention kept, and its gradients.
     """
     shape, N, a = load.shape, load.N, load.a
     experts = shape.experts
     width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
-    mlp = a * N * (shape.width + 3 * width)
-    attention = a * N * (shape.width + 2 * shape.query_width + 2 * shape.kv_width)
+    mlp = layer_kept(load) + a * N * (shape.width + 2 * width) + _in_float(load, 16 * N * width)
+    attention = attention_kept(load) + norm_kept(load, shape.width, num_scales=1)
+    attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     if load.settings.attention == "dense":
-        attention += 2 * 4 * N * N * shape.num_heads
-    norms = N * shape.width * (a + 12 if load.is_half else 12)
-    return max(mlp, attention, norms) + dequantized(load)
+        # Gradients of the softmax's output and input; the rounded copy of the output is gone.
+        attention += N * N * shape.num_heads * (6 if load.is_half else 8)
+    if shape.attention_softcap:
+        attention += 8 * _scores(load)
+    return max(mlp, attention) + dequantized(load)
 
 
 def layer_forward(load: Load) -> int:
-    """Most that one layer holds in a pass without gradients, its input included."""
+    """Most that one layer holds in a pass without gradients, with the embeddings and the residual stream."""
     shape, N, a = load.shape, load.N, load.a
-    mlp = a * N * (2 * shape.width + 3 * shape.mlp_width)
-    attention = a * N * (2 * shape.width + 3 * shape.query_width + 3 * shape.kv_width)
+    adapted = 1 if _adapts(load, "up_proj", "gate_up_proj") else 0
+    mlp = a * N * (4 * shape.width + (3 + adapted) * shape.mlp_width) + _in_float(
+        load, 8 * N * shape.mlp_width
+    )
+    attention = a * N * (3 * shape.width + 3 * shape.query_width + 3 * shape.kv_width)
     if load.settings.attention == "dense":
-        attention += N * N * shape.num_heads * (4 + 4)
-    norm = N * shape.width * (2 * a + 8)
-    return max(mlp, attention, norm) + dequantized(load)
+        attention += 12 * N * N * shape.num_heads
+    if shape.attention_softcap:
+        attention += 12 * _scores(load)
+    return max(mlp, attention, experts_kept(load)) + dequantized(load)
+
+
+def norm_backward(load: Load) -> int:
+    """Most that the backward pass of one norm holds beside what it kept: three float32 copies and more."""
+    return load.N * load.shape.width * (12 + (3 if load.trains_all else 4) * load.a)
+
+
+def rotary(load: Load) -> int:
+    """Cosines and sines of the positions, shared by all layers."""
+    return 2 * load.a * load.N * load.shape.head_dim
+
+
+def _in_float(load: Load, num_bytes: int) -> int:
+    """DoRA scales outputs by float32 magnitudes, so its products are float32 for a moment."""
+    adapter = load.settings.adapter
+    return num_bytes if adapter is not None and adapter.kind == "dora" and load.is_half else 0
 
 
 def dequantized(load: Load) -> int:
@@ -194,86 +235,103 @@ class HeadBytes(NamedTuple):
     """The LM head and the loss: the final norm, then full logits or tiles of them."""
 
     norm: int
-    """Kept by the final norm, with its output."""
+    """Kept by the final norm."""
     kept: int
     """Kept from the loss's forward pass to its backward pass."""
     forward: int
     """Most at once during the loss's forward pass, with `kept`."""
     backward: int
     """Most at once during the loss's backward pass, with `kept`."""
+    evaluation: int
+    """Most at once without gradients."""
     weight_gradient: int
-    """Bytes of the head's gradient, counted within `kept` or `backward`."""
+    """Bytes of the head's gradient."""
 
 
 def head_bytes(load: Load, *, trains_head: bool) -> HeadBytes:
-    """The head under `settings.loss`; S rows of the final norm's output are picked before it."""
+    """The head under `settings.loss`, with statistics; S rows of the final norm's output enter it."""
     shape, a = load.shape, load.a
-    norm = norm_kept(load, shape.width, num_scales=1)
-    picked = a * load.S * shape.width
+    picked, rows = a * load.S * shape.width, a * load.N * shape.width
     weight_gradient = a * shape.vocab_size * shape.width if trains_head else 0
     form = _full_head if load.settings.loss == "full" else _chunked_head
-    kept, forward, backward = form(load, trains_head)
-    # The gradient of the picked rows is scattered into one of all rows.
-    back_to_rows = a * load.S * shape.width + a * load.N * shape.width
+    kept, forward, backward, evaluation = form(load, trains_head)
     return HeadBytes(
-        norm=norm,
+        norm=norm_kept(load, shape.width, num_scales=1),
         kept=picked + kept,
-        forward=picked + a * load.N * shape.width + forward,
-        backward=picked + max(backward, weight_gradient + back_to_rows),
+        forward=picked + rows + forward,
+        # At the end the gradient of the picked rows is scattered into one of all rows.
+        backward=picked + max(backward, weight_gradient + picked + rows),
+        evaluation=picked + rows + evaluation,
         weight_gradient=weight_gradient,
     )
 
 
-def _full_head(load: Load, trains_head: bool) -> tuple[int, int, int]:
-    """Full logits: the log-softmax is kept in float32 (4*S*V), three of them are held at most (12*S*V).
+def _full_head(load: Load, trains_head: bool) -> tuple[int, int, int, int]:
+    """Full logits, in units of 4*S*V: 1 is kept (the log-softmax), 2 with a soft cap.
 
-    Forward: the logits before and after scaling beside it. Backward: the gradients of it and of the logits.
+    Forward: the logits beside it, and log-probs, probabilities and their product for the entropy. Backward:
+    the gradients of it and of the logits.
     """
     logits = 4 * load.S * load.shape.vocab_size
     cap = logits if load.shape.logit_softcap else 0
-    return logits + cap, 3 * logits + cap, 3 * logits + cap
+    return logits + cap, 5 * logits + cap, 3 * logits + cap, 4 * logits
 
 
-def _chunked_head(load: Load, trains_head: bool) -> tuple[int, int, int]:
+def _chunked_head(load: Load, trains_head: bool) -> tuple[int, int, int, int]:
     """Tiles of T x V float32 logits within `loss_tile_bytes`; see trainers/losses.
 
     A head that is frozen, in float32, or smaller than a tile: gradients are formed in the forward pass, and
     d_hidden (a*S*W) with d_weight (4*V*W) is kept. Otherwise the backward pass forms the tiles again, columns
-    outer: 4*S*W for d_hidden, a*V*W for d_weight, and the tile's budget again for sums and widened weights.
+    outer: 4*S*W for d_hidden, a*V*W for d_weight, and the tile's budget again for the sums of K columns.
     """
-    shape, a, tile_bytes = load.shape, load.a, load.settings.loss_tile_bytes
-    row = 4 * shape.vocab_size
-    T = min(load.S, max(1, tile_bytes // (row * (1 + shape.logit_softcap))))  # noqa: N806
-    tile = T * row * (1 + shape.logit_softcap)
-    hidden = a * load.S * shape.width
-    # Without a kernel that sums half products wide, weights are widened a tile's budget at a time.
-    widened = (
-        min(tile_bytes, 4 * shape.vocab_size * shape.width) + 2 * 4 * T * shape.width if load.is_half else 0
-    )
-    wide_weight = 4 * shape.vocab_size * shape.width
-    if not trains_head or not load.is_half or wide_weight <= tile_bytes:
-        kept = hidden + (wide_weight if trains_head else 0)
-        return (
-            kept,
-            kept + tile + widened,
-            kept + (a * shape.vocab_size * shape.width if trains_head and load.is_half else 0),
-        )
-    columns = min(shape.vocab_size, max(256, tile_bytes // (8 * shape.width)))
-    block = 4 * columns * shape.width
-    rows = min(load.S, max(1, tile_bytes // (8 * columns)))
-    inner = 4 * rows * columns + 4 * rows * shape.width + 2 * block
-    backward = 4 * load.S * shape.width + a * shape.vocab_size * shape.width + inner
-    return 0, tile + widened, backward
+    shape, a, S, tile_bytes = load.shape, load.a, load.S, load.settings.loss_tile_bytes  # noqa: N806
+    V, W = shape.vocab_size, shape.width  # noqa: N806
+    scored = _tile(load, V, buffers=2)
+    if not trains_head or not load.is_half or tile_bytes >= 4 * V * W:
+        T, tile = _tile(load, V, buffers=2 + shape.logit_softcap)  # noqa: N806
+        kept = a * S * W + (4 * V * W if trains_head else 0)
+        narrowed = a * V * W if trains_head and load.is_half else 0
+        scratch = tile + _beside_a_tile(load, T, V, min(4 * V * W, tile_bytes)) + 4 * T * W * load.is_half
+        return kept, kept + scratch, kept + narrowed, sum(scored[1:]) + _widened(load, scored[0], V)
+    columns = min(V, max(256, tile_bytes // (8 * W)))
+    R = min(S, max(1, tile_bytes // (8 * columns * (1 + shape.logit_softcap))))  # noqa: N806
+    tile = 4 * R * columns * (1 + shape.logit_softcap)
+    block = 4 * columns * W
+    backward = 4 * S * W + a * V * W + block + tile + _beside_a_tile(load, R, columns, block)
+    forward = scored[1] + _widened(load, scored[0], V)
+    return 0, forward, backward, forward
 
 
-def _adapts(load: Load, name: str) -> bool:
+def _tile(load: Load, num_columns: int, buffers: int) -> tuple[int, int]:
+    """(tokens of a tile, bytes of all its buffers)."""
+    row = 4 * num_columns * buffers
+    tokens = min(load.S, max(1, load.settings.loss_tile_bytes // row))
+    return tokens, tokens * row
+
+
+def _widened(load: Load, tokens: int, num_columns: int) -> int:
+    """Float32 copies of hidden states and of a block of weights, where no kernel sums half products wide."""
+    if not load.is_half or load.settings.device == "cuda":
+        return 0
+    block = min(load.settings.loss_tile_bytes, 4 * num_columns * load.shape.width)
+    return 4 * tokens * load.shape.width + block
+
+
+def _beside_a_tile(load: Load, tokens: int, num_columns: int, block: int) -> int:
+    """What a product with a tile of gradients takes: widened operands, or the tile in half precision."""
+    if not load.is_half:
+        return 0
+    if load.settings.device == "cuda":
+        return load.a * tokens * num_columns
+    return 4 * tokens * load.shape.width + block
+
+
+def _keeps_input(load: Load, *names: str) -> bool:
+    """Dropout makes copies of its own, so the input itself is let go."""
     adapter = load.settings.adapter
-    if adapter is None:
-        return False
-    fused = {"down_proj": "down_proj"}.get(name, name)
-    return any(part.name == fused for part in load.shape.adapted(adapter))
+    return adapter is not None and not adapter.dropout and _adapts(load, *names)
 
 
-def is_mlp(name: str) -> bool:
-    """Whether a linear map belongs to the MLP of a layer."""
-    return name in MLP_NAMES
+def _adapts(load: Load, *names: str) -> bool:
+    adapter = load.settings.adapter
+    return adapter is not None and any(part.name in names for part in load.shape.adapted(adapter))

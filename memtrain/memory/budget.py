@@ -17,6 +17,10 @@ STATE8_BYTES = 1 + 4 / 256
 arXiv:2110.02861, section 2.1."""
 
 
+MASTER_BUCKET = 256 * MIB
+"""Most bytes of float32 gradients that the master-weight optimizer makes at once, or one tensor."""
+
+
 class Static(NamedTuple):
     """Bytes on one device that live as long as the run, by owner."""
 
@@ -34,9 +38,15 @@ class Static(NamedTuple):
 
 def num_trained(settings: Settings, shape: ModelShape) -> int:
     """Trained parameters."""
+    return sum(count for count, _ in trained_parts(settings, shape))
+
+
+def trained_parts(settings: Settings, shape: ModelShape) -> list[tuple[int, int]]:
+    """(parameters, bytes of each) of what is trained: adapters are always float32."""
+    size = DTYPE_BYTES[settings.dtype]
     if settings.adapter is None:
-        return shape.num_parameters
-    return shape.num_adapter(settings.adapter) + shape.num_saved_modules(settings.adapter)
+        return [(shape.num_parameters, size)]
+    return [(shape.num_adapter(settings.adapter), 4), (shape.num_saved_modules(settings.adapter), size)]
 
 
 def trains_head(settings: Settings) -> bool:
@@ -55,20 +65,29 @@ def weights_bytes(settings: Settings, shape: ModelShape) -> int:
         "4bit": size * (shape.num_parameters - linear) + round(NF4_BYTES * linear),
         "8bit": size * (shape.num_parameters - linear) + linear,
     }[settings.quantize]
-    added = num_trained(settings, shape) if settings.adapter is not None else 0
-    return frozen + size * added
+    if settings.adapter is None:
+        return frozen
+    return frozen + sum(count * each for count, each in trained_parts(settings, shape))
+
+
+def reference_bytes(settings: Settings, shape: ModelShape) -> int:
+    """Weights of a reference model that is held beside the policy: a copy without an adapter, or none."""
+    if settings.reference not in ("copy", "synced"):
+        return 0
+    return weights_bytes(settings.model_copy(update={"adapter": None}), shape)
 
 
 def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     """Weights, gradients, moments and master copies of one process (data parallel: each has all of them)."""
-    trained = num_trained(settings, shape)
-    size = DTYPE_BYTES[settings.dtype]
+    parts = trained_parts(settings, shape)
+    gradients = sum(count * size for count, size in parts)
+    copied = sum(count for count, size in parts if size < 4)
     return Static(
         weights=weights_bytes(settings, shape),
-        gradients=size * trained,
+        gradients=gradients,
         optimizer=optimizer_bytes(settings, shape),
-        master=4 * trained if settings.master_weights and settings.dtype != "float32" else 0,
-        reduce=size * trained if settings.num_processes > 1 else 0,
+        master=4 * copied if settings.master_weights else 0,
+        reduce=gradients if settings.num_processes > 1 else 0,
     )
 
 
@@ -79,18 +98,25 @@ def optimizer_bytes(settings: Settings, shape: ModelShape) -> int:
     scales. paged: on the host until they are used. adafactor: a row and a column for each matrix. muon: 1
     number a matrix weight, 2 for the rest. sgd: none.
     """
-    trained = num_trained(settings, shape)
-    size = 4 if settings.master_weights else DTYPE_BYTES[settings.dtype]
-    not_matrices = shape.num_embedding + shape.num_head + shape.num_layers * shape.num_norms_per_layer
+    moments = sum(
+        count * (4 if settings.master_weights else size) for count, size in trained_parts(settings, shape)
+    )
     if settings.optimizer == "adamw":
-        return 2 * size * trained
+        return 2 * moments
     if settings.optimizer == "adamw_8bit":
-        return round(2 * STATE8_BYTES * trained)
+        return round(2 * STATE8_BYTES * num_trained(settings, shape))
     if settings.optimizer == "adafactor":
         return 4 * _rows_and_columns(settings, shape)
     if settings.optimizer == "muon":
-        by_adam = not_matrices if settings.adapter is None else 0
-        return size * (trained - by_adam) + 2 * size * by_adam
+        if settings.adapter is not None:
+            return moments
+        size = moments // max(1, shape.num_parameters)
+        return moments + size * (
+            shape.num_embedding
+            + shape.num_head
+            + shape.width
+            + shape.num_layers * (shape.num_norms_per_layer + shape.num_biases_per_layer)
+        )
     return 0
 
 

@@ -13,8 +13,11 @@ from memtrain.memory.activations import (
     layer_boundary,
     layer_forward,
     layer_kept,
+    norm_backward,
+    norm_kept,
+    rotary,
 )
-from memtrain.memory.budget import largest_trained, num_trained, static_bytes, trains_head
+from memtrain.memory.budget import MASTER_BUCKET, largest_trained, reference_bytes, static_bytes, trains_head
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
@@ -34,7 +37,7 @@ def estimate(
     """
     load = Load(settings, shape, heaviest)
     phases = {
-        "load": [{"weights": static_bytes(settings, shape).weights}],
+        "load": [_resting(load, has_state=False) | {"batch": 0}],
         "first step": step_moments(load, has_state=False, accumulates=accumulates),
         "steady step": step_moments(load, has_state=True, accumulates=accumulates),
         "evaluation": [evaluation_moment(load)],
@@ -66,94 +69,103 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
     """The moments of one optimizer step at which memory can be highest, in the order of the step."""
     settings, shape = load.settings, load.shape
     static = static_bytes(settings, shape)
+    trains_all = settings.adapter is None
     head = head_bytes(load, trains_head=trains_head(settings))
+    resting = _resting(load, has_state=has_state)
     before = static.gradients if accumulates else 0
-    base = {"weights": static.weights, "reduce buffers": static.reduce}
-    if has_state:
-        base |= {"optimizer": static.optimizer, "master copies": static.master}
-    kept, again = _kept_and_recomputed(load)
-    gradient_of_head = head.weight_gradient if settings.adapter is None else 0
-    last_layer = layer_kept(load) if settings.checkpoint_every != 1 else 0
-    size = load.a
-    embedding = size * shape.num_embedding if settings.adapter is None else 0
-    batch = {"batch": 8 * 4 * load.N}
-    backward = layer_backward(load)
-    moments: list[Moment] = [
-        base | batch | {"gradients": before, "activations": kept + head.norm, "logits": head.forward},
-        base | batch | {"gradients": before, "activations": kept + head.norm, "logits": head.backward},
-        base
-        | batch
-        | {
-            "gradients": max(before, gradient_of_head) if not accumulates else before,
-            "activations": kept,
-            "recomputation": again + backward,
-        },
-        base
-        | batch
-        | {
-            "gradients": before or static.gradients - (0 if shape.tied else embedding),
-            "activations": max(last_layer, layer_boundary(load)),
-            "recomputation": again + backward,
-        },
-        base
-        | batch
-        | {"gradients": static.gradients + (embedding if accumulates or shape.tied else 0)}
-        | {"activations": load.a * load.N * shape.width},
+    kept, last, first = _kept(load)
+    embedding = load.a * shape.num_embedding if trains_all else 0
+    # A tied head's gradient waits for the embedding's, and the two are summed into a third.
+    waits = embedding if shape.tied else 0
+    waiting = waits if accumulates else max(waits, head.weight_gradient)
+    weight = load.a * max(p.num_inputs * p.num_outputs for p in shape.linears) if trains_all else 0
+    one_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0) * load.a - weight if trains_all else 0
+    backward = layer_backward(load) + (weight if accumulates else 0)
+    in_last = before + waits if accumulates else waiting + weight
+    in_first = before + waits
+    if not accumulates:
+        in_first = static.gradients - (0 if shape.tied else embedding) - one_layer
+    in_embedding = before if accumulates else static.gradients - embedding
+    loss = {"gradients": before, "activations": kept + head.norm}
+    return [
+        resting | loss | {"logits": head.forward},
+        resting | loss | {"logits": head.backward},
+        resting | loss | {"gradients": before + waiting, "logits": norm_backward(load)},
+        resting | {"gradients": in_last, "activations": kept - last, "recomputation": backward},
+        resting | {"gradients": in_first, "activations": first, "recomputation": backward},
+        resting
+        | {"gradients": in_embedding + embedding, "activations": load.a * load.N * shape.width}
+        | {"recomputation": 2 * waits if shape.tied else embedding if accumulates else 0},
+        _resting(load, has_state=True)
+        | {"gradients": static.gradients, "optimizer scratch": optimizer_scratch(load)},
     ]
-    after = base | {"optimizer": static.optimizer, "master copies": static.master}
-    moments.append(after | {"gradients": static.gradients, "optimizer scratch": optimizer_scratch(load)})
-    return moments
+
+
+def _resting(load: Load, *, has_state: bool) -> Moment:
+    """What is there from the start of a step: weights, master copies, batch, and states but for the first."""
+    static = static_bytes(load.settings, load.shape)
+    return {
+        "weights": static.weights,
+        "reference": reference_bytes(load.settings, load.shape),
+        "master copies": static.master,
+        "reduce buffers": static.reduce,
+        "optimizer": static.optimizer if has_state else 0,
+        "batch": 4 * 8 * load.N,
+    }
 
 
 def optimizer_scratch(load: Load) -> int:
-    """Temporaries of the update: float32 copies of one tensor's gradient and step with master copies; nothing
-    with a fused kernel; whole matrices for muon's orthogonalization and adafactor's update."""
-    settings = load.settings
-    largest = largest_trained(settings, load.shape)
-    if settings.optimizer == "sgd" or num_trained(settings, load.shape) == 0:
-        return 0
-    if settings.optimizer == "muon":
-        return 4 * load.a * max(p.num_inputs * p.num_outputs for p in load.shape.linears)
+    """Temporaries of the update.
+
+    Fused kernels have none. Master copies: float32 gradients of a bucket. Adafactor: gradient, weight, update
+    and its negative of one tensor, in float32. Muon: the orthogonalization of one matrix, in bfloat16.
+    """
+    settings, shape = load.settings, load.shape
     if settings.optimizer == "adafactor":
-        return 8 * largest
-    return 8 * largest if settings.master_weights else 0
+        return largest_trained(settings, shape) * (16 if load.is_half and settings.adapter is None else 12)
+    if settings.optimizer == "muon":
+        if settings.adapter is not None:
+            return 0
+        matrix = max(p.num_inputs * p.num_outputs for p in shape.linears)
+        return matrix * (2 * load.a + 2 * 4)
+    static = static_bytes(settings, shape)
+    return (
+        max(4 * largest_trained(settings, shape), min(MASTER_BUCKET, static.master)) if static.master else 0
+    )
 
 
 def evaluation_moment(load: Load) -> Moment:
     """A forward pass without gradients between two steps."""
-    static = static_bytes(load.settings, load.shape)
-    head = head_bytes(load, trains_head=False)
-    base = {
-        "weights": static.weights,
-        "reduce buffers": static.reduce,
-        "optimizer": static.optimizer,
-        "master copies": static.master,
-        "batch": 8 * 4 * load.N,
-    }
-    layer = base | {"activations": layer_forward(load)}
-    scores = base | {"activations": layer_boundary(load), "logits": head.forward}
+    head = head_bytes(load, trains_head=trains_head(load.settings))
+    base = _resting(load, has_state=True)
+    layer = base | {"activations": layer_forward(load) + rotary(load)}
+    scores = base | {"activations": 0, "logits": head.evaluation}
     return max(layer, scores, key=total)
 
 
 def saving_moment(load: Load) -> Moment:
-    """Weights and states are written tensor by tensor, the largest is copied once."""
-    static = static_bytes(load.settings, load.shape)
-    return {
-        "weights": static.weights,
-        "reduce buffers": static.reduce,
-        "optimizer": static.optimizer,
-        "master copies": static.master,
-    }
+    """Weights and states are written from where they are."""
+    return _resting(load, has_state=True)
 
 
-def _kept_and_recomputed(load: Load) -> tuple[int, int]:
-    """(kept by all layers between forward and backward, kept again by the layer that is recomputed)."""
+def _kept(load: Load) -> tuple[int, int, int]:
+    """Bytes kept by all layers together; of these by the last layer that is at work; beside the first.
+
+    A layer at work (`layer_backward`) holds what it kept, so that is not to be counted twice.
+    """
     settings, num_layers = load.settings, load.shape.num_layers
-    every = settings.checkpoint_every
-    num_checkpointed = -(-num_layers // every) if every else 0
-    boundary = 0 if settings.offload != "none" else layer_boundary(load)
-    full = layer_kept(load)
-    plain = (num_layers - num_checkpointed) * (full if settings.offload != "all" else 0)
+    every, full = settings.checkpoint_every, layer_kept(load)
+    boundary, tables = layer_boundary(load), rotary(load)
     if settings.offload == "all":
-        return 2 * layer_boundary(load), full
-    return num_checkpointed * boundary + plain, full if num_checkpointed else 0
+        return 2 * boundary + tables, boundary, boundary + tables
+    if not every:
+        # Frozen embeddings need no gradient, so the first norm of all keeps nothing.
+        unneeded = 0 if load.trains_all else norm_kept(load, load.shape.width, num_scales=1)
+        return num_layers * full - unneeded + tables, full, tables
+    count = -(-num_layers // every)
+    held = 0 if settings.offload == "boundaries" else boundary
+    everything = count * held + (num_layers - count) * full + tables
+    is_last_plain = (num_layers - 1) % every != 0
+    # In float32 the input that was held is the very tensor that the layer's first norm keeps.
+    shared = 0 if load.is_half else held
+    return everything - shared, full - shared if is_last_plain else 0, boundary + tables - shared

@@ -79,7 +79,7 @@ def _defaults(vocab: int, width: int, mlp: int, layers: int, heads: int, **more:
 _QWEN = _defaults(151936, 4096, 22016, 32, 32, num_key_value_heads=32)
 _OLMO = _defaults(50304, 4096, 11008, 32, 32)
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
-_CAPPED = {"final_logit_softcapping": 30.0} | _GEMMA
+_CAPPED = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0} | _GEMMA
 _GEMMA2 = _defaults(256000, 2304, 9216, 26, 8, num_key_value_heads=4, sliding_window=4096, **_CAPPED)
 _GEMMA3 = _defaults(262208, 2304, 9216, 26, 8, num_key_value_heads=4, sliding_window=4096, **_GEMMA)
 _MISTRAL = _defaults(32000, 4096, 14336, 32, 32, num_key_value_heads=8, sliding_window=4096)
@@ -143,6 +143,7 @@ class ModelShape:
     sliding_window: int | None
     num_sliding_layers: int
     logit_softcap: bool
+    attention_softcap: bool
     note: str
     """What is uncertain about these numbers; empty when nothing is."""
 
@@ -171,6 +172,11 @@ class ModelShape:
         """Scales of all norms of one layer."""
         qk = {"none": 0, "head": 2 * self.head_dim, "whole": self.query_width + self.kv_width}
         return self.family.num_wide_norms * self.width + qk[self.family.qk_norm]
+
+    @property
+    def num_biases_per_layer(self) -> int:
+        """Biases of the linear maps of one layer."""
+        return sum(part.num_outputs for part in self.linears if part.has_bias)
 
     @property
     def num_attention_per_layer(self) -> int:
@@ -302,6 +308,7 @@ def shape_of(config: Mapping[str, Any], where: str = "") -> ModelShape:
         sliding_window=window,
         num_sliding_layers=num_sliding,
         logit_softcap=bool(known.get("final_logit_softcapping")),
+        attention_softcap=bool(known.get("attn_logit_softcapping")),
         note="; ".join(notes),
     )
 

@@ -52,6 +52,10 @@ def extrapolated(low: Mapping[str, Owners], high: Mapping[str, Owners], factor: 
         names = {*owners, *start}
         line = {n: start.get(n, 0) + factor * (owners.get(n, 0) - start.get(n, 0)) for n in names}
         found[phase] = {name: max(0, round(size)) for name, size in line.items()}
+    # While states appear one by one, the highest moment moves with depth; with all states there it does not.
+    first, steady = (f"{step}.optimizer" for step in STEPS)
+    if first in found and sum(found[steady].values()) < sum(found[first].values()):
+        found[first] = found[steady]
     return found
 
 

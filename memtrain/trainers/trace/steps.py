@@ -44,9 +44,7 @@ def set_the_stage(
     model: nn.Module, recipe: Recipe, settings: Settings, micros: Sequence[MicroBatch]
 ) -> Stage:
     """Scorer, method and optimizer around a model, as a run builds them."""
-    scorer = Scorer(
-        cast(Any, model), is_chunked=settings.loss != "full", tile_bytes=settings.loss_tile_bytes
-    )
+    scorer = Scorer(cast(Any, model), is_chunked=settings.loss != "full", tile_bytes=settings.loss_tile_bytes)
     method: Method = import_module(METHODS[recipe.method].trainer).method(recipe)
     return Stage(scorer, method, build_optimizer(scorer, recipe.optim, settings), recipe, micros)
 
