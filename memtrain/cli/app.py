@@ -29,8 +29,16 @@ VERBS: tuple[Verb, ...] = (
         "quickstart", "quickstart:quickstart", "Train a tiny model on built-in data: what a run looks like."
     ),
     Verb("sft", "train:sft", "Supervised fine-tuning from a recipe."),
+    Verb("dpo", "train:dpo", "Direct preference optimization from a recipe."),
+    Verb("kto", "train:kto", "KTO from a recipe."),
+    Verb("reward", "train:reward", "A reward model from a recipe."),
     Verb("train", "train:train", "Train by the method that the recipe names."),
     Verb("check", "check:check", "Check a recipe: every fault at once, each with its line."),
+    Verb(
+        "inspect-lengths",
+        "inspect_lengths:inspect_lengths",
+        "How long the rows are; what each max_length loses and costs.",
+    ),
     Verb("init", "init:init", "Write a commented recipe to start from."),
     Verb("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
     Verb("methods", "methods:methods", "List the methods that a recipe may ask for."),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from memtrain.cli.planning import sequences_of
 from memtrain.memory.plan import Plan
 from memtrain.memory.resolve import plain
+from memtrain.trainers.data.sequences import sequences_of
 
 
 def plain_plan(plan: Plan) -> Plan:
     """The run of `plan` without any memory strategy, on the same rows in padded batches."""
-    settings = plain(plan.settings, sequences_of(plan.recipe, plan.data).profile)
+    settings = plain(plan.settings, sequences_of(plan.recipe, plan.data, shares_prompts=False).profile)
     length = plan.recipe.length.model_copy(
         update={"packing": "none", "padding_free": False, "documents_see_each_other": False}
     )

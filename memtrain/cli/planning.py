@@ -12,18 +12,16 @@ from pathlib import Path
 import memtrain
 from memtrain.memory.hardware import Hardware, detect
 from memtrain.memory.lengths import LengthProfile
-from memtrain.memory.plan import Plan, PreparedData
+from memtrain.memory.plan import Plan
 from memtrain.memory.resolve import Facts, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.shape import shape_of
 from memtrain.recipes.load import LoadedRecipe
 from memtrain.recipes.model import Model
-from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.trainers.data.order import BatchSize, count_steps
-from memtrain.trainers.data.pieces import Sequences, Spans, lay_out
 from memtrain.trainers.data.prepare import prepare
-from memtrain.trainers.data.rows import choose_rows
-from memtrain.trainers.data.store import TokenStore
+from memtrain.trainers.data.sequences import Laid, sequences_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +45,17 @@ def make_plan(
     """
     recipe = loaded.recipe
     data = prepare(recipe, progress=progress)
-    sequences = sequences_of(recipe, data)
+    shared = sequences_of(recipe, data, shares_prompts=True)
+    apart = sequences_of(recipe, data, shares_prompts=False) if recipe.method in HAS_ANSWERS else None
     config = model_config(recipe.model)
     facts = Facts(
         hardware=hardware or detect(recipe.cluster.device),
         shape=shape_of(config, recipe.model.path or "model.config"),
         config=config,
-        profile=sequences.profile,
-        count_steps=_counter(loaded, sequences),
+        profile=shared.profile,
+        count_steps=_counter(loaded, shared),
+        method=recipe.method,
+        apart=None if apart is None else (apart.profile, _counter(loaded, apart)),
     )
     resolved = resolve(Asked(recipe, loaded.where), facts)
     plan = Plan(
@@ -68,15 +69,8 @@ def make_plan(
         plain=resolved.plain,
         versions=versions(),
     )
-    return Planned(plan, sequences.profile)
-
-
-def sequences_of(recipe: Recipe, data: PreparedData) -> Sequences:
-    """The training rows as the workers will lay them out."""
-    store = TokenStore.open(data.train.folder)
-    rows = choose_rows(recipe.data, store, recipe.train.seed).train
-    spans = Spans(store.span_ptr, store.span_starts, store.span_ends)
-    return lay_out(store.lengths, spans, rows, recipe.length)
+    laid = shared if apart is None or plan.settings.shared_prompts else apart
+    return Planned(plan, laid.profile)
 
 
 def model_config(model: Model) -> Mapping[str, object]:
@@ -114,7 +108,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def _counter(loaded: LoadedRecipe, sequences: Sequences) -> Callable[[int | None, int | None, float], int]:
+def _counter(loaded: LoadedRecipe, sequences: Laid) -> Callable[[int | None, int | None, float], int]:
     recipe = loaded.recipe
 
     def count(rows: int | None, tokens: int | None, epochs: float) -> int:

@@ -41,6 +41,8 @@ class LengthReport(Section):
     """Sequences that enter the model: packed rows, or pieces."""
     fill: float
     """Tokens kept, divided by the room of the packed sequences; 1 without packing."""
+    learnt_cut_by_answer: tuple[int, ...] = ()
+    """Of rows with answers, `learnt_cut` for each of them: of chosen and of rejected ones."""
 
     @property
     def tokens_lost(self) -> int:
@@ -63,6 +65,8 @@ class LengthProfile(Section):
     """Tokens of the longest sequences, longest first, at most NUM_LONGEST of them."""
     longest_piece: int
     """Tokens of the longest piece within a sequence: attention never looks back further."""
+    rows_per_sequence: int = 1
+    """Most rows of a sequence where rows are padded: as many as it has answers."""
 
     @property
     def mean_tokens(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from memtrain.errors import DoesNotFit, Fault
@@ -14,6 +14,12 @@ from memtrain.memory.estimate import estimate
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import Decision, Prediction
+from memtrain.memory.preferences import (
+    decide_reference,
+    decide_shared_prompts,
+    explain_reference,
+    whole_batch,
+)
 from memtrain.memory.rules import (
     Asked,
     Ledger,
@@ -27,6 +33,7 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import gib
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
 
 MARGIN_SHARE = 0.02
 MARGIN_BYTES = 256 * 2**20
@@ -49,6 +56,15 @@ class Facts:
     """The model's configuration, as in config.json."""
     profile: LengthProfile
     count_steps: CountSteps
+    method: str = "sft"
+    apart: tuple[LengthProfile, CountSteps] | None = None
+    """The same where a prompt is computed for each of its answers; None where rows have no answers."""
+
+    def with_prompts_apart(self) -> Facts:
+        """These facts, with a prompt for each answer."""
+        assert self.apart is not None, "These rows have no answers that could share a prompt."
+        profile, count_steps = self.apart
+        return replace(self, profile=profile, count_steps=count_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +116,7 @@ def plain(settings: Settings, profile: LengthProfile) -> Settings:
         update={
             "attention": "stock",
             "padding_free": False,
+            "shared_prompts": False,
             "packing": "none",
             "batch_rows": rows,
             "micro_rows": max(1, round(sequences * per_sequence)),
@@ -122,7 +139,10 @@ def _base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Micro]]:
     if attention is None:
         return None, []
     padding_free = _padding_free(ledger, can_pack=attention.can_pack)
-    micros = micro_candidates(
+    shares = decide_shared_prompts(ledger, attention, padding_free=padding_free)
+    if facts.apart is not None and not shares:
+        facts = facts.with_prompts_apart()
+    micros = whole_batch(ledger, batch, processes) or micro_candidates(
         ledger,
         facts.profile,
         batch,
@@ -130,39 +150,50 @@ def _base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Micro]]:
         padding_free=padding_free,
         device=hardware.device,
     )
+    max_steps = _max_steps(ledger, facts, rows, tokens)
+    passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
     threads = recipe.cluster.threads
     settings = Settings.model_validate(
-        {
+        _said(recipe)
+        | {
             "device": hardware.device,
             "num_processes": processes,
             "threads": max(1, hardware.num_cores // processes) if threads == "auto" else threads,
             "dtype": dtype,
             "attention": str(attention.backend),
             "liger": _uses_liger(ledger, hardware),
-            "adapter": recipe.model.adapter,
-            "quantize": recipe.model.quantize,
-            "max_length": recipe.length.max_length,
-            "truncation": recipe.length.truncation,
-            "packing": recipe.length.packing,
-            "documents_see_each_other": recipe.length.documents_see_each_other,
+            "truncation": recipe.length.truncation or ("keep_end" if facts.apart else "keep_start"),
             "padding_free": padding_free,
-            "pad_to_multiple_of": recipe.length.pad_to_multiple_of,
-            "group_by_length": recipe.length.group_by_length,
+            "shared_prompts": shares,
+            "reference": decide_reference(ledger, passes=passes),
             "batch_rows": rows,
             "batch_tokens": tokens,
             "micro_rows": micros[0].rows,
             "micro_tokens": micros[0].tokens,
-            "max_steps": _max_steps(ledger, facts, rows, tokens),
+            "max_steps": max_steps,
             "checkpoint_every": 0,
             "offload": "none",
-            "loss": "full" if recipe.memory.loss == "full" else "chunked",
-            "loss_tile_bytes": recipe.memory.loss_tile,
-            "optimizer": recipe.optim.kind,
-            "master_weights": recipe.optim.master_weights,
-            "expandable_segments": recipe.memory.expandable_segments,
+            "loss": "chunked" if recipe.memory.loss == "auto" else recipe.memory.loss,
         }
     )
     return settings, micros
+
+
+def _said(recipe: Recipe) -> dict[str, object]:
+    """The settings that say again what the recipe says."""
+    return {
+        "adapter": recipe.model.adapter,
+        "quantize": recipe.model.quantize,
+        "max_length": recipe.length.max_length,
+        "packing": recipe.length.packing,
+        "documents_see_each_other": recipe.length.documents_see_each_other,
+        "pad_to_multiple_of": recipe.length.pad_to_multiple_of,
+        "group_by_length": recipe.length.group_by_length,
+        "loss_tile_bytes": recipe.memory.loss_tile,
+        "optimizer": recipe.optim.kind,
+        "master_weights": recipe.optim.master_weights,
+        "expandable_segments": recipe.memory.expandable_segments,
+    }
 
 
 def _padding_free(ledger: Ledger, *, can_pack: bool) -> bool:
@@ -215,9 +246,14 @@ def _open(recipe: Recipe, base: Settings, micros: list[Micro]) -> Iterator[Setti
 
 
 def _predict(settings: Settings, facts: Facts) -> Prediction:
-    rows, tokens = facts.profile.heaviest(settings.micro_rows, settings.micro_tokens)
-    longest = facts.profile.longest[0] if facts.profile.longest else 1
-    return estimate(settings, facts.shape, HeaviestBatch(rows, tokens, tokens, longest))
+    profile = facts.profile if settings.shared_prompts or facts.apart is None else facts.apart[0]
+    sequences, tokens = profile.heaviest(settings.micro_rows, settings.micro_tokens)
+    rows = sequences * profile.rows_per_sequence
+    longest = profile.longest[0] if profile.longest else 1
+    if profile.rows_per_sequence > 1:
+        longest = profile.longest_piece
+    scored = 0 if METHODS[facts.method].head == "score" else tokens
+    return estimate(settings, facts.shape, HeaviestBatch(rows, tokens, scored, longest))
 
 
 def _budget(recipe: Recipe, hardware: Hardware) -> int:
@@ -274,6 +310,7 @@ def _explain(ledger: Ledger, settings: Settings, chosen: Prediction, facts: Fact
     if settings.offload != "none":
         gain = _gain(settings, {"offload": "none"}, chosen, facts)
         ledger.decide("activation_offloading", settings.offload, gain, "memory.activation_offloading")
+    explain_reference(ledger, settings, lambda without: _gain(settings, without, chosen, facts))
     source = "memory.budget" if ledger.asked.said("memory.budget") else None
     ledger.decide("budget", gib(budget), f"free on {facts.hardware.name}" if not source else "", source)
 

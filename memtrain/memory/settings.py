@@ -36,6 +36,10 @@ class Settings(Section):
     documents_see_each_other: bool
     padding_free: bool
     """Rows of a micro-batch lie end to end in one sequence."""
+    shared_prompts: bool = False
+    """A prompt is computed once for all its answers, in one flattened row."""
+    reference: Literal["none", "copy", "adapter_off", "precomputed", "synced"] = "none"
+    """Where the log-probs of the reference model come from."""
     pad_to_multiple_of: int | None
     group_by_length: bool
 
@@ -54,7 +58,7 @@ class Settings(Section):
     """Activation checkpointing of every n-th layer; 0 is off."""
     offload: Literal["none", "boundaries", "all"]
     """Activations that wait in host memory: none, the checkpointed layer inputs, or every saved tensor."""
-    loss: Literal["chunked", "full"]
+    loss: Literal["chunked", "full", "liger"]
     loss_tile_bytes: int
 
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"]
@@ -62,3 +66,12 @@ class Settings(Section):
     """Float32 copies of the weights in the optimizer."""
     expandable_segments: bool
     """CUDA caching allocator with expandable segments."""
+
+    in_backward: bool = False
+    """Each weight is stepped in the backward pass as soon as its gradient is whole, which is then freed."""
+    optimizer_offload: bool = False
+    """Optimizer states wait in host memory and travel to the device for the step, some at a time."""
+    rehearse: bool = False
+    """The heaviest batch is tried before the first step."""
+    recovery: tuple[Literal["split", "checkpointing", "offloading", "loss_tile"], ...] = ()
+    """What may be done when memory runs out during the run; nothing: the run ends."""

@@ -27,6 +27,11 @@ class Section(BaseModel):
     )
 
 
+def changes(section: Section, name: str) -> bool:
+    """Whether a field differs from its default: a recipe with every default written out is the same one."""
+    return getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True)
+
+
 def parse_bytes(value: object) -> object:
     """Bytes of `24GiB`, `512MiB` or `80GB` (a plain number is bytes already).
 

@@ -16,8 +16,25 @@ class Length(Section):
     """Longest row in tokens; `memtrain inspect-lengths` helps to choose. Higher: more memory, less cut.
     null: rows are never cut (not with packing)."""
 
-    truncation: Literal["keep_start", "keep_end", "drop"] = "keep_start"
-    """What happens to a longer row: its start is kept, its end is kept, or it is left out."""
+    truncation: Literal["keep_start", "keep_end", "drop"] | None = None
+    """What happens to a longer row: its start is kept, its end is kept, or it is left out. With answers,
+    `keep_end` cuts the beginning of the prompt and leaves the answers whole where they fit; `keep_start`
+    cuts the end of the answers. Not given: `keep_start`; for `dpo`, `kto` and `reward` `keep_end`."""
+
+    max_prompt: PositiveInt | None = None
+    """Longest prompt in tokens (methods with answers); it is cut at the end that `truncation` does not
+    keep."""
+
+    max_completion: PositiveInt | None = None
+    """Longest answer in tokens (methods with answers); it is cut at its end."""
+
+    shared_prompts: bool | None = None
+    """Compute a prompt once for all its answers (methods with answers). Same numbers. Not given: wherever a
+    back end can. false: once for each answer."""
+
+    group_prompts: bool = False
+    """Lay all rows that have the same prompt into one sequence, up to 8 of them: the prompt is computed once
+    for all. A step's rows are then counted in prompts."""
 
     packing: Literal["none", "bfd", "bfd_split", "wrapped"] = "none"
     """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are

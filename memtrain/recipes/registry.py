@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,8 @@ class Method:
     name: str
     says: str
     trainer: str
+    head: Literal["lm", "score"] = "lm"
+    """What the model ends in: the LM head, or one number for a sequence."""
 
 
 METHODS: dict[str, Method] = {
@@ -21,6 +24,22 @@ METHODS: dict[str, Method] = {
             "sft",
             "Supervised fine-tuning: cross-entropy on the tokens that are to be learnt.",
             "memtrain.trainers.sft",
+        ),
+        Method(
+            "dpo",
+            "Direct preference optimization: chosen answers made likelier than rejected ones.",
+            "memtrain.trainers.dpo",
+        ),
+        Method(
+            "kto",
+            "KTO: single answers that are desirable or not, without pairs.",
+            "memtrain.trainers.kto",
+        ),
+        Method(
+            "reward",
+            "A reward model: one number for an answer, learnt from pairs.",
+            "memtrain.trainers.reward",
+            head="score",
         ),
     )
 }

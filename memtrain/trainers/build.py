@@ -19,7 +19,7 @@ from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
 from memtrain.trainers.data.tokenizer import tokenizer_of
 from memtrain.trainers.feed import Feed
-from memtrain.trainers.method import Method
+from memtrain.trainers.method import FollowsSteps, Method
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import attention_switched
@@ -28,7 +28,9 @@ from memtrain.trainers.model.isolation import verify_isolation
 from memtrain.trainers.model.liger import apply_liger
 from memtrain.trainers.model.load import load_model
 from memtrain.trainers.model.noise import add_noise
+from memtrain.trainers.model.reward_head import RewardScorer
 from memtrain.trainers.optim import build_optimizer
+from memtrain.trainers.references import build_reference
 from memtrain.trainers.run.seed import seed_everything
 
 
@@ -37,11 +39,13 @@ class Built:
     """The parts of a run on one rank."""
 
     tokenizer: PreTrainedTokenizerFast
-    scorer: Scorer
+    scorer: Scorer | RewardScorer
     optimizer: Optimizer
     method: Method
     train: Feed
     eval: Feed | None
+    follower: FollowsSteps | None = None
+    """A reference model that follows the policy."""
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
@@ -57,27 +61,33 @@ def build(plan: Plan) -> Built:
     recipe, settings = plan.recipe, plan.settings
     tokenizer = tokenizer_of(recipe.model)
     model = build_model(plan, vocab_size=len(tokenizer))
-    scorer = Scorer(
-        model,
-        is_chunked=settings.loss != "full",
-        is_liger=settings.loss == "liger",
-        tile_bytes=settings.loss_tile_bytes,
-    )
-    with attention_switched(base_model(model), "eager"):
-        verify_head(scorer)
+    scorer = build_scorer(plan, model)
     if settings.padding_free:
-        verify_isolation(model, AttentionBackend(settings.attention), shared_prompts=False)
-    method, make_feed = method_of(plan)
+        verify_isolation(model, AttentionBackend(settings.attention), shared_prompts=settings.shared_prompts)
+    module = import_module(METHODS[recipe.method].trainer)
     pad_id = cast(int | None, tokenizer.pad_token_id)
-    train, held_out = build_feeds(plan, make_feed, pad_id if pad_id is not None else 0)
+    train, held_out = build_feeds(plan, module.feed, pad_id if pad_id is not None else 0)
+    reference = build_reference(plan, scorer, module, train, held_out)
     return Built(
         tokenizer=tokenizer,
         scorer=scorer,
         optimizer=build_optimizer(scorer, recipe.optim, settings),
-        method=method,
+        method=module.method(recipe, reference),
         train=train,
         eval=held_out,
+        follower=reference if isinstance(reference, FollowsSteps) else None,
     )
+
+
+def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | RewardScorer:
+    """What scores tokens, or answers, with the model; checked against the model's own logits."""
+    if METHODS[plan.recipe.method].head == "score":
+        return RewardScorer(model)
+    settings = plan.settings
+    scorer = Scorer(model, is_chunked=settings.loss == "chunked", tile_bytes=settings.loss_tile_bytes)
+    with attention_switched(base_model(model), "eager"):
+        verify_head(scorer)
+    return scorer
 
 
 def build_model(plan: Plan, *, vocab_size: int) -> PreTrainedModel | PeftModel:
@@ -85,21 +95,20 @@ def build_model(plan: Plan, *, vocab_size: int) -> PreTrainedModel | PeftModel:
     recipe, settings = plan.recipe, plan.settings
     seed_everything(recipe.train.seed, "model")
     model: PreTrainedModel | PeftModel = load_model(
-        recipe.model, settings, seed=recipe.train.seed, vocab_size=vocab_size
+        recipe.model,
+        settings,
+        seed=recipe.train.seed,
+        vocab_size=vocab_size,
+        head=METHODS[recipe.method].head,
     )
     apply_liger(model, settings)
     if settings.adapter is not None:
-        model = add_adapter(model, settings.adapter, quantize=settings.quantize)
+        head = METHODS[recipe.method].head
+        model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)
     treat_activations(model, settings)
     if recipe.optim.neftune_alpha is not None:
         add_noise(model, recipe.optim.neftune_alpha)
     return model
-
-
-def method_of(plan: Plan) -> tuple[Method, Callable[..., Feed]]:
-    """The method of the recipe, and what makes its feeds."""
-    module = import_module(METHODS[plan.recipe.method].trainer)
-    return module.method(plan.recipe), module.feed
 
 
 def build_feeds(plan: Plan, make_feed: Callable[..., Feed], pad_id: int) -> tuple[Feed, Feed | None]:

@@ -8,10 +8,11 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from memtrain.memory.settings import Settings
-from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.data.order import BatchSize, Epoch, make_epoch, micro_batches
+from memtrain.trainers.method import Batch
 from memtrain.trainers.run.events import DataEvent
 
 Ints = NDArray[np.int64]
@@ -30,8 +31,12 @@ class Feed(Protocol):
         """What the loss is averaged over, by sequence: learnt tokens, or pairs."""
         ...
 
-    def micro_batch(self, sequences: Ints) -> MicroBatch:
+    def micro_batch(self, sequences: Ints) -> Batch:
         """The sequences as one forward pass takes them; none gives a micro-batch that teaches nothing."""
+        ...
+
+    def sample_prompt(self) -> Tensor:
+        """int64 [T], tokens that the trained model may be asked to go on from: the shortest sequence's."""
         ...
 
     def told(self, split: str) -> DataEvent:
@@ -46,6 +51,8 @@ class StepWork:
     step: int
     epoch: int
     is_last_of_epoch: bool
+    sequences: Ints
+    """Sequences of the whole step over all ranks, in their order."""
     micros: tuple[Ints, ...]
     """Sequences of each micro-batch of this rank; as many as on any other rank."""
     denominator: float
@@ -83,6 +90,7 @@ class Steps:
             step=step,
             epoch=number,
             is_last_of_epoch=index == epoch.num_steps - 1,
+            sequences=sequences,
             micros=tuple(dealt[rank]),
             denominator=float(self.feed.weights[sequences].sum()),
             num_tokens=int(self.feed.tokens[sequences].sum()),
@@ -109,11 +117,15 @@ class Steps:
         return self._current[1]
 
 
+def eval_order(feed: Feed) -> Ints:
+    """All sequences, longest first so that little is padded."""
+    return np.argsort(-feed.tokens, kind="stable")
+
+
 def eval_micro_batches(feed: Feed, settings: Settings, *, rank: int, num_ranks: int) -> list[Ints]:
-    """One pass over `feed`, longest first so that little is padded, as micro-batches of one rank."""
-    order = np.argsort(-feed.tokens, kind="stable")
+    """One pass over `feed` in `eval_order`, as micro-batches of one rank."""
     dealt = micro_batches(
-        order,
+        eval_order(feed),
         feed.tokens,
         num_ranks=num_ranks,
         micro_rows=settings.micro_rows,

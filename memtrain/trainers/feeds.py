@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from memtrain.memory.lengths import LengthReport
 from memtrain.memory.settings import Settings
@@ -46,6 +47,12 @@ class TokenFeed:
         lay = lay_end_to_end if is_flat else pad_right
         pieces = [piece for sequence in sequences for piece in self._pieces(int(sequence))]
         return lay(pieces, pad_id=self.pad_id, multiple=self.settings.pad_to_multiple_of)
+
+    def sample_prompt(self) -> Tensor:
+        """int64 [T], what comes before the first learnt token of the shortest sequence."""
+        batch = self.micro_batch(np.array([int(self.tokens.argmin())]))
+        end = int(batch.scored_index[0]) + 1 if batch.num_learnt else 1
+        return batch.input_ids[0, : max(1, end)]
 
     def told(self, split: str) -> DataEvent:
         """What truncation and packing did to the rows."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import torch
 
 from memtrain.trainers.build import Built
 from memtrain.trainers.loop import Run
 from memtrain.trainers.model.attention import attention_switched
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.head import Scorer, base_model
 from memtrain.trainers.model.save import save_final
 from memtrain.trainers.run.card import write_card
 from memtrain.trainers.run.checkpoint import best_complete
@@ -41,7 +40,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
             seconds=time.time() - run.started,
             model=str(folder.final),
             best_step=best_step,
-            sample=sample(run, built),
+            sample=sample(run, built) if isinstance(built.scorer, Scorer) else "",
         )
     )
     write_card(folder)
@@ -60,9 +59,7 @@ def tell_other_peaks(run: Run) -> None:
 def sample(run: Run, built: Built) -> str:
     """What the trained model writes after the beginning of a held-out row (or of a training row)."""
     feed = run.eval_feed or run.steps.feed
-    batch = feed.micro_batch(np.array([int(feed.tokens.argmin())]))
-    learnt = int(batch.scored_index[0]) + 1 if batch.num_learnt else 1
-    prompt_T = batch.input_ids[0, : max(1, learnt)].to(run.device)
+    prompt_T = feed.sample_prompt().to(run.device)
     was_training = built.model.training
     built.model.eval()
     with attention_switched(base_model(built.model), "eager"), torch.no_grad():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,8 @@ from torch.optim import Optimizer
 
 from memtrain.errors import Interrupted, MemtrainError
 from memtrain.memory.plan import Plan
-from memtrain.trainers.data.collate import MicroBatch
-from memtrain.trainers.feed import Feed, Steps, StepWork, eval_micro_batches
-from memtrain.trainers.method import Method
+from memtrain.trainers.feed import Feed, Ints, Steps, StepWork, eval_micro_batches, eval_order
+from memtrain.trainers.method import Ahead, FollowsSteps, LooksAhead, Method, means_of
 from memtrain.trainers.run.events import EvalEvent, Event, StepEvent
 from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.seed import seed_step
@@ -55,6 +55,8 @@ class Run:
     is_asked_to_stop: Callable[[], bool]
     save: Callable[[Position], None]
     """Writes a checkpoint; called by all ranks together."""
+    follower: FollowsSteps | None = None
+    """What follows the weights beside the optimizer: a reference model that is synchronised."""
     position: Position = field(default_factory=Position)
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -97,6 +99,7 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
     started = time.perf_counter()
     seed = run.plan.recipe.train.seed
     with run.watch.phase("first step" if work.step == 0 else "steady step", tokens=work.num_tokens):
+        _look_ahead(run, run.steps.feed, work.sequences, work.micros)
         sums = forward_backward(
             run.model,
             run.method,
@@ -115,6 +118,8 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
             max_grad_norm=run.plan.recipe.optim.max_grad_norm,
             engine=run.engine,
         )
+        if run.follower is not None:
+            run.follower.stepped(work.step + 1)
         told = _to_host(sums | {"grad_norm": norm / run.ranks.world})
     totals = run.ranks.sum(told)
     _tell(run, work, totals, lr, time.perf_counter() - started)
@@ -136,7 +141,9 @@ def evaluate(run: Run) -> float:
     was_training = run.model.training
     run.model.eval()
     with run.watch.phase("evaluation"), torch.no_grad():
-        for sequences in eval_micro_batches(feed, settings, rank=run.ranks.rank, num_ranks=run.ranks.world):
+        micros = eval_micro_batches(feed, settings, rank=run.ranks.rank, num_ranks=run.ranks.world)
+        _look_ahead(run, feed, eval_order(feed), micros)
+        for sequences in micros:
             micro = feed.micro_batch(sequences).to(run.device)
             made = run.method.loss(run.model, micro, denominator=1.0, want_stats=True)
             for name, value in {"loss": made.value, **made.sums}.items():
@@ -144,17 +151,23 @@ def evaluate(run: Run) -> float:
         totals = run.ranks.sum(_to_host(sums))
     run.model.train(was_training)
     count = float(feed.weights.sum())
-    means = {name: value / count for name, value in totals.items()}
-    run.position.eval_loss = means["loss"]
-    if run.position.best_loss is None or means["loss"] < run.position.best_loss:
-        run.position.best_loss = means["loss"]
-    loss = means.pop("loss")
+    loss = totals.pop("loss") / count
+    means = means_of(run.method, totals, count)
+    run.position.eval_loss = loss
+    if run.position.best_loss is None or loss < run.position.best_loss:
+        run.position.best_loss = loss
     seconds = time.perf_counter() - started
     run.tell(EvalEvent(step=run.position.step, loss=loss, tokens=int(count), seconds=seconds, extra=means))
     return loss
 
 
-def _on_device(run: Run, work: StepWork) -> Iterator[MicroBatch]:
+def _look_ahead(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
+    if isinstance(run.method, LooksAhead):
+        ahead = Ahead(feed, sequences, micros, run.device, run.ranks.world)
+        run.method.look_ahead(run.model, ahead)
+
+
+def _on_device(run: Run, work: StepWork) -> Iterator[Any]:
     for sequences in work.micros:
         yield run.steps.feed.micro_batch(sequences).to(run.device)
 
@@ -180,22 +193,19 @@ def _to_host(sums: dict[str, Tensor]) -> dict[str, float]:
 
 def _tell(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds: float) -> None:
     peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
-    means = {
-        name: value if name in ("loss", "grad_norm") else value / work.denominator
-        for name, value in totals.items()
-    }
+    sums = {name: value for name, value in totals.items() if name not in ("loss", "grad_norm")}
     run.tell(
         StepEvent(
             step=work.step + 1,
-            loss=means.pop("loss"),
+            loss=totals["loss"],
             lr=lr,
-            grad_norm=means.pop("grad_norm"),
+            grad_norm=totals["grad_norm"],
             tokens=work.num_tokens,
             learnt=int(work.denominator),
             seconds=seconds,
             peak_bytes=peak or None,
             epoch=work.epoch,
             sequences=work.num_sequences,
-            extra=means,
+            extra=means_of(run.method, sums, work.denominator),
         )
     )

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from memtrain.trainers.data.collate import MicroBatch
+Ints = NDArray[np.int64]
+
+
+class Batch(Protocol):
+    """One micro-batch of a method."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        ...
+
+    @property
+    def num_learnt(self) -> int:
+        """What the loss is averaged over: learnt tokens, pairs, or answers."""
+        ...
+
+    def to(self, device: torch.device | str) -> Any:
+        """The same batch with its tensors on `device`."""
+        ...
 
 
 class Loss(NamedTuple):
@@ -21,6 +44,58 @@ class Loss(NamedTuple):
 class Method(Protocol):
     """A training method: how a micro-batch becomes a loss."""
 
-    def loss(self, model: nn.Module, micro: MicroBatch, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro: Any, *, denominator: float, want_stats: bool) -> Loss:
         """The loss of `micro`; with `want_stats` also the sums that the metrics need."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """One optimizer step, or one pass over the held-out rows, before its first micro-batch."""
+
+    feed: Any
+    """The feed of the method."""
+    sequences: Ints
+    """Sequences of all ranks, in their order."""
+    micros: Sequence[Ints]
+    """Sequences of this rank's micro-batches."""
+    device: torch.device
+    num_ranks: int
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A method whose loss depends on the whole step."""
+
+    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+        """Take what the losses of the coming micro-batches need; called by all ranks together."""
+        ...
+
+
+@runtime_checkable
+class TellsMeans(Protocol):
+    """A method whose sums are not all means over `count`."""
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """What is told of sums over all micro-batches and ranks."""
+        ...
+
+
+@runtime_checkable
+class FollowsSteps(Protocol):
+    """A method that keeps something in step with the weights, and in the checkpoints."""
+
+    def stepped(self, num_steps: int) -> None:
+        """Called when `num_steps` optimizer steps are made."""
+        ...
+
+    def kept_state(self) -> dict[str, Tensor]:
+        """Tensors that a checkpoint must hold; filled in place when a run goes on."""
+        ...
+
+
+def means_of(method: Method, sums: Mapping[str, float], count: float) -> dict[str, float]:
+    """The means that are told of sums over `count`."""
+    if isinstance(method, TellsMeans):
+        return method.means(sums, count)
+    return {name: value / count for name, value in sums.items()}

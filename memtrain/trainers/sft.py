@@ -19,13 +19,14 @@ from memtrain.trainers.losses.cross_entropy import dft_loss, sft_request
 from memtrain.trainers.losses.linear import LogprobResult, NllResult
 from memtrain.trainers.losses.request import LogprobRequest
 from memtrain.trainers.method import Loss
+from memtrain.trainers.reference import Reference
 
 feed = TokenFeed
 """Rows of learnt tokens."""
 
 
-def method(recipe: Recipe) -> Sft:
-    """The method of a recipe."""
+def method(recipe: Recipe, reference: Reference | None = None) -> Sft:
+    """The method of a recipe; it has no reference."""
     return Sft(recipe.sft or SftRecipe())
 
 

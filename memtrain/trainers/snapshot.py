@@ -11,39 +11,53 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.trainers.loop import Position
+from memtrain.trainers.method import FollowsSteps
 from memtrain.trainers.run.checkpoint import Checkpoint, Parts
 from memtrain.trainers.run.state_io import load_state, save_state
 
 
-def parts_of(model: nn.Module, optimizer: Optimizer, position: Position) -> Parts:
+def parts_of(
+    model: nn.Module, optimizer: Optimizer, position: Position, follower: FollowsSteps | None = None
+) -> Parts:
     """The parts to save. No random state: every draw is named by its step and not by those before it."""
 
     def writer(state: Callable[[], object]) -> Callable[[Path], None]:
         return lambda path: save_state(state(), path)
 
-    return {
+    parts = {
         "weights": writer(lambda: trained_weights(model)),
         "optimizer": writer(optimizer.state_dict),
         "loop": writer(lambda: asdict(position)),
     }
+    return parts if follower is None else parts | {"follower": writer(follower.kept_state)}
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, position: Position) -> None:
+def restore(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: Optimizer,
+    position: Position,
+    follower: FollowsSteps | None = None,
+) -> None:
     """Put weights, optimizer and position where the checkpoint left them."""
     load_weights(checkpoint, model)
     optimizer.load_state_dict(load_state(checkpoint.part("optimizer")))
     for name, value in load_state(checkpoint.part("loop")).items():
         setattr(position, name, value)
+    if follower is not None:
+        _fill(follower.kept_state(), load_state(checkpoint.part("follower")))
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Put the trained weights where the checkpoint left them."""
-    saved: dict[str, Tensor] = load_state(checkpoint.part("weights"))
-    trained = trained_weights(model)
-    assert saved.keys() == trained.keys(), "A checkpoint of this recipe has the weights that it trains."
+    _fill(trained_weights(model), load_state(checkpoint.part("weights")))
+
+
+def _fill(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    assert saved.keys() == tensors.keys(), "A checkpoint of this recipe has the weights that it trains."
     with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(saved[name])
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[name])
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         built = build(plan)
         model = distribute(accelerator, built.scorer)
         if found.checkpoint is not None:
-            restore(found.checkpoint, built.scorer, built.optimizer, position)
+            restore(found.checkpoint, built.scorer, built.optimizer, position, built.follower)
         teller = stack.enter_context(open_teller(plan, folder, ranks, position))
         _tell_start(teller, plan, built, found, notes, position)
         run = Run(
@@ -88,6 +88,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             watch=_watch(plan, built, teller.tell, ranks, position),
             is_asked_to_stop=lambda: stop.asked,
             save=_saver(plan, folder, built, ranks, teller),
+            follower=built.follower,
             position=position,
             started=started,
         )
@@ -129,7 +130,7 @@ def _saver(
     def write(position: Position) -> None:
         teller.sync()
         facts = facts_of(plan, step=position.step, epoch=0, offset=0, eval_loss=position.eval_loss)
-        parts = parts_of(built.scorer, built.optimizer, position) if ranks.is_main else {}
+        parts = parts_of(built.scorer, built.optimizer, position, built.follower) if ranks.is_main else {}
         save_checkpoint(folder, parts, facts, keep=save.keep, keep_best=save.keep_best, ranks=ranks)
 
     return write

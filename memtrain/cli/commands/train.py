@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -27,26 +28,27 @@ Resume = Annotated[
 ]
 
 
-def sft(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    dry_run: DryRun = False,
-    run_dir: RunDir = None,
-    resume: Resume = True,
-) -> None:
-    """Supervised fine-tuning."""
-    run_recipe("sft", recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
+def _verb(method: str | None, says: str) -> Callable[..., None]:
+    """The command that trains by a method, or by the one that the recipe names."""
+
+    def command(
+        recipe: RecipeArgument,
+        overrides: OverridesArgument = None,
+        dry_run: DryRun = False,
+        run_dir: RunDir = None,
+        resume: Resume = True,
+    ) -> None:
+        run_recipe(method, recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
+
+    command.__doc__ = says
+    return command
 
 
-def train(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    dry_run: DryRun = False,
-    run_dir: RunDir = None,
-    resume: Resume = True,
-) -> None:
-    """Train by the method that the recipe names."""
-    run_recipe(None, recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
+sft = _verb("sft", "Supervised fine-tuning.")
+dpo = _verb("dpo", "Direct preference optimization, from pairs of answers.")
+kto = _verb("kto", "KTO, from single answers that are desirable or not.")
+reward = _verb("reward", "A reward model, from pairs of answers.")
+train = _verb(None, "Train by the method that the recipe names.")
 
 
 def run_recipe(

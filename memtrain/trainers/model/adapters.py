@@ -24,7 +24,13 @@ from memtrain.recipes.model import Adapter
 ALL_LINEAR = "all-linear"
 
 
-def add_adapter(model: PreTrainedModel, adapter: Adapter, *, quantize: str = "none") -> PeftModel:
+TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
+"""PEFT's name of the task, by the model's head; the head of a `score` is trained beside the adapter."""
+
+
+def add_adapter(
+    model: PreTrainedModel, adapter: Adapter, *, quantize: str = "none", head: str = "lm"
+) -> PeftModel:
     """`model` with its weights frozen and a trainable adapter on the modules that `adapter` names.
 
     A is random (Kaiming) from torch's random state, B is zero: the model's outputs have not moved yet.
@@ -43,7 +49,7 @@ def add_adapter(model: PreTrainedModel, adapter: Adapter, *, quantize: str = "no
             "take the head out of the list, or set model.quantize to none",
         )
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=TASKS[head],
         r=adapter.r,
         lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType] a float scales as well as an int
         lora_dropout=adapter.dropout,

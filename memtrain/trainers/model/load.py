@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
@@ -20,8 +26,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The torch dtype of each `Settings.dtype`."""
 
 
-def load_model(recipe: Model, settings: Settings, *, seed: int, vocab_size: int) -> PreTrainedModel:
+AUTO: dict[str, Any] = {"lm": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+"""What loads a model, by the head that it ends in."""
+
+
+def load_model(
+    recipe: Model, settings: Settings, *, seed: int, vocab_size: int, head: str = "lm"
+) -> PreTrainedModel:
     """The causal LM that `recipe` names, in `settings.dtype`, on this process's device, in training mode.
+
+    With head `score` it ends in one number for a sequence: that of a reward model, or a random one.
 
     Without adapter, checkpointing or kernels: those are put on it afterwards. `vocab_size` is the size of
     the tokenizer. Random weights depend on `seed` alone, so every rank gets the same ones; the caller's
@@ -32,9 +46,9 @@ def load_model(recipe: Model, settings: Settings, *, seed: int, vocab_size: int)
     tokenizer.
     """
     if recipe.path is None or recipe.path == BUILTIN_TINY:
-        model = _random_model(_config_of(recipe, vocab_size), settings, seed)
+        model = _random_model(_config_of(recipe, vocab_size), settings, seed, head)
     else:
-        model = _pretrained(find_origin(recipe.path, recipe.revision), settings)
+        model = _pretrained(find_origin(recipe.path, recipe.revision), settings, head)
     _check_vocabulary(model, recipe, vocab_size)
     model.config.use_cache = False
     _set_attention(model, settings)
@@ -98,11 +112,12 @@ def _unknown_type(model_type: str) -> str | None:
     )
 
 
-def _random_model(config: PretrainedConfig, settings: Settings, seed: int) -> PreTrainedModel:
-    _check_causal(config, "model.config")
+def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head: str) -> PreTrainedModel:
+    _check_causal(config, "model.config", head)
+    _scores_once(config, head)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[settings.dtype])
+        model = AUTO[head].from_config(config, dtype=DTYPES[settings.dtype])
     if settings.quantize != "none":
         raise LaunchError(
             f"random weights cannot be loaded in {settings.quantize}", "model.quantize", "set it to none"
@@ -110,9 +125,10 @@ def _random_model(config: PretrainedConfig, settings: Settings, seed: int) -> Pr
     return model.to(local_device(settings))
 
 
-def _pretrained(origin: Origin, settings: Settings) -> PreTrainedModel:
+def _pretrained(origin: Origin, settings: Settings, head: str) -> PreTrainedModel:
     config = read_config(origin)
-    _check_causal(config, origin.path)
+    _check_causal(config, origin.path, head)
+    _scores_once(config, head)
     if getattr(config, "quantization_config", None) is not None:
         raise LaunchError(
             f"the weights of {origin.path} are quantized already",
@@ -124,7 +140,7 @@ def _pretrained(origin: Origin, settings: Settings) -> PreTrainedModel:
         # Straight to the device, weight by weight: the host never holds the whole model.
         kwargs["device_map"] = {"": local_device(settings)}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AUTO[head].from_pretrained(
             origin.path,
             config=config,
             dtype=DTYPES[settings.dtype],
@@ -141,16 +157,28 @@ def _pretrained(origin: Origin, settings: Settings) -> PreTrainedModel:
             "only safetensors files are read; convert others with save_pretrained",
         ) from None
     model, info = loaded
-    _check_complete(origin, info)
+    _check_complete(origin, info, may_miss=SCORE_HEADS if head == "score" else ())
     return model
 
 
-def _check_causal(config: PretrainedConfig, named: str) -> None:
+SCORE_HEADS = ("score.weight", "score.bias", "classifier.weight", "classifier.bias")
+"""Weights that a language model has not, and a reward model begins at random."""
+
+
+def _scores_once(config: PretrainedConfig, head: str) -> None:
+    """Ask for one number a sequence."""
+    if head == "score":
+        config.num_labels = 1
+
+
+def _check_causal(config: PretrainedConfig, named: str, head: str) -> None:
     """Raise LaunchError unless the configuration is one of a causal LM, and its weights are too."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     architectures: list[str] = getattr(config, "architectures", None) or []
     generates = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    if head == "score":
+        generates += ("ForSequenceClassification",)
     is_other = bool(architectures) and not any(name.endswith(generates) for name in architectures)
     if config.is_encoder_decoder or is_other or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = ", ".join(architectures) or config.model_type
@@ -161,8 +189,11 @@ def _check_causal(config: PretrainedConfig, named: str) -> None:
         )
 
 
-def _check_complete(origin: Origin, info: Mapping[str, Any]) -> None:
-    missing, mismatched = sorted(info["missing_keys"]), sorted(map(str, info["mismatched_keys"]))
+def _check_complete(origin: Origin, info: Mapping[str, Any], *, may_miss: tuple[str, ...]) -> None:
+    missing, mismatched = (
+        sorted(set(info["missing_keys"]) - set(may_miss)),
+        sorted(map(str, info["mismatched_keys"])),
+    )
     for names, fault in ((missing, "has no weights for"), (mismatched, "has weights of another shape for")):
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -58,7 +58,8 @@ def _save_configs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
     tokens."""
     config = deepcopy(model.config)
     config.use_cache = True
-    generation = deepcopy(model.generation_config)
+    # A model that scores sequences writes none, and has no such configuration.
+    generation = deepcopy(getattr(model, "generation_config", None))
     configs: list[Any] = [config] if generation is None else [config, generation]
     for one in configs:
         for name in SPECIAL:

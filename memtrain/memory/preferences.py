@@ -1,0 +1,110 @@
+"""What methods with answers add to a plan: prompts computed once, and where a reference comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memtrain.memory.attention import AttentionChoice
+from memtrain.memory.batching import Micro
+from memtrain.memory.rules import Ledger
+from memtrain.memory.settings import Settings
+from memtrain.recipes.preference import Dpo, Kto, WithReference
+from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
+
+WHY: dict[str, str] = {
+    "none": "the loss compares with no reference",
+    "copy": "a frozen copy of the weights",
+    "adapter_off": "the same weights without their adapter: nothing more to hold, one more forward pass",
+    "precomputed": "one pass before training, kept in the cache: no reference is loaded",
+    "synced": "a copy of the weights that follows the policy",
+}
+"""Each source of the reference's log-probs in words."""
+
+
+def section_of(recipe: Recipe) -> WithReference | None:
+    """The section of a method that stays near a reference, with its defaults; None for other methods."""
+    if recipe.method == "dpo":
+        return recipe.dpo or Dpo()
+    return (recipe.kto or Kto()) if recipe.method == "kto" else None
+
+
+def decide_shared_prompts(ledger: Ledger, attention: AttentionChoice, *, padding_free: bool) -> bool:
+    """Whether a prompt is computed once for all its answers: exact wherever rows can be kept apart."""
+    recipe = ledger.asked.recipe
+    if recipe.method not in HAS_ANSWERS:
+        return False
+    wanted, path = recipe.length.shared_prompts, "length.shared_prompts"
+    if wanted is False:
+        ledger.decide("shared_prompts", False, "", path)
+        return False
+    if padding_free:
+        words = "a prompt is computed once for all its answers; same numbers"
+        ledger.decide("shared_prompts", True, words, path)
+        return True
+    refused = "; ".join(f"{backend}: {why}" for backend, why in attention.refused)
+    why = refused if not attention.can_pack else "rows are padded, and each row holds one answer"
+    if wanted:
+        ledger.refuse(
+            f"a prompt cannot be shared by its answers ({why})",
+            path,
+            "remove it, or set length.padding_free: true and a model.attention that keeps rows apart",
+        )
+    ledger.decide("shared_prompts", False, f"one row for each answer ({why})")
+    return False
+
+
+def decide_reference(ledger: Ledger, *, passes: float) -> str:
+    """Where the reference's log-probs come from; `passes` of the run over the data."""
+    recipe = ledger.asked.recipe
+    section = section_of(recipe)
+    if section is None or (isinstance(section, Dpo) and not section.needs_reference):
+        return "none"
+    wanted, adapter, path = section.reference, recipe.model.adapter, f"{recipe.method}.reference"
+    if wanted == "auto":
+        return "adapter_off" if adapter is not None and passes <= 1 else "precomputed"
+    if wanted == "adapter_off" and adapter is None:
+        ledger.refuse(
+            "there is no adapter to switch off: every weight is trained",
+            path,
+            "set reference: precomputed (or copy), or train an adapter (model.adapter)",
+        )
+    if wanted == "synced" and adapter is not None:
+        ledger.refuse(
+            "a reference that follows the policy needs weights of its own, and only the adapter is trained",
+            path,
+            "set reference: adapter_off, or train all weights (remove model.adapter)",
+        )
+    return wanted
+
+
+def explain_reference(ledger: Ledger, settings: Settings, gain: Callable[[dict[str, object]], str]) -> None:
+    """Note the reference with its reason and its price against a frozen copy."""
+    section = section_of(ledger.asked.recipe)
+    if section is None:
+        return
+    price = "" if settings.reference in ("none", "copy", "synced") else gain({"reference": "copy"})
+    why = WHY[settings.reference]
+    path = f"{ledger.asked.recipe.method}.reference"
+    ledger.decide("reference", settings.reference, f"{why}; {price} (a copy)" if price else why, path)
+
+
+def whole_batch(ledger: Ledger, batch: tuple[int | None, int | None], num_processes: int) -> list[Micro]:
+    """The only micro-batch of losses that sort the pairs of a step; none for all others, who choose."""
+    recipe = ledger.asked.recipe
+    if recipe.method != "dpo" or not (recipe.dpo or Dpo()).ranks_the_batch:
+        return []
+    rows, _ = batch
+    words = "aot sorts the pairs of a step, which must be one micro-batch of one process"
+    if rows is None:
+        ledger.refuse(
+            f"{words}; a step in tokens is cut into several",
+            "train.batch_tokens",
+            "set train.batch_rows instead",
+        )
+        return [Micro(1, None)]
+    if num_processes > 1:
+        ledger.refuse(words, "cluster.processes", "set cluster.processes: 1, or use another dpo.loss")
+    if recipe.train.micro_rows not in ("auto", rows) or recipe.train.micro_tokens != "auto":
+        key = "micro_rows" if recipe.train.micro_rows != "auto" else "micro_tokens"
+        ledger.refuse(words, f"train.{key}", f"remove train.{key}")
+    return [Micro(rows, None)]

@@ -1,0 +1,143 @@
+"""Prompts with answers as a feed: pairs for DPO and reward models, single answers for KTO."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memtrain.memory.settings import Settings
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
+from memtrain.trainers.data.answers import AnswerSequences, lay_out_answers
+from memtrain.trainers.data.store import TokenStore
+from memtrain.trainers.feeds import data_event
+from memtrain.trainers.run.events import DataEvent
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class AnswerFeed:
+    """Rows of a prompt with one or two answers: sequence s weighs its items (pairs, or single answers).
+
+    I items of K answers each.
+    """
+
+    def __init__(
+        self, store: TokenStore, rows: Ints, recipe: Recipe, settings: Settings, *, pad_id: int
+    ) -> None:
+        self.store = store
+        self.rows = rows
+        self.length = recipe.length
+        self.settings = settings
+        self.pad_id = pad_id
+        self.sequences: AnswerSequences = lay_out_answers(
+            store, rows, recipe.length, is_shared=settings.shared_prompts
+        )
+        self.reference_IK: Floats | None = None
+        """Log-probs of the reference, once they are computed before training."""
+        self.reference_of_mismatched: dict[tuple[int, int], float] | None = None
+        """The same for (item of the prompt, item of the answer)."""
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens of each sequence."""
+        return self.sequences.tokens
+
+    @property
+    def weights(self) -> Ints:
+        """Items of each sequence."""
+        return self.sequences.weights
+
+    @property
+    def num_items(self) -> int:
+        """Items of all sequences."""
+        return len(self.sequences.row)
+
+    def items_of(self, sequences: Ints) -> Ints:
+        """Numbers of the items of some sequences, in their order."""
+        ptr = self.sequences.item_ptr
+        spans = [np.arange(int(ptr[one]), int(ptr[one + 1])) for one in sequences.tolist()]
+        return np.concatenate(spans) if spans else np.zeros(0, np.int64)
+
+    def learnt_of(self, sequences: Ints, answer: int) -> int:
+        """Learnt tokens of the n-th answers of some sequences."""
+        return int(self.sequences.learnt[self.items_of(sequences), answer].sum())
+
+    def micro_batch(self, sequences: Ints) -> AnswerBatch:
+        """The sequences' prompts with their own answers."""
+        items = self.items_of(sequences)
+        ptr = self.sequences.item_ptr
+        groups = [
+            Group(self.prompt(int(ptr[one])), self._answers(range(int(ptr[one]), int(ptr[one + 1]))))
+            for one in sequences.tolist()
+        ]
+        reference = None if self.reference_IK is None else self.reference_IK[items].reshape(-1).tolist()
+        labels = self.store.labels[self.sequences.row[items]].tolist()
+        return self._collated(groups, labels, reference)
+
+    def mismatched(self, items: Ints, partners: Ints) -> AnswerBatch:
+        """The prompts of `items`, each with the first answer of its partner item."""
+        pairs = list(zip(items.tolist(), partners.tolist(), strict=True))
+        groups = [Group(self.prompt(item), self._answers((partner,), of=1)) for item, partner in pairs]
+        known = self.reference_of_mismatched
+        return self._collated(
+            groups, [0.0] * len(groups), None if known is None else [known[pair] for pair in pairs]
+        )
+
+    def prompt(self, item: int) -> NDArray[np.int32]:
+        """Tokens of the prompt of one item, as far as it is kept."""
+        start = int(self.sequences.prompt_start[item])
+        return self.store.row(int(self.sequences.row[item]))[start : start + int(self.sequences.prompt[item])]
+
+    def sample_prompt(self) -> Tensor:
+        """int64 [T], the prompt of the shortest sequence, or what stands for one."""
+        item = int(self.sequences.item_ptr[int(self.tokens.argmin())])
+        ids = self.prompt(item)
+        if not len(ids):
+            ids = self._answers((item,), of=1)[0].ids[:1]
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def made_of(self) -> dict[str, Any]:
+        """What the sequences are made of: equal where all of it is equal."""
+        return {
+            "store": self.store.folder.name,
+            "rows": hashlib.sha256(self.sequences.row.tobytes()).hexdigest(),
+            "length": self.length.model_dump(mode="json"),
+        }
+
+    def told(self, split: str) -> DataEvent:
+        """What truncation did to the rows."""
+        return data_event(split, self.sequences.profile.report, self.store.lengths[self.rows])
+
+    def _collated(
+        self, groups: list[Group], labels: list[float], reference: list[float] | None
+    ) -> AnswerBatch:
+        return collate_answers(
+            groups,
+            labels,
+            reference,
+            is_shared=self.settings.shared_prompts,
+            is_flat=self.settings.padding_free,
+            pad_id=self.pad_id,
+            multiple=self.settings.pad_to_multiple_of,
+        )
+
+    def _answers(self, items: Sequence[int], *, of: int | None = None) -> tuple[Answer, ...]:
+        """The (first `of`) answers of some items, item after item."""
+        held = self.sequences
+        made: list[Answer] = []
+        for item in items:
+            row = int(held.row[item])
+            ids, mask = self.store.row(row), self.store.learnt_mask(row)
+            for k in range(of or held.num_answers):
+                start = int(held.answer_start[item, k])
+                end = start + int(held.answer[item, k])
+                made.append(Answer(ids[start:end], mask[start:end]))
+        return tuple(made)

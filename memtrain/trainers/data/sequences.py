@@ -1,0 +1,53 @@
+"""The sequences of each method's rows, for the plan and for the workers alike. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrain.memory.lengths import LengthProfile
+from memtrain.memory.plan import PreparedData
+from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
+from memtrain.trainers.data.answers import lay_out_answers
+from memtrain.trainers.data.pieces import Spans, lay_out
+from memtrain.trainers.data.rows import choose_rows
+from memtrain.trainers.data.store import TokenStore
+
+Ints = NDArray[np.int64]
+
+
+class Laid(Protocol):
+    """Rows as sequences: what a plan needs to know of them."""
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens of each sequence."""
+        ...
+
+    @property
+    def profile(self) -> LengthProfile:
+        """Their lengths, and what truncation did."""
+        ...
+
+
+def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) -> Laid:
+    """The training rows as the workers will lay them out; with prompts computed once, or once an answer."""
+    store = TokenStore.open(data.train.folder)
+    rows = choose_rows(recipe.data, store, recipe.train.seed).train
+    lay: Callable[[TokenStore, Ints, Recipe, bool], Laid] = (
+        _answers if recipe.method in HAS_ANSWERS else _tokens
+    )
+    return lay(store, rows, recipe, shares_prompts)
+
+
+def _tokens(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
+    return lay_out(
+        store.lengths, Spans(store.span_ptr, store.span_starts, store.span_ends), rows, recipe.length
+    )
+
+
+def _answers(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
+    return lay_out_answers(store, rows, recipe.length, is_shared=shares_prompts)

@@ -1,0 +1,81 @@
+"""The reference of a run, as the plan says: loaded, switched, or asked once and forgotten."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, cast
+
+from peft import PeftModel
+from torch import nn
+
+from memtrain.memory.plan import Plan
+from memtrain.memory.preferences import section_of
+from memtrain.trainers.answer_feed import AnswerFeed
+from memtrain.trainers.data.cache import cache_dir
+from memtrain.trainers.feed import Feed, Steps, eval_order
+from memtrain.trainers.model.head import Scorer
+from memtrain.trainers.model.load import load_model, local_device
+from memtrain.trainers.precompute import Floats, Question, asked_once
+from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
+from memtrain.trainers.run.ranks import current_ranks
+
+
+def build_reference(
+    plan: Plan, scorer: nn.Module, method: ModuleType, train: Feed, held_out: Feed | None
+) -> Reference | None:
+    """What the policy is compared with; None for methods and losses without a reference.
+
+    Called before a checkpoint is restored: the policy's weights are the reference's then. With
+    `precomputed`, all ranks compute together, and the feeds hold the numbers afterwards.
+    """
+    kind = plan.settings.reference
+    if kind == "none":
+        return None
+    if kind == "adapter_off":
+        return _policy_at_rest(scorer)
+    if kind == "precomputed":
+        _precompute(plan, _policy_at_rest(scorer), method, train, held_out)
+        return Precomputed()
+    copy = _copy(plan, scorer)
+    if kind == "copy":
+        return Live(copy)
+    section = section_of(plan.recipe)
+    assert section is not None, "A method with a reference has a section for it."
+    return Synced(copy, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
+
+
+def _policy_at_rest(scorer: nn.Module) -> Live:
+    """The policy without its adapter, where it has one."""
+    model = cast(Any, scorer).model
+    return without_adapter(scorer, model) if isinstance(model, PeftModel) else Live(scorer)
+
+
+def _copy(plan: Plan, scorer: nn.Module) -> Scorer:
+    """The model's weights a second time, frozen, and without an adapter."""
+    recipe, settings = plan.recipe, plan.settings
+    embedding = cast(Any, scorer).model.get_input_embeddings()
+    model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=embedding.num_embeddings)
+    model.requires_grad_(False).eval()
+    copy = Scorer(model, is_chunked=settings.loss == "chunked", tile_bytes=settings.loss_tile_bytes)
+    return copy.eval()
+
+
+def _precompute(plan: Plan, reference: Live, method: ModuleType, train: Feed, held_out: Feed | None) -> None:
+    """Ask the reference for every answer of the steps to come, and of the held-out rows."""
+
+    def answered(question: Question) -> Floats:
+        return asked_once(
+            question,
+            reference,
+            method.ask(plan.recipe),
+            settings=plan.settings,
+            ranks=current_ranks(),
+            device=local_device(plan.settings),
+            folder=cache_dir(plan.recipe.data.cache_dir),
+        )
+
+    steps = Steps(train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle)
+    coming = [steps.work(step, rank=0, num_ranks=1).sequences for step in range(plan.settings.max_steps)]
+    method.precompute(cast(AnswerFeed, train), coming, answered)
+    if held_out is not None:
+        method.precompute(cast(AnswerFeed, held_out), [eval_order(held_out)], answered)
