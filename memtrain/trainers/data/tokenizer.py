@@ -40,6 +40,8 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    from memtrain.trainers.model.where import find_origin
+
     if name.startswith("builtin:") and name != BUILTIN:
         raise DataError(f"there is no tokenizer '{name}'", "model.tokenizer", f"there is {BUILTIN}")
     place = str(tiny_tokenizer.FOLDER) if name == BUILTIN else str(Path(name).expanduser())
@@ -48,7 +50,9 @@ def load_tokenizer(
             f"there is no folder '{place}'", "model.tokenizer", f"the current folder is {Path.cwd()}"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
+        # Asks the hub once: transformers itself asks for every file that may exist, with retries.
+        asked = {} if Path(place).is_dir() else find_origin(name, revision).kwargs()
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **asked)
     except Exception as error:
         # Every kind of network, hub and parsing fault ends here; its own first line says which.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
