@@ -44,28 +44,37 @@ class MasterWeights(Optimizer):
         loss = closure() if closure is not None else None
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner["lr"] = outer["lr"]
-        gradients = {master: parameter.grad for parameter, master in self._pairs()}
-        for _, master in self._pairs():
+        gradients = {master: parameter.grad for parameter, master in self.pairs()}
+        for _, master in self.pairs():
             master.grad = None
-        for bucket in self._buckets():
-            for _, master in bucket:
-                gradient = gradients[master]
-                master.grad = None if gradient is None else gradient.float()
-            self._inner.step()
-            for parameter, master in bucket:
-                master.grad = None
-                if parameter is not master:
-                    parameter.copy_(master)
-        for parameter, master in self._pairs():
-            if parameter is master:
-                parameter.grad = gradients[master]
+        try:
+            for bucket in self._buckets():
+                self._step_bucket(bucket, gradients)
+        finally:
+            # A step that broke off is made again, with these gradients.
+            for parameter, master in self.pairs():
+                master.grad = gradients[master] if parameter is master else None
         return loss
+
+    def _step_bucket(
+        self, bucket: list[tuple[Tensor, Tensor]], gradients: dict[Tensor, Tensor | None]
+    ) -> None:
+        if all(gradients[master] is None for _, master in bucket):
+            return
+        for _, master in bucket:
+            gradient = gradients[master]
+            master.grad = None if gradient is None else gradient.float()
+        self._inner.step()
+        for parameter, master in bucket:
+            master.grad = None
+            if parameter is not master:
+                parameter.copy_(master)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and with it each parameter's `master`."""
         state = self._inner.state_dict()
         state["state"] = {index: dict(entry) for index, entry in state["state"].items()}
-        for index, (parameter, master) in enumerate(self._pairs()):
+        for index, (parameter, master) in enumerate(self.pairs()):
             if parameter is not master:
                 state["state"].setdefault(index, {})[MASTER] = master
         return state
@@ -74,7 +83,7 @@ class MasterWeights(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken; the model follows the loaded copies."""
         entries = {index: dict(entry) for index, entry in state_dict["state"].items()}
-        for index, (parameter, master) in enumerate(self._pairs()):
+        for index, (parameter, master) in enumerate(self.pairs()):
             if parameter is not master:
                 master.copy_(entries[index].pop(MASTER))
                 parameter.copy_(master)
@@ -83,7 +92,7 @@ class MasterWeights(Optimizer):
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer["lr"] = inner["lr"]
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every parameter with its copy (itself when it is float32), in the order of the groups."""
         for group, masters in zip(self.param_groups, self._masters, strict=True):
             yield from zip(group["params"], masters, strict=True)
@@ -91,7 +100,7 @@ class MasterWeights(Optimizer):
     def _buckets(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         bucket: list[tuple[Tensor, Tensor]] = []
         num_bytes = 0
-        for parameter, master in self._pairs():
+        for parameter, master in self.pairs():
             if bucket and num_bytes + master.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, num_bytes = [], 0

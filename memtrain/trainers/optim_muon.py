@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -37,6 +38,56 @@ def split_hidden(groups: list[Group], model: nn.Module) -> list[Group]:
     return parts
 
 
+class HiddenMuon(torch.optim.Muon):
+    """torch's Muon, the same numbers: what a tensor's step allocates is there before its momentum is written."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
+        """One step of every matrix that has a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_matrix(parameter, group)
+        return loss
+
+    def _step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        momentum = state["momentum_buffer"]
+        ahead = momentum.lerp(gradient, 1 - group["momentum"])
+        if group["nesterov"]:
+            ahead = gradient.lerp(ahead, group["momentum"])
+        update = orthogonalized(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        del ahead
+        # Nothing is allocated from here on.
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+def orthogonalized(
+    matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> Tensor:
+    """The nearest matrix with singular values near 1, in bfloat16, as torch's Muon computes it.
+
+    Source: Jordan et al. 2024 (Muon), Newton-Schulz iteration.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.size(0) > matrix.size(1)
+    ortho = matrix.bfloat16()
+    ortho = ortho.T if is_tall else ortho
+    # A bfloat16 matrix is not copied by the cast, and it is the caller's.
+    ortho = ortho.div(ortho.norm().clamp(min=eps))
+    for _ in range(num_steps):
+        gram = ortho @ ortho.T
+        ortho = torch.addmm(ortho, torch.addmm(gram, gram, gram, beta=b, alpha=c), ortho, beta=a)
+    return ortho.T if is_tall else ortho
+
+
 class Muon(Optimizer):
     """Steps hidden matrices by Muon and the rest by AdamW, at one learning rate.
 
@@ -47,7 +98,7 @@ class Muon(Optimizer):
     """
 
     def __init__(self, groups: list[Group], recipe: Optim) -> None:
-        self._hidden = torch.optim.Muon(
+        self._hidden = HiddenMuon(
             [group for group in groups if group[HIDDEN]],
             lr=recipe.lr,
             momentum=recipe.momentum,
