@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 EXIT_SAVED = 75
-"""Exit code of a run that was asked to stop (SIGTERM, SIGINT), saved, and can be continued (EX_TEMPFAIL)."""
+"""Exit code of a run that was asked to stop (by a signal), saved, and can be continued (EX_TEMPFAIL)."""
 
 EXIT_OUR_FAULT = 70
 """Exit code of a fault of memtrain itself (EX_SOFTWARE)."""

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from memtrain.trainers.run.signals import StopRequest
+from memtrain.trainers.run.signals import StopRequest, hold_signals
 
 
-@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_the_first_signal_is_remembered(asked: signal.Signals):
     before = signal.getsignal(asked)
     with StopRequest() as request:
@@ -42,3 +42,11 @@ def test_a_second_sigint_kills():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("first\n", -signal.SIGINT)
+
+
+def test_a_signal_before_anyone_listens_waits_to_be_heard():
+    hold_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with StopRequest() as request:
+        assert request.signal == signal.SIGTERM
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -16,6 +16,7 @@ import psutil
 from memtrain.errors import Interrupted, LaunchError, MemtrainError
 from memtrain.trainers.run.faults import LAUNCHED, clear_faults, root_fault
 from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.run.signals import ASKED
 
 AGENT_SPEAKS = "torch/distributed/elastic/"
 """In the line with which the agent begins to tell that a process failed: from there on nobody else speaks."""
@@ -26,7 +27,7 @@ def run_agent(
 ) -> None:
     """Run the agent's command to its end.
 
-    SIGTERM and SIGINT are passed on to the ranks and not to the agent, which would kill them after 30 s
+    Signals that ask to stop are passed on to the ranks and not to the agent, which would kill them after 30 s
     whether they have saved or not.
 
     Raises: the error of the rank that failed first, with its own kind and exit code; LaunchError when no rank
@@ -36,7 +37,7 @@ def run_agent(
     given = os.environ | environment | {LAUNCHED: "1"}
     process = subprocess.Popen(words, env=given, start_new_session=True, stderr=subprocess.PIPE, text=True)
     asked: list[int] = []
-    before = {one: signal.signal(one, _pass_on(process, asked)) for one in (signal.SIGTERM, signal.SIGINT)}
+    before = {one: signal.signal(one, _pass_on(process, asked)) for one in ASKED}
     assert process.stderr is not None, "The agent was given a pipe."
     listener = _Listener(process.stderr)
     listener.start()

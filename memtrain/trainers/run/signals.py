@@ -1,4 +1,4 @@
-"""Stopping when asked: SIGTERM and SIGINT set a flag that the loop looks at between steps; no torch."""
+"""Stopping when asked: a signal sets a flag that the loop looks at between steps; no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import os
 import signal
 from types import FrameType, TracebackType
 
-ASKED = (signal.SIGTERM, signal.SIGINT)
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""SIGUSR1 is how SLURM announces the end of a job's time, where it is asked to."""
+
+
+def hold_signals() -> None:
+    """Let what asks to stop wait until a StopRequest listens: a process that still loads would die of it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
 
 
 class StopRequest:
     """Whether this process was asked to stop. A context manager: the handlers before it come back.
 
-    The first SIGTERM or SIGINT is remembered. A second SIGINT kills at once, as if nothing had been caught;
-    a second SIGTERM changes nothing, because launchers send it to every process while the state is saved.
+    The first SIGTERM, SIGINT or SIGUSR1 is remembered. A second SIGINT kills at once, as if nothing had been
+    caught; a second of the others changes nothing, because launchers send them to every process while the
+    state is saved. Signals that `hold_signals` kept waiting are heard on entry.
     With several ranks, `Ranks.any(request.asked)` makes them stop at the same step.
     """
 
@@ -30,6 +37,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._before = {one: signal.signal(one, self._on_signal) for one in ASKED}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
         return self
 
     def __exit__(
