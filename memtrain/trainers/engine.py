@@ -18,6 +18,11 @@ from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.step import Engine
 
 
+_KEPT: list[object] = []
+"""The process group, until the process ends. Its destructor joins gloo's threads while it holds Python's
+lock; a thread that lets go of a tensor at that moment waits for the lock, and both wait for ever (torch 2.13)."""
+
+
 def make_accelerator(settings: Settings) -> Accelerator:
     """The accelerator of this process, with as many processes as the plan asks for.
 
@@ -36,6 +41,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
             "the processes would not exchange gradients (accelerate set up no distribution)",
             fix="start the run with `memtrain`, or with the line in launch.sh",
         )
+    if asked > 1:
+        _KEPT.append(torch.distributed.group.WORLD)
     return accelerator
 
 

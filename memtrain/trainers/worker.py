@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 from torch import Tensor
@@ -195,5 +196,12 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
 
 
+def leave(code: int) -> NoReturn:
+    """End this process without destructors: the process group's may wait for ever (engine.py)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
