@@ -9,11 +9,13 @@ from typing import cast
 
 import numpy as np
 from peft import PeftModel
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.plan import Plan
+from memtrain.memory.settings import Settings
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
@@ -109,6 +111,22 @@ def build_model(plan: Plan, *, vocab_size: int) -> PreTrainedModel | PeftModel:
     if recipe.optim.neftune_alpha is not None:
         add_noise(model, recipe.optim.neftune_alpha)
     return model
+
+
+def treat_loss(scorer: Scorer | RewardScorer, settings: Settings) -> None:
+    """Let a scorer form its logits as the settings say."""
+    if isinstance(scorer, Scorer):
+        scorer.form = scorer.form._replace(
+            is_chunked=settings.loss == "chunked", tile_bytes=settings.loss_tile_bytes
+        )
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether anything is dropped in training."""
+    config = base_model(model).config
+    return bool(getattr(config, "attention_dropout", 0)) or any(
+        isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()
+    )
 
 
 def build_feeds(plan: Plan, make_feed: Callable[..., Feed], pad_id: int) -> tuple[Feed, Feed | None]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -14,6 +12,7 @@ from torch import nn
 from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan
 from memtrain.memory.settings import Settings
+from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.step import Engine
 
@@ -63,20 +62,21 @@ def shake_hands(plan: Plan, ranks: Ranks) -> None:
             )
 
 
-def make_engine(accelerator: Accelerator) -> Engine:
-    """The accelerator as the step sees it."""
-
-    def hold_sync(model: nn.Module) -> AbstractContextManager[Any]:
-        return accelerator.no_sync(model)
-
+def make_engine(accelerator: Accelerator, model: nn.Module) -> Engine:
+    """How this process reaches the others: gradients are summed by our own exchange (exchange.py)."""
     if accelerator.num_processes == 1:
         return Engine()
-    return Engine(num_ranks=accelerator.num_processes, backward=accelerator.backward, hold_sync=hold_sync)
+    exchange = Exchange([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return Engine(last_pass=exchange.sending, finish=exchange.finish)
 
 
 def distribute(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The model as the ranks share it; an optimizer keeps its parameters, DDP does not replace them."""
-    return accelerator.prepare_model(model) if accelerator.num_processes > 1 else model
+    """The model with the weights of the main rank on every rank."""
+    if accelerator.num_processes > 1:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.data, src=0)
+    return model
 
 
 def ranks_of(accelerator: Accelerator) -> Ranks:

@@ -15,23 +15,14 @@ from torch.optim import Optimizer
 from memtrain.errors import Interrupted, MemtrainError
 from memtrain.memory.plan import Plan
 from memtrain.trainers.feed import Feed, Ints, Steps, StepWork, eval_micro_batches, eval_order
-from memtrain.trainers.method import Ahead, FollowsSteps, LooksAhead, Method, means_of
+from memtrain.trainers.method import Ahead, FollowsSteps, LooksAhead, Loss, Method, means_of
+from memtrain.trainers.position import Position
+from memtrain.trainers.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.run.events import EvalEvent, Event, StepEvent
 from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.seed import seed_step
 from memtrain.trainers.run.watch import MemoryWatch
-from memtrain.trainers.step import Engine, forward_backward, update
-
-
-@dataclass(slots=True)
-class Position:
-    """Where a run stands: all that a checkpoint needs beside the weights and the optimizer."""
-
-    step: int = 0
-    """Optimizer steps made."""
-    eval_loss: float | None = None
-    """Held-out loss after `step`, where it was measured."""
-    best_loss: float | None = None
+from memtrain.trainers.step import Engine, forward_backward, set_rate, update
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +46,10 @@ class Run:
     is_asked_to_stop: Callable[[], bool]
     save: Callable[[Position], None]
     """Writes a checkpoint; called by all ranks together."""
+    recovery: Recovery
+    """What is done when memory runs out."""
+    post_mortem: Callable[[Exhausted], MemtrainError]
+    """Says why a run could not go on, and what would."""
     follower: FollowsSteps | None = None
     """What follows the weights beside the optimizer: a reference model that is synchronised."""
     position: Position = field(default_factory=Position)
@@ -70,8 +65,18 @@ class Run:
 def train(run: Run) -> None:
     """Make the steps that are left.
 
-    Raises: Interrupted when asked to stop, after saving; MemtrainError when the loss is no number any more.
+    Raises: Interrupted when asked to stop, after saving; OutOfMemory when nothing helps, after saving the
+    last whole step; MemtrainError when the loss is no number any more.
     """
+    try:
+        _steps_left(run)
+    except Exhausted as spent:
+        if run.position.step:
+            run.save(run.position)
+        raise run.post_mortem(spent) from None
+
+
+def _steps_left(run: Run) -> None:
     parameters = run.parameters
     if run.plan.recipe.eval.at_start and run.position.step == 0:
         evaluate(run)
@@ -97,20 +102,10 @@ def train(run: Run) -> None:
 def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
     """Forward, backward and update of one optimizer step, and its line in the metrics."""
     started = time.perf_counter()
-    seed = run.plan.recipe.train.seed
+    lr = run.lr_at(work.step)
+    set_rate(run.optimizer, lr)
     with run.watch.phase("first step" if work.step == 0 else "steady step", tokens=work.num_tokens):
-        _look_ahead(run, run.steps.feed, work.sequences, work.micros)
-        sums = forward_backward(
-            run.model,
-            run.method,
-            _on_device(run, work),
-            denominator=work.denominator,
-            engine=run.engine,
-            num_micros=len(work.micros),
-            want_stats=_is_logged(run, work.step),
-            seed_micro=lambda index: seed_step(seed, work.step, index * run.ranks.world + run.ranks.rank),
-        )
-        lr = run.lr_at(work.step)
+        sums = whole_gradients(run, work)
         norm = update(
             run.optimizer,
             parameters,
@@ -132,6 +127,41 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
         )
 
 
+def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
+    """Gradients of one step, summed over the ranks; the sums of this rank, `loss` among them.
+
+    Raises: Exhausted, on every rank, when memory runs out whatever is done.
+    """
+    seed, feed = run.plan.recipe.train.seed, run.steps.feed
+
+    def act(parts: list[Part], cursor: Cursor) -> dict[str, Tensor]:
+        _look_ahead(run, feed, work.sequences, [part.sequences for part in parts])
+
+        def seed_part(index: int) -> None:
+            part = parts[index]
+            seed_step(seed, work.step, part.micro * run.ranks.world + run.ranks.rank, part.number)
+
+        return forward_backward(
+            run.model,
+            run.method,
+            _on_device(run, parts, cursor),
+            denominator=work.denominator,
+            engine=run.engine,
+            num_micros=len(parts),
+            want_stats=_is_logged(run, work.step),
+            seed_micro=seed_part,
+        )
+
+    return run.recovery.whole(
+        feed,
+        work.micros,
+        act,
+        finish=run.engine.finish,
+        clear=lambda: run.optimizer.zero_grad(set_to_none=True),
+        ranks=run.ranks,
+    )
+
+
 def evaluate(run: Run) -> float:
     """The mean held-out loss by the method's own measure; every rank gets the same number."""
     assert run.eval_feed is not None, "There are no held-out rows."
@@ -143,9 +173,9 @@ def evaluate(run: Run) -> float:
     with run.watch.phase("evaluation"), torch.no_grad():
         micros = eval_micro_batches(feed, settings, rank=run.ranks.rank, num_ranks=run.ranks.world)
         _look_ahead(run, feed, eval_order(feed), micros)
-        for sequences in micros:
-            micro = feed.micro_batch(sequences).to(run.device)
-            made = run.method.loss(run.model, micro, denominator=1.0, want_stats=True)
+        for made in run.recovery.each(
+            feed, micros, lambda sequences: score(run, feed, sequences), ranks=run.ranks
+        ):
             for name, value in {"loss": made.value, **made.sums}.items():
                 sums[name] = sums[name] + value if name in sums else value
         totals = run.ranks.sum(_to_host(sums))
@@ -161,15 +191,22 @@ def evaluate(run: Run) -> float:
     return loss
 
 
+def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
+    """The summed loss of some sequences, and what is told of them."""
+    micro = feed.micro_batch(sequences).to(run.device)
+    return run.method.loss(run.model, micro, denominator=1.0, want_stats=True)
+
+
 def _look_ahead(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
     if isinstance(run.method, LooksAhead):
         ahead = Ahead(feed, sequences, micros, run.device, run.ranks.world)
         run.method.look_ahead(run.model, ahead)
 
 
-def _on_device(run: Run, work: StepWork) -> Iterator[Any]:
-    for sequences in work.micros:
-        yield run.steps.feed.micro_batch(sequences).to(run.device)
+def _on_device(run: Run, parts: Sequence[Part], cursor: Cursor) -> Iterator[Any]:
+    for number, part in enumerate(parts):
+        cursor.at = number
+        yield run.steps.feed.micro_batch(part.sequences).to(run.device)
 
 
 def _is_due(run: Run, work: StepWork, every_steps: int | None) -> bool:

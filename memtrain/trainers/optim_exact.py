@@ -33,8 +33,8 @@ class Adafactor(optimization.Adafactor):
         return loss
 
     def _step_tensor(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
         gradient = parameter.grad.float() if parameter.dtype in HALF else parameter.grad
-        assert gradient is not None
         assert group["beta1"] is None, "This Adafactor has no first moment."
         before = self.state.get(parameter, {})
         step = before.get("step", 0) + 1

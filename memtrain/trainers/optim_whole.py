@@ -39,8 +39,8 @@ def step_whole(optimizer: Optimizer) -> None:
     if not _try(optimizer):
         raise OutOfMemory(
             "memory ran out in the optimizer step, between two weights",
-            fix="set memory.optimizer_offload: on or optim.kind: adafactor, and run the same command again: it "
-            "goes on from the last checkpoint",
+            fix="set memory.optimizer_offload: on or optim.kind: adafactor, and run the same command again: "
+            "it goes on from the last checkpoint",
         )
 
 

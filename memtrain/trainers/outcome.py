@@ -9,7 +9,7 @@ import torch
 
 from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
 from memtrain.memory.units import gib
-from memtrain.trainers.loop import Position
+from memtrain.trainers.position import Position
 from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.run.ranks import Ranks
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.trainers.loop import Position
 from memtrain.trainers.method import FollowsSteps
+from memtrain.trainers.position import Position
 from memtrain.trainers.run.checkpoint import Checkpoint, Parts
 from memtrain.trainers.run.state_io import load_state, save_state
 

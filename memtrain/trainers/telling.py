@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from memtrain.memory.plan import Plan
-from memtrain.trainers.loop import Position
+from memtrain.trainers.position import Position
 from memtrain.trainers.run.events import EvalEvent, Event, NoteEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.metrics import MetricsWriter

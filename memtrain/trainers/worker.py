@@ -18,13 +18,18 @@ from transformers.utils import logging as transformers_logging
 
 from memtrain.errors import EXIT_OUR_FAULT, MemtrainError
 from memtrain.memory.plan import Plan, read_plan
-from memtrain.trainers.build import Built, build
+from memtrain.memory.settings import Settings
+from memtrain.trainers.build import Built, build, has_dropout, treat_loss
 from memtrain.trainers.engine import distribute, make_accelerator, make_engine, ranks_of, shake_hands
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.finish import finish
-from memtrain.trainers.loop import Position, Run, train
+from memtrain.trainers.loop import Run, train
+from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.load import local_device
 from memtrain.trainers.outcome import outcome_told
+from memtrain.trainers.position import Position
+from memtrain.trainers.post_mortem import post_mortem
+from memtrain.trainers.recover import Recovery
 from memtrain.trainers.run.checkpoint import (
     Found,
     mend_checkpoints,
@@ -74,6 +79,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             restore(found.checkpoint, built.scorer, built.optimizer, position, built.follower)
         teller = stack.enter_context(open_teller(plan, folder, ranks, position))
         _tell_start(teller, plan, built, found, notes, position)
+        recovery = _recovery(plan, built, position, teller)
         run = Run(
             plan=plan,
             model=model,
@@ -83,12 +89,16 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             steps=Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle),
             eval_feed=built.eval,
             ranks=ranks,
-            engine=make_engine(accelerator),
+            engine=make_engine(accelerator, model),
             device=local_device(plan.settings),
             tell=teller.tell,
             watch=_watch(plan, built, teller.tell, ranks, position),
             is_asked_to_stop=lambda: stop.asked,
             save=_saver(plan, folder, built, ranks, teller),
+            recovery=recovery,
+            post_mortem=lambda spent: post_mortem(
+                spent, plan, recovery.settings, built.model, built.optimizer, step=position.step
+            ),
             follower=built.follower,
             position=position,
             started=started,
@@ -121,6 +131,24 @@ def _tell_start(
         said.append(f"continued after step {position.step}")
     for text in said:
         teller.tell(NoteEvent(step=position.step, text=text))
+
+
+def _recovery(plan: Plan, built: Built, position: Position, teller: Teller) -> Recovery:
+    """What is done about memory that runs out, with what the run learnt before it was continued."""
+
+    def treat(settings: Settings) -> None:
+        treat_activations(built.model, settings)
+        treat_loss(built.scorer, settings)
+
+    recovery = Recovery(
+        settings=plan.settings,
+        position=position,
+        treat=treat,
+        tell=lambda text: teller.tell(NoteEvent(step=position.step, text=text)),
+        has_dropout=has_dropout(built.model) or plan.recipe.optim.neftune_alpha is not None,
+    )
+    recovery.resume()
+    return recovery
 
 
 def _saver(

@@ -1,0 +1,110 @@
+"""What would fit in place of what did not: the fewest changes of a recipe with a low enough peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.estimate import estimate
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import ModelShape
+from memtrain.memory.units import MIB, gib
+from memtrain.recipes.model import Adapter
+
+MOST_CHANGES = 3
+"""Changes that are tried together; whoever needs more needs another machine. Taste."""
+
+LEAST_LENGTH = 256
+"""Tokens below which a shorter `length.max_length` is not proposed. Taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a recipe."""
+
+    words: str
+    """As it is written: `optim.kind: adafactor`."""
+    settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    length: int | None = None
+    """Longest sequence after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WayOut:
+    """Changes that go together, and the peak of live tensors predicted for them."""
+
+    changes: tuple[Change, ...]
+    peak_bytes: int
+
+    def words(self) -> str:
+        """As a person writes them into the recipe, with the peak."""
+        return f"{' and '.join(change.words for change in self.changes)} (peak {gib(self.peak_bytes)})"
+
+
+def ways_out(
+    settings: Settings, shape: ModelShape, heaviest: HeaviestBatch, limit_bytes: int, *, most: int = 3
+) -> list[WayOut]:
+    """At most `most` ways to stay below `limit_bytes` of live tensors, fewest changes first.
+
+    None contains another. Where none fits: the one way with the lowest peak, alone.
+    """
+    changes = list(_changes(settings, heaviest))
+    fitting: list[WayOut] = []
+    lowest: WayOut | None = None
+    for count in range(1, MOST_CHANGES + 1):
+        for chosen in combinations(changes, count):
+            if any(set(way.changes) <= set(chosen) for way in fitting) or not _compatible(chosen):
+                continue
+            way = WayOut(chosen, _peak(settings, shape, heaviest, chosen))
+            if lowest is None or way.peak_bytes < lowest.peak_bytes:
+                lowest = way
+            if way.peak_bytes <= limit_bytes:
+                fitting.append(way)
+        if len(fitting) >= most:
+            break
+    return fitting[:most] if fitting else [lowest] if lowest is not None else []
+
+
+def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
+    """Changes that this run has not made yet: those that keep the numbers first, then those that do not."""
+    if settings.checkpoint_every != 1:
+        yield Change("memory.activation_checkpointing: on", {"checkpoint_every": 1})
+    if settings.offload == "none" and settings.checkpoint_every:
+        yield Change("memory.activation_offloading: on", {"offload": "boundaries"})
+    if settings.loss == "full":
+        yield Change("memory.loss: chunked", {"loss": "chunked"})
+    elif settings.loss == "chunked" and settings.loss_tile_bytes > 16 * MIB:
+        yield Change("memory.loss_tile: 16MiB", {"loss_tile_bytes": 16 * MIB})
+    if heaviest.rows > 1:
+        yield Change("train.micro_rows: 1", {"micro_rows": 1})
+    if not settings.optimizer_offload and settings.optimizer in ("adamw", "muon"):
+        yield Change("memory.optimizer_offload: on", {"optimizer_offload": True})
+    if settings.optimizer == "adamw" and settings.device == "cuda":
+        yield Change("optim.kind: adamw_8bit", {"optimizer": "adamw_8bit"})
+    if settings.optimizer != "adafactor":
+        yield Change("optim.kind: adafactor", {"optimizer": "adafactor"})
+    if settings.adapter is None:
+        yield Change("model.adapter: {kind: lora}", {"adapter": Adapter()})
+    length = heaviest.longest // 2
+    if length >= LEAST_LENGTH:
+        yield Change(f"length.max_length: {length}", {"max_length": length}, length)
+
+
+def _compatible(chosen: tuple[Change, ...]) -> bool:
+    """No key is said twice."""
+    keys = [key for change in chosen for key in change.settings]
+    return len(keys) == len(set(keys))
+
+
+def _peak(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch, chosen: tuple[Change, ...]) -> int:
+    updates = {key: value for change in chosen for key, value in change.settings.items()}
+    rows, longest = heaviest.rows, heaviest.longest
+    if updates.get("micro_rows") == 1:
+        rows = 1
+    for change in chosen:
+        longest = min(longest, change.length or longest)
+    tokens = min(heaviest.tokens, rows * longest)
+    batch = HeaviestBatch(rows, tokens, min(heaviest.scored_tokens, tokens), longest)
+    return estimate(settings.model_copy(update=updates), shape, batch).peak.num_bytes

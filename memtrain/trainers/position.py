@@ -1,0 +1,22 @@
+"""Where a run stands: all that a checkpoint needs beside the weights and the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a run stands. Plain values only: it is saved as it is."""
+
+    step: int = 0
+    """Optimizer steps made."""
+    eval_loss: float | None = None
+    """Held-out loss after `step`, where it was measured."""
+    best_loss: float | None = None
+    num_recoveries: int = 0
+    """Times that memory ran out and the step was made all the same."""
+    micro_limit: int | None = None
+    """Tokens (padding included) of the lightest micro-batch that ran out: as heavy ones are split."""
+    switched_on: list[str] = field(default_factory=list)
+    """Strategies that were switched on because memory ran out, in their order (recover.py)."""

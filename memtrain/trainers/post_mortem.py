@@ -1,0 +1,103 @@
+"""Why memory ran out, and what would fit: said at the end of a run that could not go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain.errors import Fault, OutOfMemory
+from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.budget import usable
+from memtrain.memory.estimate import estimate
+from memtrain.memory.plan import Plan
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import shape_of
+from memtrain.memory.units import gib
+from memtrain.memory.ways_out import ways_out
+from memtrain.trainers.model.head import base_model
+from memtrain.trainers.recover import Exhausted
+
+NUM_OWNERS = 5
+"""Owners that are named. Taste."""
+
+BELOW = 0.9
+"""A way out must be predicted to need this much less than what ran out: the prediction was wrong already."""
+
+
+def post_mortem(
+    spent: Exhausted, plan: Plan, settings: Settings, model: nn.Module, optimizer: Optimizer, *, step: int
+) -> OutOfMemory:
+    """The error that ends the run: largest owners, measured and predicted, and the smallest ways out."""
+    tokens = spent.failure.load
+    shape = shape_of(base_model(model).config.to_dict())
+    batch = HeaviestBatch(1, tokens, tokens, tokens)
+    predicted = estimate(settings, shape, batch).peak
+    budget = plan.prediction.budget_bytes
+    limit = int(predicted.num_bytes * BELOW)
+    if budget is not None:
+        limit = min(limit, usable(budget, settings))
+    ways = ways_out(settings, shape, batch, limit)
+    owners = owners_of(model, optimizer) | {
+        f"{owned.owner} (predicted)": owned.num_bytes
+        for owned in predicted.owners
+        if owned.owner not in ("weights", "optimizer", "master copies", "gradients", "batch")
+    }
+    largest = sorted(owners.items(), key=lambda item: -item[1])[:NUM_OWNERS]
+    named = ", ".join(f"{name} {gib(size)}" for name, size in largest)
+    tried = " and ".join(_tried(settings)) or "nothing else is allowed"
+    saved = f"step {step} is saved; " if step else ""
+    return OutOfMemory(
+        [
+            Fault(
+                f"ran out of memory with one sequence of {tokens:,} tokens in step {step + 1} ({tried}); "
+                f"the largest owners: {named}",
+                plan.run_dir,
+                f"{saved}{'; or '.join(way.words() for way in ways)}, and run the same command again",
+            )
+        ]
+    )
+
+
+def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """Measured bytes of weights, by part of the model, and of what the optimizer keeps of them."""
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        part = f"weights of {part_of(name)}"
+        sizes[part] = sizes.get(part, 0) + parameter.nbytes
+    gradients = [p.nbytes for p in model.parameters() if p.requires_grad]
+    sizes["gradients"] = sum(gradients)
+    sizes["optimizer states"] = sum(tensor.nbytes for tensor in _tensors(optimizer.state.values()))
+    return sizes
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to: its layers together, or the module it is in."""
+    words = [word for word in name.split(".") if not word.isdigit()]
+    for part in ("layers", "h", "blocks"):
+        if part in words:
+            return "the layers"
+    return words[-2] if len(words) > 1 else words[-1]
+
+
+def _tried(settings: Settings) -> list[str]:
+    said = []
+    if "split" in settings.recovery:
+        said.append("split to one sequence")
+    if settings.checkpoint_every == 1:
+        said.append("every layer checkpointed")
+    if settings.offload != "none":
+        said.append("activations offloaded")
+    return said
+
+
+def _tensors(states: Iterable[object]) -> list[Tensor]:
+    return [
+        value
+        for state in states
+        if isinstance(state, dict)
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]

@@ -1,0 +1,285 @@
+"""Running out of memory without losing the run: the step again in smaller parts, then with more strategies.
+
+Losses are divided by the denominator of the whole step, so the parts of a micro-batch add up to its loss and
+gradients: the same up to the rounding of sums. Dropout is drawn anew for each part, so with dropout the step
+is another sample of the same distribution; the note says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.units import MIB, gib
+from memtrain.trainers.feed import Feed
+from memtrain.trainers.memory_errors import attempt, free
+from memtrain.trainers.position import Position
+from memtrain.trainers.run.ranks import Ranks
+
+Ints = NDArray[np.int64]
+Made = TypeVar("Made")
+
+LEAST_TILE_BYTES = MIB
+"""Smallest tile of logits that is tried; below, launches take all the time. Taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one forward and backward pass takes: a micro-batch, or a part of one."""
+
+    sequences: Ints
+    micro: int
+    """Number of the micro-batch among those of this rank."""
+    number: int
+    """Number of the part within it; 0 for a whole one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where memory ran out."""
+
+    load: int
+    """Tokens of the part, padding included."""
+    is_single: bool
+    """It was one sequence, which cannot be split."""
+
+
+class Exhausted(Exception):
+    """Memory ran out, and nothing is left to try."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__("out of memory")
+        self.failure = failure
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What is done about memory that ran out, and what was learnt from it.
+
+    Every rank has one; they learn the same, because they agree on every failure of a step.
+    """
+
+    settings: Settings
+    """As they are now: strategies that were switched on included."""
+    position: Position
+    """What was learnt is kept here, so that a run that is continued has learnt it too."""
+    treat: Callable[[Settings], None] = lambda settings: None
+    """Makes the model obey changed settings."""
+    tell: Callable[[str], None] = lambda text: None
+    """Takes notes."""
+    has_dropout: bool = False
+    eval_limit: int | None = None
+    """As `Position.micro_limit`, for passes without gradients."""
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be done."""
+        return bool(self.settings.recovery)
+
+    def resume(self) -> None:
+        """Switch on what the run had switched on before it was continued."""
+        for name in self.position.switched_on:
+            self._switch(name)
+
+    def load_of(self, feed: Feed, sequences: Ints) -> int:
+        """Tokens that some sequences put into the model at once, padding included."""
+        tokens = feed.tokens[sequences]
+        if not len(tokens):
+            return 0
+        return int(tokens.sum()) if self.settings.padding_free else len(tokens) * int(tokens.max())
+
+    def divide(self, feed: Feed, micros: Sequence[Ints]) -> list[Part]:
+        """The micro-batches of a step, those split that are as heavy as one that ran out."""
+        parts: list[Part] = []
+        for index, sequences in enumerate(micros):
+            pieces = list(self._below(feed, sequences, self.position.micro_limit))
+            parts += [Part(piece, index, number) for number, piece in enumerate(pieces)]
+        return parts
+
+    def whole(
+        self,
+        feed: Feed,
+        micros: Sequence[Ints],
+        act: Callable[[list[Part], Cursor], Made],
+        *,
+        finish: Callable[[], None],
+        clear: Callable[[], None],
+        ranks: Ranks,
+    ) -> Made:
+        """What `act` makes of all parts of a step, however often memory runs out on any rank.
+
+        `act` moves the cursor to the part it is at. `finish` ends the exchange with the other ranks, whether
+        this one's passes broke off or not. `clear` throws away what a broken attempt left. Called by all
+        ranks together.
+
+        Raises: Exhausted, on every rank.
+        """
+        while True:
+            cursor = Cursor()
+            parts = self.divide(feed, micros)
+            made, is_whole = attempt(lambda cursor=cursor, parts=parts: act(parts, cursor), is_on=self.is_on)
+            failure = None
+            if not is_whole:
+                free()
+                failure = self._failure(feed, parts[cursor.at].sequences)
+            finish()
+            agreed = self._agree(failure, ranks)
+            if agreed is None:
+                assert made is not None
+                return made
+            clear()
+            free()
+            self.learn(agreed)
+
+    def each(
+        self, feed: Feed, micros: Sequence[Ints], act: Callable[[Ints], Made], *, ranks: Ranks
+    ) -> list[Made]:
+        """What `act` makes of each micro-batch, or of its parts, in a pass without gradients and collectives.
+
+        Called by all ranks together. Raises: Exhausted, on every rank.
+        """
+        spent: Exhausted | None = None
+        made: list[Made] = []
+        try:
+            made = list(self._scored(feed, micros, act))
+        except Exhausted as error:
+            spent = error
+        if self.is_on and ranks.any(spent is not None):
+            raise spent or Exhausted(Failure(0, is_single=True))
+        return made
+
+    def _scored(self, feed: Feed, micros: Sequence[Ints], act: Callable[[Ints], Made]) -> Iterator[Made]:
+        waiting = deque(micros)
+        while waiting:
+            sequences = waiting.popleft()
+            pieces = list(self._below(feed, sequences, self.eval_limit))
+            if len(pieces) > 1:
+                waiting.extendleft(reversed(pieces))
+                continue
+            made, is_whole = attempt(lambda sequences=sequences: act(sequences), is_on=self.is_on)
+            if is_whole:
+                assert made is not None
+                yield made
+                continue
+            free()
+            self._learn_of_evaluation(self._failure(feed, sequences))
+            waiting.appendleft(sequences)
+
+    def learn(self, failure: Failure) -> None:
+        """Split as heavy micro-batches from now on, or switch on the next strategy, and say so.
+
+        Raises: Exhausted when neither is left.
+        """
+        self.failures.append(failure)
+        allowed = self.settings.recovery
+        said = f"ran out of memory with {failure.load:,} tokens at once in step {self.position.step + 1}: "
+        if "split" in allowed and not failure.is_single:
+            self.position.micro_limit = failure.load
+            said += "the step was thrown away and made again; as heavy micro-batches are split from now on"
+            if self.has_dropout:
+                said += " (dropout is drawn anew for each part: another sample, not another method)"
+        else:
+            name = next_strategy(self.settings)
+            if name is None:
+                raise Exhausted(failure)
+            self._switch(name)
+            self.position.switched_on = [*self.position.switched_on, name]
+            said += f"{STRATEGIES[name](self.settings)}, and the step was made again"
+        self.position.num_recoveries += 1
+        self.tell(said)
+
+    def _learn_of_evaluation(self, failure: Failure) -> None:
+        if failure.is_single and not _can(self.settings, "loss_tile"):
+            raise Exhausted(failure)
+        if failure.is_single:
+            self._switch("loss_tile")
+        elif "split" not in self.settings.recovery:
+            raise Exhausted(failure)
+        else:
+            self.eval_limit = failure.load
+        self.position.num_recoveries += 1
+        self.tell(f"evaluation ran out of memory with {failure.load:,} tokens at once, and takes fewer now")
+
+    def _failure(self, feed: Feed, sequences: Ints) -> Failure:
+        return Failure(self.load_of(feed, sequences), is_single=len(sequences) < 2)
+
+    def _agree(self, failure: Failure | None, ranks: Ranks) -> Failure | None:
+        """The worst failure of all ranks: the lightest load that ran out, a single sequence if any was."""
+        if ranks.world == 1 or not self.is_on:
+            return failure
+        worst = ranks.max(
+            {
+                "failed": float(failure is not None),
+                "lightness": -float(failure.load) if failure is not None else float("-inf"),
+                "single": float(failure is not None and failure.is_single),
+            }
+        )
+        if not worst["failed"]:
+            return None
+        return Failure(int(-worst["lightness"]), is_single=worst["single"] > 0)
+
+    def _below(self, feed: Feed, sequences: Ints, limit: int | None) -> Iterator[Ints]:
+        """The sequences in halves of about equal load, and these again, until each is below the limit."""
+        if limit is None or len(sequences) < 2 or self.load_of(feed, sequences) < limit:
+            yield sequences
+            return
+        ends = np.cumsum(feed.tokens[sequences])
+        cut = 1 + int(np.argmin(np.abs(ends[:-1] - ends[-1] / 2)))
+        yield from self._below(feed, sequences[:cut], limit)
+        yield from self._below(feed, sequences[cut:], limit)
+
+    def _switch(self, name: str) -> None:
+        self.settings = with_strategy(self.settings, name)
+        self.treat(self.settings)
+
+
+@dataclass(slots=True)
+class Cursor:
+    """The part that an attempt is at."""
+
+    at: int = 0
+
+
+def next_strategy(settings: Settings) -> str | None:
+    """The next strategy that the plan allows and that is not on yet: the ones that save most first."""
+    return next((name for name in STRATEGIES if _can(settings, name)), None)
+
+
+def with_strategy(settings: Settings, name: str) -> Settings:
+    """The settings with one more strategy on."""
+    if name == "checkpointing":
+        return settings.model_copy(update={"checkpoint_every": 1})
+    if name == "offloading":
+        kind = "boundaries" if settings.checkpoint_every else "all"
+        return settings.model_copy(update={"offload": kind})
+    if settings.loss == "full":
+        return settings.model_copy(update={"loss": "chunked"})
+    tile = max(LEAST_TILE_BYTES, settings.loss_tile_bytes // 4)
+    return settings.model_copy(update={"loss_tile_bytes": tile})
+
+
+def _can(settings: Settings, name: str) -> bool:
+    if name not in settings.recovery:
+        return False
+    if name == "checkpointing":
+        return settings.checkpoint_every != 1 and settings.offload == "none"
+    if name == "offloading":
+        return settings.offload == "none"
+    return settings.loss == "full" or (
+        settings.loss == "chunked" and settings.loss_tile_bytes > LEAST_TILE_BYTES
+    )
+
+
+STRATEGIES: dict[str, Callable[[Settings], str]] = {
+    "checkpointing": lambda settings: "every layer is checkpointed from now on",
+    "offloading": lambda settings: "activations wait in host memory from now on",
+    "loss_tile": lambda settings: f"the loss takes tiles of {gib(settings.loss_tile_bytes)} from now on",
+}
+"""Strategies in the order they are tried, and what is said of them."""
