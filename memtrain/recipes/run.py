@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from memtrain.recipes.base import PositiveInt, Section, one_or_many
+from memtrain.recipes.slurm import Slurm
 
 
 class Train(Section):
@@ -97,3 +98,6 @@ class Cluster(Section):
 
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of one process. `auto`: the cores, divided by the processes."""
+
+    slurm: Slurm | None = None
+    """The job that `memtrain slurm` writes and submits."""

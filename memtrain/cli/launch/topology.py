@@ -1,0 +1,91 @@
+"""How many processes run where, and what follows from it: accelerate's configuration, environment, argv."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+from memtrain.memory.plan import PLAN_FILE
+from memtrain.memory.settings import Settings
+
+ACCELERATE_FILE = "accelerate.yaml"
+
+
+class Engine(StrEnum):
+    """What keeps the processes of a run together."""
+
+    ALONE = "alone"
+    DDP = "ddp"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The processes of a run."""
+
+    num_nodes: int
+    processes_per_node: int
+    device: Literal["cpu", "cuda"]
+    threads: int
+    """CPU threads of one process."""
+    expandable_segments: bool = True
+
+    @staticmethod
+    def of(settings: Settings, num_nodes: int = 1) -> Topology:
+        """The topology that a plan's settings describe, on so many nodes."""
+        per_node, rest = divmod(settings.num_processes, num_nodes)
+        assert rest == 0, f"{settings.num_processes} processes do not fill {num_nodes} nodes evenly."
+        return Topology(num_nodes, per_node, settings.device, settings.threads, settings.expandable_segments)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes over all nodes (the world size)."""
+        return self.num_nodes * self.processes_per_node
+
+    @property
+    def engine(self) -> Engine:
+        """What keeps the processes together."""
+        return Engine.DDP if self.num_processes > 1 else Engine.ALONE
+
+
+def accelerate_config(topology: Topology) -> dict[str, object]:
+    """The configuration for `accelerate launch` on one node.
+
+    Also for CPU processes: `MULTI_CPU` would quietly start a single one; the worker asks for the CPU itself.
+    """
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO" if topology.engine is Engine.ALONE else "MULTI_GPU",
+        "num_processes": topology.num_processes,
+        "num_machines": topology.num_nodes,
+        "machine_rank": 0,
+        "main_process_port": 0,
+        "mixed_precision": "no",
+        "dynamo_backend": "NO",
+        "use_cpu": False,
+        "rdzv_backend": "static",
+        "same_network": True,
+    }
+
+
+def environment(topology: Topology) -> dict[str, str]:
+    """What the processes need in their environment."""
+    given = {"OMP_NUM_THREADS": str(topology.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if topology.device == "cuda" and topology.expandable_segments:
+        given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if topology.device == "cpu" and topology.engine is not Engine.ALONE:
+        given["ACCELERATE_USE_CPU"] = "true"
+    if topology.device == "cuda" and topology.num_nodes > 1:
+        given |= {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    return given
+
+
+def argv(topology: Topology, run_dir: Path, python: str) -> Sequence[str]:
+    """The command that runs the plan of a run folder on one node; it can be run by hand."""
+    worker = ["-m", "memtrain.trainers.worker", str(run_dir / PLAN_FILE)]
+    if topology.engine is Engine.ALONE:
+        return [python, *worker]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(run_dir / ACCELERATE_FILE)]
+    return [python, *launch, *worker]

@@ -1,0 +1,59 @@
+"""What follows from the number of processes: written down in full, so that a change is seen."""
+
+from pathlib import Path
+
+from memtrain.cli.launch.topology import Engine, Topology, accelerate_config, argv, environment
+
+ALONE = Topology(num_nodes=1, processes_per_node=1, device="cpu", threads=2)
+TWO_CPU = Topology(num_nodes=1, processes_per_node=2, device="cpu", threads=1)
+NODES = Topology(num_nodes=2, processes_per_node=8, device="cuda", threads=8)
+
+
+def test_settings_say_the_topology(make_settings):
+    assert Topology.of(make_settings(num_processes=16, device="cuda", threads=8), 2) == NODES
+    assert (NODES.num_processes, NODES.engine, ALONE.engine) == (16, Engine.DDP, Engine.ALONE)
+
+
+def test_the_configuration_of_accelerate_never_names_multi_cpu():
+    expected = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",
+        "num_processes": 2,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "main_process_port": 0,
+        "mixed_precision": "no",
+        "dynamo_backend": "NO",
+        "use_cpu": False,
+        "rdzv_backend": "static",
+        "same_network": True,
+    }
+    assert accelerate_config(TWO_CPU) == expected
+    assert accelerate_config(ALONE) == expected | {"distributed_type": "NO", "num_processes": 1}
+
+
+def test_the_environment_says_threads_allocator_and_network():
+    alone = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
+    assert environment(ALONE) == alone
+    assert environment(TWO_CPU) == alone | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    assert environment(NODES) == alone | {
+        "OMP_NUM_THREADS": "8",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "NCCL_DEBUG": "WARN",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
+def test_a_worker_gets_the_plan_alone():
+    run, python = Path("runs/x"), "/env/bin/python"
+    assert argv(ALONE, run, python) == [python, "-m", "memtrain.trainers.worker", "runs/x/plan.json"]
+    assert argv(TWO_CPU, run, python) == [
+        python,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "runs/x/accelerate.yaml",
+        "-m",
+        "memtrain.trainers.worker",
+        "runs/x/plan.json",
+    ]
