@@ -24,8 +24,9 @@ def columns() -> int:
 
 
 def say(text: str = "") -> None:
-    """Print a paragraph, wrapped at words."""
-    typer.echo("\n".join(textwrap.wrap(text, columns())) if text else "")
+    """Print a paragraph, wrapped at words; a path is never broken."""
+    lines = textwrap.wrap(text, columns(), break_long_words=False, break_on_hyphens=False)
+    typer.echo("\n".join(lines))
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
@@ -62,8 +63,8 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         typer.echo(line)
 
 
-def write_text(text: str, output: Path | None, *, replace: bool = True) -> None:
-    """Print a text, or write it to a file and say so.
+def write_text(text: str, output: Path | None, *, replace: bool = True, says_aside: bool = False) -> None:
+    """Print a text, or write it to a file and say so (`says_aside`: on stderr).
 
     Raises: RecipeError when the file cannot be written, or exists and may not be replaced.
     """
@@ -78,4 +79,4 @@ def write_text(text: str, output: Path | None, *, replace: bool = True) -> None:
         raise RecipeError(
             f"{output} cannot be written: {error.strerror}", fix="name a file in a folder that exists"
         ) from error
-    typer.echo(f"wrote {output}")
+    typer.echo(f"wrote {output}", err=says_aside)

@@ -62,6 +62,21 @@ def load_recipe(
     tree = _file_tree(text, path, _name(path), faults, (path.resolve(),))
     if tree is None:
         raise RecipeError(faults.in_order())
+    return _loaded(tree, path, text, overrides, method, faults)
+
+
+def recipe_of_words(overrides: Sequence[str]) -> LoadedRecipe:
+    """A recipe without a file, made of `section.key=value` words alone.
+
+    Raises: RecipeError with every fault that was found.
+    """
+    nothing = Mapping({}, Place("the command line"))
+    return _loaded(nothing, Path("the command line"), "", overrides, None, Faults())
+
+
+def _loaded(
+    tree: Mapping, path: Path, text: str, overrides: Sequence[str], method: str | None, faults: Faults
+) -> LoadedRecipe:
     tree = interpolated(apply_overrides(tree, overrides, faults), faults)
     recipe = recipe_of(tree, faults, method)
     if recipe is None or faults:

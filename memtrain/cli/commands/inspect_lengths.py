@@ -1,0 +1,260 @@
+"""`memtrain inspect-lengths`: how long the rows are, and what each max_length loses and costs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memtrain.cli.arguments import complete_override, complete_recipe
+from memtrain.cli.printing import columns, write_text
+from memtrain.errors import RecipeError
+
+if TYPE_CHECKING:
+    from memtrain.cli.pricing import Pricing
+    from memtrain.recipes.load import LoadedRecipe
+
+EXIT_INTERRUPTED = 130
+RECIPE_ENDINGS = (".yaml", ".yml")
+EVERY_S = 0.5
+
+DatasetArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="DATASET",
+        help="A file, a folder, a glob, a hub id or a recipe. With --recipe: in place of its data.train.",
+        show_default=False,
+    ),
+]
+KeysArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Keys of a recipe, such as data.columns.prompt=question or train.batch_rows=64.",
+        autocompletion=complete_override,
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Whose tokenizer counts, and whose memory is predicted.", show_default=False
+    ),
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option("--tokenizer", help="The tokenizer that counts.", show_default=False)
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option("--method", help="What the rows are for. Not given: what their format is for."),
+]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        help="A recipe: data, tokenizer, length, batch.",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
+LengthsOption = Annotated[
+    str | None,
+    typer.Option("--max-length", help="Candidates, such as 512,1024. Not given: some that suit the rows."),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--budget", help="Memory of one device, such as 24GiB: which candidates fit it."),
+]
+SampleOption = Annotated[
+    int | None,
+    typer.Option("--sample", min=1, help="Tokenize this many rows, drawn from all; say how sure it is."),
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", help="Write a page to look at and to send.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON (docs/inspect-lengths.md).")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """The command line."""
+
+    dataset: str | None
+    overrides: tuple[str, ...]
+    model: str | None
+    tokenizer: str | None
+    method: str | None
+    recipe: str | None
+
+
+def inspect_lengths(
+    dataset: DatasetArgument = None,
+    overrides: KeysArgument = None,
+    model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
+    method: MethodOption = None,
+    recipe: RecipeOption = None,
+    max_length: LengthsOption = None,
+    budget: BudgetOption = None,
+    sample: SampleOption = None,
+    html: HtmlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """How long the rows are, and what each max_length loses and costs: choose length.max_length by it."""
+    words = _sorted_words(_Words(dataset, tuple(overrides or ()), model, tokenizer, method, recipe))
+    lengths = read_lengths(max_length)
+    loaded = _loaded(words)
+
+    from memtrain.cli.inspecting import screen_lines
+    from memtrain.trainers.data.inspect.inspecting import Question, inspect
+    from memtrain.trainers.data.inspect.render_html import page
+    from memtrain.trainers.data.tokenizer import tokenizer_of
+
+    planner = _pricing(loaded, words, budget)
+    written = loaded.recipe
+    question = Question(
+        dataset=words.dataset or str(loaded.path),
+        data=written.data,
+        length=written.length,
+        train=written.train,
+        method=words.method or (written.method if words.recipe is not None else None),
+        tokenizer_name=written.model.tokenizer or written.model.path or "",
+        max_lengths=lengths,
+        sample=sample,
+        notes=(f"Memory and time are predicted for {planner.device}.",) if planner is not None else (),
+    )
+    price = planner.price if planner is not None else None
+    with _progress() as progress:
+        found = inspect(question, tokenizer_of(written.model), price=price, progress=progress)
+    if as_json:
+        typer.echo(json.dumps(found.model_dump(mode="json"), indent=1, ensure_ascii=False))
+    else:
+        can_draw = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+        for line, is_heading in screen_lines(found, columns(), block="\u2588" if can_draw else "#"):
+            typer.secho(line, bold=is_heading)
+    if html is not None:
+        write_text(page(found), html, says_aside=as_json)
+    if found.extent.is_partial:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def read_lengths(text: str | None) -> tuple[int, ...]:
+    """The candidates of `512,1024`.
+
+    Raises: RecipeError when one is no number above zero.
+    """
+    if text is None:
+        return ()
+    words = [word.strip().replace("_", "") for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise RecipeError(
+            f"'{text}' is no list of lengths", "--max-length", "numbers above zero, such as 512,1024,2048"
+        )
+    return tuple(int(word) for word in words)
+
+
+def _sorted_words(words: _Words) -> _Words:
+    """The words where they belong: `key=value` is no dataset, and a recipe as a dataset is a recipe."""
+    dataset, overrides, recipe = words.dataset, words.overrides, words.recipe
+    if dataset is not None and re.match(r"[a-z_]+(\.[\w.\[\]]+)+=", dataset) and not Path(dataset).exists():
+        dataset, overrides = None, (dataset, *overrides)
+    if dataset is not None and dataset.endswith(RECIPE_ENDINGS):
+        if recipe is not None:
+            raise RecipeError(
+                f"both DATASET and --recipe name a recipe: {dataset} and {recipe}", fix="give one of them"
+            )
+        dataset, recipe = None, dataset
+    return _Words(dataset, overrides, words.model, words.tokenizer, words.method, recipe)
+
+
+def _loaded(words: _Words) -> LoadedRecipe:
+    """The recipe that is asked about; without one, a recipe made of the words.
+
+    Raises: RecipeError when no data or no tokenizer is named, or a key is wrong.
+    """
+    from memtrain.recipes.formats.detect import METHOD_FORMATS
+    from memtrain.recipes.load import load_recipe, recipe_of_words
+    from memtrain.recipes.registry import METHODS
+
+    if words.method is not None and words.method not in METHOD_FORMATS:
+        raise RecipeError(
+            f"there is no method '{words.method}'", "--method", f"one of {', '.join(METHOD_FORMATS)}"
+        )
+    given: list[str] = []
+    if words.dataset is not None:
+        given.append(f"data.train={json.dumps(words.dataset, ensure_ascii=False)}")
+    if words.model is not None:
+        given += [f"model.path={json.dumps(words.model)}", "model.config=null", "model.tokenizer=null"]
+    if words.tokenizer is not None:
+        given.append(f"model.tokenizer={json.dumps(words.tokenizer)}")
+    if words.method in METHODS:
+        given.append(f"method={words.method}")
+    if words.recipe is not None:
+        return load_recipe(words.recipe, [*given, *words.overrides])
+    if words.dataset is None:
+        raise RecipeError(
+            "no data is named", fix="memtrain inspect-lengths DATASET, or --recipe RECIPE for its data"
+        )
+    if words.model is None and words.tokenizer is None:
+        raise RecipeError(
+            "no tokenizer is named, and tokens are what it counts",
+            fix="give --model, --tokenizer or --recipe (--tokenizer builtin:tiny counts roughly, offline)",
+        )
+    if words.model is None:
+        given.append(f"model.path={json.dumps(words.tokenizer)}")
+    base = [] if words.method in METHODS else ["method=sft"]
+    return recipe_of_words([*base, *given, *words.overrides])
+
+
+def _pricing(loaded: LoadedRecipe, words: _Words, budget: str | None) -> Pricing | None:
+    """The planner, where there is a model to plan for and a method that is planned.
+
+    Raises: RecipeError for a budget that nothing can be held against.
+    """
+    from memtrain.memory.units import read_size
+    from memtrain.recipes.registry import METHODS
+
+    has_model = words.model is not None or words.recipe is not None
+    if budget is not None and not has_model:
+        raise RecipeError("a budget needs a model to predict", "--budget", "give --model or --recipe as well")
+    if not has_model or (words.method is not None and words.method not in METHODS):
+        return None
+    from memtrain.cli.pricing import pricing
+
+    return pricing(loaded, read_size(budget, "--budget") if budget is not None else None)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, int | None], None] | None]:
+    """Tells rows, speed and time left on a terminal, in one line that is written over; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    started = told = time.monotonic()
+
+    def progress(rows: int, tokens: int, total: int | None) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < EVERY_S:
+            return
+        told = now
+        speed = rows / max(now - started, 1e-9)
+        of, left = "", ""
+        if total is not None and total > rows:
+            of, left = f" of {total:,}", f", {(total - rows) / max(speed, 1e-9):,.0f} s left"
+        line = f"tokenizing: {rows:,}{of} rows, {tokens:,} tokens, {speed:,.0f} rows/s{left} (Ctrl-C: enough)"
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()
+
+    try:
+        yield progress
+    finally:
+        sys.stderr.write("\r\x1b[K")

@@ -1,0 +1,234 @@
+"""The answer of `memtrain inspect-lengths` on the screen: bars, tables and a sentence, in 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from memtrain.memory.units import gib
+from memtrain.trainers.data.inspect.result import Bin, Candidate, Distribution, Inspection
+from memtrain.trainers.data.inspect.words import count_of, share, short
+
+MOST_BARS = 18
+MARKED = {50.0: "half", 90.0: "90%", 95.0: "95%", 99.0: "99%", 100.0: "all"}
+"""Percentiles shown beside the bars: up to here this part of the rows."""
+SHOWN_LONGEST = 3
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+
+
+def screen_lines(found: Inspection, width: int, *, block: str = "#") -> Iterator[tuple[str, bool]]:
+    """(line, whether it is a heading) of everything that is shown; `block` is what bars are made of."""
+    yield from _plain(_head(found), width)
+    yield "", False
+    yield from _table(_parts(found))
+    yield "", False
+    row = found.distributions[0]
+    what = "prompt with its longer answer" if found.format == "preference" else row.name
+    yield f"Rows by their length in tokens ({what})", True
+    yield from ((line, False) for line in bar_lines(row, width, block))
+    yield "", False
+    for sentence in _facts(found):
+        yield from _plain(sentence, width)
+    for title, table in _tables(found):
+        yield "", False
+        yield title, True
+        yield from _table(table)
+    refusal = _refusal(found)
+    if refusal is not None:
+        yield "", False
+        yield from _plain(refusal, width)
+    yield "", False
+    yield "Recommended", True
+    yield from _plain(found.recommendation.reason, width)
+    yield "", False
+    for line in found.recommendation.recipe.splitlines():
+        yield f"    {line}", False
+    for note in found.notes:
+        yield "", False
+        yield from _plain(note, width)
+
+
+def bar_lines(one: Distribution, width: int, block: str) -> list[str]:
+    """A bar for each doubling of the length, or each half of one, with the percentiles that end in it."""
+    bars = _coarse(one.bins)
+    marks = [_marks(one, bar) for bar in bars]
+    labels = [f"{bar.first:,}-{bar.last:,}" if bar.first < bar.last else f"{bar.last:,}" for bar in bars]
+    counts = [short(bar.rows) for bar in bars]
+    label_size, count_size = max(map(len, labels)), max(map(len, counts))
+    room = max(10, width - label_size - count_size - 6 - max(map(len, marks)))
+    most = max(bar.rows for bar in bars)
+    lines: list[str] = []
+    for bar, label, count, mark in zip(bars, labels, counts, marks, strict=True):
+        size = max(round(room * bar.rows / most), 1) if bar.rows else 0
+        drawn = (block * size).ljust(room) if mark else block * size
+        lines.append(f"  {label:>{label_size}}  {count:>{count_size}}  {drawn} {mark}".rstrip())
+    return lines
+
+
+def _coarse(bins: Sequence[Bin]) -> list[Bin]:
+    for parts in ((2, 3), (2,)):
+        ends = {2**power * part // 2 for power in range(32) for part in parts}
+        made: list[Bin] = []
+        for one in bins:
+            if made and made[-1].last not in ends:
+                last = made.pop()
+                made.append(Bin(first=last.first, last=one.last, rows=last.rows + one.rows))
+            else:
+                made.append(one)
+        if len(made) <= MOST_BARS:
+            return made
+    return made
+
+
+def _marks(one: Distribution, bar: Bin) -> str:
+    inside = [
+        point
+        for point in one.percentiles
+        if point.percent in MARKED and bar.first <= point.tokens <= bar.last
+    ]
+    return ", ".join(f"{MARKED[point.percent]}: {point.tokens:,}" for point in inside[-2:])
+
+
+def _head(found: Inspection) -> str:
+    about = "about " if found.extent.is_estimate else ""
+    learnt = f", {found.learnt:,} of them learnt" if found.learnt else ""
+    return (
+        f"{found.dataset}: {about}{count_of(found.rows, 'row')}, {found.tokens:,} tokens{learnt} "
+        f"({found.method}, rows of format {found.format}, tokenizer {found.tokenizer})"
+    )
+
+
+def _parts(found: Inspection) -> Table:
+    shown = (50.0, 90.0, 95.0, 99.0)
+    rows = [
+        (
+            one.name if one.unit == "tokens" else f"{one.name} ({one.unit})",
+            short(one.count),
+            f"{one.mean:,.1f}",
+            *(f"{point.tokens:,}" for point in one.percentiles if point.percent in shown),
+            f"{one.largest:,}",
+            short(one.total),
+        )
+        for one in found.distributions
+    ]
+    return ("tokens of", "rows", "mean", *(f"{percent:g}%" for percent in shown), "longest", "in all"), rows
+
+
+def _facts(found: Inspection) -> Iterator[str]:
+    mean = found.distributions[0]
+    if mean.mean_interval is not None:
+        low, high = mean.mean_interval
+        yield f"Mean length of a row: {mean.mean:,.1f} tokens ({low:,.1f} to {high:,.1f}, 95% confidence)."
+    longest = ", ".join(f"{row.where} ({row.tokens:,})" for row in found.longest[:SHOWN_LONGEST])
+    yield f"Longest rows: {longest}."
+    if found.duplicates:
+        again = share(found.duplicates, found.rows)
+        yield f"{count_of(found.duplicates, 'row')} ({again}) repeat an earlier one."
+    bad = found.faulty
+    if bad.rows:
+        yield (
+            f"{count_of(bad.rows, 'bad row')}: {bad.empty:,} empty, {bad.unlearnt:,} with no learnt token, "
+            f"{bad.rows - bad.empty - bad.unlearnt:,} otherwise. Most often: {bad.kinds[0].what} "
+            f"({bad.kinds[0].rows:,} times, first at {bad.kinds[0].where})."
+        )
+
+
+def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:
+    own = found.candidates[0].losses[0].truncation
+    other = [loss.truncation for loss in found.candidates[0].losses[1:]]
+    what = "learnt" if found.learnt else "tokens"
+    yield (
+        f"What each max_length loses ({own}; {what} lost with the others beside it)",
+        _lost(found, own, other),
+    )
+    packs = bool(found.candidates[0].packings)
+    then = "; sequences and fill when packed" if packs else ""
+    yield f"What it costs: padding in micro-batches of {found.batch.micro_rows}{then}", _room(found)
+    step = f"{found.batch.rows} rows" if found.batch.rows is not None else f"{found.batch.tokens:,} tokens"
+    yield f"Optimizer steps of one epoch ({step} a step)", _steps(found)
+
+
+def _refusal(found: Inspection) -> str | None:
+    """Why the shortest candidate that does not fit does not."""
+    refused = [one for one in found.candidates if one.cost is not None and not one.cost.fits]
+    if not refused or refused[0].cost is None:
+        return None
+    return f"{refused[0].max_length:,} does not fit: {refused[0].cost.words}."
+
+
+def _lost(found: Inspection, own: str, other: Sequence[str]) -> Table:
+    def lost(one: Candidate, at: int) -> str:
+        loss = one.losses[at]
+        return (
+            share(loss.learnt_lost, found.learnt) if found.learnt else share(loss.tokens_lost, found.tokens)
+        )
+
+    has_intervals = any(one.lost_interval is not None for one in found.candidates)
+    head = ["max_length", "longer", "cut", "dropped", "tokens lost", own, *other]
+    rows: list[Sequence[str]] = []
+    for one in found.candidates:
+        first = one.losses[0]
+        cells = [
+            f"{one.max_length:,}",
+            share(one.rows_longer, found.rows),
+            short(first.rows_cut),
+            short(first.rows_dropped),
+            short(first.tokens_lost),
+            *(lost(one, at) for at in range(len(one.losses))),
+        ]
+        if has_intervals:
+            low, high = one.lost_interval or (0.0, 0.0)
+            cells.append(f"{low:.2%}-{high:.2%}")
+        rows.append(cells)
+    return [*head, *([f"{own}, 95%"] if has_intervals else [])], rows
+
+
+def _room(found: Inspection) -> Table:
+    names = [packing.packing for packing in found.candidates[0].packings]
+    head = ["max_length", "padding", "grouped", "free", *(word for name in names for word in (name, "fill"))]
+    rows = [
+        [
+            f"{one.max_length:,}",
+            *(f"{part:.1%}" for part in (one.padding.fixed, one.padding.grouped, one.padding.padding_free)),
+            *(word for packed in one.packings for word in (short(packed.sequences), f"{packed.fill:.1%}")),
+        ]
+        for one in found.candidates
+    ]
+    return head, rows
+
+
+def _steps(found: Inspection) -> Table:
+    names = [packing.packing for packing in found.candidates[0].packings]
+    priced = any(one.cost is not None for one in found.candidates)
+    head = ["max_length", "unpacked", *names, *(["peak", "s/step", "fits"] if priced else [])]
+    rows: list[Sequence[str]] = []
+    for one in found.candidates:
+        cells = [
+            f"{one.max_length:,}",
+            f"{one.steps:,}",
+            *(f"{packed.steps:,}" for packed in one.packings),
+        ]
+        if priced:
+            cost = one.cost
+            peak = gib(cost.peak_bytes) if cost is not None and cost.peak_bytes is not None else "-"
+            seconds = f"{cost.step_s:.3g}" if cost is not None and cost.step_s is not None else "-"
+            cells += [peak, seconds, "yes" if cost is not None and cost.fits else "no"]
+        rows.append(cells)
+    return head, rows
+
+
+def _table(table: Table) -> Iterator[tuple[str, bool]]:
+    """Lines of a table, numbers flush right, the first column flush left where it holds words."""
+    head, rows = table
+    sizes = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+    is_words = any(not row[0][:1].isdigit() for row in rows)
+    for number, row in enumerate([head, *rows]):
+        cells = [cell.rjust(size) for cell, size in zip(row, sizes, strict=True)]
+        if is_words:
+            cells[0] = row[0].ljust(sizes[0])
+        yield "  ".join(cells).rstrip(), number == 0
+
+
+def _plain(text: str, width: int) -> Iterator[tuple[str, bool]]:
+    return ((line, False) for line in textwrap.wrap(text, width, break_on_hyphens=False))

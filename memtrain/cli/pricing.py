@@ -1,0 +1,130 @@
+"""What the planner predicts of each max_length: peak memory and time of a step, for a recipe and a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from memtrain.cli.planning import model_config
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.cost import step_time
+from memtrain.memory.hardware import Hardware, detect, known_names
+from memtrain.memory.resolve import CountSteps, Facts, Resolved, resolve
+from memtrain.memory.rules import Asked
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import shape_of
+from memtrain.memory.units import gib
+from memtrain.recipes.length import Length
+from memtrain.recipes.load import LoadedRecipe
+from memtrain.recipes.recipe import HAS_ANSWERS
+from memtrain.trainers.data.inspect.candidates import Price
+from memtrain.trainers.data.inspect.laying import LAYINGS, LaidOut, Laying
+from memtrain.trainers.data.inspect.result import Cost
+from memtrain.trainers.data.order import BatchSize, count_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """The planner for one recipe, and the devices it plans for."""
+
+    price: Price
+    device: str
+    """In words."""
+
+
+def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
+    """The planner for a recipe. With a budget and no GPU here: for the smallest known card that has as much.
+
+    Raises: LaunchError when the model cannot be looked at; RecipeError for one that is not known.
+    """
+    recipe = loaded.recipe
+    config = model_config(recipe.model)
+    shape = shape_of(config, recipe.model.path or "model.config")
+    hardware = detect(recipe.cluster.device)
+    if hardware.device == "cpu" and budget_bytes is not None and recipe.cluster.device == "auto":
+        hardware = card_of(budget_bytes)
+    if budget_bytes is not None:
+        memory = recipe.memory.model_copy(update={"budget": budget_bytes})
+        recipe = recipe.model_copy(update={"memory": memory})
+
+    def price(length: Length, rows: Laying) -> Cost | None:
+        if not isinstance(rows, LAYINGS[recipe.method]):  # The rows are of another method than the recipe.
+            return None
+        asked = Asked(recipe.model_copy(update={"length": length}), loaded.where)
+        shared = rows.at(length)
+        if shared.profile is None or not len(shared.tokens):
+            return None
+        apart = None
+        if recipe.method in HAS_ANSWERS:
+            one = rows.at(length.model_copy(update={"shared_prompts": False}))
+            assert one.profile is not None, "Answers have a profile."
+            apart = (one.profile, _counter(loaded, one))
+        facts = Facts(
+            hardware=hardware,
+            shape=shape,
+            config=config,
+            profile=shared.profile,
+            count_steps=_counter(loaded, shared),
+            method=recipe.method,
+            apart=apart,
+        )
+        try:
+            resolved = resolve(asked, facts)
+        except (DoesNotFit, RecipeError) as error:
+            return Cost(fits=False, peak_bytes=None, step_s=None, words=error.faults[0].what)
+        return cost_of(resolved, facts)
+
+    within = f", within {gib(budget_bytes)}" if budget_bytes is not None else ""
+    return Pricing(price, f"{hardware.words()}{within}, with packing {recipe.length.packing}")
+
+
+def card_of(budget_bytes: int) -> Hardware:
+    """The smallest known card that computes in bfloat16 and has the memory; else the largest."""
+    cards = [card for name in known_names() if (card := Hardware.named(name)).has_bfloat16]
+    cards.sort(key=lambda card: card.memory_bytes)
+    return next((card for card in cards if card.memory_bytes >= budget_bytes), cards[-1])
+
+
+def cost_of(resolved: Resolved, facts: Facts) -> Cost:
+    """The answer of the planner, with the time of a typical step."""
+    settings = resolved.settings
+    batch, num_micros = typical_micro(settings, facts)
+    seconds = step_time(settings, facts.shape, batch, facts.hardware, num_micros=num_micros).seconds
+    said = [f"micro-batch of {batch.rows} rows"]
+    if settings.checkpoint_every:
+        said.append("activation checkpointing")
+    if settings.offload != "none":
+        said.append("activation offloading")
+    peak = resolved.prediction.peak
+    return Cost(
+        fits=True,
+        peak_bytes=peak.num_bytes,
+        step_s=seconds,
+        words=f"{gib(peak.num_bytes)} in the {peak.phase}, {', '.join(said)}",
+    )
+
+
+def typical_micro(settings: Settings, facts: Facts) -> tuple[HeaviestBatch, int]:
+    """(a micro-batch of mean sequences, how many make a step of one process)."""
+    profile = facts.profile
+    mean = max(profile.mean_tokens, 1.0)
+    rows = settings.micro_rows
+    if settings.micro_tokens is not None:
+        rows = max(1, min(rows, int(settings.micro_tokens / mean)))
+    step_rows = settings.batch_rows or max(1, int(cast(int, settings.batch_tokens) / mean))
+    tokens, longest = round(rows * mean), profile.longest[0] if profile.longest else 1
+    typical = HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1)))
+    return typical, max(1, -(-step_rows // (rows * settings.num_processes)))
+
+
+def _counter(loaded: LoadedRecipe, laid: LaidOut) -> CountSteps:
+    recipe = loaded.recipe
+
+    def count(rows: int | None, tokens: int | None, epochs: float) -> int:
+        size = BatchSize(rows, tokens)
+        return count_steps(
+            laid.tokens, size, epochs=epochs, seed=recipe.train.seed, shuffle=recipe.train.shuffle
+        )
+
+    return count

@@ -1,0 +1,215 @@
+"""The answer of `memtrain inspect-lengths`, as one value: what the screen, the page and the JSON all show."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memtrain.recipes.base import Section
+
+VERSION = 1
+"""Of the JSON. It is raised when a field changes its meaning or goes; new fields do not raise it."""
+
+Interval = tuple[float, float]
+"""From, to: holds the true value 95 times in 100."""
+
+
+class Extent(Section):
+    """Which rows the numbers are of."""
+
+    rows_read: int
+    """Rows that were tokenized, bad ones included."""
+    rows_kept: int
+    """Rows whose numbers were kept one by one; the tables are made of these."""
+    scale: float
+    """What the tables' counts of rows, tokens, sequences and steps were multiplied by; 1 where they are
+    exact."""
+    is_partial: bool
+    """Reading was stopped: these are the first rows, and no sample."""
+    sampled_of: int | None
+    """Rows there are, where only a sample of them was read (--sample)."""
+    is_cached: bool
+    """Read from tokenized rows that a training run left in the cache."""
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the tables stand for more rows than they were made of."""
+        return self.scale != 1
+
+
+class Percentile(Section):
+    """One point of a distribution."""
+
+    percent: float
+    tokens: int
+    """The smallest length that this share of the rows does not exceed."""
+    interval: tuple[int, int] | None
+    """Its 95 % confidence interval, where the rows are a sample."""
+
+
+class Bin(Section):
+    """One bar: rows of `first` to `last` tokens."""
+
+    first: int
+    last: int
+    rows: int
+
+
+class Distribution(Section):
+    """Lengths of the rows, or of one part of them."""
+
+    name: str
+    """`row`, a part of it (`prompt`, `completion`, `chosen`, `rejected`), `learnt` (tokens that the loss
+    counts), `turn` (an assistant's message, with assistant_only_loss), or `turns` (messages of a row)."""
+    unit: Literal["tokens", "messages"]
+    count: int
+    total: int
+    mean: float
+    mean_interval: Interval | None
+    """95 % confidence interval of the mean, where the rows are a sample."""
+    smallest: int
+    largest: int
+    percentiles: tuple[Percentile, ...]
+    bins: tuple[Bin, ...]
+
+
+class LongRow(Section):
+    """One of the longest rows."""
+
+    tokens: int
+    where: str
+    """`file:line`."""
+
+
+class BadRows(Section):
+    """Rows that cannot be learnt from, of one kind."""
+
+    what: str
+    """What is wrong with the first of them."""
+    fix: str
+    where: str
+    """`file:line` of the first of them."""
+    rows: int
+
+
+class Faulty(Section):
+    """Rows that training refuses, or leaves out with `data.on_bad_row: skip`."""
+
+    rows: int
+    empty: int
+    """Rows with fewer than two tokens: nothing to predict."""
+    unlearnt: int
+    """Rows with no learnt token."""
+    kinds: tuple[BadRows, ...]
+    """The most frequent first."""
+
+
+class Loss(Section):
+    """What one way of truncation loses. The fields are those of a training run's report."""
+
+    truncation: Literal["keep_start", "keep_end", "drop"]
+    rows_cut: int
+    rows_dropped: int
+    tokens_lost: int
+    learnt_lost: int
+
+
+class Packing(Section):
+    """One way of packing."""
+
+    packing: Literal["bfd", "bfd_split", "wrapped"]
+    sequences: int
+    fill: float
+    rows_cut: int
+    rows_dropped: int
+    rows_split: int
+    tokens_lost: int
+    learnt_lost: int
+    steps: int
+    """Optimizer steps of one epoch."""
+
+
+class Padding(Section):
+    """Padding, as a share of all the positions that are computed."""
+
+    fixed: float
+    """Micro-batches of `micro_rows` rows in random order."""
+    grouped: float
+    """The same with length.group_by_length."""
+    padding_free: float
+    """Rows laid end to end: only length.pad_to_multiple_of pads."""
+
+
+class Cost(Section):
+    """What the planner predicts of a run with this max_length."""
+
+    fits: bool
+    peak_bytes: int | None
+    """Predicted peak of one device; None where nothing fits."""
+    step_s: float | None
+    """Predicted seconds of one optimizer step."""
+    words: str
+    """The settings that were chosen, or why nothing fits."""
+
+
+class Candidate(Section):
+    """One max_length: what it loses and what it costs."""
+
+    max_length: int
+    rows_longer: int
+    """Rows with more tokens (with answers: prompt and longer answer together)."""
+    longer_interval: Interval | None
+    """95 % confidence interval of their share of the rows, where the rows are a sample."""
+    losses: tuple[Loss, ...]
+    lost_interval: Interval | None
+    """95 % confidence interval of the share of learnt tokens lost by the first of `losses` (of all tokens,
+    where nothing is learnt from the rows themselves), where the rows are a sample."""
+    packings: tuple[Packing, ...]
+    """Empty where the method does not pack."""
+    padding: Padding
+    steps: int
+    """Optimizer steps of one epoch without packing."""
+    cost: Cost | None
+
+
+class Recommendation(Section):
+    """What to write into the recipe, and why."""
+
+    reason: str
+    recipe: str
+    """YAML lines to paste."""
+
+
+class Batch(Section):
+    """What the steps and the padding are counted for."""
+
+    rows: int | None
+    tokens: int | None
+    micro_rows: int
+
+
+class Inspection(Section):
+    """Everything that `memtrain inspect-lengths` has to say."""
+
+    version: int = VERSION
+    memtrain: str
+    """Version of memtrain."""
+    dataset: str
+    method: str
+    format: str
+    tokenizer: str
+    extent: Extent
+    rows: int
+    """Rows of one epoch: after sampling, mixture weights and the held-out fraction."""
+    tokens: int
+    learnt: int
+    """Learnt tokens (those that something predicts and the loss counts)."""
+    duplicates: int
+    """Rows whose tokens are those of an earlier row."""
+    distributions: tuple[Distribution, ...]
+    longest: tuple[LongRow, ...]
+    faulty: Faulty
+    batch: Batch
+    candidates: tuple[Candidate, ...]
+    recommendation: Recommendation
+    notes: tuple[str, ...]
+    """What else has to be known to read the numbers."""
