@@ -1,0 +1,69 @@
+"""What a generation back end is asked for and gives back: groups of completions of a prompt, by token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Finish = Literal["stop", "string", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One prompt, and how many completions it gets."""
+
+    prompt_ids: tuple[int, ...]
+    count: int
+    seed: int
+    """Completion i depends on weights, prompt, sampling, this seed and i, and on nothing that runs beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. Defaults change nothing of the model's distribution."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0: the likeliest token."""
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a completion; they are part of it."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion, with the token that completes them."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens cannot be chosen: the sampler's distribution is then not the trainer's."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token under softmax(logits / temperature), before penalty and truncation: what the trainer
+    computes for the same weights. At temperature 0: under softmax(logits)."""
+    finish: Finish
+    """`stop`: a stop token; `string`: a stop string; `length`: cut at max_tokens."""
+
+
+OnDone = Callable[[int, list[Sample]], None]
+"""Called with the number of a group and its completions, as soon as all of them are there."""
+
+
+class Sampler(Protocol):
+    """A generation back end. It samples with the weights that the training module has now."""
+
+    name: str
+
+    def generate(
+        self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[list[Sample]]:
+        """The completions of each group, in order."""
+        ...
