@@ -1,0 +1,164 @@
+"""`memtrain dpo|kto|reward` from end to end: they learn, stop, go on, and say what is wrong."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from memtrain.cli.commands.train import run_recipe
+from memtrain.errors import DataError, MemtrainError, RecipeError
+from memtrain.recipes.load import load_recipe
+
+METHODS = ("dpo", "kto", "reward")
+RECIPE = """
+method: {method}
+model:
+  config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
+  tokenizer: builtin:tiny
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.2, cache_dir: {cache}}}
+length: {{max_length: 160}}
+optim: {{lr: 1e-2}}
+train: {{batch_rows: 8, max_steps: 6}}
+eval: {{every_steps: 3}}
+save: {{every_steps: 2}}
+cluster: {{device: cpu, threads: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def written(folder: Path, method: str, cache: Path) -> str:
+    path = folder / f"{method}.yaml"
+    path.write_text(RECIPE.format(method=method, cache=cache))
+    return str(path)
+
+
+def run(folder: Path, method: str, cache: Path, *overrides: str, name: str = "run") -> list[dict]:
+    """Train to the end; the lines of the metrics."""
+    recipe = written(folder, method, cache)
+    run_recipe(method, recipe, list(overrides), run_dir=str(folder / name))
+    return lines(folder / name)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(told: list[dict], kind: str = "step") -> list[float]:
+    return [line["loss"] for line in told if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_begins_where_the_formula_says_and_learns(method: str, tmp_path: Path, cache: Path):
+    """Policy and reference are equal at first: DPO's margin is 0, KTO's gain is 0. A reward head is random."""
+    told = run(tmp_path, method, cache)
+    first = {"dpo": math.log(2), "kto": 0.5}.get(method)
+    assert losses(told)[0] == pytest.approx(first, abs=1e-4) if first else losses(told)[0] < 1
+    assert all(math.isfinite(loss) for loss in losses(told))
+    if method != "kto":  # whose loss follows the verdicts of the rows at hand
+        assert losses(told)[-1] < losses(told)[0]
+    held_out = [line for line in told if line["kind"] == "eval"]
+    assert [line["step"] for line in held_out] == [3, 6]
+    assert "rewards/margins" in held_out[0]
+    assert ("calibration" in held_out[0]) == (method == "reward")
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("dpo", ()),
+        ("dpo", ("dpo.reference=synced", "dpo.reference_sync_steps=2")),
+        ("kto", ()),
+        ("reward", ()),
+    ],
+)
+def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(
+    method: str, overrides: tuple[str, ...], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = run(tmp_path, method, cache, *overrides, name="whole")
+
+    from memtrain.trainers import loop
+
+    plain = loop.one_step
+
+    def dies_at_four(run, work, *rest):
+        if work.step == 4:
+            raise KeyboardInterrupt
+        return plain(run, work, *rest)
+
+    monkeypatch.setattr(loop, "one_step", dies_at_four)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, method, cache, *overrides, name="again")
+    monkeypatch.setattr(loop, "one_step", plain)
+    again = run(tmp_path, method, cache, *overrides, name="again")
+    assert losses(again) == losses(whole)
+    assert losses(again, "eval") == losses(whole, "eval")
+    bits = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "again")]
+    assert bits[0] == bits[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("dpo.loss=sigmod", "did you mean 'sigmoid'"),
+        ("dpo.loss=[sigmoid, sft]", None),
+        ("dpo.loss_weights=[1, 2]", "2 numbers for 1 losses"),
+        ("dpo.loss=exo_pair", "label_smoothing above 0"),
+        ("dpo.simpo_gamma=1", "simpo_gamma has no effect on sigmoid"),
+        ("dpo.reference_mixup=0.5", "reference: synced"),
+        ("dpo.reference=adapter_off", "no adapter to switch off"),
+        ("length.packing=bfd", "lays prompts with their answers end to end"),
+        ("kto.beta=0.1", "section of another method"),
+    ],
+)
+def test_a_recipe_that_cannot_be_meant_is_refused(
+    override: str, words: str | None, tmp_path: Path, cache: Path
+):
+    recipe = written(tmp_path, "dpo", cache)
+    if words is None:
+        assert load_recipe(recipe, [override]).recipe.dpo
+        return
+    with pytest.raises(RecipeError) as caught:
+        run_recipe("dpo", recipe, [override], dry_run=True, run_dir=str(tmp_path / "run"))
+    assert words in caught.value.text()
+
+
+def test_a_reference_free_loss_has_no_reference(tmp_path: Path, cache: Path):
+    recipe = written(tmp_path, "dpo", cache)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, ["dpo.loss=simpo", "dpo.reference=copy"])
+    assert "simpo use no reference" in caught.value.text()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "are the same"),
+        ('{"prompt": "a", "chosen": "b"}', "rejected"),
+        ('{"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}', "prompt"),
+        ('{"chosen": [{"role": "user", "content": "a"}], "rejected": "b"}', "rejected"),
+    ],
+)
+def test_a_wrong_pair_is_told_with_its_line(row: str, words: str, tmp_path: Path, cache: Path):
+    good = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
+    (tmp_path / "pairs.jsonl").write_text(f"{good}\n{row}\n")
+    recipe = written(tmp_path, "dpo", cache)
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    with pytest.raises(DataError) as caught:
+        run_recipe("dpo", recipe, overrides, dry_run=True, run_dir=str(tmp_path / "run"))
+    assert words in caught.value.text()
+    assert "pairs.jsonl:2" in caught.value.text()
+
+
+def test_rows_for_another_method_are_refused(tmp_path: Path, cache: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    recipe = written(tmp_path, "reward", cache)
+    overrides = [f"data.train={tmp_path}/rows.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    with pytest.raises(MemtrainError) as caught:
+        run_recipe("reward", recipe, overrides, dry_run=True, run_dir=str(tmp_path / "run"))
+    assert "does not take" in caught.value.text()
