@@ -11,6 +11,7 @@ from memtrain.errors import DataError, MemtrainError, RecipeError
 from memtrain.recipes.load import load_recipe
 
 METHODS = ("dpo", "kto", "reward")
+SYNCED = ("dpo.reference=synced", "dpo.reference_sync_steps=2")
 RECIPE = """
 method: {method}
 model:
@@ -55,7 +56,7 @@ def losses(told: list[dict], kind: str = "step") -> list[float]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_begins_where_the_formula_says_and_learns(method: str, tmp_path: Path, cache: Path):
-    """Policy and reference are equal at first: DPO's margin is 0, KTO's gain is 0. A reward head is random."""
+    """Policy and reference are equal at first: margins and gains are 0. A reward head is random."""
     told = run(tmp_path, method, cache)
     first = {"dpo": math.log(2), "kto": 0.5}.get(method)
     assert losses(told)[0] == pytest.approx(first, abs=1e-4) if first else losses(told)[0] < 1

@@ -1,0 +1,46 @@
+"""A run that is asked to stop, and a folder that two runs want."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+SLOW = ("train.max_steps=60", "save.every_steps=7", "memory.watch=true")
+
+
+def wait_for_step(metrics, folder: Path, step: int) -> None:
+    until = time.monotonic() + 60
+    while len(metrics(folder, "step")) < step:
+        assert time.monotonic() < until, "no step was made"
+        time.sleep(0.005)
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_the_same_command_goes_on(runs, metrics, curve_of):
+    whole = runs.done("whole", *SLOW)
+    for asked in (signal.SIGTERM, signal.SIGINT):
+        folder = runs.folder / asked.name
+        process = runs.fork(asked.name, *SLOW)
+        wait_for_step(metrics, folder, 3)
+        process.send(asked)
+        assert process.wait() == 75, process.said
+        step = metrics(folder, "step")[-1]["step"]
+        assert 3 <= step < 60
+        status = json.loads((folder / "status.json").read_text())
+        assert (status["state"], status["step"]) == ("saved", step)
+        assert f"stopped after step {step} of 60, and saved" in process.said
+        assert "run the same command again" in process.said
+        assert (folder / "checkpoints" / f"step-{step:06d}").is_dir()
+        runs.done(asked.name, *SLOW)
+        assert curve_of(folder) == curve_of(whole)
+        assert [note["text"] for note in metrics(folder, "note")] == [f"continued after step {step}"]
+
+
+def test_a_folder_in_use_is_refused_with_the_process_that_has_it(runs, metrics):
+    process = runs.fork("run", *SLOW)
+    wait_for_step(metrics, runs.folder / "run", 1)
+    second = runs.run("run", *SLOW)
+    process.send(signal.SIGTERM)
+    assert process.wait() == 75
+    assert second.code == 5
+    assert f"process {process.pid} on " in second.err
+    assert f"kill {process.pid}" in second.err
