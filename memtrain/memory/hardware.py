@@ -53,6 +53,8 @@ class Hardware:
     has_bfloat16: bool
     """The device computes in bfloat16 at full speed."""
     rates: Rates
+    num_nodes: int = 1
+    """How many such nodes there are."""
 
     @staticmethod
     def named(name: str, num_devices: int = 1) -> Hardware:
@@ -80,7 +82,8 @@ class Hardware:
     def words(self) -> str:
         """One line for people."""
         count = f"{self.num_devices} x " if self.num_devices > 1 else ""
-        return f"{count}{self.name}, {gib(self.memory_bytes)}"
+        nodes = f"{self.num_nodes} nodes with " if self.num_nodes > 1 else ""
+        return f"{nodes}{count}{self.name}, {gib(self.memory_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,16 @@ CPU_RATES = Rates(
 def known_names() -> tuple[str, ...]:
     """Names that `named` takes."""
     return tuple(card.name.lower() for card in _CARDS)
+
+
+def card_name(driver_name: str) -> str | None:
+    """The name in the table of a card that a driver, or a cluster, calls so; None for one that is not there,
+    or comes in several sizes."""
+    lowered = driver_name.lower().replace("_", " ")
+    if lowered.strip() in known_names():
+        return lowered.strip()
+    matches = [card.name.lower() for card in _CARDS if re.search(card.driver, lowered)]
+    return max(matches, key=len) if matches else None
 
 
 def cpu(host_bytes: int, num_cores: int) -> Hardware:

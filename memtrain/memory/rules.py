@@ -79,15 +79,17 @@ def decide_device(ledger: Ledger, hardware: Hardware) -> int:
             "run on a machine with one (nvidia-smi lists them), or set cluster.device: cpu",
         )
     ledger.decide("device", hardware.device, hardware.words(), "cluster.device")
-    most = hardware.num_devices if hardware.device == "cuda" else hardware.num_cores
+    nodes = hardware.num_nodes
+    most = nodes * (hardware.num_devices if hardware.device == "cuda" else hardware.num_cores)
     if cluster.processes == "auto":
-        processes = hardware.num_devices if hardware.device == "cuda" else 1
+        processes = nodes * (hardware.num_devices if hardware.device == "cuda" else 1)
         ledger.decide("num_processes", processes, "one for each device", "cluster.processes")
         return processes
     if cluster.processes > most:
         kind = "CUDA devices" if hardware.device == "cuda" else "CPU cores"
+        here = "this machine has" if nodes == 1 else f"{nodes} nodes have"
         ledger.refuse(
-            f"cluster.processes is {cluster.processes}, and this machine has {most} {kind}",
+            f"cluster.processes is {cluster.processes}, and {here} {most} {kind}",
             "cluster.processes",
             f"set it to at most {most}",
         )

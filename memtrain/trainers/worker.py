@@ -16,7 +16,7 @@ import psutil
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from memtrain.errors import EXIT_OUR_FAULT, MemtrainError
+from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
 from memtrain.memory.plan import Plan, read_plan
 from memtrain.memory.settings import Settings
 from memtrain.trainers.build import Built, build, has_dropout, treat_loss
@@ -37,7 +37,7 @@ from memtrain.trainers.run.checkpoint import (
     remove_checkpoints,
     save_checkpoint,
 )
-from memtrain.trainers.run.events import Event, MemoryEvent, NoteEvent
+from memtrain.trainers.run.events import Event, MemoryEvent, NoteEvent, SaveEvent
 from memtrain.trainers.run.faults import LAUNCHED, note_fault
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
@@ -73,6 +73,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         stack.enter_context(outcome_told(folder, ranks, position))
         found = _look_for_checkpoint(folder, ranks, resume=resume)
         notes = check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
+        _stop_before_loading(ranks, stop, folder)
         built = build(plan)
         model = distribute(accelerator, built.scorer)
         if found.checkpoint is not None:
@@ -107,6 +108,15 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         finish(run, built, folder)
         ranks.barrier()
         accelerator.end_training()
+
+
+def _stop_before_loading(ranks: Ranks, stop: StopRequest, folder: RunFolder) -> None:
+    if ranks.any(stop.asked):
+        raise Interrupted(
+            "stopped before the model was loaded; what was saved before stands",
+            where=str(folder.path),
+            fix="run the same command again to go on from there",
+        )
 
 
 def _look_for_checkpoint(folder: RunFolder, ranks: Ranks, *, resume: bool) -> Found:
@@ -160,7 +170,9 @@ def _saver(
         teller.sync()
         facts = facts_of(plan, step=position.step, epoch=0, offset=0, eval_loss=position.eval_loss)
         parts = parts_of(built.scorer, built.optimizer, position, built.follower) if ranks.is_main else {}
+        began = time.perf_counter()
         save_checkpoint(folder, parts, facts, keep=save.keep, keep_best=save.keep_best, ranks=ranks)
+        teller.tell(SaveEvent(step=position.step, seconds=time.perf_counter() - began))
 
     return write
 

@@ -77,3 +77,19 @@ def test_looking_at_the_machine_loads_no_torch():
         "import sys; from memtrain.memory.hardware import detect; detect(); assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("h100", "h100"),
+        ("nvidia_a100-sxm4-40gb", "a100-40"),
+        ("nvidia_h100_80gb_hbm3", "h100"),
+        ("nvidia_geforce_rtx_4090", "4090"),
+        ("tesla_v100-sxm2-32gb", "v100-32"),
+        ("a100", None),
+        ("radeon", None),
+    ],
+)
+def test_a_card_is_known_by_what_a_cluster_calls_it(said: str, name: str | None):
+    assert hardware.card_name(said) == name

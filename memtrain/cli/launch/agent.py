@@ -13,9 +13,9 @@ from typing import IO
 
 import psutil
 
-from memtrain.errors import Interrupted, LaunchError, MemtrainError
-from memtrain.trainers.run.faults import LAUNCHED, clear_faults, root_fault
-from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.errors import Interrupted, LaunchError
+from memtrain.trainers.run.faults import LAUNCHED, clear_faults, correct_status, root_fault
+from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.signals import ASKED
 
 AGENT_SPEAKS = "torch/distributed/elastic/"
@@ -95,15 +95,5 @@ def _fault(folder: RunFolder, num_ranks: int, code: int, *, is_asked: bool, said
             str(folder.path),
             "the launcher's own words are above",
         )
-    _correct_status(folder, error)
+    correct_status(folder, error)
     return error
-
-
-def _correct_status(folder: RunFolder, error: Exception) -> None:
-    """A rank that only lost another one may have written why, and a killed one that it runs."""
-    status = folder.read_status()
-    if status is None or isinstance(error, Interrupted):
-        return
-    what = error.faults[0].what if isinstance(error, MemtrainError) else str(error).splitlines()[0]
-    state = RunState.FAILED if status.state is RunState.RUNNING else status.state
-    folder.write_status(state, status.step, what)

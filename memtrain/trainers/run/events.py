@@ -103,6 +103,15 @@ class MemoryEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEvent:
+    """`save`: a checkpoint was written."""
+
+    step: int
+    seconds: float
+    """Wall time of writing it, for the ranks together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoteEvent:
     """`note`: something a reader of the report must know: resumed, checkpoint rejected, inexact."""
 
@@ -127,13 +136,14 @@ class FinalEvent:
     """What the trained model writes."""
 
 
-Event = StepEvent | EvalEvent | DataEvent | MemoryEvent | NoteEvent | FinalEvent
+Event = StepEvent | EvalEvent | DataEvent | MemoryEvent | SaveEvent | NoteEvent | FinalEvent
 
 KINDS: dict[str, type[Event]] = {
     "step": StepEvent,
     "eval": EvalEvent,
     "data": DataEvent,
     "memory": MemoryEvent,
+    "save": SaveEvent,
     "note": NoteEvent,
     "final": FinalEvent,
 }

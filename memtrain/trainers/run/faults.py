@@ -7,10 +7,10 @@ import time
 import traceback
 
 import memtrain.errors
-from memtrain.errors import Fault, LaunchError, MemtrainError
+from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError
 from memtrain.recipes.base import Section
 from memtrain.trainers.run.disk import write_whole
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.folder import RunFolder, RunState
 
 LAUNCHED = "MEMTRAIN_LAUNCHED"
 """Set by a launcher that tells, in its own words, what ended its processes."""
@@ -82,6 +82,17 @@ def root_fault(folder: RunFolder, num_ranks: int) -> Exception | None:
     kind: type[MemtrainError] = getattr(memtrain.errors, first.kind)
     prefix = "" if is_of_all else f"rank {first.rank}: "
     return kind([Fault(prefix + what, where, fix) for what, where, fix in first.faults])
+
+
+def correct_status(folder: RunFolder, error: Exception) -> None:
+    """Say in the run folder what ended the run: a rank that only lost another one may have written something
+    else, and a killed one that it runs."""
+    status = folder.read_status()
+    if status is None or isinstance(error, Interrupted):
+        return
+    what = error.faults[0].what if isinstance(error, MemtrainError) else str(error).splitlines()[0]
+    state = RunState.FAILED if status.state is RunState.RUNNING else status.state
+    folder.write_status(state, status.step, what)
 
 
 def _silent(found: list[RankFault], num_ranks: int) -> LaunchError:
