@@ -21,6 +21,13 @@ MASTER_BUCKET = 256 * MIB
 """Most bytes of float32 gradients that the master-weight optimizer makes at once, or one tensor."""
 
 
+OFFLOAD_BUCKET = 256 * MIB
+"""Bytes of offloaded optimizer states that are on the device at once (one tensor's may be more)."""
+
+SMALL_GRADIENTS = 16 * MIB
+"""Most bytes of gradients below 1 MiB each, of a usual model: norms and biases, or small adapters."""
+
+
 class Static(NamedTuple):
     """Bytes on one device that live as long as the run, by owner."""
 
@@ -33,7 +40,7 @@ class Static(NamedTuple):
     master: int
     """Float32 copies of trained weights, from the first optimizer step on."""
     reduce: int
-    """Buckets that gradients are exchanged in, with several processes."""
+    """Small gradients end to end, with several processes; large ones are summed in place."""
 
 
 def num_trained(settings: Settings, shape: ModelShape) -> int:
@@ -85,14 +92,19 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     return Static(
         weights=weights_bytes(settings, shape),
         gradients=gradients,
-        optimizer=optimizer_bytes(settings, shape),
+        optimizer=0 if waits_on_host(settings) else optimizer_bytes(settings, shape),
         master=4 * copied if settings.master_weights else 0,
-        reduce=gradients if settings.num_processes > 1 else 0,
+        reduce=min(gradients, SMALL_GRADIENTS) if settings.num_processes > 1 else 0,
     )
 
 
+def waits_on_host(settings: Settings) -> bool:
+    """Whether optimizer states are in another memory than the weights. On a CPU it is the same one."""
+    return settings.optimizer_offload and settings.device == "cuda"
+
+
 def optimizer_bytes(settings: Settings, shape: ModelShape) -> int:
-    """Moments on the device.
+    """Moments, wherever they wait.
 
     adamw: 2 numbers a trained weight, in its dtype, or float32 beside master copies. 8-bit: 2 bytes and
     scales. paged: on the host until they are used. adafactor: a row and a column for each matrix. muon: 1

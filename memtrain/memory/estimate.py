@@ -17,7 +17,15 @@ from memtrain.memory.activations import (
     norm_kept,
     rotary,
 )
-from memtrain.memory.budget import MASTER_BUCKET, largest_trained, reference_bytes, static_bytes, trains_head
+from memtrain.memory.budget import (
+    MASTER_BUCKET,
+    OFFLOAD_BUCKET,
+    largest_trained,
+    optimizer_bytes,
+    reference_bytes,
+    static_bytes,
+    trains_head,
+)
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
@@ -71,7 +79,8 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
     static = static_bytes(settings, shape)
     trains_all = settings.adapter is None
     head = head_bytes(load, trains_head=trains_head(settings))
-    resting = _resting(load, has_state=has_state)
+    resting = _resting(load, has_state=has_state or settings.in_backward)
+    accumulates = accumulates and not settings.in_backward
     before = static.gradients if accumulates else 0
     kept, last, first = _kept(load)
     embedding = load.a * shape.num_embedding if trains_all else 0
@@ -86,6 +95,12 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
     if not accumulates:
         in_first = static.gradients - (0 if shape.tied else embedding) - one_layer
     in_embedding = before if accumulates else static.gradients - embedding
+    at_step = static.gradients
+    if settings.in_backward:
+        # A gradient is freed as soon as its weight is stepped; a tied head's waits for the embedding's.
+        at_step = largest_trained(settings, shape) * (load.a if trains_all else 4)
+        waiting = waits + at_step
+        in_last, in_first, in_embedding = waiting, waiting, 0
     loss = {"gradients": before, "activations": kept + head.norm}
     return [
         resting | loss | {"logits": head.forward},
@@ -97,7 +112,7 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
         | {"gradients": in_embedding + embedding, "activations": load.a * load.N * shape.width}
         | {"recomputation": 2 * waits if shape.tied else embedding if accumulates else 0},
         _resting(load, has_state=True)
-        | {"gradients": static.gradients, "optimizer scratch": optimizer_scratch(load)},
+        | {"gradients": at_step, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
     ]
 
 
@@ -132,6 +147,15 @@ def optimizer_scratch(load: Load) -> int:
     return (
         max(4 * largest_trained(settings, shape), min(MASTER_BUCKET, static.master)) if static.master else 0
     )
+
+
+def offload_bucket(load: Load) -> int:
+    """Optimizer states that are on the device at once while they wait on the host otherwise."""
+    settings, shape = load.settings, load.shape
+    if not settings.optimizer_offload:
+        return 0
+    of_largest = 2 * largest_trained(settings, shape) * (4 if settings.master_weights else load.a)
+    return max(of_largest, min(OFFLOAD_BUCKET, optimizer_bytes(settings, shape)))
 
 
 def evaluation_moment(load: Load) -> Moment:

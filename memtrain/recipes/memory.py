@@ -41,5 +41,17 @@ class Memory(Section):
     expandable_segments: bool = True
     """CUDA's caching allocator grows its segments instead of fragmenting them."""
 
+    optimizer_offload: Literal["on", "off"] = "off"
+    """Optimizer states wait in host memory and travel to the device for the step, some at a time: 2 numbers a
+    trained weight less on the device, a step slower by their way over the bus. Same numbers."""
+
+    rehearse: Literal["auto", "on", "off"] = "auto"
+    """Try the heaviest batch, an evaluation and a save before the first step, and undo it to the bit: a run
+    that would run out of memory at some later step ends in its first minute. `auto`: on a GPU."""
+
+    recover: Literal["on", "off"] = "on"
+    """When memory runs out in a step: make the step again in smaller parts, then with the strategies that the
+    recipe does not rule out. Same numbers up to rounding. `off`: the run ends."""
+
     watch: bool = True
     """Measure the peak of every phase and report it beside the prediction."""

@@ -28,6 +28,7 @@ FREE_KEYS = (
     "data.cache_dir",
     "data.processes",
     "memory.watch",
+    "optim.in_backward",
 )
 """Recipe keys, or sections, that move no number of the training itself."""
 

@@ -1,0 +1,82 @@
+"""Host memory of a plan: what waits there on purpose, and the refusal of a plan that would exhaust it."""
+
+from __future__ import annotations
+
+from memtrain.errors import DoesNotFit, Fault
+from memtrain.memory.activations import HeaviestBatch, Load, layer_boundary, layer_kept
+from memtrain.memory.budget import STATE8_BYTES, host_overhead, needed, num_trained, optimizer_bytes
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.plan import Prediction
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import ModelShape
+from memtrain.memory.units import gib
+
+ROW_BYTES = 64
+"""Bytes of the dataset index for a row: pointers, lengths, spans and the order of an epoch, all int64; the
+tokens themselves are read from a mapped file."""
+
+
+def host_bytes(
+    settings: Settings, shape: ModelShape, heaviest: HeaviestBatch, num_rows: int, prediction: Prediction
+) -> dict[str, int]:
+    """Bytes by owner, of all processes together. On a CPU the device's memory is the host's.
+
+    offloaded activations: the inputs of checkpointed layers, or all that the layers keep. optimizer states:
+    offloaded or paged moments. processes: interpreter, libraries and pinned buffers.
+    """
+    owners = {
+        "offloaded activations": _activations(settings, shape, heaviest),
+        "optimizer states": _states(settings, shape),
+        "dataset index": ROW_BYTES * num_rows,
+    }
+    if settings.device == "cpu":
+        owners = {"the run itself": needed(prediction.peak.num_bytes, settings)} | owners
+    of_all = {name: size * settings.num_processes for name, size in owners.items() if size}
+    return of_all | ({"processes": host_overhead(settings)} if settings.device == "cuda" else {})
+
+
+def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | None:
+    """The refusal when the owners together exceed what the node has; None when they fit."""
+    wanted = sum(owners.values())
+    if wanted <= hardware.host_bytes * hardware.num_nodes:
+        return None
+    largest = sorted(owners.items(), key=lambda item: -item[1])[:3]
+    ways = [FIXES[name] for name, _ in largest if name in FIXES]
+    return DoesNotFit(
+        [
+            Fault(
+                f"the plan needs {gib(wanted)} of host memory, and there are {gib(hardware.host_bytes)} "
+                f"({', '.join(f'{name} {gib(size)}' for name, size in largest)})",
+                "",
+                "; or ".join(ways) or "run on a machine with more memory",
+            )
+        ]
+    )
+
+
+FIXES = {
+    "offloaded activations": "set memory.activation_offloading: off",
+    "optimizer states": "set memory.optimizer_offload: off, or optim.kind: adafactor",
+    "the run itself": "lower cluster.processes, or train.micro_rows",
+    "processes": "lower cluster.processes",
+}
+"""What takes an owner away."""
+
+
+def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> int:
+    load = Load(settings, shape, heaviest)
+    if settings.offload == "all":
+        return shape.num_layers * layer_kept(load)
+    if settings.offload == "boundaries":
+        return -(-shape.num_layers // settings.checkpoint_every) * layer_boundary(load)
+    return 0
+
+
+def _states(settings: Settings, shape: ModelShape) -> int:
+    if settings.optimizer == "paged_adamw":
+        return 8 * num_trained(settings, shape)
+    if settings.optimizer == "paged_adamw_8bit":
+        return round(2 * STATE8_BYTES * num_trained(settings, shape))
+    if settings.optimizer_offload and settings.device == "cuda":
+        return optimizer_bytes(settings, shape)
+    return 0

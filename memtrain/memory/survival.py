@@ -1,0 +1,105 @@
+"""What a run does so that memory does not end it: rehearsal, recovery, the step in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memtrain.memory.batching import Micro
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.rules import Ledger
+from memtrain.memory.settings import Settings
+from memtrain.recipes.preference import Dpo
+
+Rung = Literal["split", "checkpointing", "offloading", "loss_tile"]
+
+SAID_BY: dict[Rung, tuple[str, object]] = {
+    "checkpointing": ("memory.activation_checkpointing", "off"),
+    "offloading": ("memory.activation_offloading", "off"),
+    "loss_tile": ("memory.loss", "full"),
+}
+"""The recipe key and value that rule a rung out, where they are written."""
+
+
+def decide_rehearsal(ledger: Ledger, hardware: Hardware) -> bool:
+    """Whether the heaviest batch is tried before the first step."""
+    wanted = ledger.asked.recipe.memory.rehearse
+    if wanted == "auto":
+        is_on = hardware.device == "cuda"
+        reason = (
+            "a run that will not survive fails in its first minute"
+            if is_on
+            else "memory of a CPU seldom runs out, and a step takes long"
+        )
+    else:
+        is_on, reason = wanted == "on", ""
+    ledger.decide("rehearse", "on" if is_on else "off", reason, "memory.rehearse")
+    return is_on
+
+
+def decide_recovery(ledger: Ledger, settings: Settings) -> tuple[Rung, ...]:
+    """What may be done when memory runs out in a step, in no order."""
+    recipe = ledger.asked.recipe
+    if recipe.memory.recover == "off" or settings.in_backward:
+        why = (
+            "" if recipe.memory.recover == "off" else "optim.in_backward: a broken step cannot be made again"
+        )
+        ledger.decide("recover", "off", why, "memory.recover")
+        return ()
+    rungs: list[Rung] = []
+    if recipe.method != "dpo" or not (recipe.dpo or Dpo()).ranks_the_batch:
+        rungs.append("split")
+    for rung, (path, value) in SAID_BY.items():
+        section, key = path.split(".")
+        is_ruled_out = ledger.asked.said(path) and getattr(getattr(recipe, section), key) == value
+        if not is_ruled_out and rung not in recipe.memory.never:
+            rungs.append(rung)
+    words = f"when memory runs out, a step is made again: {', '.join(rungs) or 'by nothing that is allowed'}"
+    ledger.decide("recover", "on", words, "memory.recover")
+    return tuple(rungs)
+
+
+def in_backward_choices(
+    ledger: Ledger, batch: tuple[int | None, int | None], num_processes: int
+) -> tuple[Micro | None, ...]:
+    """Micro-batches of runs that step inside the backward pass; None stands for those that do not.
+
+    Exact only where a gradient is whole, and used as it is, once the backward pass has made it: one
+    micro-batch a step, one process, no clipping by the norm of all gradients.
+    """
+    recipe = ledger.asked.recipe
+    wanted, path = recipe.optim.in_backward, "optim.in_backward"
+    if wanted == "off":
+        return (None,)
+    refused = _refusal(ledger, batch, num_processes)
+    if refused is not None:
+        if wanted == "on":
+            ledger.refuse(
+                f"the optimizer cannot step inside the backward pass: {refused[0]}", path, refused[1]
+            )
+        return (None,)
+    rows, _ = batch
+    whole = Micro(rows or 1, None)
+    return (whole,) if wanted == "on" else (None, whole)
+
+
+def _refusal(
+    ledger: Ledger, batch: tuple[int | None, int | None], num_processes: int
+) -> tuple[str, str] | None:
+    """(why the step inside the backward pass would not be exact, the way out)."""
+    recipe = ledger.asked.recipe
+    rows, _ = batch
+    if recipe.optim.max_grad_norm is not None:
+        norm = recipe.optim.max_grad_norm
+        why = f"gradients are scaled by the norm of all of them (optim.max_grad_norm {norm})"
+        return why, "set optim.max_grad_norm: null, or optim.in_backward: off"
+    if num_processes > 1:
+        why = f"gradients are summed over {num_processes} processes first"
+        return why, "set cluster.processes: 1, or optim.in_backward: off"
+    if rows is None:
+        why = "a step in tokens may be cut into several micro-batches"
+        return why, "set train.batch_rows, or optim.in_backward: off"
+    pinned = recipe.train.micro_rows
+    if (pinned != "auto" and pinned < rows) or recipe.train.micro_tokens != "auto":
+        why = "gradients of several micro-batches are summed first"
+        return why, f"set train.micro_rows: {rows} (one micro-batch a step), or optim.in_backward: off"
+    return None
