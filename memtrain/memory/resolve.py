@@ -12,6 +12,7 @@ from memtrain.memory.batching import Micro, decide_batch, micro_candidates, work
 from memtrain.memory.budget import needed
 from memtrain.memory.estimate import estimate
 from memtrain.memory.hardware import Hardware
+from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import Decision, Prediction
 from memtrain.memory.preferences import (
@@ -31,6 +32,7 @@ from memtrain.memory.rules import (
 )
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
+from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
 from memtrain.memory.units import gib
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
@@ -84,14 +86,26 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
     """
     ledger = Ledger(asked)
     base, micros = _base(ledger, facts)
+    wholes: tuple[Micro | None, ...] = (None,)
+    if base is not None:
+        wholes = in_backward_choices(ledger, (base.batch_rows, base.batch_tokens), base.num_processes)
     ledger.settle()
     assert base is not None, "A refusal was not noted."
     budget = _budget(asked.recipe, facts.hardware)
-    tried = [(settings, _predict(settings, facts)) for settings in _open(asked.recipe, base, micros)]
+    tried = [(settings, _predict(settings, facts)) for settings in _open(asked.recipe, base, micros, wholes)]
     fitting = [pair for pair in tried if _fits(*pair, budget)]
     if not fitting:
         raise _does_not_fit(tried[-1], budget, asked)
-    settings, prediction = fitting[0]
+    shortages = [_host_shortage(*pair, facts) for pair in fitting]
+    if shortages[0] is not None and None not in shortages:
+        raise shortages[0]
+    settings, prediction = fitting[shortages.index(None)]
+    settings = settings.model_copy(
+        update={
+            "recovery": decide_recovery(ledger, settings),
+            "rehearse": decide_rehearsal(ledger, facts.hardware),
+        }
+    )
     _explain(ledger, settings, prediction, facts, budget)
     return Resolved(
         settings=settings,
@@ -158,7 +172,9 @@ def _base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Micro]]:
         | {
             "device": hardware.device,
             "num_processes": processes,
-            "threads": max(1, hardware.num_cores // processes) if threads == "auto" else threads,
+            "threads": max(1, hardware.num_nodes * hardware.num_cores // processes)
+            if threads == "auto"
+            else threads,
             "dtype": dtype,
             "attention": str(attention.backend),
             "liger": _uses_liger(ledger, hardware),
@@ -193,6 +209,7 @@ def _said(recipe: Recipe) -> dict[str, object]:
         "optimizer": recipe.optim.kind,
         "master_weights": recipe.optim.master_weights,
         "expandable_segments": recipe.memory.expandable_segments,
+        "optimizer_offload": recipe.memory.optimizer_offload == "on",
     }
 
 
@@ -227,25 +244,35 @@ def _max_steps(ledger: Ledger, facts: Facts, rows: int | None, tokens: int | Non
     return steps
 
 
-def _open(recipe: Recipe, base: Settings, micros: list[Micro]) -> Iterator[Settings]:
-    """Every choice that the recipe leaves open, the fastest first."""
+def _open(
+    recipe: Recipe, base: Settings, micros: list[Micro], wholes: tuple[Micro | None, ...]
+) -> Iterator[Settings]:
+    """Every choice that the recipe leaves open, the fastest first. `wholes`: see `in_backward_choices`."""
     memory = recipe.memory
     every = memory.checkpoint_every
     checkpoints = {"on": (every,), "off": (0,), "auto": (0, every)}[memory.activation_checkpointing]
     offloads = {"on": (True,), "off": (False,), "auto": (False, True)}[memory.activation_offloading]
-    for checkpoint, offload, micro in product(checkpoints, offloads, micros):
+    for whole, checkpoint, offload, micro in product(wholes, checkpoints, offloads, micros):
+        if whole is not None and micro is not micros[0]:
+            continue
         kind = "none" if not offload else "boundaries" if checkpoint else "all"
         yield base.model_copy(
             update={
                 "checkpoint_every": checkpoint,
                 "offload": kind,
-                "micro_rows": micro.rows,
-                "micro_tokens": micro.tokens,
+                "micro_rows": (whole or micro).rows,
+                "micro_tokens": (whole or micro).tokens,
+                "in_backward": whole is not None,
             }
         )
 
 
 def _predict(settings: Settings, facts: Facts) -> Prediction:
+    return estimate(settings, facts.shape, _heaviest(settings, facts))
+
+
+def _heaviest(settings: Settings, facts: Facts) -> HeaviestBatch:
+    """The heaviest micro-batch of the data under some settings."""
     profile = facts.profile if settings.shared_prompts or facts.apart is None else facts.apart[0]
     sequences, tokens = profile.heaviest(settings.micro_rows, settings.micro_tokens)
     rows = sequences * profile.rows_per_sequence
@@ -253,7 +280,13 @@ def _predict(settings: Settings, facts: Facts) -> Prediction:
     if profile.rows_per_sequence > 1:
         longest = profile.longest_piece
     scored = 0 if METHODS[facts.method].head == "score" else tokens
-    return estimate(settings, facts.shape, HeaviestBatch(rows, tokens, scored, longest))
+    return HeaviestBatch(rows, tokens, scored, longest)
+
+
+def _host_shortage(settings: Settings, prediction: Prediction, facts: Facts) -> DoesNotFit | None:
+    num_rows = facts.profile.report.num_rows
+    owners = host_bytes(settings, facts.shape, _heaviest(settings, facts), num_rows, prediction)
+    return host_shortage(owners, facts.hardware)
 
 
 def _budget(recipe: Recipe, hardware: Hardware) -> int:
@@ -310,9 +343,19 @@ def _explain(ledger: Ledger, settings: Settings, chosen: Prediction, facts: Fact
     if settings.offload != "none":
         gain = _gain(settings, {"offload": "none"}, chosen, facts)
         ledger.decide("activation_offloading", settings.offload, gain, "memory.activation_offloading")
+    _explain_optimizer(ledger, settings, chosen, facts)
     explain_reference(ledger, settings, lambda without: _gain(settings, without, chosen, facts))
     source = "memory.budget" if ledger.asked.said("memory.budget") else None
     ledger.decide("budget", gib(budget), f"free on {facts.hardware.name}" if not source else "", source)
+
+
+def _explain_optimizer(ledger: Ledger, settings: Settings, chosen: Prediction, facts: Facts) -> None:
+    if settings.in_backward:
+        gain = _gain(settings, {"in_backward": False}, chosen, facts)
+        ledger.decide("in_backward", "on", gain, "optim.in_backward")
+    if settings.optimizer_offload:
+        gain = _gain(settings, {"optimizer_offload": False}, chosen, facts)
+        ledger.decide("optimizer_offload", "on", gain, "memory.optimizer_offload")
 
 
 def _gain(settings: Settings, without: dict[str, object], chosen: Prediction, facts: Facts) -> str:

@@ -48,7 +48,15 @@ RESOLVED_KEYS = (
 )
 """Recipe keys that the plan resolves (`auto`, or a default): the settings are compared in their place."""
 
-FREE_SETTINGS = ("checkpoint_every", "offload", "expandable_segments")
+FREE_SETTINGS = (
+    "checkpoint_every",
+    "offload",
+    "expandable_segments",
+    "in_backward",
+    "optimizer_offload",
+    "rehearse",
+    "recovery",
+)
 """Settings that give the same numbers bit for bit."""
 
 ROUNDING_SETTINGS = (
