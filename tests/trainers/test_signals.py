@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from memtrain.trainers.run.signals import StopRequest, hold_signals
+from memtrain.trainers.run.signals import ASKED, StopRequest, hold_signals
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -45,8 +46,18 @@ def test_a_second_sigint_kills():
 
 
 def test_a_signal_before_anyone_listens_waits_to_be_heard():
-    hold_signals()
-    os.kill(os.getpid(), signal.SIGTERM)
-    with StopRequest() as request:
-        assert request.signal == signal.SIGTERM
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    """Sent by the process to itself, it goes to any of its threads: a mask of this one would not hold it."""
+    before = {one: signal.getsignal(one) for one in ASKED}
+    idle = threading.Event()
+    other = threading.Thread(target=idle.wait)
+    other.start()
+    try:
+        hold_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with StopRequest() as request:
+            assert request.signal == signal.SIGTERM
+    finally:
+        idle.set()
+        other.join()
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -10,9 +10,17 @@ ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is how SLURM announces the end of a job's time, where it is asked to."""
 
 
+_early: list[int] = []
+"""Signals that came before a StopRequest listened."""
+
+
 def hold_signals() -> None:
-    """Let what asks to stop wait until a StopRequest listens: a process that still loads would die of it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+    """Let what asks to stop wait until a StopRequest listens: a process that still loads would die of it.
+
+    By handlers and not by a mask: a mask is of one thread, and the kernel gives the signal to another.
+    """
+    for one in ASKED:
+        signal.signal(one, lambda number, frame: _early.append(number))
 
 
 class StopRequest:
@@ -37,7 +45,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._before = {one: signal.signal(one, self._on_signal) for one in ASKED}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
+        while _early:
+            self._on_signal(_early.pop(0), None)
         return self
 
     def __exit__(
