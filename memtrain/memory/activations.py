@@ -96,8 +96,8 @@ def attention_kept(load: Load) -> int:
         # q, k and v are views of one tensor, which the view of v keeps whole.
         kept += a * N * (Q + K)
     if load.settings.attention == "dense":
-        # Softmax in float32 and its rounded copy, and the inverted mask.
-        return kept + N * N * (shape.num_heads * (4 + (a if load.is_half else 0)) + 1)
+        # Softmax in float32 and its copy for the product with the values, and the inverted mask.
+        return kept + N * N * (shape.num_heads * (4 + a) + 1)
     if shape.attention_softcap:
         # The model's own eager attention: capped scores, softmax, rounded copy.
         return kept + _scores(load) * (a + 4 + (a if load.is_half else 0))
@@ -187,7 +187,7 @@ def layer_backward(load: Load) -> int:
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     if load.settings.attention == "dense":
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
-        attention += N * N * shape.num_heads * (6 if load.is_half else 8)
+        attention += N * N * shape.num_heads * (6 if load.is_half else 4)
     if shape.attention_softcap:
         attention += 8 * _scores(load)
     return max(mlp, attention) + dequantized(load)
