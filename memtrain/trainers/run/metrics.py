@@ -11,7 +11,7 @@ from typing import Any
 
 from memtrain.errors import DataError
 from memtrain.trainers.run.disk import disk_fault, write_whole
-from memtrain.trainers.run.events import Event, from_line, from_values, to_line
+from memtrain.trainers.run.events import Event, FinalEvent, from_line, from_values, to_line
 
 
 class MetricsWriter:
@@ -71,7 +71,10 @@ def read_metrics(path: Path) -> list[Event]:
 
 
 def _lines_up_to(path: Path, step: int | None) -> list[str]:
-    return [] if step is None else [line for line, event in _read(path) if event.step <= step]
+    """What a run that goes on after `step` keeps: it is not over, whatever an end that was cut off said."""
+    if step is None:
+        return []
+    return [line for line, event in _read(path) if event.step <= step and not isinstance(event, FinalEvent)]
 
 
 def _read(path: Path) -> Iterator[tuple[str, Event]]:
