@@ -1,0 +1,81 @@
+"""`memtrain slurm`: a run as a SLURM job, planned for the nodes it will get before it is submitted."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.arguments import OverridesArgument, RecipeArgument
+from memtrain.cli.printing import say
+from memtrain.errors import RecipeError
+
+
+def _option(name: str, says: str) -> typer.models.OptionInfo:
+    return typer.Option(name, help=says, show_default=False)
+
+
+def slurm(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nodes: Annotated[int | None, _option("--nodes", "Nodes of the job.")] = None,
+    gpus: Annotated[int | None, _option("--gpus", "GPUs of each node.")] = None,
+    gpu: Annotated[str | None, _option("--gpu", "Kind of GPU to plan for, such as h100.")] = None,
+    time: Annotated[str | None, _option("--time", "Time limit, such as 2:00:00.")] = None,
+    partition: Annotated[str | None, _option("--partition", "Partition.")] = None,
+    account: Annotated[str | None, _option("--account", "Account.")] = None,
+    qos: Annotated[str | None, _option("--qos", "Quality of service.")] = None,
+    array: Annotated[
+        list[str] | None,
+        _option("--array", "Values to try, a job each: train.seed=0,1,2. Again: every pair."),
+    ] = None,
+    run_dir: Annotated[
+        str | None, _option("--run-dir", "Folder of the run, in place of the recipe's.")
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the script.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the script, and ask SLURM whether it would take it.")
+    ] = False,
+) -> None:
+    """Write a run as a SLURM job, and submit it with --submit. Options stand for keys of cluster.slurm."""
+    if submit and dry_run:
+        raise RecipeError("--submit and --dry-run exclude each other", fix="give one of the two")
+    given = {
+        "nodes": nodes,
+        "gpus_per_node": gpus,
+        "gpu": gpu,
+        "time": time,
+        "partition": partition,
+        "account": account,
+        "qos": qos,
+        "array": array,
+    }
+    words = [f"cluster.slurm.{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+
+    from memtrain.cli.launch.submission import prepare
+
+    submission = prepare(recipe, [*(overrides or []), *words], run_dir)
+    if submission is None:
+        say("Every run of this job is over; nothing was written. To make one anew: another --run-dir.")
+        return
+
+    from memtrain.cli.launch.queue import has_slurm, submit_script, try_submission
+    from memtrain.cli.showing import print_plan
+
+    print_plan(submission.planned[0])
+    job = submission.job
+    if job.is_array:
+        say(f"{len(job.runs)} runs, the plan of the first above: {', '.join(run.name for run in job.runs)}.")
+    say(f"Asked to save {job.lead_s} s before the time limit: {submission.lead_reason}.")
+    submission.write()
+    if dry_run:
+        typer.echo(job.script.read_text())
+        if has_slurm():
+            say(try_submission(job.script))
+    if submit:
+        number = submit_script(job.script)
+        submission.record(number)
+        say(f"Submitted as job {number}. `memtrain status {job.folder}` shows how it stands.")
+    else:
+        say(f"Nothing was submitted. To submit it: sbatch {job.script}")

@@ -1,0 +1,98 @@
+"""`memtrain status` and `memtrain logs`: how a run stands, and what it prints, here or as a SLURM job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.printing import print_table
+from memtrain.errors import LaunchError
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Folder of a run, or of the runs of an array.")
+]
+POLL_S = 0.5
+LINES = 40
+
+
+def status(run: RunArgument) -> None:
+    """How a run stands: its step, its loss, its job. Of an array, a line for each run."""
+    from memtrain.cli.launch.standing import standing_of
+
+    folders = runs_below(run)
+    if len(folders) > 1:
+        stands = [standing_of(folder) for folder in folders]
+        print_table(
+            ("run", "state", "step", "loss", "job"),
+            [(one.folder.name, one.state, one.steps, one.loss, one.job) for one in stands],
+        )
+        return
+    one = standing_of(folders[0])
+    print_table(("run", str(one.folder)), one.lines())
+
+
+def logs(
+    run: RunArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as the log grows, until the run ends.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", help="Lines of the end that are shown first.")
+    ] = LINES,
+) -> None:
+    """The end of a run's log: the job's, or what the run printed."""
+    from memtrain.cli.launch.standing import log_of, may_write
+
+    folders = runs_below(run)
+    if len(folders) > 1:
+        raise LaunchError(f"{run} holds {len(folders)} runs", fix=f"name one of them, such as {folders[0]}")
+    folder = folders[0]
+    path = log_of(folder)
+    if not follow and not path.is_file():
+        raise LaunchError(
+            f"there is no log at {path} yet", fix=f"`memtrain status {run}` says how the run stands"
+        )
+    for text in grown(path, lines, lambda: follow and may_write(folder)):
+        typer.echo(text, nl=False)
+
+
+def grown(path: Path, lines: int, goes_on: Callable[[], bool]) -> Iterator[str]:
+    """The last lines of a file, then what is added to it while `goes_on()` holds; it need not exist yet."""
+    at = 0
+    while True:
+        is_last = not goes_on()
+        if path.is_file():
+            with path.open(errors="replace") as file:
+                if at == 0:
+                    text = "".join(file.readlines()[-lines:])
+                else:
+                    file.seek(at)
+                    text = file.read()
+                at = file.tell()
+            if text:
+                yield text
+        if is_last:
+            return
+        time.sleep(POLL_S)
+
+
+def runs_below(run: str) -> list[Path]:
+    """The run folder itself, or those that lie in it.
+
+    Raises: LaunchError when there is none.
+    """
+    from memtrain.memory.plan import PLAN_FILE
+
+    above = Path(run)
+    if (above / PLAN_FILE).is_file():
+        return [above]
+    found = sorted(plan.parent for plan in above.glob(f"*/{PLAN_FILE}"))
+    if not found:
+        raise LaunchError(
+            f"there is no run in {above}", fix="name a run folder: it holds plan.json (`ls runs`)"
+        )
+    return found

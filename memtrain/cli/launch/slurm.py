@@ -1,0 +1,151 @@
+"""A SLURM job as text: the batch script that starts the ranks and, when they had to stop, queues again."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from memtrain.cli.launch.topology import Topology, environment
+from memtrain.memory.units import MIB
+from memtrain.recipes.slurm import Slurm, seconds_of
+from memtrain.trainers.run.faults import LAUNCHED
+
+TEMPLATE = "job.sbatch.j2"
+SCRIPT_FILE = "job.sbatch"
+LOGS_FOLDER = "slurm"
+"""In the run folder, or in the folder above the runs of an array."""
+
+SHORTEST_LEAD_S = 120
+"""SLURM may signal up to 60 s early and looks at limits every 30 to 60 s: taste, twice that."""
+
+SAVES, STEPS = 3, 2
+"""What the lead must have time for: a save three times as slow as the slowest so far, and the step before."""
+
+BYTES_PER_S = 200e6
+"""Speed of a shared file system, where no save was measured yet. Taste: a slow one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that a batch script says."""
+
+    says: str
+    """What it trains, in one line."""
+    name: str
+    asked: Slurm
+    topology: Topology
+    folder: Path
+    """Where the script and the logs lie; absolute."""
+    runs: tuple[Path, ...]
+    """Run folder of each job of an array, or of the only one; absolute."""
+    here: Path
+    """Working folder: paths in a plan may be relative to it."""
+    python: str
+    lead_s: int
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array of several jobs, or an array of one."""
+        return bool(self.asked.array)
+
+    @property
+    def script(self) -> Path:
+        """Where the script is written."""
+        return self.folder / SCRIPT_FILE
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs."""
+        return self.folder / LOGS_FOLDER
+
+
+def sbatch_text(job: Job) -> str:
+    """The batch script.
+
+    Source: rules of saving and queueing again measured against SLURM 22.05 on four virtual nodes
+    (`make test-slurm`): what SLURM sends to whom at a time limit, a cancellation, a preemption and a failure.
+    """
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        autoescape=False,
+        keep_trailing_newline=True,
+    )
+    topology = job.topology
+    given = environment(topology) | {LAUNCHED: "1"}
+    return templates.get_template(TEMPLATE).render(
+        says=" ".join(job.says.split()),
+        script=job.script,
+        options=_options(job),
+        runs=[shlex.quote(str(run)) for run in job.runs],
+        python=shlex.quote(job.python),
+        max_restarts=job.asked.max_restarts,
+        setup=job.asked.setup,
+        environment=[(name, shlex.quote(value)) for name, value in given.items()],
+        logs=shlex.quote(str(job.logs)),
+        nodes=topology.num_nodes,
+        tasks=topology.num_processes,
+        tasks_per_node=topology.processes_per_node,
+        cpus=_cpus(job),
+    )
+
+
+def _cpus(job: Job) -> int:
+    return job.topology.threads if job.asked.cpus_per_task == "auto" else job.asked.cpus_per_task
+
+
+def _options(job: Job) -> list[str]:
+    """The options of sbatch, without what the recipe leaves to the cluster."""
+    asked, topology = job.asked, job.topology
+    log = str(job.logs).replace("%", "%%") + ("/%A_%a.log" if job.is_array else "/%j.log")
+    limit = f"%{asked.array_limit}" if asked.array_limit else ""
+    wanted = {
+        "job-name": job.name,
+        "partition": asked.partition,
+        "account": asked.account,
+        "qos": asked.qos,
+        "time": asked.time,
+        "constraint": asked.constraint,
+        "nodes": topology.num_nodes,
+        "ntasks": topology.num_processes,
+        "ntasks-per-node": topology.processes_per_node,
+        "cpus-per-task": _cpus(job),
+        "gpus-per-node": topology.processes_per_node if topology.device == "cuda" else None,
+        "mem": None if asked.mem is None else f"{math.ceil(asked.mem / MIB)}M",
+        "array": f"0-{len(job.runs) - 1}{limit}" if job.is_array else None,
+        "chdir": job.here,
+        "output": log,
+        "open-mode": "append",
+        "signal": f"B:USR1@{job.lead_s}",
+    }
+    options = [f"--{name}={_quoted(str(value))}" for name, value in wanted.items() if value is not None]
+    return [*options, "--requeue", *asked.lines]
+
+
+def _quoted(value: str) -> str:
+    # sbatch splits its lines at blanks, and knows double quotes.
+    return f'"{value}"' if " " in value else value
+
+
+def lead_s(asked: Slurm, *, save_s: float | None, step_s: float, checkpoint_bytes: int) -> tuple[int, str]:
+    """Seconds before the time limit at which the run is asked to save, and why.
+
+    `save_s`: the longest save so far, or None; `step_s`: the longest step so far, or 0. Never more than half
+    of the time limit.
+    """
+    if asked.signal_lead_s != "auto":
+        return asked.signal_lead_s, "asked for"
+    taken_s = checkpoint_bytes / BYTES_PER_S if save_s is None else save_s
+    source = f"{taken_s:.0f} s, expected" if save_s is None else f"{taken_s:.1f} s, measured"
+    needed_s = math.ceil(SAVES * taken_s + STEPS * step_s)
+    lead, reason = max(SHORTEST_LEAD_S, needed_s), f"three saves ({source}) and two steps"
+    if lead == SHORTEST_LEAD_S:
+        reason = f"the shortest that SLURM keeps; {reason} take {needed_s} s"
+    limit_s = None if asked.time is None else seconds_of(asked.time)
+    if limit_s is not None and lead > limit_s // 2:
+        return max(1, limit_s // 2), f"half of the time limit; {reason}"
+    return lead, reason

@@ -1,0 +1,98 @@
+"""How a run stands, from its folder and from SLURM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from memtrain.cli.launch.queue import has_slurm, job_state, read_record
+from memtrain.memory.plan import PLAN_FILE, read_plan
+from memtrain.trainers.run.checkpoint import complete_steps
+from memtrain.trainers.run.events import EvalEvent, StepEvent
+from memtrain.trainers.run.folder import RunFolder, RunState, read_owner
+from memtrain.trainers.run.metrics import read_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a run stands, in words."""
+
+    folder: Path
+    state: str
+    steps: str
+    loss: str
+    eval_loss: str
+    checkpoint: str
+    job: str
+    log: str
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What there is to say, a line each."""
+        named = {
+            "state": self.state,
+            "step": self.steps,
+            "loss": self.loss,
+            "held-out": self.eval_loss,
+            "saved": self.checkpoint,
+            "job": self.job,
+            "log": self.log,
+        }
+        return [(name, text) for name, text in named.items() if text]
+
+
+def standing_of(path: Path) -> Standing:
+    """How the run of a folder stands now.
+
+    Raises: LaunchError when SLURM does not answer, or the plan is of another version.
+    """
+    folder = RunFolder(path)
+    plan = read_plan(path / PLAN_FILE)
+    events = read_metrics(folder.metrics)
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    evals = [event for event in events if isinstance(event, EvalEvent)]
+    saved = list(complete_steps(folder.checkpoints).values())
+    return Standing(
+        folder=path,
+        state=_state(folder),
+        steps=f"{steps[-1].step if steps else 0} of {plan.settings.max_steps}",
+        loss=f"{steps[-1].loss:.4f}" if steps else "",
+        eval_loss=f"{evals[-1].loss:.4f} after step {evals[-1].step}" if evals else "",
+        checkpoint=saved[-1].name if saved else "",
+        job=_job(path),
+        log=str(log_of(path)) if log_of(path).is_file() else "",
+    )
+
+
+def log_of(path: Path) -> Path:
+    """The log of the run's job, or what the run printed where it is not a job's."""
+    record = read_record(path)
+    return RunFolder(path).log if record is None else record.log
+
+
+def may_write(path: Path) -> bool:
+    """Whether a process, or a job that waits or runs, may still write into the run folder."""
+    record = read_record(path)
+    if record is not None and has_slurm():
+        state = job_state(record.job)
+        return state is not None and state.is_living
+    owner = read_owner(RunFolder(path).lock)
+    return owner is not None and owner.is_alive()
+
+
+def _state(folder: RunFolder) -> str:
+    status = folder.read_status()
+    if status is None:
+        return "not begun"
+    if status.state is RunState.RUNNING and not may_write(folder.path):
+        return (
+            "killed: it was running, and its process is gone; run it again to go on from the last checkpoint"
+        )
+    return str(status.state) + (f": {status.message}" if status.message else "")
+
+
+def _job(path: Path) -> str:
+    record = read_record(path)
+    if record is None:
+        return ""
+    state = job_state(record.job) if has_slurm() else None
+    return f"{record.job} " + ("(SLURM does not know it any more)" if state is None else state.words())

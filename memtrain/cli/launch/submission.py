@@ -1,0 +1,129 @@
+"""From a recipe to a job that can be submitted: every run of it planned for its nodes, the script written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from memtrain.cli.launch.local import recipe_yaml
+from memtrain.cli.launch.nodes import hardware_of, nodes_of
+from memtrain.cli.launch.queue import JobRecord, has_slurm, job_state, read_record
+from memtrain.cli.launch.slurm import Job, lead_s, sbatch_text
+from memtrain.cli.launch.topology import Topology
+from memtrain.cli.planning import Planned, make_plan
+from memtrain.errors import LaunchError
+from memtrain.memory.plan import Plan
+from memtrain.recipes.load import LoadedRecipe, load_recipe
+from memtrain.recipes.slurm import Slurm
+from memtrain.recipes.sweep import folder_name, sweep
+from memtrain.trainers.run.events import SaveEvent, StepEvent
+from memtrain.trainers.run.folder import RunFolder, read_owner
+from memtrain.trainers.run.metrics import read_metrics
+from memtrain.trainers.run.standing import is_over
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job, the plan of each of its runs, and what was left out."""
+
+    job: Job
+    planned: tuple[Planned, ...]
+    lead_reason: str
+
+    def write(self) -> None:
+        """Write plans, recipes and the script.
+
+        Raises: LaunchError when a run folder cannot be written, or is in use.
+        """
+        for planned, run in zip(self.planned, self.job.runs, strict=True):
+            folder = RunFolder(run)
+            _release(folder)
+            with folder.open_for_run():
+                folder.recipe.write_text(recipe_yaml(planned.plan.recipe))
+                planned.plan.write(run)
+        self.job.logs.mkdir(parents=True, exist_ok=True)
+        self.job.script.write_text(sbatch_text(self.job))
+
+    def record(self, number: str) -> None:
+        """Note in each run folder which job has it."""
+        for index, run in enumerate(self.job.runs):
+            job = f"{number}_{index}" if self.job.is_array else number
+            JobRecord(job, self.job.logs / f"{job}.log").write(run)
+
+
+def prepare(recipe: str, overrides: Sequence[str], run_dir: str | None) -> Submission | None:
+    """The job of a recipe, each of its runs planned for the nodes it will get; None when all runs are over.
+
+    Raises: RecipeError, DataError, DoesNotFit; LaunchError when a job that has one of the run folders may
+    still write; ResumeError when a folder holds another run.
+    """
+    loaded = load_recipe(recipe, overrides)
+    asked = loaded.recipe.cluster.slurm or Slurm()
+    above = Path(run_dir or loaded.recipe.run_dir or Path("runs") / loaded.path.stem)
+    nodes = nodes_of(asked.partition)
+    planned: list[Planned] = []
+    for words in sweep(asked.array, loaded.where("cluster.slurm.array")):
+        each = load_recipe(recipe, [*overrides, *words]) if words else loaded
+        folder = above / folder_name(words) if words else above
+        made = make_plan(each, run_dir=str(folder), hardware=hardware_of(each, nodes))
+        _check_free(folder)
+        if not is_over(RunFolder(folder), made.plan):
+            planned.append(made)
+    if not planned:
+        return None
+    return _submission(loaded, asked, above.absolute(), planned)
+
+
+def _submission(loaded: LoadedRecipe, asked: Slurm, above: Path, planned: list[Planned]) -> Submission:
+    plans = [one.plan for one in planned]
+    runs = tuple(Path(plan.run_dir).absolute() for plan in plans)
+    leads = [_lead(asked, plan, RunFolder(run)) for plan, run in zip(plans, runs, strict=True)]
+    lead, reason = max(leads)
+    job = Job(
+        says=f"{loaded.recipe.method}: {loaded.path}",
+        name=above.name,
+        asked=asked,
+        topology=Topology.of(plans[0].settings, asked.nodes),
+        folder=above,
+        runs=runs,
+        here=Path.cwd(),
+        python=asked.python or sys.executable,
+        lead_s=lead,
+    )
+    return Submission(job, tuple(planned), reason)
+
+
+def _lead(asked: Slurm, plan: Plan, folder: RunFolder) -> tuple[int, str]:
+    events = read_metrics(folder.metrics)
+    saves = [event.seconds for event in events if isinstance(event, SaveEvent)]
+    steps = [event.seconds for event in events if isinstance(event, StepEvent)]
+    kept = ("optimizer", "master copies") + (() if plan.settings.adapter else ("weights",))
+    saving = next(phase for phase in plan.prediction.phases if phase.phase == "saving")
+    written = sum(owned.num_bytes for owned in saving.owners if owned.owner in kept)
+    return lead_s(
+        asked, save_s=max(saves, default=None), step_s=max(steps, default=0.0), checkpoint_bytes=written
+    )
+
+
+def _check_free(folder: Path) -> None:
+    """Raises: LaunchError when a job that was submitted for this folder may still write into it."""
+    record = read_record(folder)
+    state = job_state(record.job) if record is not None and has_slurm() else None
+    if record is not None and state is not None and state.is_living:
+        raise LaunchError(
+            f"job {record.job} has this run folder: {state.words()}",
+            where=str(folder),
+            fix=f"wait for it, `scancel {record.job}`, or choose another --run-dir",
+        )
+
+
+def _release(folder: RunFolder) -> None:
+    """Take away the lock of a job that SLURM has ended: its process may have been on another host."""
+    owner = read_owner(folder.lock)
+    if owner is None or not owner.job or not has_slurm():
+        return
+    state = job_state(owner.job)
+    if state is None or not state.is_living:
+        folder.lock.unlink(missing_ok=True)

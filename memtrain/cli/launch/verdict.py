@@ -1,0 +1,48 @@
+"""What ended the tasks of a job, in words and as an exit code: the last line of a batch script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError
+from memtrain.trainers.run.faults import correct_status, root_fault
+from memtrain.trainers.run.folder import RunFolder
+
+KILLED = 128
+"""Above this an exit code is that of a process that a signal ended."""
+
+
+def verdict(folder: RunFolder, num_ranks: int, code: int) -> tuple[str, int]:
+    """What to say of a job whose srun ended with `code`, and the exit code that tells the truth.
+
+    That of the rank that failed first; the code as it is where no rank left word.
+    """
+    error = root_fault(folder, num_ranks)
+    if error is None:
+        error = LaunchError(_no_word(code), str(folder.path), "look for the cause above, then submit again")
+        correct_status(folder, error)
+        return error.text(), code
+    correct_status(folder, error)
+    if isinstance(error, MemtrainError):
+        return error.text(), error.exit_code
+    return str(error), EXIT_OUR_FAULT
+
+
+def _no_word(code: int) -> str:
+    if code > KILLED:
+        return (
+            f"a rank was ended by signal {code - KILLED} and left no word (9: often too little host memory)"
+        )
+    return f"the ranks ended with code {code} and left no word"
+
+
+def main() -> int:
+    """Entry point: the run folder, the number of ranks, srun's exit code. The exit code to end with."""
+    text, code = verdict(RunFolder(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    print(text, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What each task of an srun does: signals held, its rank from SLURM's words, then the worker."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from memtrain.errors import EXIT_SAVED, LaunchError
+from memtrain.trainers.run.signals import hold_signals
+
+SAVED_FILE = "slurm/saved"
+"""Written into the run folder when the run was asked to stop and has saved: the job may go on later."""
+
+NAMES = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_WORLD_SIZE": "SLURM_NTASKS_PER_NODE",
+}
+"""Words of torch.distributed, and SLURM's for the same."""
+
+
+def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The words by which torch.distributed and accelerate know this process; the address is the script's.
+
+    Raises: LaunchError when this is no task of an srun that `memtrain slurm` wrote.
+    """
+    missing = [name for name in (*NAMES.values(), "MASTER_ADDR", "MASTER_PORT") if name not in given]
+    if missing:
+        raise LaunchError(
+            f"this is no task of an srun: {', '.join(missing)} not set",
+            fix="submit the job.sbatch that `memtrain slurm` writes; `memtrain train` runs without SLURM",
+        )
+    return {name: given[theirs] for name, theirs in NAMES.items()}
+
+
+def main() -> int:
+    """Entry point of a task: the plan's path is its only argument. The exit code.
+
+    0 also for a run that was stopped and has saved, which the file says: after a task that ends with another
+    code srun ends all of them, be they still writing.
+    """
+    hold_signals()
+    try:
+        os.environ.update(rank_environment(os.environ))
+    except LaunchError as error:
+        print(error.text(), file=sys.stderr)
+        return error.exit_code
+    # Torch is imported only here: until the worker listens, signals wait.
+    from memtrain.trainers import worker
+
+    code = worker.main()
+    if code != EXIT_SAVED:
+        return code
+    if os.environ["RANK"] == "0":
+        saved = Path(sys.argv[1]).parent / SAVED_FILE
+        saved.parent.mkdir(exist_ok=True)
+        saved.touch()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
