@@ -33,6 +33,9 @@ VERBS: tuple[Verb, ...] = (
     Verb("kto", "train:kto", "KTO from a recipe."),
     Verb("reward", "train:reward", "A reward model from a recipe."),
     Verb("train", "train:train", "Train by the method that the recipe names."),
+    Verb("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),
+    Verb("status", "status:status", "How a run stands: step, loss, job."),
+    Verb("logs", "status:logs", "The log of a run; -f follows it."),
     Verb("check", "check:check", "Check a recipe: every fault at once, each with its line."),
     Verb(
         "inspect-lengths",
