@@ -60,6 +60,7 @@ METHOD_FORMATS: Mapping[str, tuple[Format, ...]] = {
     "rloo": ("prompt",),
     "online_dpo": ("prompt",),
     "ppo": ("prompt",),
+    "score": ("preference", "unpaired", "prompt_completion"),
 }
 """Formats each method can use, the one it is usually given first."""
 

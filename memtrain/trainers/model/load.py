@@ -31,11 +31,18 @@ AUTO: dict[str, Any] = {"lm": AutoModelForCausalLM, "score": AutoModelForSequenc
 
 
 def load_model(
-    recipe: Model, settings: Settings, *, seed: int, vocab_size: int, head: str = "lm"
+    recipe: Model,
+    settings: Settings,
+    *,
+    seed: int,
+    vocab_size: int,
+    head: str = "lm",
+    is_new: bool = True,
 ) -> PreTrainedModel:
     """The causal LM that `recipe` names, in `settings.dtype`, on this process's device, in training mode.
 
-    With head `score` it ends in one number for a sequence: that of a reward model, or a random one.
+    With head `score` it ends in one number for a sequence: that of a reward model, or a random one where
+    it `is_new`.
 
     Without adapter, checkpointing or kernels: those are put on it afterwards. `vocab_size` is the size of
     the tokenizer. Random weights depend on `seed` alone, so every rank gets the same ones; the caller's
@@ -48,7 +55,7 @@ def load_model(
     if recipe.path is None or recipe.path == BUILTIN_TINY:
         model = _random_model(_config_of(recipe, vocab_size), settings, seed, head)
     else:
-        model = _pretrained(find_origin(recipe.path, recipe.revision), settings, head)
+        model = _pretrained(find_origin(recipe.path, recipe.revision), settings, head, is_new=is_new)
     _check_vocabulary(model, recipe, vocab_size)
     model.config.use_cache = False
     _set_attention(model, settings)
@@ -125,7 +132,7 @@ def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head:
     return model.to(local_device(settings))
 
 
-def _pretrained(origin: Origin, settings: Settings, head: str) -> PreTrainedModel:
+def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) -> PreTrainedModel:
     config = read_config(origin)
     _check_causal(config, origin.path, head)
     _scores_once(config, head)
@@ -157,7 +164,7 @@ def _pretrained(origin: Origin, settings: Settings, head: str) -> PreTrainedMode
             "only safetensors files are read; convert others with save_pretrained",
         ) from None
     model, info = loaded
-    _check_complete(origin, info, may_miss=SCORE_HEADS if head == "score" else ())
+    _check_complete(origin, info, may_miss=SCORE_HEADS if head == "score" and is_new else ())
     return model
 
 

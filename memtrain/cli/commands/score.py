@@ -1,0 +1,45 @@
+"""`memtrain score MODEL DATA`: the rewards that a trained reward model gives to answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.arguments import OverridesArgument
+from memtrain.cli.printing import say
+
+
+def score(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a reward model.")],
+    data: Annotated[str, typer.Argument(help="A file, folder or hub id: pairs, or prompts with one answer.")],
+    overrides: OverridesArgument = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file of rewards, one JSON line a row.")
+    ] = Path("rewards.jsonl"),
+) -> None:
+    """Write the reward of every answer; for pairs, say how often the chosen one is preferred.
+
+    Keys of a recipe may follow as `section.key=value` (data.columns, length.max_length, cluster.device, ...).
+    """
+    from memtrain.cli.planning import model_config
+    from memtrain.memory.hardware import detect
+    from memtrain.memory.rules import Asked
+    from memtrain.memory.scoring import scoring_settings
+    from memtrain.recipes.load import recipe_of_words
+
+    words = ["method=reward", f"model.path={model}", f"data.train={data}", *(overrides or [])]
+    if not any(word.startswith("length.max_length=") for word in words):
+        words.append("length.max_length=null")
+    loaded = recipe_of_words(words)
+    hardware = detect(loaded.recipe.cluster.device)
+    config = model_config(loaded.recipe.model)
+    settings = scoring_settings(Asked(loaded.recipe, loaded.where), hardware, config)
+
+    from memtrain.trainers.score import write_rewards
+
+    count, share = write_rewards(loaded.recipe, settings, output)
+    say(f"{count:,} rows scored; the rewards are in {output}.")
+    if share is not None:
+        say(f"The chosen answer has the higher reward in {share:.1%} of the pairs.")

@@ -1,0 +1,61 @@
+"""The settings of a pass that scores answers: nothing is trained, so nothing is searched for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memtrain.memory.batching import COMFORTABLE_TOKENS
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.preferences import decide_shared_prompts
+from memtrain.memory.rules import Asked, Ledger, decide_attention, decide_dtype
+from memtrain.memory.settings import Settings
+
+ROWS_AT_ONCE = 8
+"""Rows of a batch where rows are padded. Taste."""
+
+
+def scoring_settings(asked: Asked, hardware: Hardware, config: Mapping[str, object]) -> Settings:
+    """Settings of one process that scores, with attention and precision as in training.
+
+    Raises: RecipeError with every refusal.
+    """
+    ledger, recipe = Ledger(asked), asked.recipe
+    dtype = decide_dtype(ledger, hardware)
+    attention = decide_attention(ledger, hardware, dtype, config)
+    is_flat = attention is not None and attention.can_pack and recipe.length.padding_free is not False
+    shares = attention is not None and decide_shared_prompts(ledger, attention, padding_free=is_flat)
+    ledger.settle()
+    assert attention is not None, "A refusal was not noted."
+    threads = recipe.cluster.threads
+    return Settings.model_validate(
+        {
+            "device": hardware.device,
+            "num_processes": 1,
+            "threads": hardware.num_cores if threads == "auto" else threads,
+            "dtype": dtype,
+            "attention": str(attention.backend),
+            "liger": False,
+            "adapter": None,
+            "quantize": "none",
+            "max_length": recipe.length.max_length,
+            "truncation": recipe.length.truncation or "keep_end",
+            "packing": "none",
+            "documents_see_each_other": False,
+            "padding_free": is_flat,
+            "shared_prompts": shares,
+            "pad_to_multiple_of": None,
+            "group_by_length": False,
+            "batch_rows": ROWS_AT_ONCE,
+            "batch_tokens": None,
+            "micro_rows": 2**20 if is_flat else ROWS_AT_ONCE,
+            "micro_tokens": COMFORTABLE_TOKENS[hardware.device] if is_flat else None,
+            "max_steps": 1,
+            "checkpoint_every": 0,
+            "offload": "none",
+            "loss": "chunked",
+            "loss_tile_bytes": recipe.memory.loss_tile,
+            "optimizer": "sgd",
+            "master_weights": False,
+            "expandable_segments": True,
+        }
+    )

@@ -1,0 +1,87 @@
+"""Rewards of a trained reward model for the answers of a dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.settings import Settings
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.answer_feed import AnswerFeed
+from memtrain.trainers.data.order import micro_batches
+from memtrain.trainers.data.prepare import store_of
+from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.model.isolation import verify_isolation
+from memtrain.trainers.model.load import load_model, local_device
+from memtrain.trainers.model.reward_head import RewardScorer
+
+SCORE = "score"
+"""The name under which `METHOD_FORMATS` lists what can be scored: pairs, and single answers."""
+
+
+def rewards_of(recipe: Recipe, settings: Settings) -> Iterator[dict[str, object]]:
+    """One line for each row of `data.train`, in its order: where it is from, and a reward for each answer.
+
+    Pairs give `chosen` and `rejected`, single answers `reward`. Rows that are left out (longer than
+    `length.max_length` under `drop`) give no line.
+    Raises: DataError for rows without answers; LaunchError when the model is no reward model.
+    """
+    tokenizer = tokenizer_of(recipe.model)
+    store = store_of(recipe.data, recipe.data.train, SCORE, tokenizer, recipe.train.seed)
+    feed = AnswerFeed(store, np.arange(store.num_rows), recipe, settings, pad_id=_pad_id(tokenizer))
+    scorer = _scorer(recipe, settings, len(tokenizer))
+    order = np.argsort(-feed.tokens, kind="stable")
+    dealt = micro_batches(
+        order,
+        feed.tokens,
+        num_ranks=1,
+        micro_rows=settings.micro_rows,
+        micro_tokens=settings.micro_tokens,
+    )
+    rewards_IK = np.full((feed.num_items, feed.sequences.num_answers), np.nan, np.float32)
+    device = local_device(settings)
+    with torch.no_grad():
+        for sequences in dealt[0]:
+            batch = feed.micro_batch(sequences).to(device)
+            reward_A = scorer(batch.micro.model_inputs(), batch.last_A)
+            items = feed.items_of(sequences)
+            rewards_IK[items] = reward_A.cpu().numpy().reshape(len(items), -1)
+    names = ("reward",) if feed.sequences.num_answers == 1 else ("chosen", "rejected")
+    for item in np.argsort(feed.sequences.row, kind="stable").tolist():
+        row = int(feed.sequences.row[item])
+        rewards = dict(zip(names, rewards_IK[item].tolist(), strict=True))
+        yield {"row": store.origin(row), **rewards}
+
+
+def write_rewards(recipe: Recipe, settings: Settings, output: Path) -> tuple[int, float | None]:
+    """Write the rewards as JSON lines; (lines, share of pairs whose chosen answer has the higher reward)."""
+    count, wins, is_pairs = 0, 0.0, False
+    with output.open("w") as file:
+        for line in rewards_of(recipe, settings):
+            file.write(json.dumps(line) + "\n")
+            count += 1
+            chosen, rejected = line.get("chosen"), line.get("rejected")
+            if isinstance(chosen, float) and isinstance(rejected, float):
+                is_pairs = True
+                wins += 1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0
+    return count, wins / count if is_pairs else None
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    pad = tokenizer.pad_token_id
+    return pad if isinstance(pad, int) else 0
+
+
+def _scorer(recipe: Recipe, settings: Settings, vocab_size: int) -> RewardScorer:
+    torch.set_num_threads(settings.threads)
+    model = load_model(recipe.model, settings, seed=0, vocab_size=vocab_size, head="score", is_new=False)
+    if settings.padding_free:
+        backend = AttentionBackend(settings.attention)
+        verify_isolation(model, backend, shared_prompts=settings.shared_prompts)
+    return RewardScorer(model).eval()
