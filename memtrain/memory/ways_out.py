@@ -20,7 +20,7 @@ LEAST_LENGTH = 256
 """Tokens below which a shorter `length.max_length` is not proposed. Taste."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Change:
     """One change of a recipe."""
 

@@ -32,7 +32,13 @@ def outcome_told(folder: RunFolder, ranks: Ranks, position: Position) -> Iterato
     except Exception as error:
         write(*_state_of(error))
         raise
-    write(RunState.DONE)
+    write(RunState.DONE, recovered_words(position))
+
+
+def recovered_words(position: Position) -> str:
+    """How often memory ran out in a run that went on; empty where it never did."""
+    count = position.num_recoveries
+    return f"ran out of memory {count} time{'s' if count > 1 else ''}, and went on" if count else ""
 
 
 def _state_of(error: Exception) -> tuple[RunState, str]:
