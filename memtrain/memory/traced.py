@@ -54,16 +54,22 @@ class Traced(Section):
     seconds: float
 
 
-def can_trace(settings: Settings) -> str | None:
+def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
+    if recipe.method != "sft":
+        return f"the batches of {recipe.method} are not traced"
     if settings.quantize != "none":
         return "quantized weights need bitsandbytes' own kernels"
     if settings.optimizer in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
         return f"{settings.optimizer} needs bitsandbytes' own kernels"
     if settings.liger:
         return "Liger's kernels need a GPU"
-    if settings.offload != "none":
+    if settings.loss == "liger":
+        return "Liger's loss needs a GPU"
+    if settings.offload != "none" or settings.optimizer_offload:
         return "offloading depends on the timing of copies"
+    if settings.in_backward:
+        return "an update inside the backward pass is not traced"
     return None
 
 

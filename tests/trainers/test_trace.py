@@ -204,9 +204,9 @@ def test_a_process_of_its_own_traces_and_remembers(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_traced_says_why():
-    settings = Settings(**BASE)
-    assert can_trace(settings) is None
-    why = can_trace(settings.model_copy(update={"quantize": "4bit", "adapter": LORA}))
+    job = job_for(LLAMA, {}, 1)
+    assert can_trace(job.recipe, job.settings) is None
+    why = can_trace(job.recipe, job.settings.model_copy(update={"quantize": "4bit", "adapter": LORA}))
     assert why is not None
     assert "bitsandbytes" in why
 

@@ -1,0 +1,72 @@
+"""A plan in tables: bytes by phase and owner, beside the plain run, and what the card needs for them."""
+
+from __future__ import annotations
+
+from memtrain.memory.budget import needed, overhead
+from memtrain.memory.plan import PhasePeak, Prediction
+from memtrain.memory.settings import Settings
+from memtrain.memory.units import GIB, MIB, gib
+
+SHORT = {
+    "load": "load",
+    "first step": "1st step",
+    "steady step": "step",
+    "evaluation": "eval",
+    "saving": "save",
+}
+"""Phases as the heads of narrow columns."""
+
+
+def owner_table(prediction: Prediction, plain: Prediction) -> tuple[list[str], list[list[str]]]:
+    """(headers, rows): an owner a row, a phase a column, in GiB or MiB; the plain run's highest phase last.
+
+    Owners are in the order of their largest share; the last row is the sum of each column.
+    """
+    columns = [*prediction.phases, plain.peak]
+    held = [{owned.owner: owned.num_bytes for owned in phase.owners} for phase in columns]
+    names = sorted(
+        {name for owners in held for name in owners}, key=lambda n: -max(o.get(n, 0) for o in held)
+    )
+    is_large = max(phase.num_bytes for phase in columns) >= GIB
+    unit, digits = (GIB, 2) if is_large else (MIB, 1)
+    headers = [
+        "GiB" if is_large else "MiB",
+        *(SHORT.get(phase.phase, phase.phase) for phase in prediction.phases),
+        "plain",
+    ]
+
+    def cell(num_bytes: int) -> str:
+        return f"{num_bytes / unit:.{digits}f}" if num_bytes else "0"
+
+    rows = [[name, *(cell(owners.get(name, 0)) for owners in held)] for name in names]
+    return headers, [*rows, ["in all", *(cell(phase.num_bytes) for phase in columns)]]
+
+
+def verdict(settings: Settings, prediction: Prediction) -> str:
+    """What the peak asks of one device, against its budget, in one sentence."""
+    peak, extra = prediction.peak, overhead(settings)
+    need = needed(peak.num_bytes, settings)
+    parts = [f"{gib(peak.num_bytes)} of live tensors in the {peak.phase}"]
+    parts.append(f"{extra.slack:.0%} for the allocator")
+    if settings.device == "cuda":
+        parts.append(f"{gib(extra.fixed)} for the CUDA context and its workspaces")
+    else:
+        parts.append(f"{gib(extra.fixed)} for the interpreter and its libraries")
+    said = f"Needs {gib(need)} on each device: {', '.join(parts)}."
+    if prediction.budget_bytes is None:
+        return said
+    left = prediction.budget_bytes - need
+    fits = f"{gib(left)} stay free" if left >= 0 else f"{gib(-left)} are missing"
+    return f"{said} Of the budget of {gib(prediction.budget_bytes)}, {fits}."
+
+
+def difference(arithmetic: Prediction, trace: Prediction) -> str:
+    """How far the arithmetic is from the trace at the peak, in words."""
+    told, found = arithmetic.peak, trace.peak
+    share = told.num_bytes / found.num_bytes - 1
+    return f"traced {gib(found.num_bytes)} in the {found.phase}; the arithmetic says {share:+.1%}"
+
+
+def largest_owners(phase: PhasePeak, count: int = 3) -> str:
+    """The owners that hold most in a phase, in words."""
+    return ", ".join(f"{owned.owner} {gib(owned.num_bytes)}" for owned in phase.owners[:count])
