@@ -1,0 +1,167 @@
+"""What DPO, KTO and reward models add to the loop: partners, references, calibration, and no waiting."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtrain.cli.planning import make_plan
+from memtrain.memory.preferences import WHY
+from memtrain.recipes.load import load_recipe
+from memtrain.recipes.preference import RANKS_THE_BATCH, READS, REFERENCE_FREE
+from memtrain.trainers.build import Built, build
+from memtrain.trainers.feed import Steps
+from memtrain.trainers.kto import partners_of
+from memtrain.trainers.losses.calibration import calibration_error, calibration_sums
+from memtrain.trainers.losses.preference import LOSSES
+from memtrain.trainers.method import Ahead, LooksAhead
+from memtrain.trainers.precompute import fingerprint
+from memtrain.trainers.reference import Synced
+
+RECIPE = """
+method: {method}
+model:
+  config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
+  tokenizer: builtin:tiny
+data: {{train: {{source: builtin:arithmetic, limit: 12}}, cache_dir: {cache}}}
+length: {{max_length: 160}}
+train: {{batch_rows: 6, max_steps: 2}}
+cluster: {{device: cpu, threads: 1}}
+"""
+
+
+def built_of(folder: Path, method: str, *overrides: str) -> tuple[Built, Steps]:
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(method=method, cache=folder / "cache"))
+    plan = make_plan(load_recipe(str(path), list(overrides)), run_dir=str(folder / "run")).plan
+    built = build(plan)
+    return built, Steps(built.train, plan.settings, 0, True)
+
+
+class HostSyncs(TorchDispatchMode):
+    """Counts what waits for the device: a number read on the host, or a shape that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "unique")):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("dpo", ()),
+        ("dpo", ("dpo.reference=copy", "dpo.ld_alpha=0.5", "dpo.use_weighting=true")),
+        ("kto", ("kto.reference=copy",)),
+        ("reward", ()),
+    ],
+)
+def test_nothing_in_a_micro_batch_waits_for_the_device(
+    method: str, overrides: tuple[str, ...], tmp_path: Path
+):
+    """The CPU kernel of segment attention walks over its spans on the host by design, with python numbers."""
+    built, steps = built_of(tmp_path, method, *overrides)
+    work = steps.work(0, rank=0, num_ranks=1)
+    batch = built.train.micro_batch(work.sequences)
+    with HostSyncs() as counted:
+        if isinstance(built.method, LooksAhead):
+            ahead = Ahead(built.train, work.sequences, work.micros, torch.device("cpu"), 1)
+            built.method.look_ahead(built.scorer, ahead)
+        made = built.method.loss(built.scorer, batch, denominator=6.0, want_stats=True)
+        made.value.backward()
+    assert counted.seen == []
+    assert all(value.dim() == 0 and not value.requires_grad for value in made.sums.values())
+
+
+def test_the_recipe_and_the_losses_know_the_same_names():
+    assert set(READS) == set(LOSSES)
+    assert {name for name, loss in LOSSES.items() if not loss.needs_reference} == set(REFERENCE_FREE)
+    assert {name for name, loss in LOSSES.items() if loss.needs_whole_batch} == set(RANKS_THE_BATCH)
+    assert {name for name, loss in LOSSES.items() if loss.takes_divergence} == {
+        name for name, knobs in READS.items() if "divergence" in knobs
+    }
+    assert set(WHY) == {"none", "copy", "adapter_off", "precomputed", "synced"}
+
+
+class OneItemASequence:
+    """A feed of `count` items, `sizes` of them in each sequence."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.weights = np.array(sizes)
+        self.ptr = np.cumsum([0, *sizes])
+        self.num_items = int(self.ptr[-1])
+
+    def items_of(self, sequences: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.arange(self.ptr[s], self.ptr[s + 1]) for s in sequences])
+
+
+def test_each_prompt_is_matched_with_the_answer_before_it_in_the_step():
+    feed = OneItemASequence([1] * 6)
+    assert partners_of(feed, np.array([4, 0, 2])).tolist() == [2, 4, 0]  # type: ignore[arg-type]
+
+
+def test_a_step_of_one_row_takes_a_partner_from_the_feed():
+    feed = OneItemASequence([1] * 6)
+    assert partners_of(feed, np.array([0])).tolist() == [5]  # type: ignore[arg-type]
+
+
+def test_no_answer_of_the_same_prompt_is_a_partner():
+    """Sequences 0 and 1 hold items 0, 1 and 2, 3, 4: three places before."""
+    feed = OneItemASequence([2, 3, 1])
+    assert partners_of(feed, np.array([0, 1])).tolist() == [2, 3, 4, 0, 1]  # type: ignore[arg-type]
+
+
+def test_a_synced_reference_moves_by_its_share_every_few_steps():
+    """reference <- 0.6 * 1 + 0.4 * 0 after two steps, and nothing after one."""
+    policy, reference = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    nn.init.ones_(policy.weight)
+    nn.init.zeros_(reference.weight)
+    reference.requires_grad_(False)
+    synced = Synced(reference, policy, every_steps=2, mixup=0.6)
+    synced.stepped(1)
+    assert reference.weight.item() == 0
+    synced.stepped(2)
+    assert reference.weight.item() == pytest.approx(0.6)
+
+
+def test_a_fingerprint_changes_with_any_weight_but_an_adapters():
+    model = nn.ModuleDict({"lora_A": nn.Linear(4, 4), "base": nn.Linear(4, 4)})
+    before = fingerprint(model)
+    with torch.no_grad():
+        model["lora_A"].weight += 1
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        model["base"].weight[3, 2] += 1e-3
+    assert fingerprint(model) != before
+
+
+def test_reference_log_probs_are_made_once_and_found_again(tmp_path: Path):
+    first, _ = built_of(tmp_path, "dpo")
+    kept = sorted((tmp_path / "cache" / "reference").glob("*/values.npy"))
+    assert len(kept) == 1
+    stamp = kept[0].stat().st_mtime_ns
+    again, _ = built_of(tmp_path, "dpo")
+    assert kept[0].stat().st_mtime_ns == stamp
+    assert np.array_equal(first.train.reference_IK, again.train.reference_IK)  # type: ignore[attr-defined]
+    built_of(tmp_path, "dpo", "train.seed=5")
+    assert len(list((tmp_path / "cache" / "reference").glob("*/values.npy"))) == 2
+
+
+def test_calibration_is_the_distance_of_confidence_from_wins():
+    """Two pairs at confidence 0.8, one won and one lost: |2 * 0.8 - 1| / 2 = 0.3. A win at 0.5 + is a bin."""
+    gap = math.log(4.0)
+    chosen, rejected = torch.tensor([gap, 0.0]), torch.tensor([0.0, gap])
+    sums = {name: value.item() for name, value in calibration_sums(chosen, rejected).items()}
+    rest, error = calibration_error(sums | {"rewards/chosen": 1.0}, 2.0)
+    assert error == pytest.approx(0.3)
+    assert rest == {"rewards/chosen": 1.0}
+    assert calibration_error({"x": 1.0}, 2.0) == ({"x": 1.0}, None)
