@@ -21,7 +21,7 @@ def screen_lines(found: Inspection, width: int, *, block: str = "#") -> Iterator
     """(line, whether it is a heading) of everything that is shown; `block` is what bars are made of."""
     yield from _plain(_head(found), width)
     yield "", False
-    yield from _table(_parts(found))
+    yield from _table(_parts(found), width)
     yield "", False
     row = found.distributions[0]
     what = "prompt with its longer answer" if found.format == "preference" else row.name
@@ -33,7 +33,7 @@ def screen_lines(found: Inspection, width: int, *, block: str = "#") -> Iterator
     for title, table in _tables(found):
         yield "", False
         yield title, True
-        yield from _table(table)
+        yield from _table(table, width)
     refusal = _refusal(found)
     if refusal is not None:
         yield "", False
@@ -56,7 +56,7 @@ def bar_lines(one: Distribution, width: int, block: str) -> list[str]:
     labels = [f"{bar.first:,}-{bar.last:,}" if bar.first < bar.last else f"{bar.last:,}" for bar in bars]
     counts = [short(bar.rows) for bar in bars]
     label_size, count_size = max(map(len, labels)), max(map(len, counts))
-    room = max(10, width - label_size - count_size - 6 - max(map(len, marks)))
+    room = max(10, width - label_size - count_size - 7 - max(map(len, marks)))
     most = max(bar.rows for bar in bars)
     lines: list[str] = []
     for bar, label, count, mark in zip(bars, labels, counts, marks, strict=True):
@@ -91,7 +91,7 @@ def _marks(one: Distribution, bar: Bin) -> str:
 
 
 def _head(found: Inspection) -> str:
-    about = "about " if found.extent.is_estimate else ""
+    about = "the first " if found.extent.is_partial else "about " if found.extent.is_estimate else ""
     learnt = f", {found.learnt:,} of them learnt" if found.learnt else ""
     return (
         f"{found.dataset}: {about}{count_of(found.rows, 'row')}, {found.tokens:,} tokens{learnt} "
@@ -105,14 +105,19 @@ def _parts(found: Inspection) -> Table:
         (
             one.name if one.unit == "tokens" else f"{one.name} ({one.unit})",
             short(one.count),
-            f"{one.mean:,.1f}",
-            *(f"{point.tokens:,}" for point in one.percentiles if point.percent in shown),
-            f"{one.largest:,}",
+            f"{one.mean:,.1f}" if one.mean < 1e5 else short(one.mean),
+            *(_fitting(point.tokens) for point in one.percentiles if point.percent in shown),
+            _fitting(one.largest),
             short(one.total),
         )
         for one in found.distributions
     ]
     return ("tokens of", "rows", "mean", *(f"{percent:g}%" for percent in shown), "longest", "in all"), rows
+
+
+def _fitting(tokens: int) -> str:
+    """In full as long as eight such columns fit beside each other."""
+    return f"{tokens:,}" if tokens < 1e5 else short(tokens)
 
 
 def _facts(found: Inspection) -> Iterator[str]:
@@ -130,7 +135,7 @@ def _facts(found: Inspection) -> Iterator[str]:
         yield (
             f"{count_of(bad.rows, 'bad row')}: {bad.empty:,} empty, {bad.unlearnt:,} with no learnt token, "
             f"{bad.rows - bad.empty - bad.unlearnt:,} otherwise. Most often: {bad.kinds[0].what} "
-            f"({bad.kinds[0].rows:,} times, first at {bad.kinds[0].where})."
+            f"({count_of(bad.kinds[0].rows, 'time')}, first at {bad.kinds[0].where})."
         )
 
 
@@ -142,11 +147,23 @@ def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:
         f"What each max_length loses ({own}; {what} lost with the others beside it)",
         _lost(found, own, other),
     )
-    packs = bool(found.candidates[0].packings)
-    then = "; sequences and fill when packed" if packs else ""
-    yield f"What it costs: padding in micro-batches of {found.batch.micro_rows}{then}", _room(found)
+    batches = f"padding in micro-batches of {found.batch.micro_rows}"
     step = f"{found.batch.rows} rows" if found.batch.rows is not None else f"{found.batch.tokens:,} tokens"
-    yield f"Optimizer steps of one epoch ({step} a step)", _steps(found)
+    if found.candidates[0].packings:
+        yield f"What it costs: {batches}; sequences and fill when packed", _room(found)
+        yield f"Optimizer steps of one epoch ({step} a step)", _steps(found)
+    else:
+        yield (
+            f"What it costs: {batches}; steps of one epoch ({step} each)",
+            _beside(_room(found), _steps(found)),
+        )
+
+
+def _beside(left: Table, right: Table) -> Table:
+    """One table of two with the same first column."""
+    (left_head, left_rows), (right_head, right_rows) = left, right
+    rows = [[*one, *other[1:]] for one, other in zip(left_rows, right_rows, strict=True)]
+    return [*left_head, *right_head[1:]], rows
 
 
 def _refusal(found: Inspection) -> str | None:
@@ -160,28 +177,25 @@ def _refusal(found: Inspection) -> str | None:
 def _lost(found: Inspection, own: str, other: Sequence[str]) -> Table:
     def lost(one: Candidate, at: int) -> str:
         loss = one.losses[at]
-        return (
-            share(loss.learnt_lost, found.learnt) if found.learnt else share(loss.tokens_lost, found.tokens)
-        )
+        pair = (loss.learnt_lost, found.learnt) if found.learnt else (loss.tokens_lost, found.tokens)
+        if at or one.lost_interval is None:
+            return share(*pair)
+        low, high = one.lost_interval
+        return f"{share(*pair)} ±{50 * (high - low):.2g}"
 
-    has_intervals = any(one.lost_interval is not None for one in found.candidates)
-    head = ["max_length", "longer", "cut", "dropped", "tokens lost", own, *other]
-    rows: list[Sequence[str]] = []
-    for one in found.candidates:
-        first = one.losses[0]
-        cells = [
+    head = ("max_length", "longer", "cut", "dropped", "tokens lost", own, *other)
+    rows = [
+        (
             f"{one.max_length:,}",
             share(one.rows_longer, found.rows),
-            short(first.rows_cut),
-            short(first.rows_dropped),
-            short(first.tokens_lost),
+            short(one.losses[0].rows_cut),
+            short(one.losses[0].rows_dropped),
+            short(one.losses[0].tokens_lost),
             *(lost(one, at) for at in range(len(one.losses))),
-        ]
-        if has_intervals:
-            low, high = one.lost_interval or (0.0, 0.0)
-            cells.append(f"{low:.2%}-{high:.2%}")
-        rows.append(cells)
-    return [*head, *([f"{own}, 95%"] if has_intervals else [])], rows
+        )
+        for one in found.candidates
+    ]
+    return head, rows
 
 
 def _room(found: Inspection) -> Table:
@@ -190,18 +204,28 @@ def _room(found: Inspection) -> Table:
     rows = [
         [
             f"{one.max_length:,}",
-            *(f"{part:.1%}" for part in (one.padding.fixed, one.padding.grouped, one.padding.padding_free)),
-            *(word for packed in one.packings for word in (short(packed.sequences), f"{packed.fill:.1%}")),
+            *(_percent(part) for part in (one.padding.fixed, one.padding.grouped, one.padding.padding_free)),
+            *(word for packed in one.packings for word in (short(packed.sequences), _percent(packed.fill))),
         ]
         for one in found.candidates
     ]
     return head, rows
 
 
+def _percent(part: float) -> str:
+    """Five letters at most."""
+    return f"{part:.1%}" if part < 0.9995 else "100%"
+
+
 def _steps(found: Inspection) -> Table:
     names = [packing.packing for packing in found.candidates[0].packings]
     priced = any(one.cost is not None for one in found.candidates)
-    head = ["max_length", "unpacked", *names, *(["peak", "s/step", "fits"] if priced else [])]
+    head = [
+        "max_length",
+        "unpacked" if names else "steps",
+        *names,
+        *(["peak", "s/step", "fits"] if priced else []),
+    ]
     rows: list[Sequence[str]] = []
     for one in found.candidates:
         cells = [
@@ -218,16 +242,17 @@ def _steps(found: Inspection) -> Table:
     return head, rows
 
 
-def _table(table: Table) -> Iterator[tuple[str, bool]]:
+def _table(table: Table, width: int) -> Iterator[tuple[str, bool]]:
     """Lines of a table, numbers flush right, the first column flush left where it holds words."""
     head, rows = table
     sizes = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+    gap = 2 if sum(sizes) + 2 * (len(sizes) - 1) <= width else 1
     is_words = any(not row[0][:1].isdigit() for row in rows)
     for number, row in enumerate([head, *rows]):
         cells = [cell.rjust(size) for cell, size in zip(row, sizes, strict=True)]
         if is_words:
             cells[0] = row[0].ljust(sizes[0])
-        yield "  ".join(cells).rstrip(), number == 0
+        yield (" " * gap).join(cells).rstrip(), number == 0
 
 
 def _plain(text: str, width: int) -> Iterator[tuple[str, bool]]:

@@ -139,7 +139,7 @@ def inspect_lengths(
     else:
         can_draw = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         for line, is_heading in screen_lines(found, columns(), block="\u2588" if can_draw else "#"):
-            typer.secho(line, bold=is_heading)
+            typer.echo(typer.style(line, bold=True) if is_heading else line)
     if html is not None:
         write_text(page(found), html, says_aside=as_json)
     if found.extent.is_partial:
@@ -182,7 +182,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
     """
     from memtrain.recipes.formats.detect import METHOD_FORMATS
     from memtrain.recipes.load import load_recipe, recipe_of_words
-    from memtrain.recipes.registry import METHODS
+    from memtrain.recipes.recipe import HAS_ANSWERS
 
     if words.method is not None and words.method not in METHOD_FORMATS:
         raise RecipeError(
@@ -195,7 +195,8 @@ def _loaded(words: _Words) -> LoadedRecipe:
         given += [f"model.path={json.dumps(words.model)}", "model.config=null", "model.tokenizer=null"]
     if words.tokenizer is not None:
         given.append(f"model.tokenizer={json.dumps(words.tokenizer)}")
-    if words.method in METHODS:
+    is_planned = words.method == "sft" or words.method in HAS_ANSWERS
+    if is_planned:
         given.append(f"method={words.method}")
     if words.recipe is not None:
         return load_recipe(words.recipe, [*given, *words.overrides])
@@ -210,7 +211,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
         )
     if words.model is None:
         given.append(f"model.path={json.dumps(words.tokenizer)}")
-    base = [] if words.method in METHODS else ["method=sft"]
+    base = [] if is_planned else ["method=sft"]  # Other methods need sections that no length depends on.
     return recipe_of_words([*base, *given, *words.overrides])
 
 

@@ -78,7 +78,8 @@ def _grouped(order: Ints, tokens: Ints, size: BatchSize) -> Ints:
     rows = size.rows if size.rows is not None else max(1, int((size.tokens or 0) / mean))
     window = rows * GROUPED_STEPS
     pieces = [order[begin : begin + window] for begin in range(0, len(order), window)]
-    return np.concatenate([piece[np.argsort(-tokens[piece], kind="stable")] for piece in pieces])
+    longest_first = [piece[np.argsort(-tokens[piece], kind="stable")] for piece in pieces]
+    return np.concatenate([order[:0], *longest_first])
 
 
 def count_steps(

@@ -44,10 +44,11 @@ def default_candidates(lengths: Ints, own: int | None) -> tuple[int, ...]:
     powers = [2**power for power in range(3, 31)]
     last = next(power for power in powers if power >= longest)
     doubled = [power for power in powers if power <= last and (2 * power > typical or power == last)]
-    halves = [power * 3 // 2 for power in doubled[:-1]]
-    chosen = sorted({*doubled, *halves})
+    chosen = sorted({*doubled, *(power * 3 // 2 for power in doubled[:-1])})
     if len(chosen) > MOST_CANDIDATES:
         chosen = doubled[-MOST_CANDIDATES:]
+    enough = next(at for at, length in enumerate(chosen) if length >= longest)
+    chosen = chosen[: enough + 1]
     return tuple(sorted({*chosen, *([own] if own else [])}))
 
 

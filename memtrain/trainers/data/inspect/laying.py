@@ -139,7 +139,7 @@ class PromptRows:
     """Prompts alone, for methods that write the answers themselves: max_length is the limit of the prompt."""
 
     packings: tuple[str, ...] = ()
-    truncations: tuple[str, ...] = ("drop", "keep_end", "keep_start")
+    truncations: tuple[str, ...] = ("keep_end", "keep_start", "drop")
 
     def __init__(self, counts: Counts, rows: Ints) -> None:
         self.rows, self.lengths = rows, counts.lengths
@@ -154,7 +154,7 @@ class PromptRows:
         """The prompts of an epoch within a limit."""
         whole = self.longest_of_rows
         limit = length.max_length or int(whole.max(initial=1))
-        drops = length.truncation in (None, "drop")
+        drops = length.truncation == "drop"
         kept = np.where(whole > limit, 0 if drops else limit, whole)
         longer, lost = int((whole > limit).sum()), int((whole - kept).sum())
         tokens = kept[kept > 0]

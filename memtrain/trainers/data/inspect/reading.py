@@ -34,6 +34,8 @@ Progress = Callable[[int, int, int | None], None]
 AHEAD = 2
 """Batches tokenized at the same time: while one is in the tokenizer, Python reads and places another."""
 KINDS_SHOWN = 10
+EMPTY = re.compile(r"is empty$|nothing to predict$|holds no messages$")
+"""Ends of the sentences that the formats and the tokenization have for rows without content."""
 BY_LINES = (".jsonl", ".ndjson")
 ROWS_AT_ONCE = 1000
 COLUMNS_FILE = "columns.jsonl"
@@ -71,10 +73,12 @@ class Faults:
     def done(self) -> Faulty:
         """The bad rows in all."""
         kinds = sorted(self.kinds.values(), key=lambda kind: -kind.rows)
+        unlearnt = [kind for kind in kinds if kind.what.startswith("no token of the row is")]
+        empty = [kind for kind in kinds if kind not in unlearnt and EMPTY.search(kind.what)]
         return Faulty(
             rows=sum(kind.rows for kind in kinds),
-            empty=sum(kind.rows for kind in kinds if kind.what.endswith("nothing to predict")),
-            unlearnt=sum(kind.rows for kind in kinds if kind.what.startswith("no token of the row is")),
+            empty=sum(kind.rows for kind in empty),
+            unlearnt=sum(kind.rows for kind in unlearnt),
             kinds=tuple(kinds[:KINDS_SHOWN]),
         )
 

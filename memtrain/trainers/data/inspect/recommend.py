@@ -18,6 +18,8 @@ ALLOWED_LOSS = 0.001
 """Share of the learnt tokens (of prompts: of the rows) that may be lost. Taste: below the noise of a run."""
 WORTH_PACKING = 0.1
 """Share of padding from which packing is recommended. Taste."""
+SHORT_ANSWER = 64
+"""Tokens below which texts beside prompts are taken for results and not for worked answers. Taste."""
 FEW_SPLIT = 0.05
 """Share of rows that may be split where a much shorter max_length is mentioned. Taste."""
 
@@ -117,21 +119,23 @@ def _of_prompts(
 ) -> Recommendation:
     enough = [one for one in candidates if one.rows_longer <= ALLOWED_LOSS * rows]
     chosen = enough[0] if enough else candidates[-1]
-    longer = (
-        f"{chosen.rows_longer:,} of {rows:,} prompts are longer" if chosen.rows_longer else "no prompt is"
-    )
+    longer = f"{chosen.rows_longer:,} of {rows:,} are longer" if chosen.rows_longer else "none is longer"
     reason = f"prompts of at most {chosen.max_length:,} tokens: {longer}"
     lines = ["length:", f"  max_prompt: {chosen.max_length}"]
     if not answers:
         reason += "; nothing in the rows says how long completions get"
+        return Recommendation(reason=reason + ".", recipe="\n".join(lines) + "\n")
+    column = max(answers, key=_typical_end)
+    end = _typical_end(column)
+    texts = count_of(column.count, "text")
+    reason += f"; 99% of the {texts} in column '{column.name}' have at most {end:,} tokens"
+    if end < SHORT_ANSWER:
+        reason += ": bare results, which do not say how long completions get"
     else:
-        column = max(answers, key=_typical_end)
-        limit = next(size for size in _sizes() if size >= _typical_end(column))
-        reason += (
-            f"; 99% of the {count_of(column.count, 'text')} in column '{column.name}' have at most "
-            f"{_typical_end(column):,} tokens, and a model that thinks aloud writes more than that"
-        )
-        lines.append(f"  max_completion: {limit}")
+        reason += ", and a model that thinks aloud writes more than that"
+        size = next(size for size in _sizes() if size >= end)
+        lines.insert(1, f"  max_length: {chosen.max_length + size}")
+        lines += ["generate:", f"  max_tokens: {size}"]
     return Recommendation(reason=reason + ".", recipe="\n".join(lines) + "\n")
 
 

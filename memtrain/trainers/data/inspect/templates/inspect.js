@@ -1,7 +1,8 @@
 "use strict";
 const found = JSON.parse(document.getElementById("found").textContent);
 const tip = document.getElementById("tip");
-const advised = found.recommendation.recipe.match(/max_(?:length|prompt): (\d+)/);
+const recipe = found.recommendation.recipe;
+const advised = recipe.match(/max_prompt: (\d+)/) || recipe.match(/max_length: (\d+)/);
 const lengths = found.candidates.map((one) => one.max_length);
 let part = found.distributions[0];
 let pinned = advised && lengths.includes(+advised[1]) ? +advised[1] : lengths[lengths.length - 1];

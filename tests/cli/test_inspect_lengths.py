@@ -1,0 +1,220 @@
+"""`memtrain inspect-lengths`: what is shown, written and refused, and with which exit code."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtrain.cli.app import run
+from memtrain.cli.commands.inspect_lengths import read_lengths
+from memtrain.errors import DataError, RecipeError
+
+TINY = ("--tokenizer", "builtin:tiny")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    texts = [
+        {"question": "How many are they? ", "answer": "They are many. " * (1 + n * n % 40)} for n in range(80)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    return str(path)
+
+
+COLUMNS = ("data.columns.prompt=question", "data.columns.completion=answer")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert run(["inspect-lengths", *words]) == code
+    return capsys.readouterr().out
+
+
+def too_long(out: str) -> list[str]:
+    """Lines of more than 80 letters that could be broken: a path cannot."""
+    return [line for line in out.splitlines() if len(line) > 80 and " " in line]
+
+
+def test_a_pipe_reads_plain_text_of_80_columns(rows, capsys):
+    out = shown(capsys, rows, *COLUMNS, *TINY)
+    assert "\x1b" not in out
+    assert too_long(out) == []
+    for part in (
+        "80 rows",
+        "completion",
+        "What each max_length loses",
+        "bfd_split",
+        "Recommended",
+        "length:",
+    ):
+        assert part in out
+
+
+def test_samples_and_prompts_and_prices_fit_80_columns_too(rows, capsys):
+    many = shown(capsys, rows, *COLUMNS, *TINY, "--sample", "30")
+    assert "Estimated from 30 of 80 rows" in many
+    priced = shown(capsys, rows, *COLUMNS, "--model", "builtin:tiny", "--budget", "16GiB")
+    assert re.search(r"peak +s/step +fits", priced)
+    prompts = shown(capsys, rows, "data.columns.prompt=question", "--method", "grpo", *TINY)
+    assert "max_prompt:" in prompts
+    assert too_long(many + priced + prompts) == []
+
+
+def test_json_holds_the_numbers_that_are_shown(rows, capsys):
+    found = json.loads(shown(capsys, rows, *COLUMNS, *TINY, "--json", "--max-length", "64,32"))
+    assert (found["version"], found["rows"], found["method"]) == (1, 80, "sft")
+    assert [one["max_length"] for one in found["candidates"]] == [32, 64]
+    assert [loss["truncation"] for loss in found["candidates"][0]["losses"]] == [
+        "keep_start",
+        "keep_end",
+        "drop",
+    ]
+    assert found["tokens"] == found["distributions"][0]["total"]
+
+
+def test_every_field_of_the_json_is_documented():
+    from memtrain.trainers.data.inspect import result
+
+    text = (Path(__file__).parents[2] / "docs" / "inspect-lengths.md").read_text()
+    sections = [one for one in vars(result).values() if hasattr(one, "model_fields")]
+    names = {name for section in sections for name in section.model_fields}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_the_page_needs_nothing_beside_itself(rows, capsys, tmp_path):
+    page = tmp_path / "page.html"
+    out = shown(capsys, rows, *COLUMNS, *TINY, "--html", str(page))
+    assert f"wrote {page}" in out
+    html = page.read_text()
+    assert not re.findall(r"(?:src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", html)
+    inside = re.search(r'<script type="application/json" id="found">(.*?)</script>', html, re.DOTALL)
+    assert inside is not None
+    assert json.loads(inside[1])["rows"] == 80
+
+
+def test_a_page_cannot_be_broken_by_the_names_in_it(capsys, tmp_path):
+    path = tmp_path / "<b>&'.jsonl"
+    path.write_text('{"text": "some words"}\n{"</script><script>alert(1)</script>": 1}\n')
+    page = tmp_path / "page.html"
+    shown(capsys, str(path), *TINY, "--html", str(page), "--json")
+    html = page.read_text()
+    assert "<b>&'" not in html
+    assert "<script>alert" not in html
+
+
+def test_json_stays_json_when_a_page_is_written_beside_it(rows, capsys, tmp_path):
+    out = shown(capsys, rows, *COLUMNS, *TINY, "--json", "--html", str(tmp_path / "page.html"))
+    assert json.loads(out)["rows"] == 80
+
+
+def test_a_recipe_gives_data_tokenizer_and_length(rows, capsys, tmp_path):
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(
+        f"method: sft\nmodel: {{path: builtin:tiny}}\nlength: {{max_length: 100, packing: bfd}}\n"
+        f"data:\n  train: {rows}\n  columns: {{prompt: question, completion: answer}}\n"
+    )
+    for words in ((str(recipe),), ("--recipe", str(recipe))):
+        found = json.loads(shown(capsys, *words, "--json"))
+        assert found["rows"] == 80
+        assert 100 in [one["max_length"] for one in found["candidates"]]
+        assert all(one["cost"]["fits"] for one in found["candidates"])
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "Who? ", "answer": "They."}\n')
+    found = json.loads(shown(capsys, str(other), "--recipe", str(recipe), "train.batch_rows=4", "--json"))
+    assert (found["rows"], found["batch"]["rows"]) == (1, 4)
+
+
+def test_what_does_not_fit_the_budget_is_told(rows, capsys):
+    words = (rows, *COLUMNS, "--model", "builtin:tiny", "--budget", "270MiB")
+    found = json.loads(shown(capsys, *words, "--json"))
+    assert not any(one["cost"]["fits"] for one in found["candidates"])
+    assert "does not fit" in found["recommendation"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "says"),
+    [
+        ((), RecipeError, "no data is named"),
+        (("rows.jsonl",), RecipeError, "no tokenizer is named"),
+        (("rows.jsonl", *TINY, "--method", "dppo"), RecipeError, "there is no method 'dppo'"),
+        (("rows.jsonl", *TINY, "--max-length", "1k"), RecipeError, "'1k' is no list of lengths"),
+        (("rows.jsonl", *TINY, "--max-length", "0"), RecipeError, "'0' is no list of lengths"),
+        (("rows.jsonl", *TINY, "--budget", "8GiB"), RecipeError, "a budget needs a model"),
+        (("rows.jsonl", *TINY, "--sample", "0"), RecipeError, "--sample"),
+        (("nothing.jsonl", *TINY), DataError, "there is no file"),
+        (("rows.jsonl", *TINY, "data.colums.prompt=question"), RecipeError, "colums"),
+        (("rows.jsonl", "--tokenizer", "builtin:huge"), DataError, "there is no tokenizer"),
+    ],
+)
+def test_wrong_words_are_told_with_a_way_out(words, kind, says, rows, monkeypatch):
+    monkeypatch.chdir(Path(rows).parent)
+    with pytest.raises(kind, match=re.escape(says)):
+        run(["inspect-lengths", *words])
+
+
+def test_lengths_are_read_with_or_without_spaces():
+    assert read_lengths("512, 1024,2_048") == (512, 1024, 2048)
+    assert read_lengths(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("empty.jsonl", b"", "there are no rows"),
+        ("cut.jsonl.gz", b"\x1f\x8b\x08\x00\x00", "not a whole gzip file"),
+        ("words.jsonl", b'"just" "words"', "broken JSON"),
+        ("other.csv", b"a,b\n1,2\n", "no format fits the columns a, b"),
+    ],
+)
+def test_wrong_data_is_told(name, content, says, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        run(["inspect-lengths", str(path), *TINY])
+
+
+def test_one_huge_row_fits_the_screen(capsys, tmp_path):
+    path = tmp_path / "huge.jsonl"
+    path.write_text(json.dumps({"text": "word and more " * 40_000}) + "\n")
+    out = shown(capsys, str(path), *TINY)
+    assert too_long(out) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_shows_what_was_read_and_marks_it_as_partial(tmp_path):
+    """The progress line on the terminal tells when reading has begun; then the interrupt comes."""
+    path = tmp_path / "many.jsonl"
+    with path.open("w") as file:
+        for n in range(60_000):
+            file.write(json.dumps({"text": f"row {n} of words and more words " * 40}) + "\n")
+    leader, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memtrain", "inspect-lengths", str(path), *TINY, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+    )
+    told = ""
+    while "rows/s" not in told:
+        assert select.select([leader], [], [], 60)[0], "nothing is told while reading"
+        told += os.read(leader, 4096).decode()
+    assert re.search(r"[\d,]+ of 60,000 rows", told)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    found = json.loads(out)
+    assert process.returncode == 130
+    assert found["extent"]["is_partial"]
+    assert 0 < found["rows"] < 60_000
+    assert found["notes"][0].startswith("Partial")
