@@ -43,7 +43,7 @@ from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
 from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.resume import check_resumable
-from memtrain.trainers.run.signals import StopRequest
+from memtrain.trainers.run.signals import StopRequest, hold_signals
 from memtrain.trainers.run.standing import is_over
 from memtrain.trainers.run.watch import MemoryWatch
 from memtrain.trainers.schedule import lr_at
@@ -201,6 +201,8 @@ def resident(tensors: list[Tensor]) -> int:
 
 def main() -> int:
     """Entry point of a launched process: the plan's path is its only argument. The exit code."""
+    # A launcher stops all ranks when one fails: they must live to leave word, and to save.
+    hold_signals()
     folder = RunFolder(Path(sys.argv[1]).parent)
     rank = int(os.environ.get("RANK", "0"))
     resume = "--no-resume" not in sys.argv

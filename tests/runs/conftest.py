@@ -105,21 +105,26 @@ class Runs:
         arguments = self.arguments(name, *overrides)
         return self._fork(lambda: main(arguments))
 
-    def fork_ranks(self, name: str, num_ranks: int, *overrides: str) -> list[Forked]:
-        """Plan here, then begin the ranks as a launcher would, each in a fork of this process."""
+    def fork_ranks(
+        self, name: str, num_ranks: int, *overrides: str, num_started: int | None = None
+    ) -> list[Forked]:
+        """Plan here, then begin the ranks as a launcher would, each in a fork of this process.
+
+        `num_started` begins fewer, which is all that they are told of.
+        """
         from memtrain.trainers import worker
 
         planned = self.run(name, f"cluster.processes={num_ranks}", "--dry-run", *overrides)
         assert planned.code == 0, planned.err
         plan = self.folder / name / "plan.json"
-        port = free_port()
+        port, world = free_port(), num_started or num_ranks
 
         def rank(number: int) -> Callable[[], int]:
             def begin() -> int:
                 from accelerate.state import AcceleratorState
 
                 AcceleratorState._reset_state(True)
-                given = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+                given = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "MASTER_PORT": port}
                 os.environ.update({key: str(value) for key, value in given.items()})
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
                 sys.argv = ["worker", str(plan)]
@@ -127,7 +132,7 @@ class Runs:
 
             return begin
 
-        return [self._fork(rank(number)) for number in range(num_ranks)]
+        return [self._fork(rank(number)) for number in range(world)]
 
     def _fork(self, act: Callable[[], int]) -> Forked:
         self._num_forked += 1
