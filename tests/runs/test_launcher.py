@@ -1,4 +1,4 @@
-"""The real launcher: `accelerate launch` started, stopped, listened to and explained. Each takes ten seconds."""
+"""The real launcher: `accelerate launch` started, stopped and explained when it fails. Ten seconds each."""
 
 import json
 import os
@@ -20,8 +20,8 @@ LONG = ("train.max_steps=60", "save.every_steps=20", *TWO)
 def begin(runs, name: str, *overrides: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "memtrain", *runs.arguments(name, *overrides)]
     # A pipe would stay open as long as an orphan lives.
-    out, err = (open(runs.folder / f"{name}.{kind}", "w") for kind in ("out", "err"))
-    with out, err:
+    log = runs.folder / name
+    with open(f"{log}.out", "w") as out, open(f"{log}.err", "w") as err:
         return subprocess.Popen(words, stdout=out, stderr=err, text=True)
 
 
