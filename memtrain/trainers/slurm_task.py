@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from memtrain.errors import EXIT_SAVED, LaunchError
-from memtrain.trainers.run.signals import hold_signals
+from memtrain.trainers.run.signals import hold_signals, let_signals_pass
 
 SAVED_FILE = "slurm/saved"
 """Written into the run folder when the run was asked to stop and has saved: the job may go on later."""
@@ -52,6 +52,7 @@ def main() -> int:
     from memtrain.trainers import worker
 
     code = worker.main()
+    let_signals_pass()
     if code != EXIT_SAVED:
         return code
     if os.environ["RANK"] == "0":

@@ -79,7 +79,7 @@ def sbatch_text(job: Job) -> str:
     given = environment(topology) | {LAUNCHED: "1"}
     return templates.get_template(TEMPLATE).render(
         says=" ".join(job.says.split()),
-        script=job.script,
+        script=shlex.quote(str(job.script)),
         options=_options(job),
         runs=[shlex.quote(str(run)) for run in job.runs],
         python=shlex.quote(job.python),

@@ -23,6 +23,15 @@ def hold_signals() -> None:
         signal.signal(one, lambda number, frame: _early.append(number))
 
 
+def let_signals_pass() -> None:
+    """From now on what asks to stop is not heard: a process on its way out would die of it, its work done.
+
+    Python's own handlers are gone before the process is.
+    """
+    for one in ASKED:
+        signal.signal(one, signal.SIG_IGN)
+
+
 class StopRequest:
     """Whether this process was asked to stop. A context manager: the handlers before it come back.
 
