@@ -135,7 +135,7 @@ def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
     seed, feed = run.plan.recipe.train.seed, run.steps.feed
 
     def act(parts: list[Part], cursor: Cursor) -> dict[str, Tensor]:
-        _look_ahead(run, feed, work.sequences, [part.sequences for part in parts])
+        look_ahead(run, feed, work.sequences, [part.sequences for part in parts])
 
         def seed_part(index: int) -> None:
             part = parts[index]
@@ -172,7 +172,7 @@ def evaluate(run: Run) -> float:
     run.model.eval()
     with run.watch.phase("evaluation"), torch.no_grad():
         micros = eval_micro_batches(feed, settings, rank=run.ranks.rank, num_ranks=run.ranks.world)
-        _look_ahead(run, feed, eval_order(feed), micros)
+        look_ahead(run, feed, eval_order(feed), micros)
         for made in run.recovery.each(
             feed, micros, lambda sequences: score(run, feed, sequences), ranks=run.ranks
         ):
@@ -197,7 +197,8 @@ def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
     return run.method.loss(run.model, micro, denominator=1.0, want_stats=True)
 
 
-def _look_ahead(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
+def look_ahead(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
+    """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
     if isinstance(run.method, LooksAhead):
         ahead = Ahead(feed, sequences, micros, run.device, run.ranks.world)
         run.method.look_ahead(run.model, ahead)

@@ -16,6 +16,7 @@ from memtrain.trainers.model.quantize import refuse_without_bitsandbytes
 from memtrain.trainers.optim_exact import Adafactor
 from memtrain.trainers.optim_master import MasterWeights
 from memtrain.trainers.optim_muon import Muon, split_hidden
+from memtrain.trainers.optim_offload import OffloadedStates
 
 Group = dict[str, Any]
 """A parameter group of torch: `params` and its own settings."""
@@ -33,7 +34,7 @@ def build_optimizer(model: nn.Module, recipe: Optim, settings: Settings) -> Opti
     Raises: LaunchError when nothing is trainable, or the kind needs a package or device that is not here.
     """
     groups = parameter_groups(model, recipe.weight_decay)
-    build = KINDS[settings.optimizer]
+    build = _built_by(settings)
     if settings.optimizer == "muon":
         groups = split_hidden(groups, model)
     if settings.optimizer in BITSANDBYTES:
@@ -41,6 +42,13 @@ def build_optimizer(model: nn.Module, recipe: Optim, settings: Settings) -> Opti
     if settings.master_weights and any(p.dtype in HALF for group in groups for p in group["params"]):
         return MasterWeights(groups, lambda copies: build(copies, recipe), recipe.lr)
     return build(groups, recipe)
+
+
+def _built_by(settings: Settings) -> Callable[[list[Group], Optim], Optimizer]:
+    build = KINDS[settings.optimizer]
+    if not settings.optimizer_offload:
+        return build
+    return lambda groups, recipe: OffloadedStates(build(groups, recipe))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:

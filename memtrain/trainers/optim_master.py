@@ -43,7 +43,7 @@ class MasterWeights(Optimizer):
         """Step the copies, bucket by bucket, and write them back into the model."""
         loss = closure() if closure is not None else None
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner["lr"] = outer["lr"]
+            inner["lr"], inner["weight_decay"] = outer["lr"], outer["weight_decay"]
         gradients = {master: parameter.grad for parameter, master in self.pairs()}
         for _, master in self.pairs():
             master.grad = None

@@ -9,6 +9,7 @@ import torch
 
 from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
 from memtrain.memory.units import gib
+from memtrain.trainers.memory_errors import is_out_of_memory
 from memtrain.trainers.position import Position
 from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.run.ranks import Ranks
@@ -52,10 +53,12 @@ def _state_of(error: Exception) -> tuple[RunState, str]:
 def _out_of_memory_in_words(folder: RunFolder, position: Position) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        held = torch.cuda.memory_allocated()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        held = f", with {gib(torch.cuda.memory_allocated())} held" if torch.cuda.is_available() else ""
         raise OutOfMemory(
-            f"the device ran out of memory in step {position.step + 1}, with {gib(held)} held",
+            f"ran out of memory in step {position.step + 1}{held}",
             where=str(folder.path),
             fix="set a smaller memory.budget or train.micro_rows and run the same command again: it goes on "
             "from the last checkpoint",

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.errors import Fault, OutOfMemory
+from memtrain.errors import DoesNotFit, Fault, OutOfMemory
 from memtrain.memory.activations import HeaviestBatch
-from memtrain.memory.budget import usable
+from memtrain.memory.budget import needed, usable
 from memtrain.memory.estimate import estimate
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan import PhasePeak, Plan
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
 from memtrain.memory.units import gib
-from memtrain.memory.ways_out import ways_out
+from memtrain.memory.ways_out import WayOut, ways_out
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.recover import Exhausted
 
@@ -32,14 +32,7 @@ def post_mortem(
 ) -> OutOfMemory:
     """The error that ends the run: largest owners, measured and predicted, and the smallest ways out."""
     tokens = spent.failure.load
-    shape = shape_of(base_model(model).config.to_dict())
-    batch = HeaviestBatch(1, tokens, tokens, tokens)
-    predicted = estimate(settings, shape, batch).peak
-    budget = plan.prediction.budget_bytes
-    limit = int(predicted.num_bytes * BELOW)
-    if budget is not None:
-        limit = min(limit, usable(budget, settings))
-    ways = ways_out(settings, shape, batch, limit)
+    predicted, ways = _ways(plan, settings, model, tokens)
     owners = owners_of(model, optimizer) | {
         f"{owned.owner} (predicted)": owned.num_bytes
         for owned in predicted.owners
@@ -55,10 +48,45 @@ def post_mortem(
                 f"ran out of memory with one sequence of {tokens:,} tokens in step {step + 1} ({tried}); "
                 f"the largest owners: {named}",
                 plan.run_dir,
-                f"{saved}{'; or '.join(way.words() for way in ways)}, and run the same command again",
+                f"{saved}{_words(ways)}, and run the same command again",
             )
         ]
     )
+
+
+def refuse_over_budget(
+    plan: Plan, settings: Settings, model: nn.Module, peak_bytes: int, tokens: int
+) -> None:
+    """Refuse a run whose measured peak is above the budget that the recipe gives.
+
+    Raises: DoesNotFit.
+    """
+    budget = plan.recipe.memory.budget
+    if budget == "auto" or needed(peak_bytes, settings) <= budget:
+        return
+    _, ways = _ways(plan, settings, model, tokens)
+    raise DoesNotFit(
+        f"the rehearsal of the heaviest micro-batch ({tokens:,} tokens) needs "
+        f"{gib(needed(peak_bytes, settings))}, and memory.budget is {gib(budget)}",
+        plan.run_dir,
+        f"{_words(ways)}; or raise memory.budget",
+    )
+
+
+def _ways(plan: Plan, settings: Settings, model: nn.Module, tokens: int) -> tuple[PhasePeak, list[WayOut]]:
+    """(the peak predicted for one micro-batch of `tokens` in one row, what would be lower)."""
+    shape = shape_of(base_model(model).config.to_dict())
+    batch = HeaviestBatch(1, tokens, tokens, tokens)
+    predicted = estimate(settings, shape, batch).peak
+    budget = plan.prediction.budget_bytes
+    limit = int(predicted.num_bytes * BELOW)
+    if budget is not None:
+        limit = min(limit, usable(budget, settings))
+    return predicted, ways_out(settings, shape, batch, limit)
+
+
+def _words(ways: Iterable[WayOut]) -> str:
+    return "; or ".join(way.words() for way in ways) or "take a smaller model, or a larger device"
 
 
 def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:

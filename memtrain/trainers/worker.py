@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
+from accelerate import Accelerator
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -26,10 +27,12 @@ from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.load import local_device
+from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.outcome import outcome_told
 from memtrain.trainers.position import Position
-from memtrain.trainers.post_mortem import post_mortem
+from memtrain.trainers.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.recover import Recovery
+from memtrain.trainers.rehearse import rehearse
 from memtrain.trainers.run.checkpoint import (
     Found,
     mend_checkpoints,
@@ -48,6 +51,7 @@ from memtrain.trainers.run.standing import is_over
 from memtrain.trainers.run.watch import MemoryWatch
 from memtrain.trainers.schedule import lr_at
 from memtrain.trainers.snapshot import parts_of, restore
+from memtrain.trainers.step import Engine
 from memtrain.trainers.telling import Teller, open_teller
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"
@@ -90,7 +94,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             steps=Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle),
             eval_feed=built.eval,
             ranks=ranks,
-            engine=make_engine(accelerator, model),
+            engine=_engine(accelerator, plan, built),
             device=local_device(plan.settings),
             tell=teller.tell,
             watch=_watch(plan, built, teller.tell, ranks, position),
@@ -104,6 +108,9 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             position=position,
             started=started,
         )
+        if plan.settings.rehearse and position.step < plan.settings.max_steps:
+            found_out = rehearse(run)
+            refuse_over_budget(plan, recovery.settings, built.model, found_out.peak_bytes, found_out.load)
         train(run)
         finish(run, built, folder)
         ranks.barrier()
@@ -141,6 +148,14 @@ def _tell_start(
         said.append(f"continued after step {position.step}")
     for text in said:
         teller.tell(NoteEvent(step=position.step, text=text))
+
+
+def _engine(accelerator: Accelerator, plan: Plan, built: Built) -> Engine:
+    """How a step reaches the other ranks and the weights."""
+    if not plan.settings.in_backward:
+        return make_engine(accelerator, built.scorer)
+    trained = [parameter for parameter in built.scorer.parameters() if parameter.requires_grad]
+    return InBackward(built.optimizer, trained).engine()
 
 
 def _recovery(plan: Plan, built: Built, position: Position, teller: Teller) -> Recovery:

@@ -115,7 +115,11 @@ def test_it_runs_out_again_and_again_down_to_one_sequence_and_its_strategies(
     assert breaker.broken == 6
     assert_same_course(folder, undisturbed)
     said = " ".join(notes(folder))
-    for words in ("every layer is checkpointed", "activations wait in host memory", "the loss takes tiles of"):
+    for words in (
+        "every layer is checkpointed",
+        "activations wait in host memory",
+        "the loss takes tiles of",
+    ):
         assert words in said
 
 
@@ -186,7 +190,9 @@ def test_recovery_can_be_switched_off(runs, monkeypatch):
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory():
-    assert memory_errors.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert memory_errors.is_out_of_memory(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    )
     assert memory_errors.is_out_of_memory(RuntimeError(MESSAGE))
     assert not memory_errors.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 

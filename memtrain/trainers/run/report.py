@@ -21,6 +21,10 @@ MOST_AVERAGED_STEPS = 10
 """First and last loss are means over a tenth of the steps, at most of this many: steps are noisy; taste."""
 
 
+REHEARSAL = "rehearsal: "
+"""What stands before the name of a phase that was rehearsed: it is held against the same prediction."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a run folder says, by kind. Any of it may be missing: a run can be looked at while it goes on."""
@@ -135,6 +139,9 @@ def phases_of(report: Report) -> list[PhaseMemory]:
     """Every phase that was predicted or measured: the plan's in its order, then the others."""
     predicted = {peak.phase: peak for peak in report.plan.prediction.phases} if report.plan else {}
     measured = {event.phase: event for event in report.memory}
+    predicted |= {
+        f"{REHEARSAL}{phase}": peak for phase, peak in predicted.items() if f"{REHEARSAL}{phase}" in measured
+    }
     return [
         PhaseMemory(phase, predicted.get(phase), measured.get(phase)) for phase in {**predicted, **measured}
     ]

@@ -1,0 +1,63 @@
+"""The optimizer step inside the backward pass: each weight moves as soon as its gradient is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain.trainers.step import Engine
+
+
+class InBackward:
+    """Steps `optimizer` for one weight at a time and frees its gradient: they are never there together.
+
+    The same bits as a step after the backward pass, with one micro-batch a step, one process and no clipping
+    (the plan sees to that). Autograd calls a weight's hook once, when all its uses have added their part, and
+    no use of it is left that would read the weight.
+
+    Source: Lv et al. 2023 (LOMO), arXiv:2306.09782, algorithm 1, here with any optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._norms: dict[Tensor, Tensor] = {}
+        self._is_real = True
+        self._makes_states = True
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._made)
+
+    def engine(self) -> Engine:
+        """How a step reaches the weights: all is done when the backward pass is."""
+        return Engine(clip=self._norm, step=lambda optimizer: None, rehearsing=self._rehearsing)
+
+    @contextmanager
+    def _rehearsing(self, makes_states: bool) -> Iterator[None]:
+        """Weights stay where they are inside; optimizer states appear, or are not touched."""
+        self._is_real, self._makes_states = False, makes_states
+        try:
+            yield
+        finally:
+            self._is_real = True
+            self._norms.clear()
+
+    def _made(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None, "The hook is called with a gradient."
+        self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        if not self._is_real:
+            gradient.zero_()
+        if self._is_real or self._makes_states:
+            # Only this weight has a gradient, so only this one is stepped.
+            self._optimizer.step()
+        parameter.grad = None
+
+    def _norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Norm of all gradients of the pass, as if they were there together."""
+        assert max_norm == float("inf"), "Gradients that are gone cannot be scaled."
+        norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
+        self._norms.clear()
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

@@ -1,0 +1,123 @@
+"""Optimizer states that wait in host memory: they travel to the device for the step, a bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+BUCKET_BYTES = 256 * 2**20
+"""Most bytes of weights whose states are on the device at once (one tensor's may be more). Taste: large
+copies reach the bus's rate, and two moments of a bucket are half a GiB."""
+
+
+class OffloadedStates(Optimizer):
+    """An optimizer whose states are in host memory between its steps: pinned where the weights are on CUDA.
+
+    The same kernels run on the same device, so the numbers are the same bits, and `state_dict` is that of the
+    optimizer inside: runs with and without it continue each other. On a CPU the states are copied to and fro
+    all the same.
+
+    Source: Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857, section 5.2.2 (states streamed through
+    the device).
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
+        """Step every tensor that has a gradient, bucket by bucket."""
+        loss = closure() if closure is not None else None
+        gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None
+        try:
+            for bucket in _buckets(list(gradients)):
+                self._step_bucket(bucket, gradients)
+        finally:
+            # A step that broke off is made again, with these gradients.
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer inside, its tensors in host memory."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken; the states stay on the host."""
+        self.inner.load_state_dict(state_dict | {"state": {}})
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.state.clear()
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(indices, self._parameters(), strict=True):
+            if index in state_dict["state"]:
+                entry = state_dict["state"][index]
+                self.state[parameter] = {name: _to_host(value, parameter) for name, value in entry.items()}
+
+    def _step_bucket(self, bucket: list[Tensor], gradients: dict[Tensor, Tensor]) -> None:
+        waiting = {parameter: self.state.get(parameter, {}) for parameter in bucket}
+        for parameter in bucket:
+            if waiting[parameter]:
+                entry = waiting[parameter].items()
+                self.state[parameter] = {name: _to_device(value, parameter) for name, value in entry}
+            parameter.grad = gradients[parameter]
+        versions = [parameter._version for parameter in bucket]
+        try:
+            self.inner.step()
+        except BaseException:
+            # What was stepped keeps its new states, on the device until its next step.
+            for parameter, version in zip(bucket, versions, strict=True):
+                if parameter._version == version:
+                    self.state[parameter] = waiting[parameter]
+            raise
+        finally:
+            for parameter in bucket:
+                parameter.grad = None
+        for parameter in bucket:
+            entry, home = self.state[parameter].items(), waiting[parameter]
+            made = {name: _to_host(value, parameter, home.get(name)) for name, value in entry}
+            self.state[parameter] = made
+        if bucket[0].device.type == "cuda":
+            torch.cuda.current_stream(bucket[0].device).synchronize()
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    num_bytes = 0
+    for parameter in parameters:
+        if bucket and num_bytes + parameter.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(parameter)
+        num_bytes += parameter.nbytes
+    if bucket:
+        yield bucket
+
+
+def _to_device(value: Any, parameter: Tensor) -> Any:
+    """A copy beside the weight; plain values are themselves."""
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_like(value, device=parameter.device)
+    return made.copy_(value, non_blocking=True)
+
+
+def _to_host(value: Any, parameter: Tensor, home: Any = None) -> Any:
+    """A copy in host memory, in `home` where there is one of its shape; plain values are themselves."""
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(home, Tensor) or home.shape != value.shape or home.dtype != value.dtype:
+        home = torch.empty_like(value, device="cpu", pin_memory=parameter.device.type == "cuda")
+    return home.copy_(value, non_blocking=True)

@@ -1,0 +1,211 @@
+"""The rehearsal: the heaviest batch, an evaluation and a save before the first step, undone to the bit.
+
+Weights do not move: gradients, learning rate and decay are zero when the optimizer steps, and a checksum
+says so. Optimizer states go again, random states come back. What memory that ran out has taught
+(recover.py) stays: that is what the rehearsal is for.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from memtrain.errors import LaunchError
+from memtrain.memory.units import gib
+from memtrain.trainers.feed import Feed, Ints, StepWork, eval_micro_batches
+from memtrain.trainers.loop import Run, look_ahead, score, whole_gradients
+from memtrain.trainers.recover import Exhausted
+from memtrain.trainers.run.events import NoteEvent
+from memtrain.trainers.run.report import REHEARSAL
+from memtrain.trainers.run.seed import random_state, restore_random_state
+from memtrain.trainers.run.state_io import save_state
+from memtrain.trainers.step import set_rate, update
+
+MOST_SCANNED = 200_000
+"""Sequences whose steps are laid out to find the heaviest micro-batch; beyond, the longest rows of the data
+are put together in its place, which no step can exceed. Taste: a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What a rehearsal found."""
+
+    peak_bytes: int
+    """Highest peak of live tensors of any rank; 0 where nothing is measured."""
+    load: int
+    """Tokens of the heaviest micro-batch, padding included."""
+
+
+def rehearse(run: Run) -> Rehearsed:
+    """Try what is heaviest in every phase of the run that is left. Called by all ranks together.
+
+    Raises: OutOfMemory when it does not fit whatever is done; LaunchError when checkpoints cannot be written.
+    """
+    sequences, is_real = heaviest_micro(run)
+    before = bits_of(run.parameters)
+    with _undone(run):
+        try:
+            _steps(run, sequences)
+            _evaluation(run)
+        except Exhausted as spent:
+            raise run.post_mortem(spent) from None
+        with run.watch.phase(f"{REHEARSAL}saving"):
+            try_save(run)
+        peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
+    assert bits_of(run.parameters) == before, "A rehearsal moves no weight."
+    tokens = run.recovery.load_of(run.steps.feed, sequences)
+    which = "the heaviest micro-batch of the run" if is_real else "the longest rows together"
+    predicted = run.plan.prediction.peak.num_bytes
+    said = f"rehearsed {which}, {tokens:,} tokens"
+    if run.watch.is_on:
+        said += f": peak {gib(peak)}, predicted {gib(predicted)}"
+    run.tell(NoteEvent(step=run.position.step, text=said))
+    return Rehearsed(peak, tokens)
+
+
+def heaviest_micro(run: Run) -> tuple[Ints, bool]:
+    """The micro-batch of any rank with most tokens, padding included, and whether it is one of the run's."""
+    settings, feed = run.plan.settings, run.steps.feed
+    heaviest: Ints = np.zeros(0, np.int64)
+    most, seen = -1, 0
+    for step in range(run.position.step, settings.max_steps):
+        works = [
+            run.steps.work(step, rank=rank, num_ranks=run.ranks.world) for rank in range(run.ranks.world)
+        ]
+        for sequences in (one for work in works for one in work.micros):
+            load = run.recovery.load_of(feed, sequences)
+            if load > most:
+                heaviest, most = sequences, load
+        seen += works[0].num_sequences
+        if seen > MOST_SCANNED:
+            return _longest(feed, settings.micro_rows, settings.micro_tokens), False
+    return heaviest, True
+
+
+def bits_of(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """A checksum of the bits of each parameter: their sum as integers, wrapped."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.detach().view(integers[p.itemsize]).sum(dtype=torch.int64) for p in parameters]
+    return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+
+
+def try_save(run: Run) -> None:
+    """Write the largest tensor of a checkpoint and remove it; make sure that the disk has room for them all.
+
+    Raises: LaunchError.
+    """
+    if not run.ranks.is_main:
+        return
+    folder = Path(run.plan.run_dir)
+    tensors = [*run.parameters, *_states(run)]
+    needed = sum(tensor.nbytes for tensor in tensors) * (run.plan.recipe.save.keep + 1)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise LaunchError(
+            f"checkpoints will need {gib(needed)} of disk (save.keep {run.plan.recipe.save.keep} and the one "
+            f"that is written), and {gib(free)} are free",
+            where=str(folder),
+            fix="free some, lower save.keep, or set run_dir to another disk",
+        )
+    with TemporaryDirectory(dir=folder, prefix=".rehearsal-") as place:
+        save_state({"largest": max(tensors, key=lambda tensor: tensor.nbytes)}, Path(place) / "largest")
+
+
+@contextmanager
+def _undone(run: Run) -> Iterator[None]:
+    """Random states, learning rates, optimizer states and figures as they were, after what happens inside."""
+    draws = random_state()
+    rates = [{name: group[name] for name in ("lr", "weight_decay")} for group in run.optimizer.param_groups]
+    figures = run.watch.resident_bytes, run.watch.peak_bytes
+    is_fresh = not run.optimizer.state
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    try:
+        with run.engine.rehearsing(is_fresh):
+            yield
+    finally:
+        run.optimizer.zero_grad(set_to_none=True)
+        if is_fresh:
+            run.optimizer.state.clear()
+        for group, values in zip(run.optimizer.param_groups, rates, strict=True):
+            group.update(values)
+        run.watch.resident_bytes, run.watch.peak_bytes = figures
+        restore_random_state(draws)
+
+
+def _steps(run: Run, sequences: Ints) -> None:
+    """A first step, after which the states are there, and one with them. A run that goes on has them."""
+    step = run.position.step
+    has_more = any(
+        len(run.steps.work(step, rank=rank, num_ranks=run.ranks.world).micros) > 1
+        for rank in range(run.ranks.world)
+    )
+    micros = (sequences, sequences) if has_more else (sequences,)
+    feed = run.steps.feed
+    work = StepWork(
+        step=step,
+        epoch=0,
+        is_last_of_epoch=False,
+        sequences=sequences,
+        micros=micros,
+        denominator=max(1.0, float(feed.weights[sequences].sum()) * len(micros) * run.ranks.world),
+        num_tokens=int(feed.tokens[sequences].sum()),
+        num_sequences=len(sequences),
+    )
+    set_rate(run.optimizer, 0.0)
+    if not run.optimizer.state:
+        with run.watch.phase(f"{REHEARSAL}first step"):
+            whole_gradients(run, work)
+            _step_nowhere(run)
+    with run.watch.phase(f"{REHEARSAL}steady step"):
+        whole_gradients(run, work)
+        run.optimizer.zero_grad(set_to_none=True)
+
+
+def _step_nowhere(run: Run) -> None:
+    for parameter in run.parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    update(
+        run.optimizer,
+        run.parameters,
+        lr=0.0,
+        max_grad_norm=run.plan.recipe.optim.max_grad_norm,
+        engine=run.engine,
+    )
+
+
+def _evaluation(run: Run) -> None:
+    if run.eval_feed is None:
+        return
+    feed = run.eval_feed
+    micros = eval_micro_batches(feed, run.plan.settings, rank=0, num_ranks=1)
+    heaviest = max(micros, key=lambda sequences: run.recovery.load_of(feed, sequences))
+    was_training = run.model.training
+    run.model.eval()
+    with run.watch.phase(f"{REHEARSAL}evaluation"), torch.no_grad():
+        look_ahead(run, feed, heaviest, [heaviest])
+        run.recovery.each(feed, [heaviest], lambda sequences: score(run, feed, sequences), ranks=run.ranks)
+    run.model.train(was_training)
+
+
+def _longest(feed: Feed, most_rows: int, most_tokens: int | None) -> Ints:
+    """The longest sequences that one micro-batch may hold."""
+    order = np.argsort(-feed.tokens, kind="stable")[:most_rows].astype(np.int64)
+    if most_tokens is None:
+        return order
+    fits = int(np.searchsorted(np.cumsum(feed.tokens[order]), most_tokens, side="right"))
+    return order[: max(1, fits)]
+
+
+def _states(run: Run) -> list[Tensor]:
+    held = run.optimizer.state_dict()["state"].values()
+    return [value for state in held for value in state.values() if isinstance(value, Tensor)]
