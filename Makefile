@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test test-all check format docs-reference clean
+.PHONY: setup quickstart test test-all test-slurm check format docs-reference clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,10 +17,14 @@ quickstart: setup
 	$(BIN)/memtrain quickstart
 
 test: setup
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm"
 
 test-all: setup
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not gpu"
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not gpu and not slurm"
+
+# A SLURM of four virtual nodes on this machine; `tests/slurm/cluster.sh install` gets the packages (root).
+test-slurm: setup
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 0 -m slurm -rs tests/slurm
 
 check: setup
 	$(BIN)/ruff check .
