@@ -163,3 +163,45 @@ def test_rows_for_another_method_are_refused(tmp_path: Path, cache: Path):
     with pytest.raises(MemtrainError) as caught:
         run_recipe("reward", recipe, overrides, dry_run=True, run_dir=str(tmp_path / "run"))
     assert "does not take" in caught.value.text()
+
+
+def test_a_window_shorter_than_a_row_gives_each_answer_a_row(tmp_path: Path, cache: Path):
+    """A sliding window cannot be shared: the plan pads, and names the model's window."""
+    model = (
+        "{model_type: mistral, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,"
+        " sliding_window: 64, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}"
+    )
+    told = run(tmp_path, "dpo", cache, f"model.config={model}", "train.max_steps=2")
+    assert losses(told)[0] == pytest.approx(math.log(2), abs=1e-4)
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert not plan["settings"]["shared_prompts"]
+    shared = next(one for one in plan["decisions"] if one["setting"] == "shared_prompts")
+    assert "slides over 64 tokens" in shared["reason"]
+    recipe = written(tmp_path, "dpo", cache)
+    asked = [f"model.config={model}", "length.shared_prompts=true"]
+    with pytest.raises(RecipeError) as caught:
+        run_recipe("dpo", recipe, asked, dry_run=True, run_dir=str(tmp_path / "asked"))
+    assert "a prompt cannot be shared by its answers" in caught.value.text()
+
+
+def test_kto_takes_pairs_apart(tmp_path: Path, cache: Path):
+    rows = [f'{{"prompt": "{n} pens:", "chosen": " {n}", "rejected": " no"}}' for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    told = run(tmp_path, "kto", cache, *overrides, "train.max_steps=2", "length.group_prompts=true")
+    assert next(line for line in told if line["kind"] == "data")["rows"] == 16
+    assert [line["rewards/desirable_share"] for line in told if line["kind"] == "step"] == [0.5, 0.5]
+
+
+def test_conversations_with_a_common_beginning_are_pairs(tmp_path: Path, cache: Path):
+    """The prompt is what both begin with: the system's and the user's message."""
+
+    def conversation(answer: str) -> list[dict[str, str]]:
+        asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+        return [*asked, {"role": "assistant", "content": answer}]
+
+    row = json.dumps({"chosen": conversation("4"), "rejected": conversation("five"), "margin": 0.5})
+    (tmp_path / "pairs.jsonl").write_text(f"{row}\n" * 8)
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    told = run(tmp_path, "reward", cache, *overrides, "train.max_steps=2")
+    assert next(line for line in told if line["kind"] == "data")["rows_dropped"] == 0
