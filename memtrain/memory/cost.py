@@ -1,8 +1,8 @@
 """Predicted time of an optimizer step: good for ordering candidates, not for a schedule.
 
-Time on the device is operations over rate for matrix products, bytes over bandwidth for everything else; the
-host launches operators meanwhile and copies cross the bus meanwhile. The longest of the three counts, with a
-tenth of the next for imperfect overlap.
+Time on the device is operations over rate for matrix products, bytes over bandwidth for everything else. What
+is offloaded leaves in the forward pass and comes back in the backward pass: in each the longer of computing
+and copying counts, with a tenth of the other for imperfect overlap. The host launches operators meanwhile.
 Source: the roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785); operators and bytes of a layer
 were counted by a dispatch mode around one more Llama layer: torch 2.13, transformers 5.23, bfloat16.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_boundary, layer_kept
-from memtrain.memory.budget import num_trained, static_bytes, trains_head
+from memtrain.memory.budget import num_trained, optimizer_bytes, static_bytes, trains_head
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
@@ -52,11 +52,23 @@ def step_time(
     products = num_micros * (_layer_operations(load) + _head_operations(load)) / rate
     traffic = num_micros * (_layer_traffic(load) + _head_traffic(load)) / rates.bytes_per_s
     optimizer = _optimizer_traffic(settings, shape) / rates.bytes_per_s
-    launch = rates.launch_s * (num_micros * _operators(load) + _optimizer_operators(settings, shape))
+    launch = rates.launch_s * (
+        num_micros * (_layer_operators(load) + _tile_operators(load)) + _optimizer_operators(settings, shape)
+    )
     copy = num_micros * _copied(load) / rates.host_bytes_per_s
-    device = products + traffic + optimizer
-    longest, next_longest, _ = sorted((device, launch, copy), reverse=True)
-    return StepTime(longest + OVERLAP_LOSS * next_longest, products, traffic, optimizer, launch, copy)
+    states = _moved_states(settings, shape) / rates.host_bytes_per_s
+    # A kernel is not done before its last block is: the shorter the kernels, the more of them is waiting.
+    tails = rates.kernel_s * num_micros * _layer_operators(load)
+    computing = products + traffic + tails
+    forward = computing / sum(_passes(load))
+    device = _overlapped(forward, copy) + _overlapped(computing - forward, copy)
+    seconds = _overlapped(device + _overlapped(optimizer, states), launch)
+    return StepTime(seconds, products, traffic, optimizer, launch, 2 * copy + states)
+
+
+def _overlapped(one: float, other: float) -> float:
+    """Seconds of two things that happen at the same time, nearly."""
+    return max(one, other) + OVERLAP_LOSS * min(one, other)
 
 
 def num_checkpointed(settings: Settings, shape: ModelShape) -> int:
@@ -139,16 +151,20 @@ def _optimizer_traffic(settings: Settings, shape: ModelShape) -> float:
     return passes * (2 * static.gradients + 2 * trained + 2 * (static.optimizer + static.master))
 
 
-def _operators(load: Load) -> float:
+def _layer_operators(load: Load) -> float:
     forward, _ = _passes(load)
     adapters = 0
     if load.settings.adapter is not None:
         adapters = 6 * len(load.shape.adapted(load.settings.adapter))
     fused = 0.5 if load.settings.liger else 1.0
     per_layer = fused * (FORWARD_OPERATORS * forward + BACKWARD_OPERATORS) + adapters * (forward + 2)
+    return load.shape.num_layers * per_layer
+
+
+def _tile_operators(load: Load) -> float:
     tile_rows = max(1, load.settings.loss_tile_bytes // (4 * load.shape.vocab_size))
     tiles = -(-load.S // tile_rows) if load.settings.loss == "chunked" else 1
-    return load.shape.num_layers * per_layer + 40 * tiles
+    return 40.0 * tiles
 
 
 def _optimizer_operators(settings: Settings, shape: ModelShape) -> float:
@@ -157,10 +173,15 @@ def _optimizer_operators(settings: Settings, shape: ModelShape) -> float:
 
 
 def _copied(load: Load) -> float:
-    """Bytes one direction moves for offloaded activations and paged optimizer states."""
+    """Bytes one direction moves for offloaded activations."""
     settings, shape = load.settings, load.shape
     if settings.offload == "boundaries":
         return float(num_checkpointed(settings, shape) * layer_boundary(load))
     if settings.offload == "all":
         return float(shape.num_layers * layer_kept(load))
     return 0.0
+
+
+def _moved_states(settings: Settings, shape: ModelShape) -> float:
+    """Bytes that cross the bus in a step, there and back, for optimizer states that wait on the host."""
+    return 2.0 * optimizer_bytes(settings, shape) if settings.optimizer_offload else 0.0

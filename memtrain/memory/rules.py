@@ -42,6 +42,8 @@ class Ledger:
     """Decisions and refusals as they are made."""
 
     asked: Asked
+    presumed: frozenset[str] = frozenset()
+    """Packages that the run's machine is taken to have: it is another one than this."""
     decisions: list[Decision] = field(default_factory=list[Decision])
     faults: list[Fault] = field(default_factory=list[Fault])
 
@@ -53,6 +55,10 @@ class Ledger:
         self.decisions.append(
             Decision(setting=setting, value=str(value), reason=shown, source=source if said else "rule")
         )
+
+    def has(self, package: str) -> bool:
+        """Whether the run can import a package."""
+        return package in self.presumed or bool(installed(package))
 
     def refuse(self, what: str, path: str, fix: str) -> None:
         """Note a refusal at a place of the recipe."""
@@ -170,7 +176,7 @@ def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:
             "optim.master_weights",
             "remove it, or set model.dtype: bfloat16",
         )
-    if hardware.device != "cuda" or not installed("liger_kernel"):
+    if hardware.device != "cuda" or not ledger.has("liger_kernel"):
         missing = "is not installed" if hardware.device == "cuda" else "runs on CUDA only"
         get = "pip install 'memtrain[liger]' on a CUDA machine"
         if model.liger == "on":
@@ -183,7 +189,7 @@ def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:
                 "memory.loss",
                 f"{get}, or set memory.loss: chunked",
             )
-    if recipe.memory.activation_checkpointing == "off" and ledger.asked.said("memory.checkpoint_every"):
+    if recipe.memory.activation_checkpointing == "off" and recipe.memory.checkpoint_every != "auto":
         ledger.refuse(
             "memory.checkpoint_every has no effect with activation_checkpointing: off",
             "memory.checkpoint_every",
@@ -194,7 +200,7 @@ def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:
 def _needs_bitsandbytes(ledger: Ledger, hardware: Hardware, what: str, path: str, instead: str) -> None:
     if hardware.device != "cuda":
         ledger.refuse(f"{what} needs bitsandbytes on a CUDA device", path, f"use {instead}")
-    elif not installed("bitsandbytes"):
+    elif not ledger.has("bitsandbytes"):
         ledger.refuse(
             f"{what} needs bitsandbytes, which is not installed",
             path,

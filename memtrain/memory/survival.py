@@ -8,7 +8,9 @@ from memtrain.memory.batching import Micro
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
+from memtrain.recipes.memory import StrategyName
 from memtrain.recipes.preference import Dpo
+from memtrain.recipes.registry import METHODS
 
 Rung = Literal["split", "checkpointing", "offloading", "loss_tile"]
 
@@ -19,10 +21,27 @@ SAID_BY: dict[Rung, tuple[str, object]] = {
 }
 """The recipe key and value that rule a rung out, where they are written."""
 
+STRATEGY_OF: dict[Rung, StrategyName] = {
+    "split": "smaller_micro_batch",
+    "checkpointing": "activation_checkpointing",
+    "offloading": "boundary_offloading",
+    "loss_tile": "chunked_loss",
+}
+"""The strategy that a rung turns to: `memory.never` rules it out by that name."""
+
 
 def decide_rehearsal(ledger: Ledger, hardware: Hardware) -> bool:
     """Whether the heaviest batch is tried before the first step."""
     wanted = ledger.asked.recipe.memory.rehearse
+    if METHODS[ledger.asked.recipe.method].is_online:
+        if wanted == "on":
+            ledger.refuse(
+                "a run that writes its own completions is not rehearsed: they are not there before it",
+                "memory.rehearse",
+                "remove it",
+            )
+        ledger.decide("rehearse", "off", "the completions that it learns from are not there yet")
+        return False
     if wanted == "auto":
         is_on = hardware.device == "cuda"
         reason = (
@@ -46,12 +65,13 @@ def decide_recovery(ledger: Ledger, settings: Settings) -> tuple[Rung, ...]:
         ledger.decide("recover", "off", why, "memory.recover")
         return ()
     rungs: list[Rung] = []
-    if recipe.method != "dpo" or not (recipe.dpo or Dpo()).ranks_the_batch:
+    is_whole = recipe.method == "dpo" and (recipe.dpo or Dpo()).ranks_the_batch
+    if not is_whole and STRATEGY_OF["split"] not in recipe.memory.never:
         rungs.append("split")
     for rung, (path, value) in SAID_BY.items():
         section, key = path.split(".")
         is_ruled_out = ledger.asked.said(path) and getattr(getattr(recipe, section), key) == value
-        if not is_ruled_out and rung not in recipe.memory.never:
+        if not is_ruled_out and STRATEGY_OF[rung] not in recipe.memory.never:
             rungs.append(rung)
     words = f"when memory runs out, a step is made again: {', '.join(rungs) or 'by nothing that is allowed'}"
     ledger.decide("recover", "on", words, "memory.recover")

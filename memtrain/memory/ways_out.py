@@ -87,6 +87,11 @@ def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
         yield Change("optim.kind: adafactor", {"optimizer": "adafactor"})
     if settings.adapter is None:
         yield Change("model.adapter: {kind: lora}", {"adapter": Adapter()})
+    if settings.quantize == "none" and settings.device == "cuda":
+        both = "model: {adapter: {kind: lora}, quantize: 4bit}"
+        said = "model.quantize: 4bit" if settings.adapter else both
+        adapter = settings.adapter or Adapter()
+        yield Change(said, {"adapter": adapter, "quantize": "4bit", "master_weights": False})
     length = heaviest.longest // 2
     if length >= LEAST_LENGTH:
         yield Change(f"length.max_length: {length}", {"max_length": length}, length)

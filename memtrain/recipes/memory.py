@@ -8,6 +8,43 @@ from pydantic import BeforeValidator
 
 from memtrain.recipes.base import Bytes, PositiveInt, Section, one_or_many
 
+StrategyName = Literal[
+    "padding_free",
+    "packing",
+    "shared_prompts",
+    "smaller_micro_batch",
+    "activation_checkpointing",
+    "checkpoint_every_n",
+    "boundary_offloading",
+    "full_offloading",
+    "chunked_loss",
+    "liger_loss",
+    "optimizer_offload",
+    "optimizer_in_backward",
+    "precomputed_reference",
+    "adapter_off_reference",
+    "adamw_8bit",
+    "paged_adamw",
+    "paged_adamw_8bit",
+    "adafactor",
+    "master_weights",
+    "lora",
+    "qlora",
+]
+"""Every strategy; a page each in memory/strategies."""
+
+Changing = Literal[
+    "adamw_8bit",
+    "paged_adamw",
+    "paged_adamw_8bit",
+    "adafactor",
+    "liger_loss",
+    "lora",
+    "qlora",
+    "shorter_sequences",
+]
+"""Strategies that change what is learnt."""
+
 
 class Memory(Section):
     """How the run is made to fit. Every setting has a reason in the plan."""
@@ -15,25 +52,31 @@ class Memory(Section):
     budget: Bytes | Literal["auto"] = "auto"
     """Memory of one device that the run may use. `auto`: what is free on the device at the start."""
 
-    use: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    use: Annotated[tuple[StrategyName, ...], BeforeValidator(one_or_many)] = ()
     """Strategies that must be used, by name (`memtrain methods --strategies` lists them)."""
 
-    never: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    never: Annotated[tuple[StrategyName, ...], BeforeValidator(one_or_many)] = ()
     """Strategies that must not be used."""
 
-    activation_checkpointing: Literal["auto", "on", "off"] = "on"
+    allow: Annotated[tuple[Changing, ...], BeforeValidator(one_or_many)] = ()
+    """Strategies that change what is learnt, and may be used where no exact plan fits."""
+
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Keep one tensor a layer and recompute the rest in the backward pass: much less memory, about a third
-    more time. Same numbers."""
+    more time. Same numbers. `auto`: where the run does not fit without."""
 
-    checkpoint_every: PositiveInt = 1
-    """Checkpoint every n-th layer. Higher: faster, more memory."""
+    checkpoint_every: PositiveInt | Literal["auto"] = "auto"
+    """Checkpoint every n-th layer. Higher: faster, more memory. `auto`: every layer; where
+    checkpointing is `auto` too, the distance that fits."""
 
-    activation_offloading: Literal["auto", "on", "off"] = "off"
-    """Move the kept tensors to host memory between forward and backward. Same numbers."""
+    activation_offloading: Literal["auto", "on", "off"] = "auto"
+    """Move the kept tensors to host memory between forward and backward. Same numbers. `auto`: where nothing
+    faster fits."""
 
     loss: Literal["auto", "chunked", "full", "liger"] = "auto"
-    """`chunked` (and `auto`): LM head and loss in tiles, logits never held whole. `full`: the plain computation.
-    `liger`: Liger's kernel for cross-entropy (CUDA, `pip install 'memtrain[liger]'`)."""
+    """`chunked`: LM head and loss in tiles, logits never held whole. `full`: the plain computation. `auto`:
+    the faster that fits, `chunked` where they are as fast. `liger`: Liger's kernel for cross-entropy (CUDA,
+    `pip install 'memtrain[liger]'`)."""
 
     loss_tile: Bytes = 64 * 2**20
     """Size of one tile of logits in the chunked loss. Higher: fewer launches, more memory."""
@@ -41,7 +84,7 @@ class Memory(Section):
     expandable_segments: bool = True
     """CUDA's caching allocator grows its segments instead of fragmenting them."""
 
-    optimizer_offload: Literal["on", "off"] = "off"
+    optimizer_offload: Literal["auto", "on", "off"] = "off"
     """Optimizer states wait in host memory and travel to the device for the step, some at a time: 2 numbers a
     trained weight less on the device, a step slower by their way over the bus. Same numbers."""
 

@@ -89,7 +89,7 @@ def test_a_cpu_run_is_exact_padding_free_and_alone():
     settings = ask().settings
     assert (settings.device, settings.dtype, settings.num_processes) == ("cpu", "float32", 1)
     assert (settings.attention, settings.padding_free, settings.loss) == ("cpu", True, "chunked")
-    assert (settings.checkpoint_every, settings.offload) == (1, "none")
+    assert (settings.checkpoint_every, settings.offload) == (0, "none")
 
 
 def test_a_gpu_run_computes_in_bfloat16_with_one_process_for_each_device():

@@ -1,0 +1,82 @@
+"""The list of memory strategies: a page each under memory/strategies."""
+
+from __future__ import annotations
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategies import (
+    activation_checkpointing,
+    adafactor,
+    adamw_8bit,
+    adapter_off_reference,
+    boundary_offloading,
+    checkpoint_every_n,
+    chunked_loss,
+    full_offloading,
+    liger_loss,
+    lora,
+    master_weights,
+    optimizer_in_backward,
+    optimizer_offload,
+    packing,
+    padding_free,
+    paged_adamw,
+    paged_adamw_8bit,
+    precomputed_reference,
+    qlora,
+    shared_prompts,
+    shorter_sequences,
+    smaller_micro_batch,
+)
+from memtrain.memory.strategy import Case, Strategy, Wish, no_forms
+
+STRATEGIES: dict[str, Strategy] = {
+    page.STRATEGY.name: page.STRATEGY
+    for page in (
+        padding_free,
+        packing,
+        shared_prompts,
+        smaller_micro_batch,
+        activation_checkpointing,
+        checkpoint_every_n,
+        boundary_offloading,
+        full_offloading,
+        chunked_loss,
+        liger_loss,
+        optimizer_offload,
+        optimizer_in_backward,
+        precomputed_reference,
+        adapter_off_reference,
+        adamw_8bit,
+        paged_adamw,
+        paged_adamw_8bit,
+        adafactor,
+        master_weights,
+        lora,
+        qlora,
+        shorter_sequences,
+    )
+}
+"""Every strategy by its name; exact ones first."""
+
+
+def wish_of(strategy: Strategy, case: Case) -> Wish:
+    """What the whole recipe says of a strategy: its keys, `memory.use`, `memory.never` and `memory.allow`."""
+    memory = case.recipe.memory
+    if strategy.name in memory.use:
+        return "on"
+    if strategy.name in memory.never:
+        return "off"
+    own = strategy.wish(case.recipe)
+    if own == "allow":
+        return "auto" if strategy.name in memory.allow else "off"
+    return own
+
+
+def is_searched(strategy: Strategy) -> bool:
+    """Whether the search switches it on and off; else it follows from the recipe by rule."""
+    return strategy.changes is not no_forms
+
+
+def used_in(settings: Settings) -> list[Strategy]:
+    """The strategies that a run under `settings` uses."""
+    return [strategy for strategy in STRATEGIES.values() if strategy.is_used(settings)]

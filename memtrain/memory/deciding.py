@@ -1,0 +1,126 @@
+"""Settings that do not depend on memory: device, precision, attention, rows and steps, each by a rule."""
+
+from __future__ import annotations
+
+from memtrain.memory.batching import Micro, decide_batch, micro_candidates
+from memtrain.memory.facts import Facts
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.online import refuse_uneven_groups
+from memtrain.memory.preferences import decide_reference, decide_shared_prompts, whole_batch
+from memtrain.memory.rules import (
+    Ledger,
+    decide_attention,
+    decide_device,
+    decide_dtype,
+    refuse_what_cannot_run,
+)
+from memtrain.memory.settings import Settings
+from memtrain.recipes.recipe import Recipe
+
+
+def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Micro]]:
+    """Settings with everything decided that does not depend on memory, and the micro-batches to try.
+
+    None where a refusal was noted without which nothing more can be said.
+    """
+    recipe, hardware = ledger.asked.recipe, facts.hardware
+    refuse_what_cannot_run(ledger, hardware)
+    processes = decide_device(ledger, hardware)
+    dtype = decide_dtype(ledger, hardware)
+    attention = decide_attention(ledger, hardware, dtype, facts.config)
+    rows, tokens = batch = decide_batch(ledger, processes)
+    refuse_uneven_groups(ledger, rows)
+    if attention is None:
+        return None, []
+    padding_free = _padding_free(ledger, can_pack=attention.can_pack)
+    shares = decide_shared_prompts(ledger, attention, padding_free=padding_free)
+    if facts.apart is not None and not shares:
+        facts = facts.with_prompts_apart()
+    micros = whole_batch(ledger, batch, processes) or micro_candidates(
+        ledger,
+        facts.profile,
+        batch,
+        num_processes=processes,
+        padding_free=padding_free,
+        device=hardware.device,
+    )
+    max_steps = _max_steps(ledger, facts, rows, tokens)
+    passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
+    threads = recipe.cluster.threads
+    settings = Settings.model_validate(
+        _said(recipe)
+        | {
+            "device": hardware.device,
+            "num_processes": processes,
+            "threads": max(1, hardware.num_nodes * hardware.num_cores // processes)
+            if threads == "auto"
+            else threads,
+            "dtype": dtype,
+            "attention": str(attention.backend),
+            "liger": _uses_liger(ledger, hardware),
+            "truncation": recipe.length.truncation or ("keep_end" if facts.apart else "keep_start"),
+            "padding_free": padding_free,
+            "shared_prompts": shares,
+            "reference": decide_reference(ledger, passes=passes),
+            "batch_rows": rows,
+            "batch_tokens": tokens,
+            "micro_rows": micros[0].rows,
+            "micro_tokens": micros[0].tokens,
+            "max_steps": max_steps,
+        }
+    )
+    return settings, micros
+
+
+def _said(recipe: Recipe) -> dict[str, object]:
+    """The settings that say again what the recipe says; those of strategies are off until one is chosen."""
+    return {
+        "adapter": recipe.model.adapter,
+        "quantize": recipe.model.quantize,
+        "max_length": recipe.length.max_length,
+        "packing": recipe.length.packing,
+        "documents_see_each_other": recipe.length.documents_see_each_other,
+        "pad_to_multiple_of": recipe.length.pad_to_multiple_of,
+        "group_by_length": recipe.length.group_by_length,
+        "loss_tile_bytes": recipe.memory.loss_tile,
+        "optimizer": recipe.optim.kind,
+        "master_weights": recipe.optim.master_weights,
+        "expandable_segments": recipe.memory.expandable_segments,
+        "checkpoint_every": 0,
+        "offload": "none",
+        "loss": "full",
+    }
+
+
+def _padding_free(ledger: Ledger, *, can_pack: bool) -> bool:
+    length = ledger.asked.recipe.length
+    if length.packing != "none" or length.padding_free:
+        return can_pack
+    return length.padding_free is None and can_pack and not length.group_by_length
+
+
+def _uses_liger(ledger: Ledger, hardware: Hardware) -> bool:
+    wanted = ledger.asked.recipe.model.liger
+    if wanted == "off":
+        ledger.decide("liger", False, "", "model.liger")
+        return False
+    runs = hardware.device == "cuda" and ledger.has("liger_kernel")
+    reason = "installed, and the device is CUDA" if runs else "not installed"
+    ledger.decide("liger", runs, reason if hardware.device == "cuda" else "CUDA only", "model.liger")
+    return runs
+
+
+def _max_steps(ledger: Ledger, facts: Facts, rows: int | None, tokens: int | None) -> int:
+    train = ledger.asked.recipe.train
+    if train.max_steps is not None:
+        ledger.decide("max_steps", train.max_steps, "", "train.max_steps")
+        return train.max_steps
+    epochs = train.epochs if train.epochs is not None else 1.0
+    words = f"{epochs:g} epoch{'s' if epochs != 1 else ''}"
+    steps = max(1, facts.count_steps(rows, tokens, epochs))
+    if facts.is_guessed:
+        ledger.decide("max_steps", "?", f"{words} of rows that were not counted", "train.epochs")
+        return steps
+    count = facts.profile.report.num_sequences
+    ledger.decide("max_steps", steps, f"{words} over {count:,} sequences", "train.epochs")
+    return steps

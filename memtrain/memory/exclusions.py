@@ -1,0 +1,121 @@
+"""Which strategies exclude each other, and which need another: one table, each pair with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memtrain.memory.all_strategies import STRATEGIES
+from memtrain.memory.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Two things that no run does together."""
+
+    strategy: str
+    """Name of a strategy."""
+    other: str
+    """What it cannot be with, in words: another strategy, or a setting."""
+    is_other: Callable[[Settings], bool]
+    reason: str
+
+
+def _with(strategy: str, other: str, reason: str) -> Exclusion:
+    return Exclusion(strategy, other, STRATEGIES[other].is_used, reason)
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        "boundary_offloading",
+        "layers that keep everything",
+        lambda settings: settings.checkpoint_every == 0,
+        "only checkpointed layers keep their input alone; full_offloading moves what the others keep",
+    ),
+    _with(
+        "full_offloading",
+        "activation_checkpointing",
+        "a checkpointed layer keeps its input alone: boundary_offloading moves that",
+    ),
+    _with(
+        "full_offloading",
+        "checkpoint_every_n",
+        "what a checkpointed layer computes again would be moved again; boundary_offloading moves its input",
+    ),
+    Exclusion(
+        "packing",
+        "padded rows",
+        lambda settings: not settings.padding_free,
+        "packed rows are kept apart by their place in one flattened sequence",
+    ),
+    Exclusion(
+        "shared_prompts",
+        "padded rows",
+        lambda settings: not settings.padding_free,
+        "a padded row holds one answer",
+    ),
+    Exclusion(
+        "qlora",
+        "every weight trained",
+        lambda settings: settings.adapter is None,
+        "quantized weights are rounded once and get no gradient",
+    ),
+    Exclusion(
+        "adapter_off_reference",
+        "every weight trained",
+        lambda settings: settings.adapter is None,
+        "there is no adapter to switch off",
+    ),
+    Exclusion(
+        "master_weights",
+        "an adapter alone",
+        lambda settings: settings.adapter is not None and not settings.adapter.modules_to_save,
+        "adapters are float32 already",
+    ),
+    Exclusion(
+        "master_weights",
+        "float32 weights",
+        lambda settings: settings.dtype == "float32",
+        "the weights are float32 already",
+    ),
+    Exclusion(
+        "optimizer_offload",
+        "moments that are not moved",
+        lambda settings: settings.optimizer not in ("adamw", "muon"),
+        "paged and 8-bit moments have a place of their own; sgd and adafactor have hardly any",
+    ),
+    _with(
+        "optimizer_offload",
+        "optimizer_in_backward",
+        "moments travel in buckets after the backward pass; in backward each weight wants its own",
+    ),
+    Exclusion(
+        "optimizer_in_backward",
+        "several processes",
+        lambda settings: settings.num_processes > 1,
+        "gradients are summed over the processes before they are used",
+    ),
+    Exclusion(
+        "optimizer_in_backward",
+        "several micro-batches",
+        lambda settings: (
+            settings.micro_tokens is not None
+            or settings.batch_rows is None
+            or settings.micro_rows * settings.num_processes < settings.batch_rows
+        ),
+        "gradients of several micro-batches are summed before they are used",
+    ),
+    _with("liger_loss", "shared_prompts", "Liger's kernel is cross-entropy of single rows"),
+)
+
+
+def excluded(settings: Settings) -> Exclusion | None:
+    """The first pair of the table that `settings` break; None when they break none."""
+    return next(
+        (
+            pair
+            for pair in EXCLUSIONS
+            if STRATEGIES[pair.strategy].is_used(settings) and pair.is_other(settings)
+        ),
+        None,
+    )

@@ -1,0 +1,146 @@
+"""What the resolver knows beside the recipe, and what it predicts of settings under these facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.budget import needed
+from memtrain.memory.cost import step_time
+from memtrain.memory.estimate import estimate
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.host import host_bytes, host_shortage
+from memtrain.memory.lengths import LengthProfile
+from memtrain.memory.plan import Prediction
+from memtrain.memory.rules import installed
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import ModelShape
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
+
+MARGIN_SHARE = 0.02
+MARGIN_BYTES = 256 * 2**20
+"""What a plan leaves of the budget for what it cannot see: no false "fits" is the aim."""
+
+CPU_SHARE = 0.8
+"""Share of a machine's free memory that a CPU run takes as its budget; others need some. Taste."""
+
+CountSteps = Callable[[int | None, int | None, float], int]
+"""Optimizer steps of (rows of a step, tokens of a step, epochs)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the resolver knows beside the recipe."""
+
+    hardware: Hardware
+    shape: ModelShape
+    config: Mapping[str, object]
+    """The model's configuration, as in config.json."""
+    profile: LengthProfile
+    count_steps: CountSteps
+    method: str = "sft"
+    apart: tuple[LengthProfile, CountSteps] | None = None
+    """The same where a prompt is computed for each of its answers; None where rows have no answers."""
+    presumed: frozenset[str] = frozenset()
+    """Packages that the run's machine is taken to have: it is another one than this."""
+    is_guessed: bool = False
+    """The data was not read: every sequence is taken to be as long as it may be."""
+
+    def with_prompts_apart(self) -> Facts:
+        """These facts, with a prompt for each answer."""
+        assert self.apart is not None, "These rows have no answers that could share a prompt."
+        profile, count_steps = self.apart
+        return replace(self, profile=profile, count_steps=count_steps)
+
+    def has(self, package: str) -> bool:
+        """Whether the run can import a package."""
+        return package in self.presumed or bool(installed(package))
+
+    def rows_of(self, settings: Settings) -> LengthProfile:
+        """The profile of the sequences under some settings."""
+        if self.apart is None or settings.shared_prompts:
+            return self.profile
+        return self.apart[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """Settings with the memory and the time predicted for them."""
+
+    settings: Settings
+    prediction: Prediction
+    need_bytes: int
+    """Of the device, at the highest peak: with the allocator, the context and the margin."""
+    step_s: float
+    """Of one optimizer step of one process."""
+    token_s: float
+    """Seconds for each token that a process learns from."""
+
+
+def price(settings: Settings, facts: Facts) -> Priced:
+    """What settings cost in memory and in time, by arithmetic."""
+    prediction = predict(settings, facts)
+    typical, num_micros = typical_micro(settings, facts)
+    seconds = step_time(settings, facts.shape, typical, facts.hardware, num_micros=num_micros).seconds
+    tokens = max(1, typical.tokens * num_micros)
+    return Priced(settings, prediction, need_of(prediction, settings), seconds, seconds / tokens)
+
+
+def predict(settings: Settings, facts: Facts) -> Prediction:
+    """The peaks of every phase for the heaviest micro-batch of the data."""
+    return estimate(settings, facts.shape, heaviest(settings, facts))
+
+
+def need_of(prediction: Prediction, settings: Settings) -> int:
+    """Bytes of the device that must be there: the peak, what the device itself takes, and the margin."""
+    return round(needed(prediction.peak.num_bytes, settings) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
+
+
+def heaviest(settings: Settings, facts: Facts) -> HeaviestBatch:
+    """The heaviest micro-batch of the data under some settings."""
+    profile = facts.rows_of(settings)
+    sequences, tokens = profile.heaviest(settings.micro_rows, settings.micro_tokens)
+    rows = sequences * profile.rows_per_sequence
+    longest = profile.longest[0] if profile.longest else 1
+    if profile.rows_per_sequence > 1:
+        longest = profile.longest_piece
+    scored = 0 if METHODS[facts.method].head == "score" else tokens
+    return HeaviestBatch(rows, tokens, scored, longest)
+
+
+def typical_micro(settings: Settings, facts: Facts) -> tuple[HeaviestBatch, int]:
+    """(a micro-batch of mean sequences, how many make a step of one process)."""
+    profile = facts.rows_of(settings)
+    mean = max(profile.mean_tokens, 1.0)
+    rows = settings.micro_rows
+    if settings.micro_tokens is not None:
+        rows = max(1, min(rows, int(settings.micro_tokens / mean)))
+    step_rows = settings.batch_rows or max(1, int((settings.batch_tokens or 0) / mean))
+    own_rows = max(1, -(-step_rows // settings.num_processes))
+    num_micros = max(1, -(-own_rows // rows))
+    # The last micro-batch of a step may be smaller: all are taken to share the step's rows equally.
+    tokens = max(1, round(own_rows * mean / num_micros))
+    longest = profile.longest[0] if profile.longest else 1
+    rows = max(1, -(-own_rows // num_micros))
+    return HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1))), num_micros
+
+
+def budget_of(recipe: Recipe, hardware: Hardware) -> int:
+    """Bytes of one device that the run may use."""
+    if recipe.memory.budget != "auto":
+        return recipe.memory.budget
+    return int(hardware.free_bytes * (CPU_SHARE if hardware.device == "cpu" else 1.0))
+
+
+def host_need(priced: Priced, facts: Facts) -> dict[str, int]:
+    """Bytes of the node's memory by owner."""
+    settings = priced.settings
+    num_rows = facts.profile.report.num_rows
+    return host_bytes(settings, facts.shape, heaviest(settings, facts), num_rows, priced.prediction)
+
+
+def fits_host(priced: Priced, facts: Facts) -> bool:
+    """Whether the node's own memory holds what waits there."""
+    return host_shortage(host_need(priced, facts), facts.hardware) is None

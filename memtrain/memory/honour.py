@@ -1,0 +1,80 @@
+"""`memory.use` and `memory.never` as what they stand for: a recipe with the keys of its strategies said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from memtrain.errors import Fault, RecipeError
+from memtrain.memory.all_strategies import STRATEGIES, is_searched
+from memtrain.memory.rules import Asked
+from memtrain.memory.strategy import Strategy
+from memtrain.recipes.base import Section
+from memtrain.recipes.preference import Dpo, Kto
+from memtrain.recipes.recipe import Recipe
+
+EMPTY: Mapping[str, Callable[[], Section]] = {"dpo": Dpo, "kto": Kto}
+"""Sections that a recipe may leave out."""
+
+
+def honoured(asked: Asked) -> Asked:
+    """The same wish with the keys that its strategies stand for; strategies the search decides stay names.
+
+    Raises: RecipeError when a strategy is both used and never used, or the recipe's own keys say otherwise.
+    """
+    memory = asked.recipe.memory
+    faults = [
+        Fault(
+            f"{name} is in memory.use and in memory.never",
+            asked.where("memory.never"),
+            "remove it from one of them",
+        )
+        for name in memory.use
+        if name in memory.never
+    ]
+    faults += [fault for name in memory.use if (fault := _contradicted(asked, STRATEGIES[name], "use"))]
+    faults += [fault for name in memory.never if (fault := _contradicted(asked, STRATEGIES[name], "never"))]
+    if faults:
+        raise RecipeError(faults)
+    recipe, places = asked.recipe, dict[str, str]()
+    for word, names in (("use", memory.use), ("never", memory.never)):
+        for name in names:
+            strategy = STRATEGIES[name]
+            if is_searched(strategy):
+                continue
+            keys = _keys(strategy, recipe, word)
+            places |= dict.fromkeys(keys, asked.where(f"memory.{word}"))
+            for key, value in keys.items():
+                recipe = with_key(recipe, key, value)
+    return Asked(recipe, lambda key: places.get(key) or asked.where(key))
+
+
+def _keys(strategy: Strategy, recipe: Recipe, word: str) -> Mapping[str, object]:
+    """What a word stands for; nothing where the recipe's own keys say so already."""
+    own = strategy.wish(recipe)
+    if own == ("on" if word == "use" else "off"):
+        return {}
+    return (strategy.use_keys if word == "use" else strategy.never_keys)(recipe)
+
+
+def _contradicted(asked: Asked, strategy: Strategy, word: str) -> Fault | None:
+    """The fault of a key that was written against `memory.use` or `memory.never`."""
+    own = strategy.wish(asked.recipe)
+    if own != ("off" if word == "use" else "on"):
+        return None
+    for key in strategy.use_keys(asked.recipe):
+        if asked.said(key):
+            return Fault(
+                f"memory.{word} names {strategy.name}, and {key} says otherwise ({asked.where(key)})",
+                asked.where(f"memory.{word}"),
+                f"remove {key}, or {strategy.name} from memory.{word}",
+            )
+    return None
+
+
+def with_key(recipe: Recipe, key: str, value: object) -> Recipe:
+    """The recipe with `section.name` set to a value; the given one is not changed."""
+    section, _, name = key.partition(".")
+    if not name:
+        return recipe.model_copy(update={section: value})
+    known = getattr(recipe, section) or EMPTY[section]()
+    return recipe.model_copy(update={section: known.model_copy(update={name: value})})

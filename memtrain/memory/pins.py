@@ -1,0 +1,58 @@
+"""The plan as a change of its recipe: every choice that was left open, said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memtrain.memory.rules import Asked
+from memtrain.memory.settings import Settings
+
+
+def pins(asked: Asked, settings: Settings) -> dict[str, object]:
+    """Dotted keys with the values that pin a plan; keys that the recipe says so already are left out."""
+    recipe, memory, train = asked.recipe, asked.recipe.memory, asked.recipe.train
+    on = {True: "on", False: "off"}
+    wanted: dict[str, object] = {}
+    if memory.activation_checkpointing == "auto":
+        wanted["memory.activation_checkpointing"] = on[settings.checkpoint_every > 0]
+    if settings.checkpoint_every and memory.checkpoint_every != settings.checkpoint_every:
+        wanted["memory.checkpoint_every"] = settings.checkpoint_every
+    if memory.activation_offloading == "auto":
+        wanted["memory.activation_offloading"] = on[settings.offload != "none"]
+    if memory.loss == "auto":
+        wanted["memory.loss"] = settings.loss
+    if memory.optimizer_offload == "auto":
+        wanted["memory.optimizer_offload"] = on[settings.optimizer_offload]
+    if recipe.optim.in_backward == "auto":
+        wanted["optim.in_backward"] = on[settings.in_backward]
+    if recipe.optim.kind != settings.optimizer:
+        wanted["optim.kind"] = settings.optimizer
+    if recipe.model.adapter is None and settings.adapter is not None:
+        wanted["model.adapter"] = {"kind": settings.adapter.kind, "r": settings.adapter.r}
+    if recipe.model.quantize != settings.quantize:
+        wanted["model.quantize"] = settings.quantize
+    if train.micro_rows == "auto":
+        wanted["train.micro_rows"] = settings.micro_rows
+    if train.micro_tokens == "auto" and settings.micro_tokens is not None:
+        wanted["train.micro_tokens"] = settings.micro_tokens
+    if recipe.model.dtype == "auto":
+        wanted["model.dtype"] = settings.dtype
+    if recipe.model.attention == "auto":
+        wanted["model.attention"] = settings.attention
+    return wanted
+
+
+def yaml_lines(keys: Mapping[str, object]) -> list[str]:
+    """Dotted keys as the lines of a recipe, each section once."""
+    sections: dict[str, list[str]] = {}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, []).append(f"  {name}: {_value(value)}")
+    return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        items: Mapping[object, object] = value  # pyright: ignore[reportUnknownVariableType]
+        return "{" + ", ".join(f"{name}: {_value(one)}" for name, one in items.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

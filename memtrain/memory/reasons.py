@@ -1,0 +1,177 @@
+"""Why a plan is as it is: what each strategy buys in memory and time, and why the others are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of
+from memtrain.memory.batching import Micro, worked_line
+from memtrain.memory.exclusions import excluded
+from memtrain.memory.facts import Facts, Priced, price
+from memtrain.memory.preferences import explain_reference
+from memtrain.memory.rules import Ledger
+from memtrain.memory.search import TIE
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Case, Strategy, Updates
+from memtrain.memory.units import gib
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a strategy of the plan buys: the same run without it."""
+
+    strategy: str
+    peak_bytes: int
+    """Live tensors at the highest peak without it."""
+    need_bytes: int
+    time_share: float
+    """Time of a token without it, over the plan's."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A strategy that the plan does not use."""
+
+    strategy: str
+    reason: str
+
+
+def gains(chosen: Priced, facts: Facts) -> tuple[Gain, ...]:
+    """What each strategy buys that can be taken away alone."""
+    found: list[Gain] = []
+    for strategy in used_in(chosen.settings):
+        if not strategy.without:
+            continue
+        other = _changed(chosen, strategy.without, facts)
+        share = other.token_s / chosen.token_s
+        found.append(Gain(strategy.name, other.prediction.peak.num_bytes, other.need_bytes, share))
+    return tuple(found)
+
+
+def left_out(chosen: Priced, case: Case) -> tuple[LeftOut, ...]:
+    """Every strategy that the plan does not use, with the reason."""
+    used = {strategy.name for strategy in used_in(chosen.settings)}
+    return tuple(
+        LeftOut(strategy.name, _reason(strategy, chosen, case))
+        for strategy in STRATEGIES.values()
+        if strategy.name not in used
+    )
+
+
+def _reason(strategy: Strategy, chosen: Priced, case: Case) -> str:
+    asked, memory = case.asked, case.recipe.memory
+    if strategy.name in memory.never:
+        return f"ruled out by memory.never ({asked.where('memory.never')})"
+    refused = strategy.refusal(case)
+    if refused is not None:
+        return refused
+    if strategy.name == "shorter_sequences":
+        return "not needed" if strategy.name in memory.allow else "changes what is learnt, and is not allowed"
+    wish = wish_of(strategy, case)
+    priced = _with(strategy, chosen, case)
+    if wish == "off" and strategy.wish(case.recipe) == "allow":
+        told = f": {_against(priced, chosen)}" if isinstance(priced, Priced) else ""
+        return f"changes what is learnt; memory.allow: [{strategy.name}] lets it{told}"
+    if wish == "off":
+        said = [key for key in strategy.use_keys(case.recipe) if asked.said(key)]
+        return f"ruled out by {said[0]} ({asked.where(said[0])})" if said else "not asked for"
+    if isinstance(priced, str):
+        return priced
+    if priced is None:
+        return "another is taken in its place"
+    return f"not needed: {_against(priced, chosen)}"
+
+
+def _with(strategy: Strategy, chosen: Priced, case: Case) -> Priced | str | None:
+    """The plan with a strategy added; why that cannot be; or None where it is not a change of the plan."""
+    if not is_searched(strategy):
+        return None
+    for update in strategy.changes(chosen.settings, case):
+        settings = chosen.settings.model_copy(update=update)
+        broken = excluded(settings)
+        return broken.reason if broken is not None else price(settings, case.facts)
+    return None
+
+
+def _against(other: Priced, chosen: Priced) -> str:
+    return f"peak {gib(other.prediction.peak.num_bytes)}, {time_words(other.token_s / chosen.token_s)}"
+
+
+def time_words(share: float) -> str:
+    """A time over another in words: `23 % slower`, `as fast` within what the prediction can tell."""
+    if abs(share - 1) < TIE:
+        return "as fast"
+    return f"{share - 1:.0%} slower" if share > 1 else f"{1 - share:.0%} faster"
+
+
+def explain(ledger: Ledger, chosen: Priced, facts: Facts, budget: int) -> None:
+    """Note the decisions that depend on memory, each with what it buys."""
+    settings = chosen.settings
+
+    def gain(without: Updates) -> str:
+        return _gain_words(chosen, without, facts)
+
+    micro = Micro(settings.micro_rows, settings.micro_tokens)
+    batch = (settings.batch_rows, settings.batch_tokens)
+    line = worked_line(batch, micro, settings.num_processes, facts.profile)
+    path = "train.micro_tokens" if settings.micro_tokens is not None else "train.micro_rows"
+    ledger.decide("micro_batch", settings.micro_tokens or settings.micro_rows, line, path)
+    length = "length.packing" if settings.packing != "none" else "length.padding_free"
+    flat = "rows of a micro-batch lie end to end; none attends to another" if settings.padding_free else ""
+    ledger.decide("padding_free", settings.padding_free, flat or "rows are padded on the right", length)
+    ledger.decide(
+        "activation_checkpointing",
+        f"every {settings.checkpoint_every}" if settings.checkpoint_every else "off",
+        gain({"checkpoint_every": 0, "offload": "none"})
+        if settings.checkpoint_every
+        else _price_of(chosen, {"checkpoint_every": 1}, facts),
+        "memory.activation_checkpointing",
+    )
+    other_loss = {"loss": "full"} if settings.loss != "full" else {"loss": "chunked"}
+    ledger.decide("loss", settings.loss, gain(other_loss), "memory.loss")
+    if settings.offload != "none":
+        ledger.decide(
+            "activation_offloading",
+            settings.offload,
+            gain({"offload": "none"}),
+            "memory.activation_offloading",
+        )
+    _explain_optimizer(ledger, settings, chosen, facts)
+    explain_reference(ledger, settings, gain)
+    source = "memory.budget" if ledger.asked.said("memory.budget") else None
+    ledger.decide("budget", gib(budget), f"free on {facts.hardware.name}" if not source else "", source)
+
+
+def _explain_optimizer(ledger: Ledger, settings: Settings, chosen: Priced, facts: Facts) -> None:
+    recipe = ledger.asked.recipe
+    if settings.in_backward:
+        gain = _gain_words(chosen, {"in_backward": False}, facts)
+        ledger.decide("in_backward", "on", gain, "optim.in_backward")
+    if settings.optimizer_offload:
+        gain = _gain_words(chosen, {"optimizer_offload": False}, facts)
+        ledger.decide("optimizer_offload", "on", gain, "memory.optimizer_offload")
+    if settings.optimizer != recipe.optim.kind:
+        gain = _gain_words(chosen, {"optimizer": recipe.optim.kind}, facts)
+        ledger.decide("optimizer", settings.optimizer, f"allowed; {gain}", "memory.allow")
+    if settings.adapter != recipe.model.adapter or settings.quantize != recipe.model.quantize:
+        without = {"adapter": recipe.model.adapter, "quantize": recipe.model.quantize}
+        kind = "qlora" if settings.quantize != "none" else "lora"
+        ledger.decide("adapter", kind, f"allowed; {_gain_words(chosen, without, facts)}", "memory.allow")
+
+
+def _changed(chosen: Priced, updates: Updates, facts: Facts) -> Priced:
+    return price(chosen.settings.model_copy(update=updates), facts)
+
+
+def _gain_words(chosen: Priced, without: Updates, facts: Facts) -> str:
+    """What a setting saves, as the peak and the time without it."""
+    other = _changed(chosen, without, facts)
+    if other.prediction == chosen.prediction and other.token_s == chosen.token_s:
+        return ""
+    peak, without_it = chosen.prediction.peak.num_bytes, other.prediction.peak.num_bytes
+    return f"peak {gib(peak)}, without it {gib(without_it)}, {time_words(other.token_s / chosen.token_s)}"
+
+
+def _price_of(chosen: Priced, updates: Updates, facts: Facts) -> str:
+    """What a setting that is off would buy."""
+    return f"not needed; with it {_against(_changed(chosen, updates, facts), chosen)}"

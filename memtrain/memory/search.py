@@ -1,0 +1,131 @@
+"""The search: every choice that a recipe leaves open, priced, and the fastest that fits with margin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from memtrain.memory.all_strategies import STRATEGIES, is_searched, wish_of
+from memtrain.memory.batching import Micro
+from memtrain.memory.exclusions import excluded
+from memtrain.memory.facts import Facts, Priced, fits_host, price
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Axis, Case
+
+TIE = 0.03
+"""Plans whose times differ by less are taken to be equally fast: the prediction cannot tell them apart.
+The one that needs less memory is then chosen. Source: the design's rule; half of what recomputation costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is left open."""
+
+    exact: tuple[Settings, ...]
+    """Plans with the same numbers, in the order of the strategies."""
+    stepping: tuple[Settings, ...]
+    """The same, with the optimizer stepping in the backward pass: such a step cannot be made again."""
+    changing: tuple[tuple[Settings, ...], ...]
+    """Plans that learn something else, which the recipe allows: those with one such change, with two, ..."""
+
+    @property
+    def groups(self) -> tuple[tuple[Settings, ...], ...]:
+        """The plans to weigh, group by group: a later one is taken where nothing of an earlier one fits."""
+        return tuple(group for group in (self.exact, self.stepping, *self.changing) if group)
+
+
+def space(base: Settings, case: Case, micros: Sequence[Micro], wholes: Sequence[Micro | None]) -> Space:
+    """Every combination that no rule excludes. `wholes`: see `in_backward_choices`."""
+    options = [base]
+    for axis in get_args(Axis):
+        options = _along(axis, options, case)
+    names = {name for name in case.recipe.memory.use if is_searched(STRATEGIES[name])}
+    is_pinned = None not in wholes
+    exact: dict[Settings, None] = {}
+    stepping: dict[Settings, None] = {}
+    changing: dict[int, dict[Settings, None]] = {}
+    for option in options:
+        for whole in wholes:
+            for micro in micros if whole is None else (whole,):
+                settings = option.model_copy(
+                    update={
+                        "micro_rows": micro.rows,
+                        "micro_tokens": micro.tokens,
+                        "in_backward": whole is not None,
+                    }
+                )
+                if excluded(settings) or not all(STRATEGIES[name].is_used(settings) for name in names):
+                    continue
+                group = exact if whole is None or is_pinned else stepping
+                count = _num_changes(settings, base, case)
+                (changing.setdefault(count, {}) if count else group)[settings] = None
+    by_count = tuple(tuple(changing[count]) for count in sorted(changing))
+    return Space(tuple(exact), tuple(stepping), by_count)
+
+
+def _along(axis: Axis, options: Iterable[Settings], case: Case) -> list[Settings]:
+    """Each option with each choice of one axis: what must be, or nothing, and what may be."""
+    here = [strategy for strategy in STRATEGIES.values() if strategy.axis == axis and is_searched(strategy)]
+    wishes = {strategy.name: wish_of(strategy, case) for strategy in here}
+    made: list[Settings] = []
+    for option in options:
+        musts = [
+            option.model_copy(update=update)
+            for strategy in here
+            if wishes[strategy.name] == "on"
+            for update in strategy.changes(option, case)
+        ]
+        mays = [
+            option.model_copy(update=update)
+            for strategy in here
+            if wishes[strategy.name] == "auto" and strategy.refusal(case) is None
+            for update in strategy.changes(option, case)
+        ]
+        made += list(dict.fromkeys([*(musts or [option]), *mays]))
+    return made
+
+
+def _num_changes(settings: Settings, base: Settings, case: Case) -> int:
+    """Strategies that change what is learnt, beyond those that the recipe says itself."""
+    asked = case.recipe.memory.use
+    return sum(
+        strategy.is_used(settings)
+        for strategy in STRATEGIES.values()
+        if not strategy.is_exact and not strategy.is_used(base) and strategy.name not in asked
+    )
+
+
+def price_all(choices: Iterable[Settings], facts: Facts) -> list[Priced]:
+    """Memory and time of each."""
+    return [price(settings, facts) for settings in choices]
+
+
+def fastest(priced: Sequence[Priced], budget: int, facts: Facts) -> Priced | None:
+    """The fastest that fits budget and host; among equally fast ones the least moved, then the smallest."""
+    fitting = [one for one in priced if one.need_bytes <= budget]
+    if facts.hardware.device == "cuda":
+        fitting = [one for one in fitting if _moved(one) == 0 or fits_host(one, facts)]
+    else:
+        fitting = [one for one in fitting if fits_host(one, facts)]
+    if not fitting:
+        return None
+    limit = min(one.token_s for one in fitting) * (1 + TIE)
+    return min(
+        (one for one in fitting if one.token_s <= limit),
+        key=lambda one: (_moved(one), one.need_bytes, one.token_s),
+    )
+
+
+def _moved(one: Priced) -> int:
+    """Strategies that lean on the bus and on host memory, which other programs use too."""
+    return (one.settings.offload != "none") + one.settings.optimizer_offload
+
+
+def frontier(priced: Iterable[Priced]) -> list[Priced]:
+    """Plans that none beats in both memory and time, the smallest first (Pareto)."""
+    best: list[Priced] = []
+    for one in sorted(priced, key=lambda one: (one.need_bytes, one.token_s)):
+        if not best or one.token_s < best[-1].token_s:
+            best.append(one)
+    return best

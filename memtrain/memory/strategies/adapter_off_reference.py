@@ -1,0 +1,37 @@
+"""Adapter-off reference: the policy without its adapter is the reference, so none is held.
+
+When: methods with a reference that train an adapter and see the data once. Saves: a second copy of the
+weights. Costs: one more forward pass in every step. Exact: the frozen weights are the reference. Refused:
+without an adapter, and for methods and losses without a reference.
+
+Source: Hu et al. 2021, arXiv:2106.09685 (the frozen weights are untouched); held by
+tests/equal/test_preferences_are_exact.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.strategies import precomputed_reference
+from memtrain.memory.strategy import Case, Strategy
+
+
+def refusal(case: Case) -> str | None:
+    """Where there is no reference, or no adapter to switch off."""
+    if case.recipe.model.adapter is None and precomputed_reference.reference_section(case.recipe) is not None:
+        return "there is no adapter to switch off: every weight is trained"
+    return precomputed_reference.refusal(case)
+
+
+STRATEGY = Strategy(
+    name="adapter_off_reference",
+    axis="reference",
+    says="the policy without its adapter is the reference",
+    saves="a second copy of the weights",
+    costs="one more forward pass in every step",
+    is_exact=True,
+    is_used=lambda settings: settings.reference == "adapter_off",
+    wish=lambda recipe: precomputed_reference.wish_of(recipe, "adapter_off"),
+    use_keys=lambda recipe: {f"{recipe.method}.reference": "adapter_off"},
+    never_keys=lambda recipe: {f"{recipe.method}.reference": "precomputed"},
+    without={"reference": "copy"},
+    refusal=refusal,
+)

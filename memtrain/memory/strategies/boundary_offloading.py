@@ -1,0 +1,56 @@
+"""Boundary offloading: the inputs of checkpointed layers wait in host memory until the backward pass.
+
+When: checkpointing alone does not fit: long sequences, deep models. Saves: the input of every checkpointed
+layer but the one at work. Costs: one copy out and one back for each, hidden behind the computation where the
+bus is fast enough; as many bytes of pinned host memory. Exact: bytes are copied, not rounded. Refused:
+without checkpointing (full offloading does that), and on a CPU, where host memory is the device's.
+
+Source: Rajbhandari et al. 2021, arXiv:2104.07857, section 5.3 (checkpoints to the host); bit for bit by
+tests/equal/test_checkpointing_and_offloading_are_exact.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Case, Strategy, Updates, Wish, on_off
+from memtrain.recipes.recipe import Recipe
+
+
+def wish(recipe: Recipe) -> Wish:
+    """As `memory.activation_offloading` says; it is full offloading where nothing is checkpointed."""
+    if recipe.memory.activation_checkpointing == "off":
+        return "off"
+    return on_off(recipe.memory.activation_offloading)
+
+
+def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+    """The layers' inputs."""
+    return ({"offload": "boundaries"},)
+
+
+def refusal(case: Case) -> str | None:
+    """A CPU has no other memory to move tensors to: there it only shows that nothing changes."""
+    memory = case.recipe.memory
+    is_asked = memory.activation_offloading == "on" or {"boundary_offloading", "full_offloading"} & {
+        *memory.use
+    }
+    if case.facts.hardware.device == "cpu" and not is_asked:
+        return "on a CPU the tensors are in host memory already"
+    return None
+
+
+STRATEGY = Strategy(
+    name="boundary_offloading",
+    axis="offloading",
+    says="inputs of checkpointed layers wait in host memory",
+    saves="one tensor of every checkpointed layer",
+    costs="two copies over the bus for each; pinned host memory",
+    is_exact=True,
+    is_used=lambda settings: settings.offload == "boundaries",
+    wish=wish,
+    use_keys=lambda recipe: {"memory.activation_offloading": "on", "memory.activation_checkpointing": "on"},
+    never_keys=lambda recipe: {"memory.activation_offloading": "off"},
+    changes=changes,
+    without={"offload": "none"},
+    refusal=refusal,
+)

@@ -1,0 +1,51 @@
+"""Checkpointing of every n-th layer: between none and all, in memory and in time.
+
+When: the activations of some layers fit, those of all do not. Saves: what every n-th layer keeps but its
+input. Costs: the forward pass of every n-th layer again. Exact: as activation checkpointing. Refused: with
+boundary offloading kept as it is; the layers between are not offloaded.
+
+Source: Chen et al. 2016, arXiv:1604.06174, section 4 (segments); the choice of layers is ours.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Case, Strategy, Updates, Wish
+from memtrain.recipes.recipe import Recipe
+
+DISTANCES = (4, 2)
+"""What the search tries: a quarter and a half of the layers. Taste: the plans between differ little."""
+
+
+def wish(recipe: Recipe) -> Wish:
+    """On when the recipe names a distance above one."""
+    memory = recipe.memory
+    if memory.activation_checkpointing == "off" or memory.checkpoint_every == 1:
+        return "off"
+    if memory.checkpoint_every == "auto":
+        return "auto" if memory.activation_checkpointing == "auto" else "off"
+    return memory.activation_checkpointing
+
+
+def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+    """The distance that the recipe names, or several."""
+    asked = case.recipe.memory.checkpoint_every
+    layers = case.facts.shape.num_layers
+    distances = tuple(n for n in DISTANCES if n < layers) if asked == "auto" else (asked,)
+    return tuple({"checkpoint_every": n} for n in distances)
+
+
+STRATEGY = Strategy(
+    name="checkpoint_every_n",
+    axis="checkpointing",
+    says="every n-th layer is checkpointed",
+    saves="all but one tensor of what every n-th layer keeps",
+    costs="the forward pass of every n-th layer again",
+    is_exact=True,
+    is_used=lambda settings: settings.checkpoint_every > 1,
+    wish=wish,
+    use_keys=lambda recipe: {"memory.activation_checkpointing": "on", "memory.checkpoint_every": 2},
+    never_keys=lambda recipe: {"memory.checkpoint_every": 1},
+    changes=changes,
+    without={"checkpoint_every": 0, "offload": "none"},
+)

@@ -1,0 +1,46 @@
+"""Full offloading: every tensor that a layer keeps waits in host memory, and nothing is computed again.
+
+When: a fast bus and a slow device: what is moved costs less than computing it twice. Saves: all activations
+but those of the layers at work. Costs: every kept byte crosses the bus twice, and as many bytes of pinned
+host memory. Exact: bytes are copied, not rounded. Refused: with checkpointing (a checkpointed layer keeps one
+tensor: boundary offloading moves that), and on a CPU.
+
+Source: Ren et al. 2021, arXiv:2101.06840 (offloading to the host); bit for bit by
+tests/equal/test_checkpointing_and_offloading_are_exact.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategies.boundary_offloading import refusal
+from memtrain.memory.strategy import Case, Strategy, Updates, Wish, on_off
+from memtrain.recipes.recipe import Recipe
+
+
+def wish(recipe: Recipe) -> Wish:
+    """As `memory.activation_offloading` says; it is boundary offloading where layers are checkpointed."""
+    if recipe.memory.activation_checkpointing == "on":
+        return "off"
+    return on_off(recipe.memory.activation_offloading)
+
+
+def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+    """Everything that is kept."""
+    return ({"offload": "all"},)
+
+
+STRATEGY = Strategy(
+    name="full_offloading",
+    axis="offloading",
+    says="all that the layers keep waits in host memory",
+    saves="all activations but those of the layers at work",
+    costs="every kept byte crosses the bus twice; pinned host memory",
+    is_exact=True,
+    is_used=lambda settings: settings.offload == "all",
+    wish=wish,
+    use_keys=lambda recipe: {"memory.activation_offloading": "on", "memory.activation_checkpointing": "off"},
+    never_keys=lambda recipe: {"memory.activation_offloading": "off"},
+    changes=changes,
+    without={"offload": "none"},
+    refusal=refusal,
+)

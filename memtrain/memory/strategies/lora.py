@@ -1,0 +1,42 @@
+"""LoRA: the weights are frozen, and two thin matrices beside each linear map are trained.
+
+When: full fine-tuning does not fit, or is more than the task needs. Saves: gradients, moments and master
+copies of all weights; the norms' inputs. Costs: less capacity than training every weight. Not exact: another
+model is learnt, and with a higher learning rate (about 2e-4). Refused: never.
+
+Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Case, Strategy, Updates, Wish
+from memtrain.recipes.model import Adapter
+from memtrain.recipes.recipe import Recipe
+
+
+def wish(recipe: Recipe) -> Wish:
+    """On when the recipe has an adapter, else only where it is allowed."""
+    return "on" if recipe.model.adapter is not None else "allow"
+
+
+def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+    """The recipe's adapter, or the default one."""
+    adapter = case.recipe.model.adapter or Adapter()
+    return ({"adapter": adapter, "master_weights": False},)
+
+
+STRATEGY = Strategy(
+    name="lora",
+    axis="adapter",
+    says="the weights are frozen, thin matrices beside them are trained",
+    saves="gradients and moments of all weights",
+    costs="less is learnt than by training every weight",
+    is_exact=False,
+    is_used=lambda settings: settings.adapter is not None and settings.quantize == "none",
+    wish=wish,
+    use_keys=lambda recipe: {"model.adapter": {"kind": "lora"}},
+    never_keys=lambda recipe: {"model.adapter": None},
+    changes=changes,
+    without={"adapter": None, "quantize": "none"},
+)

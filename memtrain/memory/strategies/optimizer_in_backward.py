@@ -1,0 +1,43 @@
+"""Optimizer in backward: each weight is stepped as soon as its gradient is made, which is then freed.
+
+When: nothing else fits, and a step is one micro-batch. Saves: the gradients of all weights but one. Costs: a
+step that runs out of memory is broken and cannot be made again. Exact: each weight is stepped once, by the
+gradient it would have had. Refused: with accumulation, several processes, or clipping by the norm of all
+gradients, which need every gradient at once.
+
+Source: Lv et al. 2023, arXiv:2306.09782 (LOMO), section 3.1; ours keeps AdamW's moments.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.strategy import Case, Strategy, on_off
+
+
+def refusal(case: Case) -> str | None:
+    """What needs all gradients at once."""
+    recipe = case.recipe
+    if recipe.optim.max_grad_norm is not None:
+        return "gradients are scaled by the norm of all of them (optim.max_grad_norm)"
+    processes = recipe.cluster.processes
+    count = case.facts.hardware.num_devices if processes == "auto" else processes
+    if count > 1:
+        return f"gradients are summed over {count} processes first"
+    if recipe.train.batch_tokens is not None:
+        return "a step in tokens may be cut into several micro-batches"
+    return None
+
+
+STRATEGY = Strategy(
+    name="optimizer_in_backward",
+    axis="backward",
+    says="each weight is stepped as soon as its gradient is made",
+    saves="the gradients of all weights but one",
+    costs="a step that runs out of memory cannot be made again",
+    is_exact=True,
+    is_used=lambda settings: settings.in_backward,
+    wish=lambda recipe: on_off(recipe.optim.in_backward),
+    use_keys=lambda recipe: {"optim.in_backward": "on"},
+    never_keys=lambda recipe: {"optim.in_backward": "off"},
+    without={"in_backward": False},
+    refusal=refusal,
+)

@@ -1,0 +1,48 @@
+"""Optimizer offload: the moments wait in host memory and travel to the device for the step, some at a time.
+
+When: weights and gradients fit, the moments do not. Saves: two numbers for each trained weight on the device
+but for a bucket. Costs: the moments cross the bus twice a step (the more micro-batches a step has, the less
+it is felt); as many bytes of host memory. Exact: the same update on the same numbers. Refused: on a CPU, and
+for optimizers without moments of that size or with paged ones.
+
+Source: Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); here the update itself stays on the device.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Case, Strategy, Updates, on_off
+
+WITH_MOMENTS = ("adamw", "muon")
+"""Optimizers whose moments are worth moving."""
+
+
+def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+    """All moments, where there are any."""
+    return ({"optimizer_offload": True},) if settings.optimizer in WITH_MOMENTS else ()
+
+
+def refusal(case: Case) -> str | None:
+    """Where it would move nothing."""
+    if case.facts.hardware.device == "cpu":
+        return "on a CPU the moments are in host memory already"
+    if case.recipe.optim.kind not in WITH_MOMENTS:
+        return f"{case.recipe.optim.kind} has no moments that are worth moving"
+    return None
+
+
+STRATEGY = Strategy(
+    name="optimizer_offload",
+    axis="states",
+    says="moments wait in host memory and travel to the device for the step",
+    saves="two numbers for each trained weight",
+    costs="the moments cross the bus twice a step; host memory",
+    is_exact=True,
+    is_used=lambda settings: settings.optimizer_offload,
+    wish=lambda recipe: on_off(recipe.memory.optimizer_offload),
+    use_keys=lambda recipe: {"memory.optimizer_offload": "on"},
+    never_keys=lambda recipe: {"memory.optimizer_offload": "off"},
+    changes=changes,
+    without={"optimizer_offload": False},
+    refusal=refusal,
+)

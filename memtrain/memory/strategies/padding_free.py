@@ -1,0 +1,34 @@
+"""Padding-free rows: the rows of a micro-batch lie end to end in one sequence, and none attends to another.
+
+When: always, where an attention back end keeps rows apart. Saves: every activation of padding, which in a
+batch of unlike lengths is often half of all. Costs: nothing. Exact: each row has the numbers it has alone.
+Refused: where the model's attention cannot be computed row by row (soft caps, sinks, layers with a state).
+
+Source: Kundu et al. 2024, arXiv:2407.09105 (padding-free training with position ids); equal to single rows
+by tests/equal/test_packed_equals_alone.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.strategy import Strategy, Wish
+from memtrain.recipes.recipe import Recipe
+
+
+def wish(recipe: Recipe) -> Wish:
+    """What the recipe says; where it says nothing, rows are flat wherever they can be."""
+    flat = recipe.length.padding_free
+    return "auto" if flat is None else "on" if flat else "off"
+
+
+STRATEGY = Strategy(
+    name="padding_free",
+    axis="rows",
+    says="rows of a micro-batch lie end to end, and none attends to another",
+    saves="every activation of padding",
+    costs="nothing",
+    is_exact=True,
+    is_used=lambda settings: settings.padding_free,
+    wish=wish,
+    use_keys=lambda recipe: {"length.padding_free": True},
+    never_keys=lambda recipe: {"length.padding_free": False},
+)

@@ -1,0 +1,57 @@
+"""Precomputed reference: the reference's log-probs in one pass before training, kept on disk.
+
+When: methods with a reference that see the data more than once, or train every weight. Saves: a second copy
+of the weights, and its forward pass in every further epoch. Costs: one forward pass over the data first.
+Exact: the same model on the same rows. Refused: for methods and losses without a reference, and for one that
+follows the policy.
+
+Source: Rafailov et al. 2023, arXiv:2305.18290, section 4 (the reference is fixed); held by
+tests/equal/test_preferences_are_exact.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.strategy import Case, Strategy, Wish
+from memtrain.recipes.preference import Dpo, Kto, WithReference
+from memtrain.recipes.recipe import Recipe
+
+
+def reference_section(recipe: Recipe) -> WithReference | None:
+    """The section of a method that stays near a reference; None for a method or loss without one."""
+    if recipe.method == "dpo":
+        section = recipe.dpo or Dpo()
+        return section if section.needs_reference else None
+    return (recipe.kto or Kto()) if recipe.method == "kto" else None
+
+
+def wish_of(recipe: Recipe, kind: str) -> Wish:
+    """What the recipe says of one source of the reference's log-probs."""
+    section = reference_section(recipe)
+    if section is None:
+        return "off"
+    return "auto" if section.reference == "auto" else "on" if section.reference == kind else "off"
+
+
+def refusal(case: Case) -> str | None:
+    """Where nothing is compared with a reference."""
+    if reference_section(case.recipe) is None:
+        return f"{case.recipe.method} compares with no reference here"
+    return None
+
+
+STRATEGY = Strategy(
+    name="precomputed_reference",
+    axis="reference",
+    says="the reference's log-probs in one pass before training",
+    saves="a second copy of the weights, and its forward passes",
+    costs="one forward pass over the data first",
+    is_exact=True,
+    is_used=lambda settings: settings.reference == "precomputed",
+    wish=lambda recipe: wish_of(recipe, "precomputed"),
+    use_keys=lambda recipe: {f"{recipe.method}.reference": "precomputed"},
+    never_keys=lambda recipe: {
+        f"{recipe.method}.reference": "copy" if recipe.model.adapter is None else "adapter_off"
+    },
+    without={"reference": "copy"},
+    refusal=refusal,
+)

@@ -1,0 +1,45 @@
+"""QLoRA: the frozen weights in 4-bit NF4, rounded once, and LoRA beside them.
+
+When: the weights alone do not fit in half precision. Saves: three quarters of the linear maps' bytes, beside
+what LoRA saves. Costs: weights are widened for every product (10-30 % of a step), and what NF4 rounds away.
+Not exact: another frozen model. Refused: on a CPU, without bitsandbytes, and for training every weight.
+
+Source: Dettmers et al. 2023, arXiv:2305.14314, section 3.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategies.adamw_8bit import refusal
+from memtrain.memory.strategy import Case, Strategy, Updates, Wish
+from memtrain.recipes.model import Adapter
+from memtrain.recipes.recipe import Recipe
+
+
+def wish(recipe: Recipe) -> Wish:
+    """On when the recipe quantizes, else only where it is allowed."""
+    return "on" if recipe.model.quantize != "none" else "allow"
+
+
+def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+    """The recipe's adapter, or the default one, over 4-bit weights (8-bit where the recipe says so)."""
+    model = case.recipe.model
+    kind = model.quantize if model.quantize != "none" else "4bit"
+    return ({"adapter": model.adapter or Adapter(), "quantize": kind, "master_weights": False},)
+
+
+STRATEGY = Strategy(
+    name="qlora",
+    axis="adapter",
+    says="frozen weights in 4 bits, thin matrices beside them are trained",
+    saves="three quarters of the weights, gradients and moments of all",
+    costs="weights are rounded, and widened for every product",
+    is_exact=False,
+    is_used=lambda settings: settings.quantize != "none",
+    wish=wish,
+    use_keys=lambda recipe: {"model.adapter": {"kind": "lora"}, "model.quantize": "4bit"},
+    never_keys=lambda recipe: {"model.quantize": "none"},
+    changes=changes,
+    without={"quantize": "none"},
+    refusal=refusal,
+)

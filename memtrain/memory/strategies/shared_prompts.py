@@ -1,0 +1,44 @@
+"""Shared prompts: a prompt is computed once for all its answers, which do not attend to each other.
+
+When: preference and online methods, on every attention back end that keeps rows apart. Saves: the prompt's
+activations and its work, once for each further answer: near half where prompts are long. Costs: nothing.
+Exact: each answer has the numbers it has in a row of its own. Refused: with padded rows, which hold one
+answer each.
+
+Source: our two-part attention (the answer attends to the prompt and to itself, the parts are merged by their
+log-sum-exp as in Ye et al. 2024, arXiv:2402.05099), equal to duplicated prompts by
+tests/equal/test_shared_prompt_equals_duplicated.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.strategy import Case, Strategy, Wish
+from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
+
+
+def wish(recipe: Recipe) -> Wish:
+    """What the recipe says; where it says nothing, prompts are shared wherever they can be."""
+    shared = recipe.length.shared_prompts
+    return "auto" if shared is None else "on" if shared else "off"
+
+
+def refusal(case: Case) -> str | None:
+    """Rows without answers have no prompt to share."""
+    if case.facts.apart is None and case.recipe.method not in HAS_ANSWERS:
+        return f"the rows of {case.recipe.method} have no answers that could share a prompt"
+    return None
+
+
+STRATEGY = Strategy(
+    name="shared_prompts",
+    axis="rows",
+    says="a prompt is computed once for all its answers",
+    saves="the activations and the work of each repeated prompt",
+    costs="nothing",
+    is_exact=True,
+    is_used=lambda settings: settings.shared_prompts,
+    wish=wish,
+    use_keys=lambda recipe: {"length.shared_prompts": True},
+    never_keys=lambda recipe: {"length.shared_prompts": False},
+    refusal=refusal,
+)

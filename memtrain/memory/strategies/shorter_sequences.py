@@ -1,0 +1,32 @@
+"""Shorter sequences: rows are cut (or left out) at a lower `max_length`.
+
+When: it is allowed, and nothing else fits. Saves: activations in proportion to the longest sequences. Costs:
+what is cut is not learnt; `memtrain inspect-lengths` says how much that is. Not exact. Refused: where rows
+have no limit to lower.
+
+Source: bytes in proportion to tokens, memtrain/memory/activations.py; what is lost is counted by
+memtrain/memory/lengths.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.strategy import Case, Strategy, no_keys
+
+
+def refusal(case: Case) -> str | None:
+    """There must be a length."""
+    return "length.max_length is null" if case.recipe.length.max_length is None else None
+
+
+STRATEGY = Strategy(
+    name="shorter_sequences",
+    axis="length",
+    says="rows are cut at a lower max_length",
+    saves="activations, in proportion",
+    costs="what is cut is not learnt",
+    is_exact=False,
+    is_used=lambda settings: False,
+    wish=lambda recipe: "allow",
+    use_keys=no_keys,
+    refusal=refusal,
+)

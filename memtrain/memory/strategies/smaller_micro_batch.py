@@ -1,0 +1,45 @@
+"""Smaller micro-batch: the rows of a step pass through the model a few at a time, their gradients are summed.
+
+When: the activations of the step do not fit at once. Saves: activations and loss tiles in proportion. Costs:
+more launches, smaller products, gradients that stay between micro-batches. Exact: each micro-batch is
+weighted by its share of the step's learnt tokens, so the sum is the step's. Refused: for losses that sort the
+pairs of a step (aot), and below one sequence.
+
+Source: Huang et al. 2019, arXiv:1811.06965, section 2 (gradients summed over micro-batches); the weighting is
+held by tests/runs/test_same_step.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.rules import DEFAULT_BATCH_ROWS
+from memtrain.memory.strategy import Case, Strategy, Wish
+from memtrain.recipes.preference import Dpo
+from memtrain.recipes.recipe import Recipe
+
+
+def wish(recipe: Recipe) -> Wish:
+    """Open unless the recipe names the micro-batch."""
+    train = recipe.train
+    return "auto" if train.micro_rows == "auto" and train.micro_tokens == "auto" else "on"
+
+
+def refusal(case: Case) -> str | None:
+    """Losses over a whole step cannot be cut."""
+    if case.recipe.method == "dpo" and (case.recipe.dpo or Dpo()).ranks_the_batch:
+        return "the loss sorts the pairs of a step, which must be one micro-batch"
+    return None
+
+
+STRATEGY = Strategy(
+    name="smaller_micro_batch",
+    axis="micro-batch",
+    says="a step's rows pass through the model a few at a time",
+    saves="activations, in proportion",
+    costs="more launches, smaller products",
+    is_exact=True,
+    is_used=lambda settings: settings.micro_tokens is not None or settings.micro_rows != settings.batch_rows,
+    wish=wish,
+    use_keys=lambda recipe: {"train.micro_rows": 1},
+    never_keys=lambda recipe: {"train.micro_rows": recipe.train.batch_rows or DEFAULT_BATCH_ROWS},
+    refusal=refusal,
+)

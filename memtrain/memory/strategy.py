@@ -1,0 +1,95 @@
+"""What a memory strategy says of itself: its name, what it changes, what it costs, where it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memtrain.memory.facts import Facts
+from memtrain.memory.rules import Asked
+from memtrain.memory.settings import Settings
+from memtrain.recipes.recipe import Recipe
+
+Wish = Literal["on", "off", "auto", "allow"]
+"""What a recipe says of a strategy: it must be used, must not, the plan decides, or only when allowed."""
+
+Axis = Literal[
+    "rows",
+    "checkpointing",
+    "offloading",
+    "loss",
+    "micro-batch",
+    "states",
+    "backward",
+    "optimizer",
+    "precision",
+    "adapter",
+    "length",
+    "reference",
+]
+"""Choices that stand in place of each other."""
+
+Updates = Mapping[str, object]
+"""New values of some settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a strategy is judged on."""
+
+    asked: Asked
+    facts: Facts
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is asked."""
+        return self.asked.recipe
+
+
+def no_forms(settings: Settings, case: Case) -> tuple[Updates, ...]:
+    """Of strategies that are decided by rule before the search."""
+    return ()
+
+
+def no_keys(recipe: Recipe) -> Mapping[str, object]:
+    """Of strategies that no key switches off."""
+    return {}
+
+
+def never_refused(case: Case) -> str | None:
+    """Of strategies that run everywhere."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to spend less memory."""
+
+    name: str
+    """As `memory.use` and `memory.never` take it."""
+    axis: Axis
+    says: str
+    """What it does, in a sentence without a full stop."""
+    saves: str
+    costs: str
+    is_exact: bool
+    """The same numbers as without it, up to the order of sums; else it changes what is learnt."""
+    is_used: Callable[[Settings], bool]
+    wish: Callable[[Recipe], Wish]
+    """What the recipe says of it by its own keys."""
+    use_keys: Callable[[Recipe], Mapping[str, object]]
+    """The recipe's keys that switch it on: what `memory.use` stands for."""
+    never_keys: Callable[[Recipe], Mapping[str, object]] = no_keys
+    """The recipe's keys that switch it off: what `memory.never` stands for."""
+    changes: Callable[[Settings, Case], tuple[Updates, ...]] = no_forms
+    """The ways to switch it on in the search, over settings without it."""
+    without: Updates = field(default_factory=dict[str, object])
+    """The settings of the run without it."""
+    refusal: Callable[[Case], str | None] = never_refused
+    """Why it cannot be used here, whatever else is chosen; None when it can."""
+
+
+def on_off(value: object) -> Wish:
+    """The wish of a key that says `on`, `off` or `auto`."""
+    return "on" if value == "on" else "auto" if value == "auto" else "off"
