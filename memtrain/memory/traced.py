@@ -96,7 +96,7 @@ def job_of(
     )
 
 
-def traced(job: TraceJob, *, timeout_s: float = 300.0, cache: Path | None = None) -> Traced:
+def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None) -> Traced:
     """Trace `job` in a process of its own; an answer given before by the same versions comes from disk.
 
     Raises: LaunchError when the trace fails.

@@ -45,7 +45,28 @@ def _device(tensor: Tensor) -> torch.device:
     return getattr(tensor, "fake_device", tensor.device)
 
 
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is computed in place allocates nothing: the tensor comes back as it is, and time is saved."""
+    return kwargs["out"] if "out" in kwargs else args[0]
+
+
+_MATH_IN_PLACE = (
+    "add_ sub_ mul_ div_ exp_ log_ neg_ sqrt_ rsqrt_ tanh_ square_ pow_ clamp_ lerp_ addmm_ addcmul_ "
+    "addcdiv_ copy_ fill_ zero_ masked_fill_ scatter_add_ index_add_"
+)
+_PRODUCTS_INTO = ("mm", "addmm", "bmm")
+
+
+def _rules_in_place() -> dict[Any, Callable[..., Any]]:
+    rules: dict[Any, Callable[..., Any]] = {}
+    for name in _MATH_IN_PLACE.split():
+        packet = getattr(aten, name)
+        rules |= {getattr(packet, overload): _in_place for overload in packet.overloads()}
+    return rules | {getattr(aten, name).out: _in_place for name in _PRODUCTS_INTO}
+
+
 RULES: dict[Any, Callable[..., Any]] = {
+    **_rules_in_place(),
     aten._local_scalar_dense.default: _scalar,
     aten.equal.default: _equal,
     aten.nonzero.default: _nonzero,

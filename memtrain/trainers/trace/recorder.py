@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Operator = torch._ops.OpOverload
+_ASK_DEVICE = torch.ops.prim.device.default
 _WRAPPERS = ("DTensor",)
 """Tensor subclasses that hold other tensors; they unwrap themselves before anything is counted."""
 
@@ -84,6 +85,9 @@ class TensorPeak(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Operator, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _ASK_DEVICE:
+            # Fake tensors ask this for every operator; the answer allocates nothing.
+            return _device(args[0])
         if any(kind.__name__ in _WRAPPERS for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -227,8 +231,12 @@ class Recorder(TensorPeak):
 
 def _device_type(tensor: Tensor) -> str:
     """The device a tensor stands for: fake tensors are all `meta` underneath."""
+    return _device(tensor).type
+
+
+def _device(tensor: Tensor) -> torch.device:
     fake = getattr(tensor, "fake_device", None)
-    return (tensor.device if fake is None else fake).type
+    return tensor.device if fake is None else fake
 
 
 def _returns_alias(func: Operator) -> bool:
