@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import shlex
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
 from memtrain.cli.printing import say
 from memtrain.errors import RecipeError
+
+if TYPE_CHECKING:
+    from memtrain.cli.launch.submission import Submission
 
 
 def _option(name: str, says: str) -> typer.models.OptionInfo:
@@ -59,7 +63,11 @@ def slurm(
     if submission is None:
         say("Every run of this job is over; nothing was written. To make one anew: another --run-dir.")
         return
+    _write(submission, submit=submit, dry_run=dry_run)
 
+
+def _write(submission: Submission, *, submit: bool, dry_run: bool) -> None:
+    """Tell the plan, write the job, and submit or try it."""
     from memtrain.cli.launch.queue import has_slurm, submit_script, try_submission
     from memtrain.cli.showing import print_plan
 
@@ -73,9 +81,9 @@ def slurm(
         typer.echo(job.script.read_text())
         if has_slurm():
             say(try_submission(job.script))
-    if submit:
-        number = submit_script(job.script)
-        submission.record(number)
-        say(f"Submitted as job {number}. `memtrain status {job.folder}` shows how it stands.")
-    else:
-        say(f"Nothing was submitted. To submit it: sbatch {job.script}")
+    if not submit:
+        say(f"Nothing was submitted. To submit it: sbatch {shlex.quote(str(job.script))}")
+        return
+    number = submit_script(job.script)
+    submission.record(number)
+    say(f"Submitted as job {number}. `memtrain status {job.folder}` shows how it stands.")
