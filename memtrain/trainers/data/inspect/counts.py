@@ -17,9 +17,10 @@ Hashes = NDArray[np.uint64]
 Columns = tuple[Int32s, Int32s, Int32s, Hashes, Int32s, Int32s]
 """part_tokens, span_counts, spans, hashes, streams, alike: see Counts."""
 
-MOST_ROWS = 3_000_000
+MOST_ROWS = 2_000_000
 """Rows whose numbers are kept one by one. Beyond it, the rows with the smallest hashes stand for all: half of
-them, then a quarter, ... Laying out a row takes some 200 bytes for a moment; this many stay below 1 GiB."""
+them, then a quarter, ... Measured: laying out a row takes up to 330 bytes, of a pair 450, for a moment; this
+many stay below 1 GiB."""
 NUM_LONGEST_SHOWN = 10
 ROWS_AT_ONCE = 50_000
 """Rows of a store counted at a time."""
