@@ -33,6 +33,8 @@ VERBS: tuple[Verb, ...] = (
     Verb("kto", "train:kto", "KTO from a recipe."),
     Verb("reward", "train:reward", "A reward model from a recipe."),
     Verb("score", "score:score", "The rewards that a reward model gives to answers."),
+    Verb("grpo", "train:grpo", "Group relative policy optimization, with rewards."),
+    Verb("rloo", "train:rloo", "REINFORCE with a leave-one-out baseline, with rewards."),
     Verb("train", "train:train", "Train by the method that the recipe names."),
     Verb("plan", "plan:plan", "What a run will do and need, without starting it; for any GPU."),
     Verb("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),

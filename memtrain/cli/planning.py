@@ -8,17 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import memtrain
+from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware, detect
+from memtrain.memory.honour import honoured
 from memtrain.memory.lengths import LengthProfile
-from memtrain.memory.plan import Plan
-from memtrain.memory.resolve import Facts, resolve
+from memtrain.memory.plan import Plan, PreparedData
+from memtrain.memory.resolve import resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.shape import shape_of
 from memtrain.recipes.load import LoadedRecipe
 from memtrain.recipes.model import Model
-from memtrain.recipes.recipe import HAS_ANSWERS
+from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.trainers.data.order import BatchSize, count_steps
 from memtrain.trainers.data.prepare import prepare
 from memtrain.trainers.data.sequences import Laid, sequences_of
@@ -43,21 +46,12 @@ def make_plan(
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit.
     """
-    recipe = loaded.recipe
+    asked = honoured(Asked(loaded.recipe, loaded.where))
+    recipe = asked.recipe
     data = prepare(recipe, progress=progress)
-    shared = sequences_of(recipe, data, shares_prompts=True)
-    apart = sequences_of(recipe, data, shares_prompts=False) if recipe.method in HAS_ANSWERS else None
     config = model_config(recipe.model)
-    facts = Facts(
-        hardware=hardware or detect(recipe.cluster.device),
-        shape=shape_of(config, recipe.model.path or "model.config"),
-        config=config,
-        profile=shared.profile,
-        count_steps=_counter(loaded, shared),
-        method=recipe.method,
-        apart=None if apart is None else (apart.profile, _counter(loaded, apart)),
-    )
-    resolved = resolve(Asked(recipe, loaded.where), facts)
+    facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
+    resolved = resolve(asked, facts)
     plan = Plan(
         recipe=recipe,
         recipe_path=str(loaded.path),
@@ -69,8 +63,30 @@ def make_plan(
         plain=resolved.plain,
         versions=versions(),
     )
-    laid = shared if apart is None or plan.settings.shared_prompts else apart
-    return Planned(plan, laid.profile)
+    return Planned(plan, facts.rows_of(plan.settings))
+
+
+def facts_of(
+    recipe: Recipe,
+    data: PreparedData,
+    config: Mapping[str, Any],
+    hardware: Hardware,
+    presumed: frozenset[str] = frozenset(),
+) -> Facts:
+    """What the resolver is to know of tokenized data, a model and devices."""
+    shared = sequences_of(recipe, data, shares_prompts=True)
+    has_apart = recipe.method in HAS_ANSWERS or recipe.online is not None
+    apart = sequences_of(recipe, data, shares_prompts=False) if has_apart else None
+    return Facts(
+        hardware=hardware,
+        shape=shape_of(config, recipe.model.path or "model.config"),
+        config=config,
+        profile=shared.profile,
+        count_steps=_counter(recipe, shared),
+        method=recipe.method,
+        apart=None if apart is None else (apart.profile, _counter(recipe, apart)),
+        presumed=presumed,
+    )
 
 
 def model_config(model: Model) -> Mapping[str, object]:
@@ -108,11 +124,10 @@ def versions() -> dict[str, str]:
     }
 
 
-def _counter(loaded: LoadedRecipe, sequences: Laid) -> Callable[[int | None, int | None, float], int]:
-    recipe = loaded.recipe
-
+def _counter(recipe: Recipe, sequences: Laid) -> Callable[[int | None, int | None, float], int]:
     def count(rows: int | None, tokens: int | None, epochs: float) -> int:
-        return count_steps(
+        updates = recipe.online.updates_per_rollout if recipe.online is not None else 1
+        return updates * count_steps(
             sequences.tokens,
             BatchSize(rows, tokens),
             epochs=epochs,

@@ -8,6 +8,7 @@ from memtrain.memory.attention import AttentionChoice
 from memtrain.memory.batching import Micro
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
+from memtrain.recipes.online import FromOwnCompletions
 from memtrain.recipes.preference import Dpo, Kto, WithReference
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 
@@ -23,6 +24,8 @@ WHY: dict[str, str] = {
 
 def section_of(recipe: Recipe) -> WithReference | None:
     """The section of a method that stays near a reference, with its defaults; None for other methods."""
+    if recipe.online is not None:
+        return recipe.online
     if recipe.method == "dpo":
         return recipe.dpo or Dpo()
     return (recipe.kto or Kto()) if recipe.method == "kto" else None
@@ -31,7 +34,7 @@ def section_of(recipe: Recipe) -> WithReference | None:
 def decide_shared_prompts(ledger: Ledger, attention: AttentionChoice, *, padding_free: bool) -> bool:
     """Whether a prompt is computed once for all its answers: exact wherever rows can be kept apart."""
     recipe = ledger.asked.recipe
-    if recipe.method not in HAS_ANSWERS:
+    if recipe.method not in HAS_ANSWERS and recipe.online is None:
         return False
     wanted, path = recipe.length.shared_prompts, "length.shared_prompts"
     if wanted is False:
@@ -57,9 +60,11 @@ def decide_reference(ledger: Ledger, *, passes: float) -> str:
     """Where the reference's log-probs come from; `passes` of the run over the data."""
     recipe = ledger.asked.recipe
     section = section_of(recipe)
-    if section is None or (isinstance(section, Dpo) and not section.needs_reference):
+    if section is None or (isinstance(section, Dpo | FromOwnCompletions) and not section.needs_reference):
         return "none"
     wanted, adapter, path = section.reference, recipe.model.adapter, f"{recipe.method}.reference"
+    if wanted == "auto" and recipe.online is not None:
+        return "copy" if adapter is None else "adapter_off"
     if wanted == "auto":
         return "adapter_off" if adapter is not None and passes <= 1 else "precomputed"
     if wanted == "adapter_off" and adapter is None:
@@ -81,6 +86,11 @@ def explain_reference(ledger: Ledger, settings: Settings, gain: Callable[[dict[s
     """Note the reference with its reason and its price against a frozen copy."""
     section = section_of(ledger.asked.recipe)
     if section is None:
+        return
+    if settings.reference == "none" and ledger.asked.recipe.online is not None:
+        ledger.decide(
+            "reference", "none", "beta is 0: nothing asks for it", f"{ledger.asked.recipe.method}.beta"
+        )
         return
     price = "" if settings.reference in ("none", "copy", "synced") else gain({"reference": "copy"})
     why = WHY[settings.reference]

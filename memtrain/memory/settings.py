@@ -38,6 +38,10 @@ class Settings(Section):
     """Rows of a micro-batch lie end to end in one sequence."""
     shared_prompts: bool = False
     """A prompt is computed once for all its answers, in one flattened row."""
+    sampler: Literal["none", "native", "transformers"] = "none"
+    """Who writes completions; none: the method writes no completions."""
+    rollout_rows: int = 0
+    """Completions that one rank writes at a time."""
     reference: Literal["none", "copy", "adapter_off", "precomputed", "synced"] = "none"
     """Where the log-probs of the reference model come from."""
     pad_to_multiple_of: int | None

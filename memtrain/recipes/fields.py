@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from memtrain.recipes.base import Section, one_or_many, parse_bytes
 from memtrain.recipes.data import source_of
+from memtrain.recipes.rewards import functions_of
 from memtrain.recipes.tree import Path
 
 Annotation = Any
@@ -125,6 +126,8 @@ def _describe_list(base: Annotation, metadata: list[object]) -> str:
         return f"a list of {len(inner)} numbers"
     if source_of in readers(metadata):
         return "a source (a file, a hub id, or keys: source, weight, ...), or a list of them"
+    if functions_of in readers(metadata):
+        return "a reward (a name, or keys: function, weight, ...), or a list of them"
     one = describe(inner[0])
     return f"{one}, or a list of them" if one_or_many in readers(metadata) else f"a list of {one}"
 

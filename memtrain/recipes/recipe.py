@@ -8,15 +8,18 @@ from pydantic import model_validator
 
 from memtrain.recipes.base import Section, changes
 from memtrain.recipes.data import Data
+from memtrain.recipes.generate import Generate
 from memtrain.recipes.length import Length
 from memtrain.recipes.memory import Memory
 from memtrain.recipes.methods import Sft
 from memtrain.recipes.model import Model
+from memtrain.recipes.online import ONLINE, FromOwnCompletions, Grpo, Rloo
 from memtrain.recipes.optim import Optim
 from memtrain.recipes.preference import Dpo, Kto, Reward
+from memtrain.recipes.rewards import Rewards
 from memtrain.recipes.run import Cluster, Eval, Log, Save, Train
 
-MethodName = Literal["sft", "dpo", "kto", "reward"]
+MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo"]
 
 HAS_ANSWERS = ("dpo", "kto", "reward")
 """Methods whose rows are a prompt with one or two answers."""
@@ -45,6 +48,20 @@ class Recipe(Section):
     dpo: Dpo | None = None
     kto: Kto | None = None
     reward: Reward | None = None
+    grpo: Grpo | None = None
+    rloo: Rloo | None = None
+    generate: Generate | None = None
+    rewards: Rewards | None = None
+
+    @property
+    def online(self) -> FromOwnCompletions | None:
+        """The section of a method that learns from its own completions, with its defaults."""
+        return {"grpo": self.grpo or Grpo(), "rloo": self.rloo or Rloo()}.get(self.method)
+
+    @property
+    def generation(self) -> Generate:
+        """The `generate:` section, with its defaults."""
+        return self.generate or Generate()
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -57,6 +74,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _lengths_fit_the_method(self) -> Recipe:
         length = self.length
+        if self.method in ONLINE:
+            self._check_online_lengths()
+            return self
         if self.method in HAS_ANSWERS:
             if length.packing != "none":
                 raise ValueError(
@@ -69,4 +89,49 @@ class Recipe(Section):
                 raise ValueError(
                     f"length.{name} has no effect on {self.method}, which learns rows whole; remove it"
                 )
+        return self
+
+    def _check_online_lengths(self) -> None:
+        length = self.length
+        for name in ("max_completion", "group_prompts", "packing", "group_by_length"):
+            if changes(length, name):
+                fix = "; set generate.max_tokens" if name == "max_completion" else ""
+                raise ValueError(
+                    f"length.{name} has no effect on {self.method}, which writes its answers; remove it{fix}"
+                )
+        room = None if length.max_length is None else length.max_length - self.generation.max_tokens
+        if room is not None and room < 1:
+            raise ValueError(
+                f"generate.max_tokens {self.generation.max_tokens} leaves no room for a prompt in "
+                f"length.max_length {length.max_length}; lower it, or raise length.max_length"
+            )
+
+    @model_validator(mode="after")
+    def _completions_are_judged(self) -> Recipe:
+        section = self.online
+        if section is None:
+            for name in ("generate", "rewards"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} has no effect on {self.method}, which writes nothing; remove it"
+                    )
+            return self
+        if self.rewards is None:
+            raise ValueError(
+                f"{self.method} needs rewards; set rewards: {{functions: exact_answer}}, or your own function"
+            )
+        if self.train.batch_tokens is not None:
+            raise ValueError(
+                f"{self.method} counts a step in completions; set train.batch_rows in place of batch_tokens"
+            )
+        if section.mismatch != "none" and self.generation.truncates:
+            raise ValueError(
+                "mismatch compares the sampler's probabilities with the trainer's, and top_k, top_p and min_p "
+                "leave the sampler fewer tokens; remove them, or set mismatch: none"
+            )
+        if self.optim.neftune_alpha is not None:
+            raise ValueError(
+                f"optim.neftune_alpha makes the policy another one in training than in sampling; remove it "
+                f"for {self.method}"
+            )
         return self

@@ -15,6 +15,8 @@ class Method:
     trainer: str
     head: Literal["lm", "score"] = "lm"
     """What the model ends in: the LM head, or one number for a sequence."""
+    is_online: bool = False
+    """It writes the completions it learns from."""
 
 
 METHODS: dict[str, Method] = {
@@ -40,6 +42,18 @@ METHODS: dict[str, Method] = {
             "A reward model: one number for an answer, learnt from pairs.",
             "memtrain.trainers.reward",
             head="score",
+        ),
+        Method(
+            "grpo",
+            "Group relative policy optimization: completions judged by rewards, against their group.",
+            "memtrain.trainers.grpo",
+            is_online=True,
+        ),
+        Method(
+            "rloo",
+            "REINFORCE with a leave-one-out baseline: completions judged by rewards.",
+            "memtrain.trainers.rloo",
+            is_online=True,
         ),
     )
 }

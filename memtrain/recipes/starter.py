@@ -32,7 +32,27 @@ _COMMON: tuple[tuple[str, str], ...] = (
     ("#log.trackers", "[tensorboard]"),
 )
 
-_METHOD: dict[str, tuple[tuple[str, str], ...]] = {"sft": (("#sft.loss", "nll"),)}
+_METHOD: dict[str, tuple[tuple[str, str], ...]] = {
+    "sft": (("#sft.loss", "nll"),),
+    "dpo": (("#dpo.loss", "sigmoid"), ("#dpo.beta", "0.1"), ("#dpo.reference", "auto")),
+    "kto": (("#kto.beta", "0.1"), ("#kto.desirable_weight", "1.0"), ("#kto.reference", "auto")),
+    "reward": (("#reward.center_rewards_coefficient", "0.01"),),
+    "grpo": (
+        ("rewards.functions", "exact_answer"),
+        ("generate.completions", "8"),
+        ("generate.max_tokens", "256"),
+        ("#generate.temperature", "1.0"),
+        ("#grpo.loss", "dapo"),
+        ("#grpo.beta", "0.0"),
+    ),
+    "rloo": (
+        ("rewards.functions", "exact_answer"),
+        ("generate.completions", "8"),
+        ("generate.max_tokens", "256"),
+        ("#generate.temperature", "1.0"),
+        ("#rloo.beta", "0.05"),
+    ),
+}
 
 
 def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,13 @@ class AnswerFeed:
     def weights(self) -> Ints:
         """Items of each sequence."""
         return self.sequences.weights
+
+    @cached_property
+    def learnt(self) -> Ints:
+        """Learnt tokens of each sequence."""
+        held = self.sequences
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(held.learnt.sum(axis=1))])
+        return np.diff(sums[held.item_ptr])
 
     @property
     def num_items(self) -> int:

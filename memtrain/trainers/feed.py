@@ -31,6 +31,11 @@ class Feed(Protocol):
         """What the loss is averaged over, by sequence: learnt tokens, or pairs."""
         ...
 
+    @property
+    def learnt(self) -> Ints:
+        """Learnt tokens of each sequence."""
+        ...
+
     def micro_batch(self, sequences: Ints) -> Batch:
         """The sequences as one forward pass takes them; none gives a micro-batch that teaches nothing."""
         ...
@@ -60,6 +65,21 @@ class StepWork:
     num_tokens: int
     """Tokens of the whole step over all ranks."""
     num_sequences: int
+    num_learnt: int | None = None
+    """Learnt tokens of the whole step, where the denominator counts something else."""
+
+
+class StepSource(Protocol):
+    """Where the work of each optimizer step comes from."""
+
+    @property
+    def feed(self) -> Feed:
+        """What the step's sequences are numbers in."""
+        ...
+
+    def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
+        """What `rank` does in optimizer step number `step`; called by all ranks together."""
+        ...
 
 
 @dataclass(slots=True)
@@ -94,6 +114,7 @@ class Steps:
             micros=tuple(dealt[rank]),
             denominator=float(self.feed.weights[sequences].sum()),
             num_tokens=int(self.feed.tokens[sequences].sum()),
+            num_learnt=int(self.feed.learnt[sequences].sum()),
             num_sequences=len(sequences),
         )
 

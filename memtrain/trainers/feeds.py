@@ -39,6 +39,11 @@ class TokenFeed:
         """Learnt tokens of each sequence."""
         return self.sequences.learnt
 
+    @property
+    def learnt(self) -> Ints:
+        """Learnt tokens of each sequence."""
+        return self.sequences.learnt
+
     def micro_batch(self, sequences: Ints) -> MicroBatch:
         """The sequences' pieces end to end, or one padded row each."""
         is_flat = self.settings.padding_free

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from memtrain.errors import Interrupted, MemtrainError
 from memtrain.memory.plan import Plan
-from memtrain.trainers.feed import Feed, Ints, Steps, StepWork, eval_micro_batches, eval_order
+from memtrain.trainers.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
 from memtrain.trainers.method import Ahead, FollowsSteps, LooksAhead, Loss, Method, means_of
 from memtrain.trainers.position import Position
 from memtrain.trainers.recover import Cursor, Exhausted, Part, Recovery
@@ -35,7 +35,7 @@ class Run:
     method: Method
     optimizer: Optimizer
     lr_at: Callable[[int], float]
-    steps: Steps
+    steps: StepSource
     eval_feed: Feed | None
     ranks: Ranks
     engine: Engine
@@ -52,6 +52,8 @@ class Run:
     """Says why a run could not go on, and what would."""
     follower: FollowsSteps | None = None
     """What follows the weights beside the optimizer: a reference model that is synchronised."""
+    judge: Callable[[], float] | None = None
+    """Measures on the held-out rows in place of the loss: what is lower is better."""
     position: Position = field(default_factory=Position)
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -165,6 +167,8 @@ def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
 def evaluate(run: Run) -> float:
     """The mean held-out loss by the method's own measure; every rank gets the same number."""
     assert run.eval_feed is not None, "There are no held-out rows."
+    if run.judge is not None:
+        return _noted(run, run.judge())
     feed, settings = run.eval_feed, run.plan.settings
     started = time.perf_counter()
     sums: dict[str, Tensor] = {}
@@ -183,11 +187,20 @@ def evaluate(run: Run) -> float:
     count = float(feed.weights.sum())
     loss = totals.pop("loss") / count
     means = means_of(run.method, totals, count)
+    _noted(run, loss)
+    seconds = time.perf_counter() - started
+    run.tell(
+        EvalEvent(
+            step=run.position.step, loss=loss, tokens=int(feed.learnt.sum()), seconds=seconds, extra=means
+        )
+    )
+    return loss
+
+
+def _noted(run: Run, loss: float) -> float:
     run.position.eval_loss = loss
     if run.position.best_loss is None or loss < run.position.best_loss:
         run.position.best_loss = loss
-    seconds = time.perf_counter() - started
-    run.tell(EvalEvent(step=run.position.step, loss=loss, tokens=int(count), seconds=seconds, extra=means))
     return loss
 
 
@@ -239,7 +252,7 @@ def _tell(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds
             lr=lr,
             grad_norm=totals["grad_norm"],
             tokens=work.num_tokens,
-            learnt=int(work.denominator),
+            learnt=int(work.denominator) if work.num_learnt is None else work.num_learnt,
             seconds=seconds,
             peak_bytes=peak or None,
             epoch=work.epoch,

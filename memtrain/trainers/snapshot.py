@@ -17,9 +17,16 @@ from memtrain.trainers.run.state_io import load_state, save_state
 
 
 def parts_of(
-    model: nn.Module, optimizer: Optimizer, position: Position, follower: FollowsSteps | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    position: Position,
+    follower: FollowsSteps | None = None,
+    kept: Callable[[], object] | None = None,
 ) -> Parts:
-    """The parts to save. No random state: every draw is named by its step and not by those before it."""
+    """The parts to save; `kept`: the rollout at hand, of methods that write their completions.
+
+    No random state: every draw is named by its step and not by those before it.
+    """
 
     def writer(state: Callable[[], object]) -> Callable[[Path], None]:
         return lambda path: save_state(state(), path)
@@ -29,6 +36,8 @@ def parts_of(
         "optimizer": writer(optimizer.state_dict),
         "loop": writer(lambda: asdict(position)),
     }
+    if kept is not None:
+        parts["rollout"] = writer(kept)
     return parts if follower is None else parts | {"follower": writer(follower.kept_state)}
 
 

@@ -27,6 +27,7 @@ from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.load import local_device
+from memtrain.trainers.online import OnlineSteps, online_steps
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.outcome import outcome_told
 from memtrain.trainers.position import Position
@@ -85,26 +86,30 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         teller = stack.enter_context(open_teller(plan, folder, ranks, position))
         _tell_start(teller, plan, built, found, notes, position)
         recovery = _recovery(plan, built, position, teller)
+        watch = _watch(plan, built, teller.tell, ranks, position)
+        online = online_steps(plan, built, ranks, watch, teller.tell, position, found.checkpoint)
         run = Run(
             plan=plan,
             model=model,
             method=built.method,
             optimizer=built.optimizer,
             lr_at=lambda step: lr_at(step, optim=plan.recipe.optim, max_steps=plan.settings.max_steps),
-            steps=Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle),
+            steps=online
+            or Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle),
             eval_feed=built.eval,
             ranks=ranks,
             engine=_engine(accelerator, plan, built),
             device=local_device(plan.settings),
             tell=teller.tell,
-            watch=_watch(plan, built, teller.tell, ranks, position),
+            watch=watch,
             is_asked_to_stop=lambda: stop.asked,
-            save=_saver(plan, folder, built, ranks, teller),
+            save=_saver(plan, folder, built, ranks, teller, online),
             recovery=recovery,
             post_mortem=lambda spent: post_mortem(
                 spent, plan, recovery.settings, built.model, built.optimizer, step=position.step
             ),
             follower=built.follower,
+            judge=online.evaluate if online is not None else None,
             position=position,
             started=started,
         )
@@ -177,14 +182,17 @@ def _recovery(plan: Plan, built: Built, position: Position, teller: Teller) -> R
 
 
 def _saver(
-    plan: Plan, folder: RunFolder, built: Built, ranks: Ranks, teller: Teller
+    plan: Plan, folder: RunFolder, built: Built, ranks: Ranks, teller: Teller, online: OnlineSteps | None
 ) -> Callable[[Position], None]:
     save = plan.recipe.save
 
     def write(position: Position) -> None:
         teller.sync()
         facts = facts_of(plan, step=position.step, epoch=0, offset=0, eval_loss=position.eval_loss)
-        parts = parts_of(built.scorer, built.optimizer, position, built.follower) if ranks.is_main else {}
+        kept = online.kept if online is not None else None
+        parts = {}
+        if ranks.is_main:
+            parts = parts_of(built.scorer, built.optimizer, position, built.follower, kept)
         began = time.perf_counter()
         save_checkpoint(folder, parts, facts, keep=save.keep, keep_best=save.keep_best, ranks=ranks)
         teller.tell(SaveEvent(step=position.step, seconds=time.perf_counter() - began))

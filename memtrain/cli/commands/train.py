@@ -48,6 +48,8 @@ sft = _verb("sft", "Supervised fine-tuning.")
 dpo = _verb("dpo", "Direct preference optimization, from pairs of answers.")
 kto = _verb("kto", "KTO, from single answers that are desirable or not.")
 reward = _verb("reward", "A reward model, from pairs of answers.")
+grpo = _verb("grpo", "Group relative policy optimization, from completions judged by rewards.")
+rloo = _verb("rloo", "REINFORCE with a leave-one-out baseline, from completions judged by rewards.")
 train = _verb(None, "Train by the method that the recipe names.")
 
 

@@ -13,6 +13,7 @@ from memtrain.memory.plan import PreparedData
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.trainers.data.answers import lay_out_answers
 from memtrain.trainers.data.pieces import Spans, lay_out
+from memtrain.trainers.data.prompts import lay_out_completions
 from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
 
@@ -38,7 +39,7 @@ def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) ->
     store = TokenStore.open(data.train.folder)
     rows = choose_rows(recipe.data, store, recipe.train.seed).train
     lay: Callable[[TokenStore, Ints, Recipe, bool], Laid] = (
-        _answers if recipe.method in HAS_ANSWERS else _tokens
+        _completions if recipe.online is not None else _answers if recipe.method in HAS_ANSWERS else _tokens
     )
     return lay(store, rows, recipe, shares_prompts)
 
@@ -51,3 +52,7 @@ def _tokens(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool)
 
 def _answers(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
     return lay_out_answers(store, rows, recipe.length, is_shared=shares_prompts)
+
+
+def _completions(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
+    return lay_out_completions(store, rows, recipe, is_shared=shares_prompts)

@@ -60,7 +60,10 @@ OnDone = Callable[[int, list[Sample]], None]
 class Sampler(Protocol):
     """A generation back end. It samples with the weights that the training module has now."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the plan calls it."""
+        ...
 
     def generate(
         self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None

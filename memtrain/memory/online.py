@@ -1,0 +1,123 @@
+"""What methods that write completions add to a plan: who writes, how many at a time, and what keys need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
+from memtrain.memory.estimate import phase_peak
+from memtrain.memory.lengths import LengthProfile
+from memtrain.memory.plan import Prediction
+from memtrain.memory.rules import Ledger
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import ModelShape
+from memtrain.memory.units import MIB
+from memtrain.recipes.generate import Generate
+from memtrain.recipes.recipe import Recipe
+
+READ_TOKENS = 8192
+"""Prompt tokens that the sampler reads in one forward pass, where no prompt is longer. Taste."""
+
+TILE_BYTES = 64 * MIB
+CHOICE_COPIES = 6
+"""Copies of a tile of logits, in fp32, while tokens are chosen (rollout/choose.py)."""
+
+MOST_ROWS = 512
+"""Completions that are written at a time at most, unless the recipe says more: more is hardly faster."""
+
+
+def refuse_uneven_groups(ledger: Ledger, rows: int | None) -> None:
+    """Refuse a step that is no whole number of groups."""
+    recipe = ledger.asked.recipe
+    if recipe.online is None or rows is None:
+        return
+    count = recipe.generation.completions
+    if rows % count:
+        less, more = rows // count * count, (rows // count + 1) * count
+        near = f"{less} or {more}" if less else f"{more}"
+        ledger.refuse(
+            f"a step of {rows} completions is no whole number of groups of {count}",
+            "train.batch_rows",
+            f"set train.batch_rows to {near}, or generate.completions to a divisor of {rows}",
+        )
+
+
+def with_generation(
+    ledger: Ledger, settings: Settings, prediction: Prediction, shape: ModelShape, profile: LengthProfile
+) -> tuple[Settings, Prediction]:
+    """Settings and prediction with who writes the completions, and the peak while they are written.
+
+    As they are for methods that write none.
+    """
+    recipe = ledger.asked.recipe
+    if recipe.online is None:
+        return settings, prediction
+    # A rehearsal tries the heaviest rows of a feed, and the completions are not written yet.
+    settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings), "rehearse": False})
+    longest_prompt = max(1, profile.longest_piece - recipe.generation.max_tokens)
+    resting = next(phase for phase in prediction.phases if phase.phase == "saving")
+    room = prediction.peak.num_bytes - resting.num_bytes
+
+    def moment(rows: int) -> dict[str, int]:
+        return generation_bytes(settings, shape, recipe.generation, longest_prompt, rows)
+
+    rows = _decide_rows(ledger, recipe, settings, lambda rows: sum(moment(rows).values()) <= room)
+    owners = {one.owner: one.num_bytes for one in resting.owners}
+    phases = (*prediction.phases, phase_peak("generation", owners | moment(rows)))
+    return (
+        settings.model_copy(update={"rollout_rows": rows}),
+        prediction.model_copy(update={"phases": phases}),
+    )
+
+
+def generation_bytes(
+    settings: Settings, shape: ModelShape, generate: Generate, longest_prompt: int, rows: int
+) -> dict[str, int]:
+    """Bytes by owner while `rows` completions are written at a time.
+
+    Native: a prompt's keys are held once for its group. Else once for each completion.
+    """
+    of_token = 2 * shape.kv_width * shape.num_layers * DTYPE_BYTES[settings.dtype]
+    prompts = rows if settings.sampler != "native" else -(-rows // generate.completions)
+    keys = of_token * (prompts * longest_prompt + rows * generate.max_tokens)
+    read = max(longest_prompt, min(READ_TOKENS, longest_prompt * prompts))
+    load = Load(settings, shape, HeaviestBatch(1, read, 1, longest_prompt))
+    reading = layer_forward(load) + rotary(load)
+    logits = rows * shape.vocab_size * DTYPE_BYTES[settings.dtype]
+    choosing = logits + CHOICE_COPIES * min(TILE_BYTES, 4 * rows * shape.vocab_size)
+    drawn = 20 * rows * generate.max_tokens
+    return {"keys and values": keys, "sampling": max(reading, choosing) + drawn}
+
+
+def _decide_sampler(ledger: Ledger, settings: Settings) -> str:
+    wanted, path = ledger.asked.recipe.generation.backend, "generate.backend"
+    can = settings.attention != "stock"
+    if wanted == "native" and not can:
+        ledger.refuse(
+            "the native sampler shares prompts, and this model's attention cannot keep rows apart here",
+            path,
+            "set generate.backend: transformers, or a model.attention other than stock",
+        )
+        ledger.settle()
+    if wanted == "transformers" or not can:
+        why = "" if can else "this model's attention cannot keep rows apart here"
+        ledger.decide("sampler", "transformers", why, path)
+        return "transformers"
+    ledger.decide("sampler", "native", "the trained module; each prompt is read once for its group", path)
+    return "native"
+
+
+def _decide_rows(ledger: Ledger, recipe: Recipe, settings: Settings, fits: Callable[[int], bool]) -> int:
+    """Completions that are written at a time: as many as need no more than the update, a group at least."""
+    section, generate = recipe.online, recipe.generation
+    assert section is not None, "This method writes completions."
+    if generate.rows != "auto":
+        ledger.decide("rollout_rows", generate.rows, "", "generate.rows")
+        return generate.rows
+    in_step = -(-(settings.batch_rows or generate.completions) // settings.num_processes)
+    rows = wanted = min(MOST_ROWS, in_step * section.steps_per_rollout)
+    while rows > generate.completions and not fits(rows):
+        rows = max(generate.completions, rows // 2)
+    words = "all of a rollout" if rows == wanted else "more would need more memory than the update"
+    ledger.decide("rollout_rows", rows, f"completions at a time; {words}", "generate.rows")
+    return rows

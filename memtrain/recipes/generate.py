@@ -1,0 +1,63 @@
+"""The `generate:` section: how the methods that learn from their own completions write them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from memtrain.recipes.base import Fraction, PositiveInt, Section, one_or_many
+
+
+class Generate(Section):
+    """Completions for each prompt, and how their tokens are chosen."""
+
+    completions: Annotated[int, Field(ge=2)] = 8
+    """Completions of one prompt: the group that they are compared in. Their prompt is computed once. Higher:
+    a better baseline, more time."""
+
+    max_tokens: PositiveInt = 256
+    """Longest completion in tokens; a longer one is cut. Higher: more time, more memory."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Logits are divided by it, in sampling and in the loss. Higher: more varied."""
+
+    top_k: PositiveInt | None = None
+    """Choose among the k likeliest tokens. Not given: among all."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Choose among the likeliest tokens that have this much probability together."""
+
+    min_p: Fraction = 0.0
+    """Choose among tokens that have at least this share of the likeliest one's probability."""
+
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Above 1: tokens that were written before, or are in the prompt, become less likely."""
+
+    stop: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    """Texts that end a completion, beside the end-of-sequence token."""
+
+    backend: Literal["auto", "native", "transformers"] = "auto"
+    """`native`: the module that is trained, each prompt read once for its group. `transformers`: its own
+    `generate`, for architectures that native cannot. `auto`: native wherever it can."""
+
+    rows: PositiveInt | Literal["auto"] = "auto"
+    """Completions that are written at a time. Higher: faster, more memory for keys. Same completions.
+    `auto`: as many as stay below the memory that the update needs anyway."""
+
+    show: Annotated[int, Field(ge=0)] = 4
+    """Completions of each logged step that are kept in completions.jsonl, with their rewards."""
+
+    eval_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """For held-out prompts, one completion each; 0: the likeliest token."""
+
+    @model_validator(mode="after")
+    def _stops_are_texts(self) -> Generate:
+        if any(not text for text in self.stop):
+            raise ValueError("generate.stop has an empty text, which would end every completion; remove it")
+        return self
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be chosen."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0

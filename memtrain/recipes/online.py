@@ -1,0 +1,207 @@
+"""Sections of the methods that learn from their own completions: `grpo:` and `rloo:`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from memtrain.recipes.base import PositiveInt, changes
+from memtrain.recipes.preference import WithReference
+
+PolicyLossName = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+
+KNOBS_OF: dict[str, tuple[str, ...]] = {
+    "clip_low": ("dapo", "grpo", "dr_grpo", "bnpo", "luspo"),
+    "clip_high": ("dapo", "grpo", "dr_grpo", "bnpo", "luspo"),
+    "delta": ("dapo", "grpo", "dr_grpo", "bnpo", "luspo"),
+    "cispo_highest": ("cispo",),
+    "sapo_temperature_pos": ("sapo",),
+    "sapo_temperature_neg": ("sapo",),
+    "vespo_k_pos": ("vespo",),
+    "vespo_lambda_pos": ("vespo",),
+    "vespo_k_neg": ("vespo",),
+    "vespo_lambda_neg": ("vespo",),
+}
+"""Knobs that only some losses read; one that the recipe's loss does not read is refused."""
+
+
+class FromOwnCompletions(WithReference):
+    """What the methods that learn from their own completions have in common."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """How strongly the policy is held near the reference. 0: no reference is loaded. Higher: nearer."""
+
+    steps_per_rollout: PositiveInt = 1
+    """Optimizer steps that the completions of one rollout are divided over. Higher: the later ones learn from
+    a policy that is some steps old."""
+
+    updates_per_rollout: PositiveInt = 1
+    """Times that a rollout is learnt from. Higher: fewer rollouts, older completions."""
+
+    mask_truncated: bool = False
+    """Do not learn from completions that were cut at generate.max_tokens (DAPO's overlong filtering)."""
+
+    mismatch: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """Correct for the sampler's probabilities being another than the trainer's (another engine, or bfloat16):
+    weight each token, or answer, by their ratio; truncate the ratio, or leave out what lies outside the
+    bounds. Not together with top_k, top_p, min_p."""
+
+    mismatch_low: Annotated[float, Field(ge=0)] | None = 0.5
+    """Lower bound of that ratio. null: none."""
+
+    mismatch_high: Annotated[float, Field(gt=0)] | None = 2.0
+    """Upper bound of that ratio. null: none."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference is asked."""
+        return self.beta > 0
+
+    @property
+    def steps_in_window(self) -> int:
+        """Optimizer steps from one rollout to the next."""
+        return self.steps_per_rollout * self.updates_per_rollout
+
+    @model_validator(mode="after")
+    def _reference_is_live(self) -> FromOwnCompletions:
+        if self.reference == "precomputed":
+            raise ValueError(
+                "a reference cannot be precomputed for completions that are not written yet; "
+                "set reference: copy or adapter_off"
+            )
+        if self.reference != "auto" and not self.needs_reference:
+            raise ValueError(
+                f"beta is 0 and asks no reference; remove reference: {self.reference}, or set beta"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_are_bounds(self) -> FromOwnCompletions:
+        low, high = self.mismatch_low, self.mismatch_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"mismatch_low {low} is not below mismatch_high {high}; swap them")
+        if self.mismatch == "none":
+            for name in ("mismatch_low", "mismatch_high"):
+                if changes(self, name):
+                    raise ValueError(f"{name} has no effect with mismatch: none; set mismatch, or remove it")
+        return self
+
+
+class Grpo(FromOwnCompletions):
+    """Group relative policy optimization: completions are better or worse than the others of their group."""
+
+    loss: PolicyLossName = "dapo"
+    """`dapo` (arXiv:2503.14476) is GRPO averaged over tokens; `grpo` (arXiv:2402.03300) over completions;
+    `dr_grpo` (arXiv:2503.20783) over a constant; `bnpo` over the tokens of a step. `cispo`
+    (arXiv:2506.13585), `sapo` (arXiv:2511.20347) and `vespo` (arXiv:2602.10693) clip otherwise; `luspo`
+    (arXiv:2602.05261) sums."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Importance ratios of tokens, or of whole completions (GSPO, arXiv:2507.18071: loss: grpo, level:
+    sequence, clip_low: 3e-4, clip_high: 4e-4)."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The ratio is clipped below 1 minus this."""
+
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped above 1 plus this (DAPO: 0.28). Not given: as clip_low."""
+
+    delta: Annotated[float, Field(gt=1)] | None = None
+    """Upper bound of the ratio for bad completions too (arXiv:2505.07291). Not given: none."""
+
+    cispo_highest: Annotated[float, Field(gt=0)] = 5.0
+    """`cispo`: highest weight of a token (arXiv:2510.13786)."""
+
+    sapo_temperature_pos: Annotated[float, Field(gt=0)] = 1.0
+    """`sapo`: how sharply the gate closes for good completions."""
+
+    sapo_temperature_neg: Annotated[float, Field(gt=0)] = 1.05
+    """`sapo`: the same for bad ones."""
+
+    vespo_k_pos: Annotated[float, Field(gt=0)] = 2.0
+    """`vespo`: exponent of the weight, for good completions."""
+
+    vespo_lambda_pos: Annotated[float, Field(gt=0)] = 3.0
+    """`vespo`: decay of the weight, for good completions."""
+
+    vespo_k_neg: Annotated[float, Field(gt=0)] = 3.0
+    """`vespo`: exponent of the weight, for bad completions."""
+
+    vespo_lambda_neg: Annotated[float, Field(gt=0)] = 2.0
+    """`vespo`: decay of the weight, for bad completions."""
+
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of the group, of the rollout, or not (Dr. GRPO)."""
+
+    combine_rewards: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
+    """Several rewards: summed first, or each normalised in its group first (GDPO, arXiv:2601.05242)."""
+
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """How the KL term is estimated from the sampled tokens."""
+
+    unbiased_kl: bool = False
+    """Weight the KL term by the importance ratio (arXiv:2512.02556)."""
+
+    entropy_coef: float = 0.0
+    """Weight of the mean entropy, which is added to the objective. Higher: more varied."""
+
+    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the tokens that are learnt from, those of the highest entropy (arXiv:2506.01939: 0.2)."""
+
+    off_policy_limit: Annotated[float, Field(gt=0)] | None = None
+    """Leave out bad completions that have become less likely than this, in nats a token (arXiv:2512.02556).
+    Not given: none is left out."""
+
+    @model_validator(mode="after")
+    def _every_knob_is_read(self) -> Grpo:
+        for knob, losses in KNOBS_OF.items():
+            if changes(self, knob) and self.loss not in losses:
+                raise ValueError(f"{knob} has no effect on loss: {self.loss}; remove it")
+        for knob in ("kl", "unbiased_kl"):
+            if changes(self, knob) and not self.beta:
+                raise ValueError(f"{knob} has no effect with beta 0; set beta, or remove it")
+        if self.combine_rewards == "normalise_then_sum" and self.scale_rewards != "group":
+            raise ValueError(
+                "normalise_then_sum normalises each reward in its group; remove scale_rewards, or set group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vespo_counts_sequences_itself(self) -> Grpo:
+        if self.loss != "vespo":
+            return self
+        if self.level == "sequence":
+            raise ValueError("vespo weighs whole completions by itself; remove level: sequence")
+        if self.mismatch.startswith("sequence"):
+            raise ValueError(f"vespo takes ratios of tokens; set mismatch: token{self.mismatch[8:]}")
+        return self
+
+
+class Rloo(FromOwnCompletions):
+    """REINFORCE with a leave-one-out baseline: the other completions of the group (arXiv:2402.14740)."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.05
+    """Weight of the KL divergence from the reference, which is taken off the reward. 0: no reference."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The ratio of a completion is clipped below 1 minus this."""
+
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio of a completion is clipped above 1 plus this. Not given: as clip_low."""
+
+    normalise_advantages: bool = False
+    """Bring the advantages of a rollout to mean 0 and standard deviation 1."""
+
+    reward_clip: tuple[float, float] | None = None
+    """Lowest and highest reward; others are clipped, before the KL term. Not given: none are."""
+
+    @model_validator(mode="after")
+    def _range_is_a_range(self) -> Rloo:
+        if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
+            raise ValueError(f"reward_clip {list(self.reward_clip)} is no range; write [lowest, highest]")
+        return self
+
+
+ONLINE: dict[str, type[FromOwnCompletions]] = {"grpo": Grpo, "rloo": Rloo}
+"""Methods that write the completions they learn from, with their sections."""

@@ -1,0 +1,125 @@
+"""Group relative policy optimization, and the losses that grew from it.
+
+A completion's advantage is its reward against the others of its group; tokens that made good completions
+become likelier, by a clipped importance ratio.
+
+Source: Shao et al. 2024, arXiv:2402.03300, eq. 3; the default loss is DAPO's, Yu et al. 2025,
+arXiv:2503.14476, eq. 8; the other losses name theirs in trainers/losses/policy_*.py.
+Knobs: `grpo:`, `generate:` and `rewards:` in the recipe.
+What differs from the loop: its steps are those of trainers/online.py.
+"""
+
+# A answers, N tokens of answers, F reward functions.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from memtrain.recipes.online import Grpo as GrpoRecipe
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.advantages import (
+    decoupled_advantages,
+    group_advantages,
+    groups_without_signal,
+    weighted_rewards,
+)
+from memtrain.trainers.losses.policy import PolicyBatch, PolicyKnobs, policy_loss
+from memtrain.trainers.losses.policy_surrogate import Clip, GammaShape
+from memtrain.trainers.method import Ahead, Loss
+from memtrain.trainers.online_method import Needs
+from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.policy_passes import answer_scores
+from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
+from memtrain.trainers.prompt_feed import PromptFeed
+from memtrain.trainers.reference import Reference
+
+feed = PromptFeed
+"""Rows that are prompts."""
+
+
+def method(recipe: Recipe, reference: Reference | None = None) -> Grpo:
+    """The method of a recipe, beside its reference (None with beta 0)."""
+    return Grpo(recipe.grpo or GrpoRecipe(), reference, recipe.generation.temperature)
+
+
+@dataclass(slots=True)
+class Grpo:
+    """The method `grpo`."""
+
+    section: GrpoRecipe
+    reference: Reference | None
+    temperature: float = 1.0
+    told: dict[str, float] = field(default_factory=dict)
+    seen: MismatchSeen = field(default_factory=MismatchSeen)
+
+    @property
+    def needs(self) -> Needs:
+        """Old log-probs only where the policy moves before it has learnt from all completions."""
+        masks = self.section.top_entropy < 1
+        return Needs(
+            old=self.section.steps_in_window > 1,
+            reference=self.section.beta > 0,
+            top_entropy=self.section.top_entropy if masks else None,
+            drops_silent=not (self.section.beta or self.section.entropy_coef or masks),
+        )
+
+    @property
+    def knobs(self) -> PolicyKnobs:
+        """The recipe's knobs as the losses read them."""
+        own = self.section
+        high = own.clip_high if own.clip_high is not None else own.clip_low
+        return PolicyKnobs(
+            loss=own.loss,
+            level=own.level,
+            clip=Clip(own.clip_low, high, own.delta),
+            cispo_highest=own.cispo_highest,
+            sapo_pos=own.sapo_temperature_pos,
+            sapo_neg=own.sapo_temperature_neg,
+            gamma=GammaShape(own.vespo_k_pos, own.vespo_lambda_pos, own.vespo_k_neg, own.vespo_lambda_neg),
+            beta=own.beta,
+            kl=own.kl,
+            unbiased_kl=own.unbiased_kl,
+            entropy_coef=own.entropy_coef,
+            off_policy_limit=own.off_policy_limit,
+        )
+
+    def advantages(self, reward_AF: Tensor, weight_F: Tensor, group_size: int, kl_A: Tensor | None) -> Tensor:
+        """Rewards against their group [A]; exactly 0 where a group has no best answer."""
+        total_A = weighted_rewards(reward_AF, weight_F)
+        if self.section.combine_rewards == "normalise_then_sum":
+            return decoupled_advantages(reward_AF, weight_F, group_size)
+        advantage_A = group_advantages(total_A, group_size, self.section.scale_rewards)
+        silent_A = groups_without_signal(total_A, group_size).repeat_interleave(group_size)
+        return advantage_A.masked_fill(silent_A, 0.0)
+
+    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+        """Forget the mismatch of the step before."""
+        self.seen.clear()
+
+    def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
+        """The policy loss, divided as its name says (not by `denominator`); sums over tokens."""
+        wants_entropy = want_stats or self.section.entropy_coef != 0
+        scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=wants_entropy)
+        old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
+        outside = corrected(self.section, old_N, micro, self.seen, want_stats=want_stats)
+        batch = PolicyBatch(
+            logp_N=scored.logp_N,
+            lengths_A=micro.answers.lengths_A,
+            advantage_A=micro.advantage_A,
+            old_logp_N=micro.old_N,
+            sampler_logp_N=micro.sampler_N if self.section.mismatch != "none" else None,
+            reference_N=micro.reference_N,
+            entropy_N=scored.entropy_N,
+            mismatch_N=outside.weight_N if self.section.mismatch != "none" else None,
+            is_kept_N=micro.is_kept_N,
+        )
+        made = policy_loss(batch, self.knobs, micro.norms)
+        if not want_stats:
+            return Loss(made.value, {})
+        return Loss(made.value, made.sums | token_sums(scored.logp_N, outside, self.section))
+
+    def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
+        """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
+        return means_of_tokens(sums) | self.seen.facts() | self.told

@@ -1,0 +1,65 @@
+"""What policy methods tell: means over tokens, and how the sampler's log-probs differ from the trainer's."""
+
+# N tokens of answers.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from memtrain.recipes.online import FromOwnCompletions
+from memtrain.trainers.losses.policy_mismatch import Mismatch, mismatch, mismatch_facts
+from memtrain.trainers.policy_feed import PolicyMicro
+
+
+@dataclass(slots=True)
+class MismatchSeen:
+    """Log-probs of trainer and sampler in one step of this rank."""
+
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.pairs.clear()
+
+    def facts(self) -> dict[str, float]:
+        """Mean, largest and quantiles of the raw difference; waits for the device."""
+        if not self.pairs:
+            return {}
+        old, sampler = (torch.cat(parts).cpu() for parts in zip(*self.pairs, strict=True))
+        return mismatch_facts(old, sampler)
+
+
+def corrected(
+    section: FromOwnCompletions, old_N: Tensor, micro: PolicyMicro, seen: MismatchSeen, *, want_stats: bool
+) -> Mismatch:
+    """The weights of the micro-batch's tokens, and with `want_stats` what is told of them later."""
+    if want_stats:
+        seen.pairs.append((old_N.detach(), micro.sampler_N))
+    return mismatch(
+        old_N,
+        micro.sampler_N,
+        micro.answers.lengths_A,
+        section.mismatch,
+        lowest=section.mismatch_low,
+        highest=section.mismatch_high,
+    )
+
+
+def token_sums(logp_N: Tensor, outside: Mismatch, section: FromOwnCompletions) -> dict[str, Tensor]:
+    """The number of tokens, and of those whose ratio to the sampler is out of bounds."""
+    sums = {"tokens": torch.tensor(float(len(logp_N)), device=logp_N.device)}
+    if section.mismatch != "none":
+        sums["mismatch/outside"] = outside.is_outside_N.float().sum()
+    return sums
+
+
+def means_of_tokens(sums: Mapping[str, float]) -> dict[str, float]:
+    """Sums over tokens divided by their number; nothing where no token was forwarded."""
+    tokens = sums.get("tokens", 0.0)
+    if not tokens:
+        return {}
+    return {name: value / tokens for name, value in sums.items() if name != "tokens"}

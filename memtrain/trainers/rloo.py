@@ -1,0 +1,124 @@
+"""REINFORCE with a leave-one-out baseline.
+
+A completion's advantage is its reward (less beta times its log-ratio to the reference) against the mean of
+the others of its group; whole completions become likelier, by a clipped importance ratio.
+
+Source: Ahmadian et al. 2024, arXiv:2402.14740, section 2.3; Kool et al. 2019 for the baseline.
+Knobs: `rloo:`, `generate:` and `rewards:` in the recipe.
+What differs from the loop: its steps are those of trainers/online.py.
+"""
+
+# A answers, N tokens of answers, F reward functions.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from memtrain.recipes.online import Rloo as RlooRecipe
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.advantages import (
+    groups_without_signal,
+    leave_one_out_advantages,
+    weighted_rewards,
+)
+from memtrain.trainers.losses.policy_answers import answer_log_ratio, sequence_clipped_loss
+from memtrain.trainers.losses.policy_ratio import mean_per_answer
+from memtrain.trainers.losses.policy_surrogate import Clip, is_clipped
+from memtrain.trainers.method import Ahead, Loss
+from memtrain.trainers.online_method import Needs
+from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.policy_passes import answer_scores
+from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
+from memtrain.trainers.prompt_feed import PromptFeed
+from memtrain.trainers.reference import Reference
+
+feed = PromptFeed
+"""Rows that are prompts."""
+
+
+def method(recipe: Recipe, reference: Reference | None = None) -> Rloo:
+    """The method of a recipe, beside its reference (None with beta 0)."""
+    return Rloo(recipe.rloo or RlooRecipe(), reference, recipe.generation.temperature)
+
+
+@dataclass(slots=True)
+class Rloo:
+    """The method `rloo`."""
+
+    section: RlooRecipe
+    reference: Reference | None
+    temperature: float = 1.0
+    told: dict[str, float] = field(default_factory=dict)
+    seen: MismatchSeen = field(default_factory=MismatchSeen)
+    kl: float | None = None
+    """Mean over completions of log p - log q, of the newest rollout."""
+
+    @property
+    def needs(self) -> Needs:
+        """Log-probs before the update for the KL term in the reward, or where the policy moves meanwhile."""
+        penalises = self.section.beta > 0
+        return Needs(
+            old=penalises or self.section.steps_in_window > 1,
+            reference=penalises,
+            is_for_rewards=penalises,
+        )
+
+    @property
+    def clip(self) -> Clip:
+        """The bounds of the ratio."""
+        high = self.section.clip_high
+        return Clip(self.section.clip_low, high if high is not None else self.section.clip_low)
+
+    def advantages(self, reward_AF: Tensor, weight_F: Tensor, group_size: int, kl_A: Tensor | None) -> Tensor:
+        """Clipped rewards less the KL term, against the mean of the others [A]."""
+        total_A = weighted_rewards(reward_AF, weight_F)
+        if self.section.reward_clip is not None:
+            total_A = total_A.clamp(*self.section.reward_clip)
+        if kl_A is not None:
+            total_A = total_A - self.section.beta * kl_A
+            self.kl = kl_A.mean().item()
+        normalise = self.section.normalise_advantages
+        advantage_A = leave_one_out_advantages(total_A, group_size, normalise=normalise)
+        if normalise:
+            return advantage_A
+        silent_A = groups_without_signal(total_A, group_size).repeat_interleave(group_size)
+        return advantage_A.masked_fill(silent_A, 0.0)
+
+    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+        """Forget the mismatch of the step before."""
+        self.seen.clear()
+
+    def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
+        """The mean over the completions of the step (not over `denominator`); sums over tokens."""
+        scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=want_stats)
+        old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
+        lengths_A = micro.answers.lengths_A
+        outside = corrected(self.section, old_N, micro, self.seen, want_stats=want_stats)
+        log_ratio_A = answer_log_ratio(scored.logp_N, old_N, lengths_A)
+        value = sequence_clipped_loss(
+            log_ratio_A,
+            micro.advantage_A,
+            self.clip,
+            num_answers=micro.norms.num_answers,
+            mismatch_A=None
+            if self.section.mismatch == "none"
+            else mean_per_answer(outside.weight_N, lengths_A),
+        )
+        if not want_stats:
+            return Loss(value, {})
+        assert scored.entropy_N is not None
+        low_A, high_A = is_clipped(log_ratio_A.detach().exp(), micro.advantage_A, self.clip)
+        sums = {
+            "entropy": scored.entropy_N.detach().sum(),
+            # By tokens, as every sum is: an answer that is clipped counts all of its own.
+            "clip_low": (low_A * lengths_A).float().sum(),
+            "clip_high": (high_A * lengths_A).float().sum(),
+        }
+        return Loss(value, sums | token_sums(scored.logp_N, outside, self.section))
+
+    def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
+        """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
+        kl = {} if self.kl is None or not self.told else {"kl": self.kl}
+        return means_of_tokens(sums) | self.seen.facts() | kl | self.told

@@ -1,0 +1,62 @@
+"""The sampler of a run, as the plan says."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.online import READ_TOKENS
+from memtrain.memory.plan import Plan
+from memtrain.trainers.build import Built
+from memtrain.trainers.rollout.fallback import TransformersSampler
+from memtrain.trainers.rollout.native import NativeSampler
+from memtrain.trainers.rollout.protocol import Sampling
+
+
+def build_sampler(plan: Plan, built: Built, *, max_rows: int) -> NativeSampler | TransformersSampler:
+    """The back end of the plan, on the trained module, `max_rows` completions at a time."""
+    tokenizer, settings = built.tokenizer, plan.settings
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    if settings.sampler == "native":
+        backend = AttentionBackend(settings.attention)
+        return NativeSampler(built.model, backend, max_rows, read_tokens=READ_TOKENS, decode=decode)
+    pad_id = cast(int | None, tokenizer.pad_token_id)
+    return TransformersSampler(built.model, max_rows, pad_id if pad_id is not None else 0, decode=decode)
+
+
+def sampling_of(plan: Plan, built: Built, *, is_evaluation: bool = False) -> Sampling:
+    """How tokens are chosen. Held-out prompts: at `eval_temperature`, nothing else cut or penalised."""
+    generate = plan.recipe.generation
+    stop_ids = stop_tokens(built)
+    if is_evaluation:
+        return Sampling(
+            max_tokens=generate.max_tokens,
+            temperature=generate.eval_temperature,
+            stop_ids=stop_ids,
+            stop_strings=generate.stop,
+        )
+    return Sampling(
+        max_tokens=generate.max_tokens,
+        temperature=generate.temperature,
+        top_k=generate.top_k,
+        top_p=generate.top_p,
+        min_p=generate.min_p,
+        repetition_penalty=generate.repetition_penalty,
+        stop_ids=stop_ids,
+        stop_strings=generate.stop,
+    )
+
+
+def stop_tokens(built: Built) -> tuple[int, ...]:
+    """The end-of-sequence tokens of the tokenizer and of the model's generation settings."""
+    found: set[int] = set()
+    config = getattr(built.model, "generation_config", None)
+    for source in (built.tokenizer.eos_token_id, getattr(config, "eos_token_id", None)):
+        if isinstance(source, int):
+            found.add(source)
+        elif isinstance(source, list | tuple):
+            found.update(int(one) for one in source)
+    return tuple(sorted(found))

@@ -1,0 +1,56 @@
+"""Groups over the ranks, and again with fewer rows at a time when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memtrain.errors import OutOfMemory
+from memtrain.trainers.memory_errors import attempt, free
+from memtrain.trainers.rollout.protocol import Group, Sample, Sampler, Sampling
+from memtrain.trainers.run.ranks import Ranks
+
+
+@dataclass(slots=True)
+class Generating:
+    """Who writes completions. The same ones for any number of ranks, and of rows at a time."""
+
+    make: Callable[[int], Sampler]
+    """A sampler of so many rows."""
+    max_rows: int
+    ranks: Ranks
+    tell: Callable[[str], None] = lambda text: None
+
+    def all(self, groups: Sequence[Group], sampling: Sampling) -> list[list[Sample]]:
+        """The completions of all groups, on every rank; called by all of them together.
+
+        Raises: OutOfMemory, on every rank, when not even one row at a time can be written.
+        """
+        rank, world = self.ranks.rank, self.ranks.world
+        # Neighbours are dealt to different ranks, so that no rank gets all the long ones.
+        own = groups[rank::world]
+        made: list[list[Sample]] | None = None
+        while made is None and self.max_rows:
+            made, is_whole = attempt(lambda: self.make(self.max_rows).generate(own, sampling))
+            if not is_whole:
+                free()
+                self._halve()
+        shares = self.ranks.gather(made)
+        if any(share is None for share in shares):
+            raise OutOfMemory(
+                "memory ran out while a single completion was written",
+                "generate.max_tokens",
+                "lower generate.max_tokens or length.max_prompt, or train an adapter on quantized weights",
+            )
+        whole: list[list[Sample]] = [[] for _ in groups]
+        for number, share in enumerate(shares):
+            assert share is not None
+            whole[number::world] = share
+        return whole
+
+    def _halve(self) -> None:
+        self.max_rows //= 2
+        self.tell(
+            f"ran out of memory while completions were written: {self.max_rows} at a time from now on, "
+            "the same completions"
+        )
