@@ -82,7 +82,8 @@ def _write(submission: Submission, *, submit: bool, dry_run: bool) -> None:
         if has_slurm():
             say(try_submission(job.script))
     if not submit:
-        say(f"Nothing was submitted. To submit it: sbatch {shlex.quote(str(job.script))}")
+        say("Nothing was submitted. To submit it:")
+        typer.echo(f"sbatch {shlex.quote(str(job.script))}")
         return
     number = submit_script(job.script)
     submission.record(number)

@@ -15,7 +15,8 @@ from memtrain.errors import LaunchError
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Folder of a run, or of the runs of an array.")
 ]
-POLL_S = 0.5
+POLL_S = 2.0
+"""Between two looks at a log, and two questions to SLURM, whose controller serves a whole cluster."""
 LINES = 40
 
 
@@ -60,7 +61,7 @@ def logs(
         typer.echo(text, nl=False)
 
 
-def grown(path: Path, lines: int, goes_on: Callable[[], bool]) -> Iterator[str]:
+def grown(path: Path, lines: int, goes_on: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[str]:
     """The last lines of a file, then what is added to it while `goes_on()` holds; it need not exist yet."""
     at = 0
     while True:
@@ -77,7 +78,7 @@ def grown(path: Path, lines: int, goes_on: Callable[[], bool]) -> Iterator[str]:
                 yield text
         if is_last:
             return
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
 
 
 def runs_below(run: str) -> list[Path]:

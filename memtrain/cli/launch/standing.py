@@ -94,5 +94,11 @@ def _job(path: Path) -> str:
     record = read_record(path)
     if record is None:
         return ""
-    state = job_state(record.job) if has_slurm() else None
-    return f"{record.job} " + ("(SLURM does not know it any more)" if state is None else state.words())
+    if not has_slurm():
+        return f"{record.job} (SLURM is not on this machine)"
+    state = job_state(record.job)
+    return (
+        f"{record.job} (SLURM does not know it any more)"
+        if state is None
+        else f"{record.job} {state.words()}"
+    )
