@@ -1,4 +1,4 @@
-"""DPO, KTO and reward models: what saves memory or time gives the same loss and gradients as the plain form."""
+"""DPO, KTO and reward models: what saves memory or time gives the loss and gradients of the plain form."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,8 +17,8 @@ from memtrain.trainers.method import Ahead, LooksAhead
 from memtrain.trainers.step import Engine, forward_backward
 
 MODEL = (
-    "{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,"
-    " num_key_value_heads: 2, head_dim: 8, tie_word_embeddings: false}"
+    "{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,"
+    " num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, tie_word_embeddings: false}"
 )
 RECIPE = """
 method: {method}
