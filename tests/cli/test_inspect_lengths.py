@@ -51,14 +51,8 @@ def test_a_pipe_reads_plain_text_of_80_columns(rows, capsys):
     out = shown(capsys, rows, *COLUMNS, *TINY)
     assert "\x1b" not in out
     assert too_long(out) == []
-    for part in (
-        "80 rows",
-        "completion",
-        "What each max_length loses",
-        "bfd_split",
-        "Recommended",
-        "length:",
-    ):
+    assert "80 rows, 8,760 tokens" in " ".join(out.split())
+    for part in ("completion", "What each max_length loses", "bfd_split", "Recommended", "length:"):
         assert part in out
 
 
