@@ -69,7 +69,6 @@ def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
         "optim.lr": job["lr"],
         "train.batch_rows": job["batch_rows"],
         "train.micro_rows": job["micro_rows"],
-        "train.micro_tokens": job["micro_rows"] * job["max_length"],
         "train.max_steps": job["steps"],
         "train.shuffle": str(job["shuffle"]).lower(),
         "train.seed": job["seed"],

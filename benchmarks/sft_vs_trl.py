@@ -259,7 +259,8 @@ def main() -> None:
                     steps = 12 if size == "0.9M" else 5
                     job = job_of(mode, folder / size, data, steps=steps)
                     if mode == "bfd":
-                        job = whole_epoch(job | {"micro_rows": 2}, pythons["trl"], folder)
+                        fewer = {"micro_rows": 2, "steps": steps // 2}
+                        job = whole_epoch(job | fewer, pythons["trl"], folder)
                     row = compare(job, pythons, folder, asked.repeats)
                     result["rows"].append({"model": size, "data": source} | row)
                     print(json.dumps(result["rows"][-1]), flush=True)
