@@ -40,29 +40,37 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
-        """Step the copies, bucket by bucket, and write them back into the model."""
+        """Step the copies, bucket by bucket, and write them back into the model.
+
+        When it breaks off, the gradients of buckets that are done are gone, and all others are there.
+        """
         loss = closure() if closure is not None else None
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner["lr"], inner["weight_decay"] = outer["lr"], outer["weight_decay"]
-        gradients = {master: parameter.grad for parameter, master in self.pairs()}
-        for _, master in self.pairs():
-            master.grad = None
+        gradients = {parameter: parameter.grad for parameter, _ in self.pairs()}
+        left = dict(gradients)
+        for parameter in gradients:
+            parameter.grad = None
         try:
             for bucket in self._buckets():
                 self._step_bucket(bucket, gradients)
+                for parameter, _ in bucket:
+                    del left[parameter]
+            left = gradients
         finally:
-            # A step that broke off is made again, with these gradients.
-            for parameter, master in self.pairs():
-                master.grad = gradients[master] if parameter is master else None
+            for _, master in self.pairs():
+                master.grad = None
+            for parameter, gradient in left.items():
+                parameter.grad = gradient
         return loss
 
     def _step_bucket(
         self, bucket: list[tuple[Tensor, Tensor]], gradients: dict[Tensor, Tensor | None]
     ) -> None:
-        if all(gradients[master] is None for _, master in bucket):
+        if all(gradients[parameter] is None for parameter, _ in bucket):
             return
-        for _, master in bucket:
-            gradient = gradients[master]
+        for parameter, master in bucket:
+            gradient = gradients[parameter]
             master.grad = None if gradient is None else gradient.float()
         self._inner.step()
         for parameter, master in bucket:

@@ -39,7 +39,7 @@ def split_hidden(groups: list[Group], model: nn.Module) -> list[Group]:
 
 
 class HiddenMuon(torch.optim.Muon):
-    """torch's Muon, the same numbers. What a step of a tensor allocates is there before anything is written."""
+    """torch's Muon, the same numbers. What a tensor's step allocates is there before anything is written."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore

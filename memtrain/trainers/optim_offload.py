@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.trainers.memory_errors import attempt
+
 BUCKET_BYTES = 256 * 2**20
 """Most bytes of weights whose states are on the device at once (one tensor's may be more). Taste: large
 copies reach the bus's rate, and two moments of a bucket are half a GiB."""
@@ -33,17 +35,23 @@ class OffloadedStates(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
-        """Step every tensor that has a gradient, bucket by bucket."""
+        """Step every tensor that has a gradient, bucket by bucket.
+
+        When it breaks off, the gradients of buckets that are done are gone, and all others are there.
+        """
         loss = closure() if closure is not None else None
         gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
+        left = dict(gradients)
         for parameter in gradients:
             parameter.grad = None
         try:
             for bucket in _buckets(list(gradients)):
                 self._step_bucket(bucket, gradients)
+                for parameter in bucket:
+                    del left[parameter]
+            left = gradients
         finally:
-            # A step that broke off is made again, with these gradients.
-            for parameter, gradient in gradients.items():
+            for parameter, gradient in left.items():
                 parameter.grad = gradient
         return loss
 
@@ -64,29 +72,40 @@ class OffloadedStates(Optimizer):
 
     def _step_bucket(self, bucket: list[Tensor], gradients: dict[Tensor, Tensor]) -> None:
         waiting = {parameter: self.state.get(parameter, {}) for parameter in bucket}
+        moved = {
+            parameter: {name: _to_device(value, parameter) for name, value in entry.items()}
+            for parameter, entry in waiting.items()
+            if entry
+        }
+        self.state.update(moved)
         for parameter in bucket:
-            if waiting[parameter]:
-                entry = waiting[parameter].items()
-                self.state[parameter] = {name: _to_device(value, parameter) for name, value in entry}
             parameter.grad = gradients[parameter]
-        versions = [parameter._version for parameter in bucket]
+        versions = {parameter: parameter._version for parameter in bucket}
         try:
             self.inner.step()
         except BaseException:
-            # What was stepped keeps its new states, on the device until its next step.
-            for parameter, version in zip(bucket, versions, strict=True):
-                if parameter._version == version:
+            # A tensor that was written keeps its new states, on the device until its next step.
+            for parameter in bucket:
+                if parameter._version == versions[parameter]:
                     self.state[parameter] = waiting[parameter]
             raise
         finally:
             for parameter in bucket:
                 parameter.grad = None
         for parameter in bucket:
-            entry, home = self.state[parameter].items(), waiting[parameter]
-            made = {name: _to_host(value, parameter, home.get(name)) for name, value in entry}
-            self.state[parameter] = made
+            self._send_home(parameter, waiting[parameter])
         if bucket[0].device.type == "cuda":
             torch.cuda.current_stream(bucket[0].device).synchronize()
+
+    def _send_home(self, parameter: Tensor, home: dict[str, Any]) -> None:
+        """Put the states of a tensor back on the host; they stay where they are if that has no room."""
+        entry = self.state[parameter].items()
+        made, is_done = attempt(
+            lambda: {name: _to_host(value, parameter, home.get(name)) for name, value in entry}
+        )
+        if is_done:
+            assert made is not None
+            self.state[parameter] = made
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.param_groups:

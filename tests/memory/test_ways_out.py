@@ -1,0 +1,99 @@
+"""What is proposed where memory runs out, and plans that would exhaust the host."""
+
+from collections.abc import Callable
+
+import pytest
+
+from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.estimate import estimate
+from memtrain.memory.hardware import cpu
+from memtrain.memory.host import host_bytes, host_shortage
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import ModelShape, shape_of
+from memtrain.memory.units import GIB, MIB
+from memtrain.memory.ways_out import ways_out
+
+BATCH = HeaviestBatch(4, 8192, 8192, 2048)
+
+
+@pytest.fixture
+def shape() -> ModelShape:
+    """Llama-3.1-8B."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    }
+    return shape_of(config)
+
+
+@pytest.fixture
+def settings(make_settings: Callable[..., Settings]) -> Settings:
+    return make_settings(device="cuda", dtype="bfloat16", attention="cuda", loss_tile_bytes=64 * MIB)
+
+
+def test_ways_out_fit_and_none_contains_another(settings: Settings, shape: ModelShape):
+    ways = ways_out(settings, shape, BATCH, 24 * GIB)
+    assert ways
+    assert all(way.peak_bytes <= 24 * GIB for way in ways)
+    assert len(ways[0].changes) == min(len(way.changes) for way in ways)
+    for one in ways:
+        assert not any(set(one.changes) < set(other.changes) for other in ways)
+
+
+def test_where_nothing_fits_the_lowest_peak_is_told(settings: Settings, shape: ModelShape):
+    (way,) = ways_out(settings, shape, BATCH, 1 * GIB)
+    assert way.peak_bytes > 1 * GIB
+    assert way.peak_bytes < estimate(settings, shape, BATCH).peak.num_bytes
+
+
+def test_states_on_the_host_leave_the_device_and_are_counted_there(settings: Settings, shape: ModelShape):
+    """16.06 billion bytes of bfloat16 weights: two moments are twice that."""
+    moved = settings.model_copy(update={"optimizer_offload": True})
+    saved = estimate(settings, shape, BATCH).peak.num_bytes - estimate(moved, shape, BATCH).peak.num_bytes
+    moments = 2 * 2 * shape.num_parameters
+    owners = host_bytes(moved, shape, BATCH, 1000, estimate(moved, shape, BATCH))
+    assert owners["optimizer states"] == moments
+    assert 0.9 * moments < saved <= moments
+
+
+def test_a_plan_that_exhausts_the_host_is_refused_with_numbers(settings: Settings, shape: ModelShape):
+    """8 processes of 16.06 GB of moments each: 2 * 2 bytes * 8.03 billion."""
+    moved = settings.model_copy(update={"optimizer_offload": True, "num_processes": 8})
+    owners = host_bytes(moved, shape, BATCH, 1000, estimate(moved, shape, BATCH))
+    assert host_shortage(owners, cpu(512 * GIB, 8)) is None
+    fault = host_shortage(owners, cpu(64 * GIB, 8))
+    assert fault is not None
+    assert fault.exit_code == 3
+    assert "and there are 64.00 GiB (optimizer states 239.3 GiB" in str(fault)
+    assert "memory.optimizer_offload: off" in str(fault)
+
+
+def test_boundaries_of_every_layer_are_counted(settings: Settings, shape: ModelShape):
+    """32 layers of 8,192 tokens x 4,096 numbers x 2 bytes."""
+    moved = settings.model_copy(update={"offload": "boundaries"})
+    owners = host_bytes(moved, shape, BATCH, 0, estimate(moved, shape, BATCH))
+    assert owners["offloaded activations"] == 32 * 8192 * 4096 * 2
+
+
+def test_the_processes_of_a_cpu_run_share_its_memory(
+    make_settings: Callable[..., Settings], shape: ModelShape
+):
+    one, four = make_settings(), make_settings(num_processes=4)
+    prediction = estimate(one, shape, BATCH)
+    alone = sum(host_bytes(one, shape, BATCH, 0, prediction).values())
+    assert sum(host_bytes(four, shape, BATCH, 0, prediction).values()) == 4 * alone
+
+
+def test_a_step_inside_the_backward_pass_is_predicted_without_the_gradients(
+    settings: Settings, shape: ModelShape
+):
+    """Gradients of 16 GB are there otherwise; inside, the largest tensor's 1.05 GB."""
+    inside = settings.model_copy(update={"in_backward": True})
+    saved = estimate(settings, shape, BATCH).peak.num_bytes - estimate(inside, shape, BATCH).peak.num_bytes
+    assert saved > 2 * shape.num_parameters - 2 * 2 * 128256 * 4096

@@ -1,0 +1,92 @@
+"""Optimizer states that wait on the host: the same bits, whoever continues whom."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.recipes.optim import Optim
+from memtrain.trainers import optim_offload
+from memtrain.trainers.optim import build_optimizer
+from memtrain.trainers.optim_whole import step_whole
+
+KINDS = {
+    "adamw": {},
+    "adafactor": {},
+    "muon": {},
+    "float32 copies": {"master_weights": True, "dtype": "bfloat16"},
+}
+
+
+def make_model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    return model.bfloat16() if kind == "float32 copies" else model
+
+
+def make_optimizer(
+    model: nn.Module, kind: str, make_settings: Any, *, offloads: bool
+) -> torch.optim.Optimizer:
+    name: Any = "adamw" if kind == "float32 copies" else kind
+    settings = make_settings(optimizer=name, optimizer_offload=offloads, **KINDS[kind])
+    return build_optimizer(model, Optim(kind=name, lr=1e-2, weight_decay=0.1), settings)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        step_whole(optimizer)
+        optimizer.zero_grad()
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim_offload, "BUCKET_BYTES", 600)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_are_those_of_states_on_the_device(make_settings, kind: str):
+    plain = make_model(kind)
+    offloaded = copy.deepcopy(plain)
+    train(plain, make_optimizer(plain, kind, make_settings, offloads=False), range(5))
+    train(offloaded, make_optimizer(offloaded, kind, make_settings, offloads=True), range(5))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("first", "then"), [(False, True), (True, False), (True, True)])
+def test_one_continues_the_other(make_settings, kind: str, first: bool, then: bool):
+    plain = make_model(kind)
+    train(plain, make_optimizer(plain, kind, make_settings, offloads=False), range(6))
+    model = make_model(kind)
+    begun = make_optimizer(model, kind, make_settings, offloads=first)
+    train(model, begun, range(3))
+    state = copy.deepcopy(begun.state_dict())
+    gone_on = make_optimizer(model, kind, make_settings, offloads=then)
+    gone_on.load_state_dict(state)
+    train(model, gone_on, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_step_that_breaks_off_keeps_the_states_of_what_was_stepped(make_settings, monkeypatch):
+    """Copying the second bucket's states fails once; the step is made again for what is left."""
+    plain = make_model("adamw")
+    train(plain, make_optimizer(plain, "adamw", make_settings, offloads=False), range(4))
+    model = make_model("adamw")
+    optimizer = make_optimizer(model, "adamw", make_settings, offloads=True)
+    train(model, optimizer, range(2))
+    real, calls = optim_offload._to_device, []
+
+    def broken(value: Any, parameter: torch.Tensor) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return real(value, parameter)
+
+    monkeypatch.setattr(optim_offload, "_to_device", broken)
+    train(model, optimizer, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
