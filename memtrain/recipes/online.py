@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from memtrain.recipes.base import PositiveInt, changes
 from memtrain.recipes.preference import WithReference
@@ -24,6 +24,14 @@ KNOBS_OF: dict[str, tuple[str, ...]] = {
     "vespo_lambda_neg": ("vespo",),
 }
 """Knobs that only some losses read; one that the recipe's loss does not read is refused."""
+
+
+def pair_of(value: object) -> object:
+    """A list as a tuple."""
+    if isinstance(value, list):
+        items: list[object] = value  # pyright: ignore[reportUnknownVariableType]
+        return tuple(items)
+    return value
 
 
 class FromOwnCompletions(WithReference):
@@ -193,7 +201,7 @@ class Rloo(FromOwnCompletions):
     normalise_advantages: bool = False
     """Bring the advantages of a rollout to mean 0 and standard deviation 1."""
 
-    reward_clip: tuple[float, float] | None = None
+    reward_clip: Annotated[tuple[float, float] | None, BeforeValidator(pair_of)] = None
     """Lowest and highest reward; others are clipped, before the KL term. Not given: none are."""
 
     @model_validator(mode="after")

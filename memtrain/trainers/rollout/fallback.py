@@ -9,6 +9,7 @@ the same numbers as in the native sampler; `generate` is told to take the likeli
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 from transformers import StoppingCriteriaList as Criteria
 
+from memtrain.trainers.model.attention import NAMES, attention_switched
+from memtrain.trainers.model.head import base_model
 from memtrain.trainers.rollout.choose import choose
 from memtrain.trainers.rollout.native import Decode
 from memtrain.trainers.rollout.protocol import Finish, Group, OnDone, Sample, Sampling
@@ -43,12 +46,13 @@ class TransformersSampler:
         was_training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            for start in range(0, len(wanted), self.max_rows):
-                rows = wanted[start : start + self.max_rows]
-                for (number, sample), made in zip(rows, self._chunk(rows, groups, sampling), strict=True):
-                    done[number][sample] = made
-                    if on_done is not None and len(done[number]) == groups[number].count:
-                        on_done(number, [done[number][i] for i in range(groups[number].count)])
+            with _own_attention(base_model(self.model)):
+                for start in range(0, len(wanted), self.max_rows):
+                    rows = wanted[start : start + self.max_rows]
+                    for (number, sample), made in zip(rows, self._chunk(rows, groups, sampling), strict=True):
+                        done[number][sample] = made
+                        if on_done is not None and len(done[number]) == groups[number].count:
+                            on_done(number, [done[number][i] for i in range(groups[number].count)])
         finally:
             for module in was_training:
                 module.training = True
@@ -82,6 +86,13 @@ class TransformersSampler:
                 stopping_criteria=Criteria([stops]),
             )
         return [chooser.sample(row, stops.finish[row], stops.ends[row]) for row in range(len(rows))]
+
+
+def _own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Padded rows with a cache need attention that takes a mask: the model's own."""
+    if model.config._attn_implementation not in NAMES.values():
+        return nullcontext()
+    return attention_switched(model, model.get_correct_attn_implementation(None))
 
 
 class _Chooser(LogitsProcessor):

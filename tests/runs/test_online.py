@@ -1,0 +1,249 @@
+"""`memtrain grpo|rloo` from end to end: they learn, stop, go on, and say what is wrong."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from memtrain.cli.commands.train import run_recipe
+from memtrain.errors import DataError, RecipeError
+from memtrain.memory.plan import read_plan
+
+METHODS = ("grpo", "rloo")
+RECIPE = """
+method: {method}
+model:
+  config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
+  tokenizer: builtin:tiny
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.1, cache_dir: {cache}}}
+length: {{max_length: 128}}
+generate: {{completions: 4, max_tokens: 10}}
+rewards:
+  functions: [{{function: "{rewards}:has_k"}}, {{function: "{rewards}:short", weight: 0.5}}]
+optim: {{lr: 1e-2}}
+train: {{batch_rows: 16, max_steps: 4}}
+eval: {{every_steps: 2}}
+save: {{every_steps: 1, keep: 20}}
+memory: {{watch: false}}
+log: {{every_steps: 1}}
+cluster: {{device: cpu, threads: 1}}
+"""
+REWARDS = """
+def has_k(completion):
+    return float("k" in completion)
+
+def short(completions, completion_ids, answer):
+    assert all(text.startswith("####") for text in answer)
+    return [-len(text) / 50 for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def run(folder: Path, method: str, cache: Path, *overrides: str, name: str = "run") -> list[dict]:
+    """Train to the end; the lines of the metrics."""
+    recipe = folder / f"{method}.yaml"
+    recipe.write_text(RECIPE.format(method=method, cache=cache, rewards=cache / "rewards.py"))
+    run_recipe(method, str(recipe), list(overrides), run_dir=str(folder / name))
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(told: list[dict]) -> list[dict]:
+    return [line for line in told if line["kind"] == "step"]
+
+
+def curve(told: list[dict]) -> list[tuple[float, ...]]:
+    return [(line["loss"], line["grad_norm"]) for line in steps(told)]
+
+
+def bits(folder: Path) -> bytes:
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
+def assert_same_curve(one: list[dict], other: list[dict]) -> None:
+    torch.testing.assert_close(torch.tensor(curve(one)), torch.tensor(curve(other)), rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_tells_rewards_and_shows_completions(method: str, tmp_path: Path, cache: Path):
+    told = run(tmp_path, method, cache)
+    for line in steps(told):
+        assert math.isfinite(line["loss"])
+        assert line["grad_norm"] > 0
+        assert line["reward"] == pytest.approx(line["rewards/has_k"] + 0.5 * line["rewards/short"], abs=1e-6)
+        assert 0 < line["completion_tokens"] <= 10
+        assert line["entropy"] > 0
+        # One update a rollout by the sampler's own weights: nothing is clipped, nothing mismatched.
+        assert line["clip_high"] == line["clip_low"] == 0
+        assert line["mismatch/max"] < 1e-4
+    held_out = [line for line in told if line["kind"] == "eval"]
+    assert [line["step"] for line in held_out] == [2, 4]
+    assert held_out[0]["loss"] == pytest.approx(-held_out[0]["reward"])
+    assert ("kl" in steps(told)[-1]) == (method == "rloo")
+    shown = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in shown] == sorted([1, 2, 3, 4] * 4)
+    assert shown[0]["rewards"].keys() == {"has_k", "short"}
+    assert shown[0]["prompt"].endswith("\n")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("length.shared_prompts=false",),
+        ("length.padding_free=false",),
+        ("train.micro_tokens=140",),
+        ("train.micro_rows=1",),
+        ("generate.rows=3",),
+        ("generate.backend=transformers",),
+        ("memory.activation_checkpointing=on", "memory.checkpoint_every=2"),
+    ],
+    ids=lambda overrides: overrides[0].split("=")[0],
+)
+def test_how_it_is_computed_does_not_move_the_curve(
+    method: str, overrides: tuple[str, ...], tmp_path: Path, cache: Path
+):
+    """Also defects C1 and C7 of TRL 1.16: checkpointing lost after generation, gradients not averaged."""
+    plain = run(tmp_path, method, cache, name="plain")
+    other = run(tmp_path, method, cache, *overrides, name="other")
+    assert_same_curve(plain, other)
+    assert [line["reward"] for line in steps(plain)] == [line["reward"] for line in steps(other)]
+
+
+def test_a_shared_prompt_is_forwarded_once(tmp_path: Path, cache: Path):
+    """entropy_coef keeps every answer in: 4 prompts and 16 answers of 10 tokens at most."""
+    shared = steps(run(tmp_path, "grpo", cache, "grpo.entropy_coef=1e-9", name="shared"))
+    apart = run(
+        tmp_path, "grpo", cache, "grpo.entropy_coef=1e-9", "length.shared_prompts=false", name="apart"
+    )
+    for one, other in zip(shared, steps(apart), strict=True):
+        assert one["tokens"] == one["rollout_tokens"]
+        prompts = one["tokens"] - one["learnt"]
+        assert other["tokens"] == 4 * prompts + one["learnt"]
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
+def test_answers_without_signal_may_be_left_out(loss: str, tmp_path: Path, cache: Path):
+    """An entropy term too small to see keeps them in: same gradients, more tokens."""
+    only_k = (f"grpo.loss={loss}", "rewards.functions.1.weight=0", "train.max_steps=3")
+    left_out = run(tmp_path, "grpo", cache, *only_k, name="out")
+    kept = run(tmp_path, "grpo", cache, *only_k, "grpo.entropy_coef=1e-12", name="in")
+    assert_same_curve(left_out, kept)
+    assert sum(line["tokens"] for line in steps(left_out)) < sum(line["tokens"] for line in steps(kept))
+    assert steps(left_out)[0]["completions_learnt"] < 1
+
+
+WINDOW = ("grpo.steps_per_rollout=2", "grpo.updates_per_rollout=2", "train.max_steps=8", "grpo.beta=0.1")
+RLOO_WINDOW = tuple(override.replace("grpo", "rloo") for override in WINDOW)
+
+
+@pytest.mark.parametrize(("method", "window"), [("grpo", WINDOW), ("rloo", RLOO_WINDOW), ("grpo", ())])
+def test_a_run_that_goes_on_in_the_middle_of_a_rollout_is_the_run_that_was_never_stopped(
+    method: str, window: tuple[str, ...], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Defect C12 of TRL 1.16: the buffer was not saved, and a resumption made another rollout."""
+    whole = run(tmp_path, method, cache, *window, name="whole")
+
+    from memtrain.trainers import loop
+
+    plain = loop.one_step
+
+    def dies(run, work, *rest):
+        if work.step == 3:
+            raise KeyboardInterrupt
+        return plain(run, work, *rest)
+
+    monkeypatch.setattr(loop, "one_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, method, cache, *window, name="again")
+    monkeypatch.setattr(loop, "one_step", plain)
+    again = run(tmp_path, method, cache, *window, name="again")
+    assert curve(again) == curve(whole)
+    assert bits(tmp_path / "again") == bits(tmp_path / "whole")
+    shown = [(tmp_path / name / "completions.jsonl").read_text() for name in ("whole", "again")]
+    assert shown[0] == shown[1]
+
+
+def test_a_rollout_is_learnt_from_as_often_as_asked(tmp_path: Path, cache: Path):
+    """Two steps of each of two updates: a new rollout every fourth step, whose facts are told once."""
+    told = steps(run(tmp_path, "grpo", cache, *WINDOW))
+    assert ["reward" in line for line in told] == [True, False, False, False] * 2
+    # In the second update the policy has moved: ratios differ from 1.
+    assert told[0]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert abs(told[2]["ratio"] - 1) > 1e-4
+
+
+def test_the_adapter_learns_and_the_weights_below_it_stay(tmp_path: Path, cache: Path):
+    """Defects C3 and C4 of TRL 1.16: merging into the base at each rollout, and casting it, moved it."""
+    given = ("model.adapter={kind: lora, r: 4}", "grpo.beta=0.1", "save.every_steps=4")
+    told = run(tmp_path, "grpo", cache, *given)
+    assert read_plan(tmp_path / "run" / "plan.json").settings.reference == "adapter_off"
+    # At the first step policy and reference are one: B is zero.
+    assert steps(told)[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert steps(told)[-1]["kl"] > 0
+    held = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in held.values())
+    assert any(tensor.abs().sum() > 0 for name, tensor in held.items() if "lora_B" in name)
+
+
+def test_the_reward_rises_where_it_is_easy(tmp_path: Path, cache: Path):
+    """Short completions are reached by ending early: 20 steps are enough to see it."""
+    given = ("rewards.functions.0.weight=0", "train.max_steps=20", "save.every_steps=20", "optim.lr=2e-2")
+    told = steps(run(tmp_path, "rloo", cache, *given, "rloo.beta=0", "optim.schedule=constant"))
+    first, last = (sum(line["reward"] for line in part) / 5 for part in (told[:5], told[-5:]))
+    assert last > first + 0.05
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "words"),
+    [
+        ("grpo", ("train.batch_rows=18",), "18 completions is no whole number of groups of 4"),
+        ("grpo", ("generate.max_tokens=128",), "leaves no room for a prompt"),
+        ("grpo", ("grpo.mismatch=token_mask", "generate.top_p=0.9"), "top_k, top_p and min_p"),
+        ("grpo", ("grpo.sapo_temperature_pos=2.0",), "has no effect on loss: dapo"),
+        ("grpo", ("grpo.reference=precomputed", "grpo.beta=0.1"), "not written yet"),
+        ("grpo", ("train.batch_tokens=100", "train.batch_rows=null"), "counts a step in completions"),
+        ("grpo", ("length.packing=bfd",), "length.packing has no effect on grpo"),
+        ("grpo", ("grpo.loss=vespo", "grpo.mismatch=sequence_mask"), "set mismatch: token_mask"),
+        ("rloo", ("rloo.reward_clip=[1.0, 0.0]",), "is no range"),
+        ("rloo", ("rewards.functions.0.columns={completion: nothing}",), "wants the column 'nothing'"),
+    ],
+)
+def test_a_recipe_that_cannot_be_meant_is_refused(
+    method: str, overrides: tuple[str, ...], words: str, tmp_path: Path, cache: Path
+):
+    with pytest.raises(RecipeError) as caught:
+        run(tmp_path, method, cache, *overrides)
+    assert words in caught.value.text()
+
+
+def test_a_reward_that_fails_ends_the_run_in_words(tmp_path: Path, cache: Path):
+    (tmp_path / "bad.py").write_text("def bad(completion):\n    return 1 / 0\n")
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, "grpo", cache, f"rewards.functions.0.function={tmp_path / 'bad.py'}:bad")
+    assert "reward 'bad' raised ZeroDivisionError" in caught.value.text()
+    assert f"{tmp_path / 'bad.py'}:2" in caught.value.text()
+
+
+@pytest.mark.parametrize(("method", "passes"), [("grpo", 0), ("rloo", 0)])
+def test_no_pass_is_made_that_nothing_needs(
+    method: str, passes: int, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from memtrain.trainers.policy_passes import Passes
+
+    made = []
+    plain = Passes._ask
+    monkeypatch.setattr(Passes, "_ask", lambda *given: made.append(given) or plain(*given))
+    run(tmp_path, method, cache, f"{method}.beta=0.0", "train.max_steps=2")
+    assert len(made) == passes
+    run(tmp_path, method, cache, f"{method}.beta=0.1", "train.max_steps=2", name="with")
+    assert made
