@@ -112,9 +112,9 @@ def _sbatch(*words: str) -> subprocess.CompletedProcess[str]:
         )
     done = ask("sbatch", *words)
     if done.returncode:
-        said = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines())
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines()]
         raise LaunchError(
-            f"SLURM refuses the job: {said}",
+            f"SLURM refuses the job: {' '.join(line for line in lines if line)}",
             where=words[-1],
             fix="correct cluster.slurm, or the options of this command (`sinfo` shows the partitions)",
         )
