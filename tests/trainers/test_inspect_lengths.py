@@ -11,6 +11,7 @@ import pytest
 from memtrain.errors import DataError
 from memtrain.recipes.data import Data
 from memtrain.recipes.length import Length
+from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.run import Train
 from memtrain.trainers.data.answers import lay_out_answers
 from memtrain.trainers.data.inspect.candidates import default_candidates
@@ -19,6 +20,7 @@ from memtrain.trainers.data.inspect.result import Candidate, Inspection, Loss
 from memtrain.trainers.data.order import BatchSize, make_epoch, micro_batches
 from memtrain.trainers.data.pieces import Spans, lay_out
 from memtrain.trainers.data.prepare import store_of
+from memtrain.trainers.data.prompts import lay_out_prompts
 from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
 from memtrain.trainers.data.tokenizer import load_tokenizer
@@ -252,6 +254,30 @@ def test_counts_are_those_that_training_reports(method: str, form: str, tmp_path
     assert again.extent.is_cached
     assert (again.candidates, again.distributions) == (found.candidates, found.distributions)
     assert (again.longest, again.duplicates) == (found.longest, found.duplicates)
+
+
+def test_prompts_are_cut_as_the_online_methods_cut_them(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", ROWS["prompt"])
+    found = inspected(source, tmp_path, method="grpo", max_lengths=(8, 24, 60))
+    said: dict[str, Any] = {
+        "method": "grpo",
+        "model": {"path": "builtin:tiny"},
+        "data": {"train": source, "cache_dir": str(tmp_path)},
+        "rewards": {"functions": "exact_answer"},
+    }
+    data = Data.model_validate(said["data"])
+    store = store_of(data, data.train, "grpo", tokenizer, 0)
+    for one in found.candidates:
+        for counted in one.losses:
+            length = {
+                "max_length": None,
+                "max_prompt": one.max_length,
+                "truncation": counted.truncation,
+            }
+            recipe = Recipe.model_validate(said | {"length": length})
+            report = lay_out_prompts(store, np.arange(store.num_rows), recipe).report
+            assert (counted.rows_cut, counted.rows_dropped) == (report.rows_cut, report.rows_dropped)
+            assert counted.tokens_lost == report.tokens_lost
 
 
 def report_of(method: str, store: TokenStore, chosen: np.ndarray, length: Length):

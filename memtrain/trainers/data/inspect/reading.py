@@ -104,9 +104,9 @@ def cached_store(work: Work, data: Data, seed: int) -> TokenStore | None:
     """The tokenized rows that a training run left in the cache; None where there are none."""
     if not any((cache_dir(data.cache_dir) / "tokens").glob(f"*/{META_FILE}")):
         return None  # The key needs the digest of every file: not read for nothing.
-    for skips in ("error", "skip"):
-        made_of = work.made_of(data.model_copy(update={"on_bad_row": skips}), seed)
-        folder = store_folder(data, made_of)
+    made_of = work.made_of(data, seed)
+    for skips in (False, True):  # Bad rows are counted here either way.
+        folder = store_folder(data, made_of | {"skips": skips})
         if (folder / META_FILE).is_file():
             return TokenStore.open(folder)
     return None
