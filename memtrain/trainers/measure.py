@@ -12,7 +12,8 @@ from memtrain.trainers.build import build
 from memtrain.trainers.engine import make_accelerator
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.model.load import local_device
-from memtrain.trainers.step import Engine, forward_backward, update
+from memtrain.trainers.optim_backward import InBackward
+from memtrain.trainers.step import Engine, forward_backward, set_rate, update
 from memtrain.trainers.trace.recorder import TensorPeak
 from memtrain.trainers.worker import resident
 
@@ -46,16 +47,18 @@ def measure(plan: Plan, *, steps: int = 2) -> Measured:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = loss = 0.0
     num_tokens = 0
+    engine = InBackward(built.optimizer, parameters).engine() if plan.settings.in_backward else Engine()
     with TensorPeak() as counted:
         for step in range(steps):
             asked = work.work(step, rank=0, num_ranks=1)
             started = time.perf_counter()
+            set_rate(built.optimizer, plan.recipe.optim.lr)
             sums = forward_backward(
                 built.scorer,
                 built.method,
                 (built.train.micro_batch(sequences).to(device) for sequences in asked.micros),
                 denominator=asked.denominator,
-                engine=Engine(),
+                engine=engine,
                 num_micros=len(asked.micros),
                 want_stats=False,
             )
@@ -64,7 +67,7 @@ def measure(plan: Plan, *, steps: int = 2) -> Measured:
                 parameters,
                 lr=plan.recipe.optim.lr,
                 max_grad_norm=plan.recipe.optim.max_grad_norm,
-                engine=Engine(),
+                engine=engine,
             )
             loss = float(sums["loss"])
             seconds, num_tokens = time.perf_counter() - started, asked.num_tokens

@@ -113,9 +113,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             position=position,
             started=started,
         )
-        if plan.settings.rehearse and position.step < plan.settings.max_steps:
-            found_out = rehearse(run)
-            refuse_over_budget(plan, recovery.settings, built.model, found_out.peak_bytes, found_out.load)
+        _rehearse(run, built)
         train(run)
         finish(run, built, folder)
         ranks.barrier()
@@ -153,6 +151,14 @@ def _tell_start(
         said.append(f"continued after step {position.step}")
     for text in said:
         teller.tell(NoteEvent(step=position.step, text=text))
+
+
+def _rehearse(run: Run, built: Built) -> None:
+    """Rehearse the run if its plan says so; refused where that needed more than the recipe's budget."""
+    plan = run.plan
+    if plan.settings.rehearse and run.position.step < plan.settings.max_steps:
+        found = rehearse(run)
+        refuse_over_budget(plan, run.recovery.settings, built.model, found.peak_bytes, found.load)
 
 
 def _engine(accelerator: Accelerator, plan: Plan, built: Built) -> Engine:

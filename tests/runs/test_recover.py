@@ -123,6 +123,13 @@ def test_it_runs_out_again_and_again_down_to_one_sequence_and_its_strategies(
         assert words in said
 
 
+def test_with_dropout_the_note_says_that_the_parts_draw_anew(runs, monkeypatch):
+    break_at(monkeypatch, 90)
+    adapter = "model.adapter={kind: lora, r: 4, dropout: 0.2}"
+    folder = runs.done("broken", *SMALL, "train.max_steps=1", adapter)
+    assert any("dropout is drawn anew for each part" in note for note in notes(folder))
+
+
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon", "sgd"])
 @pytest.mark.parametrize("at", [1, 17, 40])
 def test_the_optimizer_step_is_whole_or_not_at_all(runs, monkeypatch, kind: str, at: int):
