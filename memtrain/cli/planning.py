@@ -13,7 +13,7 @@ from typing import Any
 import memtrain
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware, detect
-from memtrain.memory.honour import honoured
+from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import Plan, PreparedData
 from memtrain.memory.resolve import resolve
@@ -53,7 +53,7 @@ def make_plan(
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
     resolved = resolve(asked, facts)
     plan = Plan(
-        recipe=recipe,
+        recipe=resolved.case.recipe,
         recipe_path=str(loaded.path),
         run_dir=run_dir or recipe.run_dir or str(Path("runs") / loaded.path.stem),
         settings=resolved.settings,
@@ -63,7 +63,7 @@ def make_plan(
         plain=resolved.plain,
         versions=versions(),
     )
-    return Planned(plan, facts.rows_of(plan.settings))
+    return Planned(plan, resolved.case.facts.rows_of(plan.settings))
 
 
 def facts_of(
@@ -86,6 +86,9 @@ def facts_of(
         method=recipe.method,
         apart=None if apart is None else (apart.profile, _counter(recipe, apart)),
         presumed=presumed,
+        at_length=lambda length: facts_of(
+            with_key(recipe, "length.max_length", length), data, config, hardware, presumed
+        ),
     )
 
 

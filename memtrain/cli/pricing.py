@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from memtrain.cli.planning import model_config
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.activations import HeaviestBatch
-from memtrain.memory.cost import step_time
+from memtrain.memory.facts import CountSteps, Facts, typical_micro
 from memtrain.memory.hardware import Hardware, detect, known_names
-from memtrain.memory.resolve import CountSteps, Facts, Resolved, resolve
+from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
-from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
 from memtrain.memory.units import gib
 from memtrain.recipes.length import Length
@@ -89,8 +86,7 @@ def card_of(budget_bytes: int) -> Hardware:
 def cost_of(resolved: Resolved, facts: Facts) -> Cost:
     """The answer of the planner, with the time of a typical step."""
     settings = resolved.settings
-    batch, num_micros = typical_micro(settings, facts)
-    seconds = step_time(settings, facts.shape, batch, facts.hardware, num_micros=num_micros).seconds
+    batch, _ = typical_micro(settings, facts)
     said = [f"micro-batch of {batch.rows} rows"]
     if settings.checkpoint_every:
         said.append("activation checkpointing")
@@ -100,22 +96,9 @@ def cost_of(resolved: Resolved, facts: Facts) -> Cost:
     return Cost(
         fits=True,
         peak_bytes=peak.num_bytes,
-        step_s=seconds,
+        step_s=resolved.chosen.step_s,
         words=f"{gib(peak.num_bytes)} in the {peak.phase}, {', '.join(said)}",
     )
-
-
-def typical_micro(settings: Settings, facts: Facts) -> tuple[HeaviestBatch, int]:
-    """(a micro-batch of mean sequences, how many make a step of one process)."""
-    profile = facts.profile
-    mean = max(profile.mean_tokens, 1.0)
-    rows = settings.micro_rows
-    if settings.micro_tokens is not None:
-        rows = max(1, min(rows, int(settings.micro_tokens / mean)))
-    step_rows = settings.batch_rows or max(1, int(cast(int, settings.batch_tokens) / mean))
-    tokens, longest = round(rows * mean), profile.longest[0] if profile.longest else 1
-    typical = HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1)))
-    return typical, max(1, -(-step_rows // (rows * settings.num_processes)))
 
 
 def _counter(loaded: LoadedRecipe, laid: LaidOut) -> CountSteps:

@@ -47,6 +47,8 @@ class Facts:
     """Packages that the run's machine is taken to have: it is another one than this."""
     is_guessed: bool = False
     """The data was not read: every sequence is taken to be as long as it may be."""
+    at_length: Callable[[int], Facts] | None = None
+    """The same facts with another `length.max_length`; None where rows cannot be laid out again."""
 
     def with_prompts_apart(self) -> Facts:
         """These facts, with a prompt for each answer."""

@@ -10,10 +10,12 @@ from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, Priced, price
 from memtrain.memory.preferences import explain_reference
 from memtrain.memory.rules import Ledger
-from memtrain.memory.search import TIE
 from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case, Strategy, Updates
 from memtrain.memory.units import gib
+
+EQUAL = 0.01
+"""Times that differ by less are told as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def _against(other: Priced, chosen: Priced) -> str:
 
 def time_words(share: float) -> str:
     """A time over another in words: `23 % slower`, `as fast` within what the prediction can tell."""
-    if abs(share - 1) < TIE:
+    if abs(share - 1) < EQUAL:
         return "as fast"
     return f"{share - 1:.0%} slower" if share > 1 else f"{1 - share:.0%} faster"
 
@@ -152,11 +154,11 @@ def _explain_optimizer(ledger: Ledger, settings: Settings, chosen: Priced, facts
         ledger.decide("optimizer_offload", "on", gain, "memory.optimizer_offload")
     if settings.optimizer != recipe.optim.kind:
         gain = _gain_words(chosen, {"optimizer": recipe.optim.kind}, facts)
-        ledger.decide("optimizer", settings.optimizer, f"allowed; {gain}", "memory.allow")
+        ledger.decide("optimizer", settings.optimizer, gain, "memory.allow")
     if settings.adapter != recipe.model.adapter or settings.quantize != recipe.model.quantize:
         without = {"adapter": recipe.model.adapter, "quantize": recipe.model.quantize}
         kind = "qlora" if settings.quantize != "none" else "lora"
-        ledger.decide("adapter", kind, f"allowed; {_gain_words(chosen, without, facts)}", "memory.allow")
+        ledger.decide("adapter", kind, _gain_words(chosen, without, facts), "memory.allow")
 
 
 def _changed(chosen: Priced, updates: Updates, facts: Facts) -> Priced:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memtrain.errors import Fault, RecipeError
+from memtrain.errors import DoesNotFit, Fault, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.deciding import decide_base
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import CountSteps, Facts, Priced, budget_of, host_need, predict
-from memtrain.memory.honour import honoured
+from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.host import host_shortage
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.nothing_fits import nothing_fits
@@ -23,7 +23,10 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case
 from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
 
-__all__ = ["CountSteps", "Facts", "Resolved", "open_space", "plain", "resolve"]
+LENGTH_STEP = 64
+"""Lengths are searched in steps that tensor cores like."""
+
+__all__ = ["CountSteps", "Facts", "Resolved", "longest_that_fits", "open_space", "plain", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,13 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
     """
     ledger, case, choices = open_space(asked, facts)
     budget = budget_of(case.recipe, facts.hardware)
-    chosen, tried = _choose(choices, budget, case)
+    try:
+        chosen, tried = _choose(choices, budget, case)
+    except DoesNotFit:
+        shorter = longest_that_fits(asked, facts) if "shorter_sequences" in case.recipe.memory.allow else None
+        if shorter is None:
+            raise
+        return shorter
     settings = chosen.settings.model_copy(
         update={
             "recovery": decide_recovery(ledger, chosen.settings),
@@ -89,6 +98,30 @@ def open_space(asked: Asked, facts: Facts) -> tuple[Ledger, Case, Space]:
     if not choices.groups:
         raise _excludes_all(case, base)
     return ledger, case, choices
+
+
+def longest_that_fits(asked: Asked, facts: Facts, most: int | None = None) -> Resolved | None:
+    """The plan for the longest `length.max_length`, in steps of 64, that fits; None where none does.
+
+    `most`: the longest to try; the recipe's own where it is not given.
+    """
+    most = most or asked.recipe.length.max_length
+    if facts.at_length is None or most is None:
+        return None
+    others = tuple(name for name in asked.recipe.memory.allow if name != "shorter_sequences")
+    recipe = with_key(asked.recipe, "memory.allow", others)
+    best: Resolved | None = None
+    low, high = 0, most // LENGTH_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        length = middle * LENGTH_STEP
+        try:
+            shorter = Asked(with_key(recipe, "length.max_length", length), asked.where)
+            best = resolve(shorter, facts.at_length(length))
+            low = middle
+        except DoesNotFit:
+            high = middle - 1
+    return best
 
 
 def plain(settings: Settings, profile: LengthProfile) -> Settings:

@@ -152,7 +152,10 @@ def decide_attention(
         return None
     if wants_flat and not choice.can_pack:
         path = "length.packing" if recipe.length.packing != "none" else "length.padding_free"
-        reasons = "; ".join(f"{backend}: {why}" for backend, why in choice.refused)
+        reasons = "; ".join(
+            f"{', '.join(str(one) for one, other in choice.refused if other == why)}: {why}"
+            for why in dict.fromkeys(why for _, why in choice.refused)
+        )
         ledger.refuse(
             f"rows cannot be kept apart with {choice.backend} attention ({reasons or choice.reason})",
             path,

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from memtrain.cli.printing import print_table
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.printing import print_table, say
 from memtrain.recipes.registry import METHODS
 
 
-def methods() -> None:
+def methods(
+    strategies: Annotated[
+        bool, typer.Option("--strategies", help="List the memory strategies in place of the methods.")
+    ] = False,
+) -> None:
     """List the methods that a recipe may ask for, as the verb or as `method:`."""
-    print_table(("method", "what it does"), [(method.name, method.says) for method in METHODS.values()])
+    if not strategies:
+        print_table(("method", "what it does"), [(method.name, method.says) for method in METHODS.values()])
+        return
+    from memtrain.memory.all_strategies import STRATEGIES
+
+    for is_exact, words in (
+        (True, "With the same numbers as without them (memory.use, memory.never):"),
+        (False, "Changing what is learnt (memory.allow, memory.use, memory.never):"),
+    ):
+        say(words)
+        print_table(
+            ("strategy", "what it does"),
+            [(one.name, one.says) for one in STRATEGIES.values() if one.is_exact is is_exact],
+        )
+        typer.echo()

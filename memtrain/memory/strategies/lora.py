@@ -33,7 +33,7 @@ STRATEGY = Strategy(
     saves="gradients and moments of all weights",
     costs="less is learnt than by training every weight",
     is_exact=False,
-    is_used=lambda settings: settings.adapter is not None and settings.quantize == "none",
+    is_used=lambda settings: settings.adapter is not None,
     wish=wish,
     use_keys=lambda recipe: {"model.adapter": {"kind": "lora"}},
     never_keys=lambda recipe: {"model.adapter": None},

@@ -1,0 +1,209 @@
+"""The answer of `memtrain plan`: a recipe resolved for a machine, with all that can be said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from memtrain.cli.looking import LookedAt, facts_without_data, look_at_devices, look_at_model
+from memtrain.memory.budget import needed
+from memtrain.memory.facts import Facts, Priced, heaviest, typical_micro
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.honour import honoured
+from memtrain.memory.lengths import LengthReport
+from memtrain.memory.pins import pins
+from memtrain.memory.reasons import gains, left_out
+from memtrain.memory.resolve import Resolved, resolve
+from memtrain.memory.rules import Asked
+from memtrain.memory.search import frontier, price_all
+from memtrain.memory.traced import Traced
+from memtrain.recipes.load import LoadedRecipe
+from memtrain.recipes.recipe import HAS_ANSWERS
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is planned for what."""
+
+    loaded: LoadedRecipe
+    asked: Asked
+    looked: LookedAt
+    hardware: Hardware
+    presumed: frozenset[str]
+    notes: tuple[str, ...]
+    """What the reader has to know of the ground the plan stands on."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan, and the question."""
+
+    question: Question
+    facts: Facts
+    resolved: Resolved
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def chosen(self) -> Priced:
+        """The plan's memory and time."""
+        return self.resolved.chosen
+
+    @property
+    def report(self) -> LengthReport | None:
+        """What truncation and packing did; None where the data was not read."""
+        facts = self.resolved.case.facts
+        return None if facts.is_guessed else facts.rows_of(self.resolved.settings).report
+
+    @property
+    def need_bytes(self) -> int:
+        """Of each device, without the margin."""
+        return needed(self.resolved.prediction.peak.num_bytes, self.resolved.settings)
+
+    @cached_property
+    def frontier(self) -> list[Priced]:
+        """The best plan of each size, fitting or not, among those weighed."""
+        return frontier(self.resolved.tried)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all processes together."""
+        return self.resolved.settings.num_processes / self.chosen.token_s
+
+
+def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int | None) -> Question:
+    """The recipe, its model and the devices, looked at without torch.
+
+    Raises: RecipeError and LaunchError with what cannot be planned.
+    """
+    asked = honoured(Asked(loaded.recipe, loaded.where))
+    recipe = asked.recipe
+    hardware, presumed = look_at_devices(gpu, num_gpus, budget, recipe.cluster.device)
+    looked = look_at_model(recipe.model)
+    notes = [looked.note] if looked.note else []
+    shape_note = facts_note(looked, recipe.model.path)
+    if shape_note:
+        notes.append(shape_note)
+    wants = recipe.model.quantize != "none" or recipe.optim.kind.endswith("8bit") or recipe.memory.allow
+    if presumed and wants:
+        notes.append("bitsandbytes is taken to be installed there (pip install 'memtrain[quant]').")
+    return Question(loaded, asked, looked, hardware, presumed, tuple(notes))
+
+
+def facts_note(looked: LookedAt, path: str | None) -> str:
+    """What is uncertain about the shape."""
+    from memtrain.memory.shape import shape_of
+
+    note = shape_of(looked.config, path or "model.config").note
+    return f"{note[0].upper()}{note[1:]}." if note else ""
+
+
+def facts_of_question(
+    question: Question, *, reads_data: bool, progress: Progress | None
+) -> tuple[Facts, str]:
+    """(facts, a note). The data is tokenized, or found in the cache, unless it is not to be read or the
+    model is not here.
+
+    Raises: DataError when the data cannot be used as declared.
+    """
+    recipe = question.asked.recipe
+    if not reads_data or question.looked.is_on_hub_only:
+        why = "its tokenizer cannot be loaded" if reads_data else "--without-data"
+        facts = facts_without_data(question.asked, question.looked, question.hardware, question.presumed)
+        kind = "answer" if recipe.method in HAS_ANSWERS else "sequence"
+        length = f"{recipe.length.max_length:,} tokens"
+        return facts, f"The data was not read ({why}): every {kind} is taken to have {length}."
+    from memtrain.cli.planning import facts_of
+    from memtrain.trainers.data.prepare import prepare
+
+    data = prepare(recipe, progress=progress)
+    return facts_of(recipe, data, question.looked.config, question.hardware, question.presumed), ""
+
+
+def answer(question: Question, facts: Facts, note: str = "") -> Answer:
+    """The plan.
+
+    Raises: RecipeError and DoesNotFit.
+    """
+    notes = (*question.notes, note) if note else question.notes
+    return Answer(question, facts, resolve(question.asked, facts), notes)
+
+
+def everything(made: Answer) -> list[Priced]:
+    """Every plan that is left open, those beyond the chosen group too."""
+    from memtrain.memory.resolve import open_space
+
+    _, case, choices = open_space(made.question.asked, made.facts)
+    tried = [one.settings for one in made.resolved.tried]
+    rest = [one for group in choices.groups for one in group if one not in tried]
+    return [*made.resolved.tried, *price_all(rest, case.facts)]
+
+
+def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
+    """(what a trace of the run's own step found, why there is none)."""
+    from memtrain.errors import LaunchError
+    from memtrain.memory.traced import can_trace, job_of, traced
+
+    resolved = made.resolved
+    recipe, settings = resolved.case.recipe, resolved.settings
+    why_not = can_trace(recipe, settings)
+    if why_not is not None:
+        return None, why_not
+    batch = heaviest(settings, resolved.case.facts)
+    _, num_micros = typical_micro(settings, resolved.case.facts)
+    job = job_of(
+        recipe, settings, made.question.looked.config, batch, accumulates=num_micros > 1, is_whole=is_whole
+    )
+    try:
+        return traced(job), ""
+    except LaunchError as error:
+        return None, error.faults[0].what
+
+
+def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]:
+    """All of it as JSON values; memory in bytes, time in seconds."""
+    resolved, hardware = made.resolved, made.question.hardware
+    return {
+        "recipe": str(made.question.loaded.path),
+        "device": {
+            "name": hardware.name,
+            "memory_bytes": hardware.memory_bytes,
+            "count": hardware.num_devices,
+        },
+        "fits": True,
+        "needed_bytes": made.need_bytes,
+        "with_margin_bytes": made.chosen.need_bytes,
+        "budget_bytes": resolved.prediction.budget_bytes,
+        "step_s": made.chosen.step_s,
+        "tokens_per_s": made.tokens_per_s,
+        "settings": resolved.settings.model_dump(mode="json"),
+        "decisions": [one.model_dump(mode="json") for one in resolved.decisions],
+        "prediction": resolved.prediction.model_dump(mode="json"),
+        "plain": resolved.plain.model_dump(mode="json"),
+        "gains": [
+            {
+                "strategy": one.strategy,
+                "peak_bytes_without": one.peak_bytes,
+                "needed_with_margin_bytes_without": one.need_bytes,
+                "time_without": one.time_share,
+            }
+            for one in gains(made.chosen, resolved.case.facts)
+        ],
+        "left_out": {one.strategy: one.reason for one in left_out(made.chosen, resolved.case)},
+        "frontier": [
+            {
+                "with_margin_bytes": one.need_bytes,
+                "tokens_per_s": one.settings.num_processes / one.token_s,
+                "pins": pins(resolved.case.asked, one.settings),
+            }
+            for one in made.frontier
+        ],
+        "pins": pins(resolved.case.asked, resolved.settings),
+        "notes": list(made.notes),
+        "data_was_read": not resolved.case.facts.is_guessed,
+        "traced": None if traced is None else traced.model_dump(mode="json"),
+        "not_traced": why_not or None,
+    }

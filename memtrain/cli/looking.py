@@ -1,0 +1,206 @@
+"""What a plan is made from, looked at without torch: the model's configuration, the data, the devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from memtrain.errors import LaunchError, RecipeError
+from memtrain.memory.facts import Facts
+from memtrain.memory.hardware import Hardware, detect
+from memtrain.memory.honour import with_key
+from memtrain.memory.known_models import known_config
+from memtrain.memory.rules import Asked
+from memtrain.memory.shape import FAMILIES, shape_of
+from memtrain.memory.units import gib
+from memtrain.memory.unread import unread_counter, unread_profile
+from memtrain.recipes.model import Model
+from memtrain.recipes.recipe import HAS_ANSWERS
+
+HUB_TIMEOUT_S = 3.0
+"""How long the hub is waited for: what it would say is a page of numbers."""
+
+ELSEWHERE = frozenset({"bitsandbytes"})
+"""Packages that another machine is taken to have where a recipe asks for them by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookedAt:
+    """A model's configuration, and where it comes from where that is to be said."""
+
+    config: Mapping[str, Any]
+    note: str = ""
+    is_on_hub_only: bool = False
+    """Neither the weights nor the tokenizer are here, and the hub cannot be asked."""
+
+
+def look_at_model(model: Model) -> LookedAt:
+    """The configuration of the model, from a file, the hub's cache, the hub, or the table of known models.
+
+    Raises: LaunchError when it is nowhere.
+    """
+    from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
+
+    if model.path == BUILTIN_TINY:
+        return LookedAt(tiny_config(_tiny_vocabulary()))
+    if isinstance(model.config, str):
+        return LookedAt(_read_json(Path(model.config).expanduser(), "model.config"))
+    if model.config is not None:
+        return LookedAt(_given_config(model, model.config))
+    assert model.path is not None, "A recipe has model.path or model.config."
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        return LookedAt(_read_json(folder, "model.path"))
+    if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1:
+        raise LaunchError(
+            f"there is no folder {model.path}", "model.path", "give a hub id (owner/name) or a folder"
+        )
+    return _on_hub(model.path, model.revision or "main")
+
+
+def _read_json(path: Path, key: str) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        given = json.loads(file.read_text())
+    except OSError:
+        raise LaunchError(f"there is no file {file}", key, "give a folder with a config.json") from None
+    except ValueError as error:
+        raise LaunchError(f"{file} is not JSON: {error}", key) from None
+    if not isinstance(given, dict):
+        raise LaunchError(f"{file} holds no JSON object", key)
+    return given
+
+
+def _given_config(model: Model, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A mapping of the recipe. transformers is asked only for model types that memtrain does not know."""
+    if config.get("model_type") in FAMILIES:
+        has_vocabulary = "vocab_size" in config or model.tokenizer != "builtin:tiny"
+        return config if has_vocabulary else {"vocab_size": _tiny_vocabulary(), **config}
+    from memtrain.cli.planning import model_config
+
+    return cast(Mapping[str, Any], model_config(model))
+
+
+def _tiny_vocabulary() -> int:
+    from memtrain.trainers.data.tiny_tokenizer import NUM_TOKENS
+
+    return NUM_TOKENS
+
+
+def _on_hub(path: str, revision: str) -> LookedAt:
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json", revision=revision)
+    if isinstance(cached, str):
+        return LookedAt(_read_json(Path(cached), "model.path"))
+    asked, why = _ask_hub(path, revision)
+    if asked is not None:
+        return LookedAt(asked)
+    known = known_config(path)
+    if known is None:
+        raise LaunchError(
+            f"{why}, and {path} is not in memtrain's table of shapes",
+            "model.path",
+            "connect this machine to the hub, give a folder with a config.json, or write the shape into "
+            "model.config",
+        )
+    return LookedAt(
+        known,
+        f"{why[0].upper()}{why[1:]}: the shape of {path} is from memtrain's own table.",
+        is_on_hub_only=True,
+    )
+
+
+def _ask_hub(path: str, revision: str) -> tuple[dict[str, Any] | None, str]:
+    """(the config.json on the hub or None, why there is none). One request, no retries.
+
+    Raises: LaunchError when the hub says that there is no such model.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return None, "the hub is switched off (HF_HUB_OFFLINE)"
+    url = f"{constants.ENDPOINT}/{path}/resolve/{revision}/config.json"
+    try:
+        answer = get_session().get(url, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S)
+    except Exception:  # each version of the hub's client has network errors of its own
+        return None, "the hub cannot be reached"
+    if answer.status_code == 200:
+        return answer.json(), ""
+    if answer.status_code in (401, 403):
+        return None, f"{path} is gated, or not there"
+    if answer.status_code == 404:
+        raise LaunchError(f"the hub has no {path} with a config.json", "model.path", "check the spelling")
+    return None, f"the hub answers {answer.status_code}"
+
+
+def look_at_devices(
+    gpu: str | None, num_gpus: int | None, budget: int | None, device: str
+) -> tuple[Hardware, frozenset[str]]:
+    """(the devices to plan for, packages that they are taken to have).
+
+    Raises: RecipeError when the options contradict each other or the recipe.
+    """
+    asks_for_gpu = gpu is not None or num_gpus is not None
+    if asks_for_gpu and device == "cpu":
+        raise RecipeError(
+            "the recipe says cluster.device: cpu, and the plan is asked for GPUs",
+            "--gpu" if gpu is not None else "--num-gpus",
+            "add cluster.device=auto to the command",
+        )
+    here = detect(cast(Any, device))
+    if gpu is None and here.device == "cuda":
+        found, presumed = here if num_gpus is None else here.with_devices(num_gpus), frozenset[str]()
+    elif gpu is not None:
+        found = Hardware.named(gpu, num_gpus or 1)
+        presumed = ELSEWHERE if here.device == "cpu" else frozenset[str]()
+    elif num_gpus is not None:
+        raise RecipeError(
+            f"--num-gpus {num_gpus} of what kind? No GPU is visible here",
+            fix="add --gpu h100, or another kind",
+        )
+    elif budget is not None and device == "auto":
+        from memtrain.cli.pricing import card_of
+
+        found, presumed = card_of(budget), ELSEWHERE
+    else:
+        found, presumed = here, frozenset[str]()
+    if budget is not None and budget > found.memory_bytes:
+        raise RecipeError(
+            f"--budget {gib(budget)} is more than {found.name} has ({gib(found.memory_bytes)})",
+            fix="lower it, or name a larger card with --gpu",
+        )
+    return found, presumed
+
+
+def facts_without_data(
+    asked: Asked, looked: LookedAt, hardware: Hardware, presumed: frozenset[str] = frozenset()
+) -> Facts:
+    """Facts for data that was not read: every sequence as long as it may be.
+
+    Raises: RecipeError where no length is said.
+    """
+    recipe = asked.recipe
+    profile = unread_profile(asked, shares_prompts=True)
+    apart = None
+    if recipe.method in HAS_ANSWERS or recipe.online is not None:
+        own = unread_profile(asked, shares_prompts=False)
+        apart = (own, unread_counter(recipe, own))
+    return Facts(
+        hardware=hardware,
+        shape=shape_of(looked.config, recipe.model.path or "model.config"),
+        config=looked.config,
+        profile=profile,
+        count_steps=unread_counter(recipe, profile),
+        method=recipe.method,
+        apart=apart,
+        presumed=presumed,
+        is_guessed=True,
+        at_length=lambda length: facts_without_data(
+            Asked(with_key(recipe, "length.max_length", length), asked.where), looked, hardware, presumed
+        ),
+    )

@@ -1,0 +1,208 @@
+"""The words of `memtrain plan`: verdict, owners by phase, decisions, and with --explain the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from memtrain.cli.answering import Answer, everything
+from memtrain.cli.printing import print_table, say
+from memtrain.cli.showing import rows_words
+from memtrain.memory.budget import overhead
+from memtrain.memory.explain import difference, owner_table, verdict
+from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Priced
+from memtrain.memory.pins import pins, yaml_lines
+from memtrain.memory.reasons import gains, left_out, time_words
+from memtrain.memory.search import frontier
+from memtrain.memory.settings import Settings
+from memtrain.memory.traced import Traced
+from memtrain.memory.units import gib
+from memtrain.recipes.shipped import configs_dir
+
+QUIET = ("device", "max_steps", "recover", "rehearse", "liger", "budget", "num_processes")
+"""Decisions that a plan tells in its first lines, or only with --explain."""
+
+
+def print_answer(made: Answer, *, explain: bool) -> None:
+    """The plan: whether it fits, who holds what when, and what each choice buys."""
+    resolved, chosen = made.resolved, made.chosen
+    name = recipe_name(made.question.loaded.path)
+    say(f"{name} on {made.question.hardware.words()}: {_fits_words(made)}")
+    for note in made.notes:
+        say(note)
+    if made.report is not None:
+        say(rows_words(made.report))
+    typer.echo()
+    print_table(*owner_table(resolved.prediction, resolved.plain))
+    typer.echo()
+    _print_sum(made)
+    typer.echo()
+    skipped = () if explain else QUIET
+    print_table(
+        ("setting", "value", "why"),
+        [
+            (one.setting, one.value, f"{one.reason} ({one.source})" if one.reason else one.source)
+            for one in resolved.decisions
+            if one.setting not in skipped
+        ],
+    )
+    typer.echo()
+    say(
+        f"Predicted speed: {made.tokens_per_s:,.0f} tokens/s, {seconds(chosen.step_s)} a step. It is for "
+        "ordering plans: nothing was measured."
+    )
+    if explain:
+        _print_rest(made)
+    else:
+        typer.echo()
+        say(
+            "--explain: why not the others, the best plan of each size, and the lines that pin this one. "
+            "--trace: check the peak on the run's own step."
+        )
+
+
+def recipe_name(path: Path) -> str:
+    """A recipe as it is asked for: a shipped one by its name, a file by its path from here."""
+    shipped = configs_dir()
+    if path.is_relative_to(shipped):
+        return path.relative_to(shipped).as_posix().removesuffix(".yaml")
+    absolute = path.absolute()
+    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else path)
+
+
+def _fits_words(made: Answer) -> str:
+    budget = made.resolved.prediction.budget_bytes or 0
+    left = budget - made.need_bytes
+    return f"fits, {gib(left)} stay free of {gib(budget)}."
+
+
+def _print_sum(made: Answer) -> None:
+    """From live tensors to what the card must have, line by line."""
+    settings, prediction = made.resolved.settings, made.resolved.prediction
+    peak, extra = prediction.peak, overhead(settings)
+    margin = made.chosen.need_bytes - made.need_bytes if made.chosen.need_bytes > made.need_bytes else 0
+    own = "CUDA context, cuBLAS" if settings.device == "cuda" else "interpreter, libraries"
+    rows = [
+        (gib(peak.num_bytes), f"live tensors, highest in the {peak.phase}"),
+        (gib(round(peak.num_bytes * extra.slack)), f"the allocator's slack ({extra.slack:.0%})"),
+        (gib(extra.fixed), own + (", NCCL" if settings.num_processes > 1 and extra.communication else "")),
+        (gib(margin), f"margin ({MARGIN_SHARE:.0%} and {gib(MARGIN_BYTES)}), for what is not seen"),
+        (gib(made.need_bytes + margin), f"of {gib(prediction.budget_bytes or 0)}"),
+    ]
+    width = max(len(one) for one, _ in rows)
+    for number, words in rows:
+        typer.echo(f"{number.rjust(width)}  {words}")
+
+
+def _print_rest(made: Answer) -> None:
+    """What the plan's strategies buy, what is left out and why, the best plan of each size, the pins."""
+    resolved, chosen = made.resolved, made.chosen
+    bought = gains(chosen, resolved.case.facts)
+    if bought:
+        typer.echo()
+        print_table(
+            ("without", "peak", "time of a token"),
+            [
+                (
+                    one.strategy,
+                    gib(one.peak_bytes),
+                    time_words(one.time_share) + _misses(one.need_bytes, made),
+                )
+                for one in bought
+            ],
+        )
+    typer.echo()
+    print_table(("left out", "why"), [(one.strategy, one.reason) for one in left_out(chosen, resolved.case)])
+    typer.echo()
+    _print_frontier(made)
+    lines = yaml_lines(pins(resolved.case.asked, resolved.settings))
+    if lines:
+        typer.echo()
+        say("To pin this plan, write into the recipe:")
+        typer.echo("\n".join(f"  {line}" for line in lines))
+
+
+def _misses(need: int, made: Answer) -> str:
+    budget = made.resolved.prediction.budget_bytes
+    return "" if budget is None or need <= budget else "; does not fit"
+
+
+def _print_frontier(made: Answer) -> None:
+    best = frontier(everything(made))
+    shown = thinned(best, chosen=made.chosen)
+    rows = [
+        (
+            "*" if one.settings == made.chosen.settings or _same(one, made.chosen) else "",
+            gib(one.need_bytes),
+            f"{one.settings.num_processes / one.token_s:,.0f}",
+            settings_words(one.settings),
+        )
+        for one in shown
+    ]
+    say("The best plan of each size (* this one):")
+    print_table(("", "needs", "tokens/s", "how"), rows)
+
+
+def _same(one: Priced, other: Priced) -> bool:
+    kept = {"recovery": (), "rehearse": False}
+    return one.settings.model_copy(update=kept) == other.settings.model_copy(update=kept)
+
+
+def thinned(best: list[Priced], *, chosen: Priced, most: int = 10) -> list[Priced]:
+    """At most `most` of a frontier, evenly, the smallest, the largest and the chosen one among them."""
+    if not any(_same(one, chosen) for one in best):
+        best = sorted([*best, chosen], key=lambda one: one.need_bytes)
+    if len(best) <= most:
+        return best
+    wanted = {round(at * (len(best) - 1) / (most - 1)) for at in range(most)}
+    return [one for at, one in enumerate(best) if at in wanted or _same(one, chosen)]
+
+
+def settings_words(settings: Settings) -> str:
+    """The memory choices of settings in a few words."""
+    said: list[str] = []
+    if settings.adapter is not None:
+        said.append("LoRA" if settings.quantize == "none" else f"LoRA on {settings.quantize}")
+    if settings.checkpoint_every:
+        every = settings.checkpoint_every
+        said.append("checkpointing" if every == 1 else f"checkpointing every {every}")
+    if settings.offload != "none":
+        said.append(f"offloading {settings.offload}")
+    if settings.in_backward:
+        said.append("step in backward")
+    if settings.optimizer_offload:
+        said.append("moments on the host")
+    if settings.optimizer != "adamw":
+        said.append(settings.optimizer)
+    said.append(f"{settings.loss} loss")
+    size = f"{settings.micro_tokens:,} tokens" if settings.micro_tokens else f"{settings.micro_rows} rows"
+    return ", ".join([*said, f"{size} at once"])
+
+
+def seconds(value: float) -> str:
+    """A time as people read it: `5.8 s`, `120 ms`."""
+    return f"{value:,.1f} s" if value >= 1 else f"{value * 1000:,.0f} ms"
+
+
+def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: bool) -> None:
+    """What the trace says beside the arithmetic."""
+    typer.echo()
+    if traced is None:
+        say(f"The arithmetic stands alone: {why_not}.")
+        return
+    resolved = made.resolved
+    found = traced.prediction.model_copy(update={"budget_bytes": resolved.prediction.budget_bytes})
+    say(f"Checked on the run's own step: {difference(resolved.prediction, found)} ({traced.seconds:.1f} s).")
+    if not explain:
+        return
+    typer.echo()
+    print_table(*owner_table(found, resolved.plain))
+    typer.echo()
+    say(verdict(resolved.settings, found))
+    if traced.reserved_bytes is not None:
+        share = traced.reserved_bytes / found.peak.num_bytes - 1
+        say(
+            "Replayed through the model of CUDA's caching allocator: "
+            f"{gib(traced.reserved_bytes)} reserved ({share:+.1%})."
+        )

@@ -1,0 +1,173 @@
+"""`memtrain plan --solve`: the plan the other way round, the longest or the smallest that fits."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from memtrain.cli.answering import Question
+from memtrain.cli.plan_tables import settings_words
+from memtrain.cli.printing import columns
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.facts import Facts, Priced, budget_of
+from memtrain.memory.hardware import Hardware, known_names
+from memtrain.memory.honour import with_key
+from memtrain.memory.resolve import LENGTH_STEP, Resolved, longest_that_fits, open_space, resolve
+from memtrain.memory.rules import Asked
+from memtrain.memory.search import price_all
+from memtrain.memory.units import gib
+
+MOST_LENGTH = 2**20
+"""Longest sequence that is tried for a model that says no limit of its own."""
+
+SIZE_STEP = 128 * 2**20
+"""Devices that differ by less are taken to be as large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The answer to one question."""
+
+    what: str
+    value: int | str | None
+    """None: nothing fits, whatever the value."""
+    words: tuple[str, ...]
+    keys: Mapping[str, object] = field(default_factory=dict[str, object])
+    """The recipe's keys that say it."""
+
+    def text(self) -> str:
+        """As it is printed."""
+        lines = [line for words in self.words for line in textwrap.wrap(words, columns())]
+        return "\n".join([*lines, *(f"  {key}: {value}" for key, value in self.keys.items())])
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"solved": self.what, "value": self.value, "words": list(self.words), "keys": dict(self.keys)}
+
+
+def solution(what: str, question: Question, facts: Facts) -> Solution:
+    """The answer for `max_length`, `micro_batch`, `budget` or `num_gpus`.
+
+    Raises: RecipeError for anything else, and with what cannot be planned at all; DoesNotFit where nothing
+    fits whatever the answer is.
+    """
+    if what not in SOLVERS:
+        raise RecipeError(f"--solve {what}: nothing has that name", fix=f"one of {', '.join(SOLVERS)}")
+    return SOLVERS[what](question, facts)
+
+
+def _max_length(question: Question, facts: Facts) -> Solution:
+    asked, recipe = question.asked, question.asked.recipe
+    limit = question.looked.config.get("max_position_embeddings")
+    most = int(limit) if isinstance(limit, int) else MOST_LENGTH
+    found = longest_that_fits(asked, facts, most)
+    if found is None:
+        resolve(_at_length(asked, LENGTH_STEP), _laid_out(facts, LENGTH_STEP))
+        raise AssertionError("The shortest length fits, and no length was found.")
+    length = found.settings.max_length or 0
+    words = [f"The longest max_length that fits {_place(question)} is {length:,} tokens{_how(found)}."]
+    if length + LENGTH_STEP > most:
+        words.append(f"It is the model's own limit ({most:,}).")
+    if recipe.length.max_length is not None and length < recipe.length.max_length:
+        words.append(f"The recipe asks for {recipe.length.max_length:,}, which does not fit.")
+    if not facts.is_guessed:
+        words.append("Measured by the rows of the data: a length beyond the longest of them changes nothing.")
+    return Solution("max_length", length, tuple(words), {"length.max_length": length})
+
+
+def _micro_batch(question: Question, facts: Facts) -> Solution:
+    asked = question.asked
+    _, _, choices = open_space(_with_open_micro(asked), facts)
+    flat = choices.groups[0][0].padding_free
+    longest = facts.rows_of(choices.groups[0][0]).longest[0]
+    processes = choices.groups[0][0].num_processes
+    rows = choices.groups[0][0].batch_rows or 0
+    most = max(1, -(-rows // processes)) if rows else MOST_LENGTH // longest
+    key = "train.micro_tokens" if flat else "train.micro_rows"
+    low, high, best = 0, most, None
+    while low < high:
+        middle = (low + high + 1) // 2
+        recipe = with_key(_with_open_micro(asked).recipe, key, middle * longest if flat else middle)
+        try:
+            best = resolve(Asked(recipe, asked.where), facts)
+            low = middle
+        except DoesNotFit:
+            high = middle - 1
+    if best is None:
+        resolve(asked, facts)
+        raise AssertionError("The recipe fits, and no micro-batch was found.")
+    value = low * longest if flat else low
+    unit = f"{value:,} tokens ({low} sequences of {longest:,})" if flat else f"{value} rows"
+    words = [f"The largest micro-batch that fits {_place(question)} is {unit}{_how(best)}."]
+    if low == most:
+        words.append("It is the whole step of one device.")
+    return Solution("micro_batch", value, tuple(words), {key: value})
+
+
+def _budget(question: Question, facts: Facts) -> Solution:
+    _, case, choices = open_space(question.asked, facts)
+    priced = price_all(choices.groups[0], case.facts)
+    smallest = min(priced, key=lambda one: (one.need_bytes // SIZE_STEP, one.token_s))
+    size = gib(smallest.need_bytes)
+    words = [f"The smallest device that this recipe fits, as it is, has {size}{_plan(smallest)}."]
+    cards = sorted((Hardware.named(name) for name in known_names()), key=lambda card: card.memory_bytes)
+    card = next((one for one in cards if one.has_bfloat16 and one.memory_bytes >= smallest.need_bytes), None)
+    if facts.hardware.device == "cuda":
+        words.append(
+            f"The smallest known card with as much: {card.name}, {gib(card.memory_bytes)}."
+            if card is not None
+            else "No known card has as much."
+        )
+    rounded = ceil(smallest.need_bytes / 2**30 * 100) / 100
+    return Solution("budget", smallest.need_bytes, tuple(words), {"memory.budget": f"{rounded:.2f}GiB"})
+
+
+def _num_gpus(question: Question, facts: Facts) -> Solution:
+    if facts.hardware.device != "cuda":
+        raise RecipeError("--solve num_gpus counts GPUs, and the plan is for a CPU", fix="add --gpu h100")
+    found = resolve(question.asked, facts)
+    words = (
+        f"One {question.hardware.name} is enough{_how(found)}.",
+        "More GPUs share the rows of a step. They do not lower what each must hold: weights, gradients and "
+        "moments are not sharded yet.",
+    )
+    return Solution("num_gpus", 1, words)
+
+
+SOLVERS: dict[str, Callable[[Question, Facts], Solution]] = {
+    "max_length": _max_length,
+    "micro_batch": _micro_batch,
+    "budget": _budget,
+    "num_gpus": _num_gpus,
+}
+"""What can be solved for."""
+
+
+def _place(question: Question) -> str:
+    budget = budget_of(question.asked.recipe, question.hardware)
+    return f"{gib(budget)} of {question.hardware.name}"
+
+
+def _how(found: Resolved) -> str:
+    return _plan(found.chosen)
+
+
+def _plan(priced: Priced) -> str:
+    return f": {settings_words(priced.settings)}, {1 / priced.token_s:,.0f} tokens/s a device"
+
+
+def _at_length(asked: Asked, length: int) -> Asked:
+    return Asked(with_key(asked.recipe, "length.max_length", length), asked.where)
+
+
+def _laid_out(facts: Facts, length: int) -> Facts:
+    assert facts.at_length is not None, "Facts of a question can be laid out again."
+    return facts.at_length(length)
+
+
+def _with_open_micro(asked: Asked) -> Asked:
+    recipe = with_key(with_key(asked.recipe, "train.micro_rows", "auto"), "train.micro_tokens", "auto")
+    return Asked(recipe, asked.where)

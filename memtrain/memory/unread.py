@@ -1,0 +1,74 @@
+"""The length profile of data that was not read: every sequence is as long as the recipe lets it be."""
+
+from __future__ import annotations
+
+from memtrain.errors import RecipeError
+from memtrain.memory.facts import CountSteps
+from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport
+from memtrain.memory.rules import Asked
+from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
+
+ANSWERS = {"dpo": 2, "kto": 1, "reward": 2}
+"""Answers of a row."""
+
+
+def unread_profile(asked: Asked, *, shares_prompts: bool) -> LengthProfile:
+    """Sequences of `length.max_length` tokens, many of them.
+
+    Rows with answers: each answer is as long as may be, with a prompt of `length.max_prompt` tokens (none
+    where that is not said: no real row is heavier).
+
+    Raises: RecipeError where `length.max_length` sets no limit.
+    """
+    recipe = asked.recipe
+    longest = recipe.length.max_length
+    if longest is None:
+        raise RecipeError(
+            "length.max_length is null, and the data is not read: nothing says how long rows are",
+            asked.where("length.max_length"),
+            "set length.max_length, or plan with the data (without --without-data)",
+        )
+    tokens, answers = _tokens(recipe, longest, shares_prompts=shares_prompts)
+    report = LengthReport(
+        num_rows=NUM_LONGEST,
+        num_tokens=NUM_LONGEST * tokens,
+        num_learnt=NUM_LONGEST * tokens,
+        rows_cut=0,
+        rows_dropped=0,
+        rows_split=0,
+        pieces=NUM_LONGEST,
+        tokens_cut=0,
+        tokens_dropped=0,
+        tokens_idle=0,
+        learnt_cut=0,
+        learnt_dropped=0,
+        num_sequences=NUM_LONGEST,
+        fill=1.0,
+    )
+    return LengthProfile(
+        report=report,
+        total_tokens=NUM_LONGEST * tokens,
+        longest=(tokens,) * NUM_LONGEST,
+        longest_piece=longest,
+        rows_per_sequence=answers,
+    )
+
+
+def _tokens(recipe: Recipe, longest: int, *, shares_prompts: bool) -> tuple[int, int]:
+    """(tokens of a sequence, answers in it)."""
+    if recipe.method not in HAS_ANSWERS:
+        return longest, 1
+    answers = ANSWERS[recipe.method]
+    prompt = min(recipe.length.max_prompt or 0, longest - 1)
+    answer = min(longest - prompt, recipe.length.max_completion or longest)
+    return (prompt if shares_prompts else answers * prompt) + answers * answer, answers
+
+
+def unread_counter(recipe: Recipe, profile: LengthProfile) -> CountSteps:
+    """Steps over as many rows as the profile has: a number to plan with, not one to show."""
+
+    def count(rows: int | None, tokens: int | None, epochs: float) -> int:
+        per_step = rows if rows is not None else max(1, int((tokens or 1) / profile.mean_tokens))
+        return max(1, int(epochs * profile.report.num_sequences / per_step))
+
+    return count
