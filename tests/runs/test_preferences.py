@@ -205,3 +205,11 @@ def test_conversations_with_a_common_beginning_are_pairs(tmp_path: Path, cache: 
     overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
     told = run(tmp_path, "reward", cache, *overrides, "train.max_steps=2")
     assert next(line for line in told if line["kind"] == "data")["rows_dropped"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_smoke_recipe_trains(method: str, tmp_path: Path, cache: Path):
+    overrides = ["cluster.threads=1", f"data.cache_dir={cache}"]
+    run_recipe(method, f"smoke/{method}", overrides, run_dir=str(tmp_path / "run"))
+    assert len(losses(lines(tmp_path / "run"))) == 12
