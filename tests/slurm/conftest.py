@@ -64,10 +64,10 @@ class Submitted:
     def until_restarted(self, times: int = 1) -> None:
         self._until(lambda: f"restart {times} of" in self.log, f"restart {times}")
 
-    def end(self) -> dict[str, str]:
+    def end(self, timeout_s: float = 240.0) -> dict[str, str]:
         """What SLURM says of the job when it is over."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-        self._until(lambda: self.state in over, "the end")
+        self._until(lambda: self.state in over, "the end", timeout_s)
         return self.show()
 
     def _until(self, holds: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:

@@ -66,11 +66,12 @@ def test_the_signal_before_the_time_limit_saves_and_queues_again(cluster, whole,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_real_time_limit_is_outlived(cluster, curve_of):
     undisturbed = cluster.submit("long", "train.max_steps=800", "save.every_steps=500")
-    assert undisturbed.end()["JobState"] == "COMPLETED"
+    assert undisturbed.end(timeout_s=500)["JobState"] == "COMPLETED"
     run = cluster.submit("short", "train.max_steps=800", "save.every_steps=500", "--time", "0:02:00")
-    shown = run.end()
+    shown = run.end(timeout_s=900)
     assert shown["JobState"] == "COMPLETED", run.log
     assert int(shown["Restarts"]) >= 1
     assert curve_of(run.folder) == curve_of(undisturbed.folder)
