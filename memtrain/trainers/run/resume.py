@@ -66,6 +66,9 @@ ROUNDING_SETTINGS = (
     "attention",
     "liger",
     "padding_free",
+    "shared_prompts",
+    "reference",
+    "rollout_rows",
     "micro_rows",
     "micro_tokens",
     "loss",
@@ -95,6 +98,7 @@ SETTING_NAMES = {
     "batch_rows": "train.batch_rows",
     "batch_tokens": "train.batch_tokens",
     "dtype": "model.dtype",
+    "sampler": "generate.backend",
 }
 """Settings that must not differ, by the recipe key that says them. `max_steps` has a rule of its own."""
 
