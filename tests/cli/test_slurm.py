@@ -31,7 +31,7 @@ ONE = Job(
     topology=Topology(num_nodes=1, processes_per_node=1, device="cuda", threads=8),
     folder=Path("/runs/my"),
     runs=(Path("/runs/my"),),
-    here=Path("/home/me"),
+    here=Path("/elsewhere"),
     python="/env/bin/python",
     lead_s=120,
 )

@@ -13,7 +13,7 @@ from memtrain.recipes.recipe import Recipe
         ("data.held_out", "a number from 0 to below 1"),
         ("data.on_bad_row", "error or skip"),
         ("memory.budget", "a size such as 24GiB, or auto"),
-        ("memory.use", "text, or a list of them"),
+        ("model.adapter.target_modules", "text, or a list of them"),
         ("model.config", "text, a mapping, or null"),
         ("optim.betas", "a list of 2 numbers"),
     ],

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from memtrain.cli.launch.queue import has_slurm, job_state, read_record
 from memtrain.memory.plan import PLAN_FILE, read_plan
-from memtrain.trainers.run.checkpoint import complete_steps
 from memtrain.trainers.run.events import EvalEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder, RunState, read_owner
 from memtrain.trainers.run.metrics import read_metrics
@@ -45,6 +44,8 @@ def standing_of(path: Path) -> Standing:
 
     Raises: LaunchError when SLURM does not answer, or the plan is of another version.
     """
+    from memtrain.trainers.run.checkpoint import complete_steps
+
     folder = RunFolder(path)
     plan = read_plan(path / PLAN_FILE)
     events = read_metrics(folder.metrics)

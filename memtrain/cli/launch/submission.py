@@ -21,7 +21,6 @@ from memtrain.recipes.sweep import folder_name, sweep
 from memtrain.trainers.run.events import SaveEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder, read_owner
 from memtrain.trainers.run.metrics import read_metrics
-from memtrain.trainers.run.standing import is_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,8 @@ def prepare(recipe: str, overrides: Sequence[str], run_dir: str | None) -> Submi
     Raises: RecipeError, DataError, DoesNotFit; LaunchError when a job that has one of the run folders may
     still write; ResumeError when a folder holds another run.
     """
+    from memtrain.trainers.run.standing import is_over
+
     loaded = load_recipe(recipe, overrides)
     asked = loaded.recipe.cluster.slurm or Slurm()
     above = Path(run_dir or loaded.recipe.run_dir or Path("runs") / loaded.path.stem)
