@@ -53,9 +53,21 @@ def measured(train: Callable[[], None], *, count_tensors: bool) -> dict[str, flo
 
 def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
     """`memtrain sft`, in this process."""
+    # Imports are not part of the measurement.
     import memtrain.trainers.sft
-    import memtrain.trainers.worker  # noqa: F401  (imports are not part of the measurement)
+    import memtrain.trainers.worker  # noqa: F401
     from memtrain.__main__ import main
+    from memtrain.trainers import loop
+
+    cpu_s: list[float] = []
+    update = loop.update
+
+    def clocked(*given: Any, **named: Any) -> Any:
+        norm = update(*given, **named)
+        cpu_s.append(time.process_time())
+        return norm
+
+    loop.update = clocked
 
     folder = Path(job["folder"])
     recipe = folder / "recipe.yaml"
@@ -91,6 +103,7 @@ def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
         "grad_norms": [step["grad_norm"] for step in steps],
         "tokens": [step["tokens"] for step in steps],
         "ended_s": [step["time"] for step in steps],
+        "cpu_s": cpu_s,
         "sequences": next(line["sequences"] for line in lines if line["kind"] == "data"),
     }
 
@@ -103,7 +116,7 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     torch.set_num_threads(1)
-    told: dict[str, list[float]] = {"losses": [], "grad_norms": [], "tokens": [], "ended_s": []}
+    told: dict[str, list[float]] = {"losses": [], "grad_norms": [], "tokens": [], "ended_s": [], "cpu_s": []}
     step: dict[str, float] = {"loss": 0.0, "tokens": 0}
 
     class Recorded(SFTTrainer):
@@ -121,6 +134,7 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
 
         def on_step_end(self, args, state, control, **given):
             told["ended_s"].append(time.time())
+            told["cpu_s"].append(time.process_time())
             told["losses"].append(step["loss"])
             told["tokens"].append(step["tokens"])
             step.update(loss=0.0, tokens=0)

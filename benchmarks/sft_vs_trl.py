@@ -6,7 +6,8 @@
 
 Losses are compared step by step. Speed and memory are ratios of medians over repetitions in which the two
 sides take turns: absolute figures of a shared machine say little. Speed is tokens over the time between the
-ends of the first and the last step. Memory is the peak of the resident set above what the imports left, and,
+ends of the first and the last step, of one thread: CPU time, and beside it the clock on the wall, which on a
+shared machine tells of the others. Memory is the peak of the resident set above what the imports left, and,
 in a run of its own that is not timed, the peak of live tensors, both by the same meter on both sides.
 """
 
@@ -121,9 +122,9 @@ def run_side(side: str, python: str, job: dict[str, Any], folder: Path) -> dict[
     return json.loads((mine / "result.json").read_text())
 
 
-def tokens_per_s(result: dict[str, Any]) -> float:
-    """Tokens of all steps but the first, over the time they took."""
-    return sum(result["tokens"][1:]) / (result["ended_s"][-1] - result["ended_s"][0])
+def tokens_per_s(result: dict[str, Any], clock: str = "cpu_s") -> float:
+    """Tokens of all steps but the first, over the time they took: of the CPU, or of the clock on the wall."""
+    return sum(result["tokens"][1:]) / (result[clock][-1] - result[clock][0])
 
 
 def largest_gap(one: list[float], other: list[float]) -> float:
@@ -144,7 +145,13 @@ def compare(job: dict[str, Any], pythons: dict[str, str], folder: Path, repeats:
         for side in SIDES
     }
     ours, theirs = timed["memtrain"], timed["trl"]
-    speeds = [tokens_per_s(one) / tokens_per_s(other) for one, other in zip(ours, theirs, strict=True)]
+    speeds = {
+        clock: [
+            tokens_per_s(one, clock) / tokens_per_s(other, clock)
+            for one, other in zip(ours, theirs, strict=True)
+        ]
+        for clock in ("cpu_s", "ended_s")
+    }
     growth = [a["rss_growth_bytes"] / b["rss_growth_bytes"] for a, b in zip(ours, theirs, strict=True)]
     return {
         "mode": job["mode"],
@@ -155,8 +162,11 @@ def compare(job: dict[str, Any], pythons: dict[str, str], folder: Path, repeats:
         "largest_loss_difference": largest_gap(ours[0]["losses"], theirs[0]["losses"]),
         "largest_grad_norm_difference": largest_gap(ours[0]["grad_norms"], theirs[0]["grad_norms"]),
         "sequences": {side: timed[side][0]["sequences"] for side in SIDES},
-        "tokens_per_s": {side: statistics.median(tokens_per_s(one) for one in timed[side]) for side in SIDES},
-        "speed_ratio": {"median": statistics.median(speeds), "all": speeds},
+        "tokens_per_cpu_s": {
+            side: statistics.median(tokens_per_s(one) for one in timed[side]) for side in SIDES
+        },
+        "speed_ratio": {"median": statistics.median(speeds["cpu_s"]), "all": speeds["cpu_s"]},
+        "wall_speed_ratio": {"median": statistics.median(speeds["ended_s"]), "all": speeds["ended_s"]},
         "rss_growth_mib": {
             side: statistics.median(one["rss_growth_bytes"] for one in timed[side]) / 2**20 for side in SIDES
         },
