@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memtrain.cli.planning import make_plan
 from memtrain.recipes.load import load_recipe
 from memtrain.trainers.build import build
@@ -26,7 +28,7 @@ from memtrain.trainers.feed import Steps
 from memtrain.trainers.step import Engine, forward_backward
 from memtrain.trainers.trace.recorder import TensorPeak
 
-TOTAL = 1280
+TOTAL = 640
 """Tokens of a prompt with one answer."""
 SHARES = {"4:1": 0.8, "1:1": 0.5, "1:4": 0.2}
 FORMS = {
@@ -36,11 +38,11 @@ FORMS = {
 }
 MODEL = {
     "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 4096,
 }
@@ -52,6 +54,7 @@ def main() -> None:
     words = argparse.ArgumentParser()
     words.add_argument("-o", "--output", type=Path)
     asked = words.parse_args()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         found = {
             share: measured(Path(name) / share.replace(":", "-"), part) for share, part in SHARES.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,7 +120,8 @@ _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 """Every n-th layer attends to everything where `layer_types` is not written."""
 
 
-@dataclass(frozen=True, slots=True)
+# No slots: sums over all layers are remembered, and a search asks for them thousands of times.
+@dataclass(frozen=True)
 class ModelShape:
     """A decoder-only language model, in numbers."""
 
@@ -190,7 +192,7 @@ class ModelShape:
             return shared + self.experts.num_parameters(self.width)
         return shared + sum(part.num_parameters for part in self.linears if part.name in MLP_NAMES)
 
-    @property
+    @cached_property
     def num_layer_parameters(self) -> int:
         """Parameters of all layers."""
         dense = self.num_layers - self.num_expert_layers
@@ -198,12 +200,12 @@ class ModelShape:
             expert=True
         )
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Every parameter, tied ones once."""
         return self.num_embedding + self.num_layer_parameters + self.width + self.num_head
 
-    @property
+    @cached_property
     def num_linear_weights(self) -> int:
         """Weights of the layers' linear maps: what quantization stores in 4 or 8 bits."""
         dense = self.num_layers - self.num_expert_layers

@@ -77,7 +77,7 @@ def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
         yield Change("memory.loss: chunked", {"loss": "chunked"})
     elif settings.loss == "chunked" and settings.loss_tile_bytes > 16 * MIB:
         yield Change("memory.loss_tile: 16MiB", {"loss_tile_bytes": 16 * MIB})
-    if heaviest.rows > 1:
+    if _at_once(settings, heaviest) > 1:
         yield Change("train.micro_rows: 1", {"micro_rows": 1})
     if not settings.optimizer_offload and settings.optimizer in ("adamw", "muon"):
         yield Change("memory.optimizer_offload: on", {"optimizer_offload": True})
@@ -97,6 +97,13 @@ def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
         yield Change(f"length.max_length: {length}", {"max_length": length}, length)
 
 
+def _at_once(settings: Settings, heaviest: HeaviestBatch) -> int:
+    """Sequences of a micro-batch: where tokens limit it, as many of the longest as that leaves room for."""
+    if settings.micro_tokens is None:
+        return heaviest.rows
+    return max(1, min(heaviest.rows, heaviest.tokens // max(1, heaviest.longest)))
+
+
 def _compatible(chosen: tuple[Change, ...]) -> bool:
     """No key is said twice."""
     keys = [key for change in chosen for key in change.settings]
@@ -105,7 +112,7 @@ def _compatible(chosen: tuple[Change, ...]) -> bool:
 
 def _peak(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch, chosen: tuple[Change, ...]) -> int:
     updates = {key: value for change in chosen for key, value in change.settings.items()}
-    rows, longest = heaviest.rows, heaviest.longest
+    rows, longest = _at_once(settings, heaviest), heaviest.longest
     if updates.get("micro_rows") == 1:
         rows = 1
     for change in chosen:

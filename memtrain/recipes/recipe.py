@@ -126,8 +126,8 @@ class Recipe(Section):
             )
         if section.mismatch != "none" and self.generation.truncates:
             raise ValueError(
-                "mismatch compares the sampler's probabilities with the trainer's, and top_k, top_p and min_p "
-                "leave the sampler fewer tokens; remove them, or set mismatch: none"
+                "mismatch compares the sampler's probabilities with the trainer's, and top_k, top_p and "
+                "min_p leave the sampler fewer tokens; remove them, or set mismatch: none"
             )
         if self.optim.neftune_alpha is not None:
             raise ValueError(

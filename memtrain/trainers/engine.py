@@ -16,10 +16,9 @@ from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.step import Engine
 
-
 _KEPT: list[object] = []
 """The process group, until the process ends. Its destructor joins gloo's threads while it holds Python's
-lock; a thread that lets go of a tensor at that moment waits for the lock, and both wait for ever (torch 2.13)."""
+lock; a thread that lets go of a tensor at that moment waits for it, and both wait for ever (torch 2.13)."""
 
 
 def make_accelerator(settings: Settings) -> Accelerator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any, cast
 
 import torch
 
@@ -63,7 +64,7 @@ def sample(run: Run, built: Built) -> str:
     was_training = built.model.training
     built.model.eval()
     with attention_switched(base_model(built.model), "eager"), torch.no_grad():
-        written = built.model.generate(
+        written = cast(Any, built.model).generate(
             input_ids=prompt_T[None],
             attention_mask=torch.ones_like(prompt_T)[None],
             max_new_tokens=SAMPLE_TOKENS,
@@ -73,4 +74,4 @@ def sample(run: Run, built: Built) -> str:
             eos_token_id=built.tokenizer.eos_token_id,
         )
     built.model.train(was_training)
-    return built.tokenizer.decode(written[0], skip_special_tokens=False)
+    return str(built.tokenizer.decode(written[0], skip_special_tokens=False))

@@ -43,9 +43,7 @@ def profile(*tokens: int, pieces: int | None = None) -> LengthProfile:
         fill=1.0,
     )
     longest = tuple(sorted(tokens, reverse=True))
-    return LengthProfile(
-        report=report, total_tokens=sum(tokens), longest=longest, longest_piece=max(tokens)
-    )
+    return LengthProfile(report=report, total_tokens=sum(tokens), longest=longest, longest_piece=max(tokens))
 
 
 Ask = Callable[..., Resolved]

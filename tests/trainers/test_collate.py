@@ -13,7 +13,7 @@ SECOND = piece([21, 22, 23, 24], [1, 1, 0, 1])
 
 
 def test_rows_end_to_end_are_segments_and_their_first_tokens_are_never_predicted():
-    """Learnt: 13 (predicted from row 1), 22 (from 3), 24 (from 5); 21 is learnt but first, so nothing predicts it."""
+    """Learnt: 13 (predicted from row 1), 22 (from 3), 24 (from 5); 21 is first, so nothing predicts it."""
     made = lay_end_to_end([FIRST, SECOND], pad_id=0)
     assert made.input_ids.tolist() == [[11, 12, 13, 21, 22, 23, 24]]
     assert made.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]

@@ -36,9 +36,7 @@ def test_grouping_by_length_leaves_less_padding_and_loses_nothing():
     tokens = np.random.default_rng(0).integers(1, 500, 400)
 
     def padding(grouped: bool) -> int:
-        epoch = make_epoch(
-            tokens, BatchSize(8, None), seed=0, epoch=0, shuffle=True, group_by_length=grouped
-        )
+        epoch = make_epoch(tokens, BatchSize(8, None), seed=0, epoch=0, shuffle=True, group_by_length=grouped)
         assert sorted(epoch.order.tolist()) == list(range(400))
         steps = [tokens[epoch.step(i)] for i in range(epoch.num_steps)]
         return sum(int(step.max() * len(step) - step.sum()) for step in steps)

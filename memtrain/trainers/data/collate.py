@@ -1,4 +1,4 @@
-"""Micro-batches: pieces of token rows laid end to end, or padded on the right, with what is to be predicted."""
+"""Micro-batches: pieces of token rows end to end, or padded on the right, with what is to be predicted."""
 
 # B: rows, T: tokens of a row, N: predicted tokens.
 
@@ -32,8 +32,8 @@ class MicroBatch:
     """What one forward pass takes.
 
     input_ids, position_ids: int64 [B, T]; B = 1 where rows lie end to end.
-    layout: who attends to whom in a flattened row; None for padded rows, where causality is enough: padding stands
-        on the right, so no token ever attends to it.
+    layout: who attends to whom in a flattened row; None for padded rows, where causality is enough: padding
+        stands on the right, so no token ever attends to it.
     scored_index: int64 [N], rows of the flattened hidden states [B * T, D] that predict a learnt token.
     targets: int64 [N], the learnt tokens.
     num_tokens: tokens that are not padding.

@@ -44,7 +44,7 @@ class Epoch:
 def make_epoch(
     tokens: Ints, size: BatchSize, *, seed: int, epoch: int, shuffle: bool, group_by_length: bool = False
 ) -> Epoch:
-    """The order of pass number `epoch` over sequences of `tokens` tokens: a pure function of its arguments."""
+    """The order of pass number `epoch` over sequences of `tokens` tokens; a pure function."""
     if shuffle:
         order = (
             np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(tokens)).astype(np.int64)
@@ -104,7 +104,7 @@ def micro_batches(
 ) -> list[list[Ints]]:
     """One step's sequences as micro-batches of each rank: `result[rank][i]`, equally many on every rank.
 
-    Order is kept; no micro-batch has more than `micro_rows` sequences or `micro_tokens` tokens (a longer single
+    Order is kept; no micro-batch has more than `micro_rows` sequences or `micro_tokens` tokens (a longer
     sequence stands alone). Micro-batches are dealt round robin; a rank left over takes empty ones, so that
     collectives match.
     """

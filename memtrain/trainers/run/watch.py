@@ -19,8 +19,8 @@ WATCHED_STEPS = 2
 class MemoryWatch:
     """Peak bytes by phase.
 
-    On CUDA the caching allocator counts, in every step and for nothing. On a CPU live tensors are counted by a
-    dispatch mode, which costs time: in the first steps, and in each that has more tokens than any before it.
+    On CUDA the caching allocator counts, in every step and for nothing. On a CPU live tensors are counted by
+    a dispatch mode, which costs time: in the first steps, and in each that has more tokens than any before it.
     """
 
     device: torch.device
