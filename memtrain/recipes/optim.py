@@ -59,7 +59,8 @@ class Optim(Section):
     in_backward: Literal["auto", "on", "off"] = "auto"
     """Step each weight in the backward pass, as soon as its gradient is made, and free the gradient:
     gradients are never there together. Exact with one micro-batch a step, one process and max_grad_norm:
-    null; refused otherwise. A step that runs out of memory cannot be made again. `auto`: where nothing else fits."""
+    null; refused otherwise. A step that runs out of memory cannot be made again. `auto`: where nothing else
+    fits."""
 
     neftune_alpha: Annotated[float, Field(gt=0)] | None = None
     """Noise on the embeddings in training (arXiv:2310.05914); 5 is usual."""

@@ -20,7 +20,7 @@ class MemoryWatch:
     """Peak bytes by phase.
 
     On CUDA the caching allocator counts, in every step and for nothing. On a CPU live tensors are counted by
-    a dispatch mode, which costs time: in the first steps, and in each that has more tokens than any before it.
+    a dispatch mode, which costs time: in the first steps, and in each that has more tokens than those before.
     """
 
     device: torch.device
