@@ -1,0 +1,193 @@
+"""The search over many recipes and budgets: what fits keeps its margin, more memory never hurts."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memtrain.errors import DoesNotFit
+from memtrain.memory.all_strategies import STRATEGIES
+from memtrain.memory.budget import needed
+from memtrain.memory.exclusions import excluded
+from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, price
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.known_models import known_config
+from memtrain.memory.nothing_fits import nearest_ways
+from memtrain.memory.pins import pins, yaml_lines
+from memtrain.memory.reasons import gains, left_out, time_words
+from memtrain.memory.resolve import Resolved, longest_that_fits
+from memtrain.memory.search import TIE, fastest, frontier
+from memtrain.memory.units import GIB
+
+Ask = Callable[..., Resolved]
+MODELS = ("qwen3-0.6b", "llama-3.2-1b", "qwen3-4b", "llama-3.1-8b", "qwen3-32b", "llama-3.3-70b")
+FORMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"model__adapter": {"r": 16}},
+    {"model__adapter": {"r": 64}, "model__quantize": "4bit"},
+    {"optim__kind": "adafactor", "optim__max_grad_norm": None},
+    {"optim__master_weights": True},
+    {"memory__activation_checkpointing": "on", "memory__loss": "full"},
+    {"memory__allow": ("lora", "qlora", "adamw_8bit"), "train__batch_tokens": 32_768},
+    {"length__padding_free": False, "train__batch_rows": 8},
+    {"optim__kind": "muon", "length__packing": "bfd"},
+    {"memory__activation_offloading": "on", "memory__never": "optimizer_offload"},
+)
+SWEEP = list(itertools.product(MODELS, FORMS))
+BUDGETS = (24, 48, 80, 141)
+
+
+def facts(facts_of: Callable[..., Facts], profile_of: Callable[..., Any], model: str) -> Facts:
+    config = known_config(model)
+    assert config is not None
+    lengths = profile_of(*[2048] * 100, *[700] * 200, *[200] * 300)
+    return facts_of(Hardware.named("h200"), lengths, dict(config), presumed=frozenset({"bitsandbytes"}))
+
+
+def tier(resolved: Resolved) -> tuple[int, bool]:
+    """Changes of what is learnt, and whether the step is made in the backward pass."""
+    said = resolved.case.recipe
+    own = {name for name in STRATEGIES if STRATEGIES[name].wish(said) == "on"}
+    used = {name for name, one in STRATEGIES.items() if one.is_used(resolved.settings) and not one.is_exact}
+    return len(used - own), resolved.settings.in_backward
+
+
+@pytest.mark.parametrize(("model", "said"), SWEEP, ids=lambda value: str(value)[:60])
+def test_more_memory_never_gives_a_slower_plan_and_what_fits_keeps_its_margin(
+    ask: Ask, facts_of: Any, profile_of: Any, model: str, said: dict[str, Any]
+):
+    """Over six models, ten forms of a recipe and four budgets. Plans within 3 % count as equally fast."""
+    known = facts(facts_of, profile_of, model)
+    fitted: dict[tuple[int, bool], list[float]] = {}
+    for budget in BUDGETS:
+        try:
+            resolved = ask(known, **said, memory__budget=f"{budget}GiB")
+        except DoesNotFit:
+            assert not fitted, "a smaller budget was enough"
+            continue
+        need = needed(resolved.prediction.peak.num_bytes, resolved.settings)
+        assert need * (1 + MARGIN_SHARE) + MARGIN_BYTES <= budget * GIB + 1
+        assert excluded(resolved.settings) is None
+        fitted.setdefault(tier(resolved), []).append(resolved.chosen.token_s)
+    for times in fitted.values():
+        assert all(later <= earlier * (1 + TIE) for earlier, later in itertools.pairwise(times))
+    tiers = list(fitted)
+    assert tiers == sorted(tiers, reverse=True), "more memory changed more of what is learnt"
+
+
+def test_nothing_that_was_weighed_and_fits_is_faster_than_the_plan(ask: Ask, facts_of: Any, profile_of: Any):
+    known = facts(facts_of, profile_of, "llama-3.1-8b")
+    resolved = ask(known, memory__budget="100GiB")
+    fitting = [one for one in resolved.tried if one.need_bytes <= 100 * GIB]
+    assert len(resolved.tried) > 50
+    assert resolved.chosen.token_s <= min(one.token_s for one in fitting) * (1 + TIE)
+
+
+def test_of_equally_fast_plans_the_smaller_is_taken_and_of_those_the_one_that_moves_nothing(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    known = facts(facts_of, profile_of, "qwen3-0.6b")
+    plan = ask(known).chosen
+
+    def like(need_gib: float, token_s: float, **settings: Any) -> Priced:
+        changed = plan.settings.model_copy(update=settings)
+        return Priced(changed, plan.prediction, int(need_gib * GIB), token_s, token_s)
+
+    small, large, slow = like(10, 1.02), like(20, 1.0), like(5, 1.5)
+    assert fastest([large, small, slow], 40 * GIB, known) is small
+    assert fastest([large, small, slow], 8 * GIB, known) is slow
+    assert fastest([large, small, slow], 4 * GIB, known) is None
+    moved = like(5, 1.0, optimizer_offload=True)
+    assert fastest([moved, small], 40 * GIB, known) is small
+
+
+def test_the_frontier_holds_what_nothing_beats_in_both():
+    plan: Any = object()
+
+    def at(need: int, token_s: float) -> Priced:
+        return Priced(plan, plan, need, token_s, token_s)
+
+    a, b, c, d = at(1, 3.0), at(2, 2.0), at(3, 2.5), at(4, 1.0)
+    assert frontier([d, c, b, a]) == [a, b, d]
+
+
+def test_each_strategy_of_a_plan_tells_the_run_without_it(ask: Ask, facts_of: Any, profile_of: Any):
+    resolved = ask(facts(facts_of, profile_of, "llama-3.1-8b"), memory__budget="70GiB")
+    told = {one.strategy: one for one in gains(resolved.chosen, resolved.case.facts)}
+    assert "chunked_loss" in told
+    full = price(
+        resolved.settings.model_copy(update={"loss": "full"}), resolved.case.facts
+    ).prediction.peak.num_bytes
+    assert told["chunked_loss"].peak_bytes == full
+
+
+def test_every_strategy_that_is_not_used_has_a_reason(ask: Ask, facts_of: Any, profile_of: Any):
+    resolved = ask(facts(facts_of, profile_of, "llama-3.1-8b"), memory__never="full_offloading")
+    reasons = {one.strategy: one.reason for one in left_out(resolved.chosen, resolved.case)}
+    used = {name for name, one in STRATEGIES.items() if one.is_used(resolved.settings)}
+    assert set(reasons) == set(STRATEGIES) - used
+    assert all(reasons.values())
+    assert reasons["full_offloading"].startswith("ruled out by memory.never (r.yaml:memory.never)")
+    assert "max_grad_norm" in reasons["optimizer_in_backward"]
+    assert reasons["lora"].startswith("changes what is learnt; memory.allow: [lora] lets it: peak")
+
+
+def test_times_are_told_in_words():
+    assert time_words(1.004) == "as fast"
+    assert time_words(1.25) == "25% slower"
+    assert time_words(0.8) == "20% faster"
+
+
+def test_the_pinned_plan_is_the_same_plan(ask: Ask, facts_of: Any, profile_of: Any):
+    known = facts(facts_of, profile_of, "qwen3-4b")
+    resolved = ask(known, memory__budget="40GiB")
+    keys = pins(resolved.case.asked, resolved.settings)
+    said = {key.replace(".", "__"): value for key, value in keys.items()}
+    again = ask(known, memory__budget="40GiB", **said)
+    # What is pinned to be off is no way to go on when memory runs out.
+    assert again.settings.model_copy(update={"recovery": resolved.settings.recovery}) == resolved.settings
+    assert pins(again.case.asked, again.settings) == {}
+    lines = yaml_lines({"memory.loss": "full", "train.micro_rows": 2, "memory.offload": True})
+    assert lines == ["memory:", "  loss: full", "  offload: true", "train:", "  micro_rows: 2"]
+
+
+def test_where_nothing_fits_three_ways_out_are_told_with_their_peaks_and_they_fit(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    known = facts(facts_of, profile_of, "llama-3.1-8b")
+    with pytest.raises(DoesNotFit) as caught:
+        ask(known, memory__budget="24GiB")
+    fault = caught.value.faults[0]
+    assert "no plan fits 24.00 GiB" in fault.what
+    assert "weights 14.96 GiB" in fault.what
+    assert "{kind: lora}" in fault.fix
+    assert "more GPUs do not help yet" in fault.fix
+    roomy = ask(known, memory__budget="141GiB", memory__never="optimizer_offload")
+    smallest = min(roomy.tried, key=lambda one: one.need_bytes)
+    ways = nearest_ways(smallest, 45 * GIB, known)
+    assert len(ways) == 3
+    assert all(way.peak_bytes < 45 * GIB for way in ways)
+
+
+def test_the_longest_length_that_fits_is_found_and_taken_where_shorter_rows_are_allowed(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    """Every sequence as long as it may be: the next step of 64 tokens must not fit."""
+    config = known_config("qwen3-0.6b")
+    assert config is not None
+
+    def at(length: int) -> Facts:
+        return facts_of(Hardware.named("h100"), profile_of(*[length] * 32), dict(config), at_length=at)
+
+    tight = {"memory__budget": "8GiB", "memory__never": "optimizer_offload", "length__max_length": 65_536}
+    with pytest.raises(DoesNotFit):
+        ask(at(65_536), **tight)
+    resolved = ask(at(65_536), **tight, memory__allow="shorter_sequences")
+    found = resolved.case.recipe.length.max_length
+    assert found is not None
+    assert found % 64 == 0
+    assert resolved.settings.max_length == found
+    with pytest.raises(DoesNotFit):
+        ask(at(found + 64), **(tight | {"length__max_length": found + 64}))
+    assert longest_that_fits(resolved.case.asked, at(found), 64) is not None

@@ -1,0 +1,204 @@
+"""Every strategy is honoured by its name; every pair that excludes each other is refused with its reason."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of
+from memtrain.memory.exclusions import EXCLUSIONS, excluded
+from memtrain.memory.facts import Facts
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.honour import honoured, with_key
+from memtrain.memory.rules import Asked
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Case
+from memtrain.recipes.load import load_recipe
+from memtrain.recipes.memory import Changing, StrategyName
+from memtrain.recipes.model import Adapter
+
+BASE: dict[str, Any] = {"model__dtype": "bfloat16", "train__batch_rows": 16}
+Plan = Callable[..., Settings]
+
+
+@pytest.fixture(scope="module")
+def facts(facts_of, profile_of) -> Facts:
+    return facts_of(Hardware.named("h100"), profile_of(*[512] * 64))
+
+
+@pytest.fixture(scope="module")
+def plan(ask, facts) -> Plan:
+    return lambda **said: ask(facts, **(BASE | said)).settings
+
+
+def names(settings: Settings) -> set[str]:
+    return {strategy.name for strategy in used_in(settings)}
+
+
+def test_the_recipe_and_the_pages_name_the_same_strategies():
+    assert set(get_args(StrategyName)) | set(get_args(Changing)) == set(STRATEGIES)
+    assert {name for name in get_args(Changing)} == {
+        name for name, one in STRATEGIES.items() if not one.is_exact and name != "master_weights"
+    }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_page_says_what_it_saves_and_costs_and_which_keys_it_stands_for(name: str):
+    strategy = STRATEGIES[name]
+    assert strategy.says
+    assert strategy.saves
+    assert strategy.costs
+    recipe = load_recipe("dpo/qwen3-0.6b-lora").recipe
+    for key, value in {**strategy.use_keys(recipe), **strategy.never_keys(recipe)}.items():
+        with_key(recipe, key, value)
+
+
+SEARCHED = [name for name, one in STRATEGIES.items() if is_searched(one)]
+NEEDS_A_PACKAGE = ("liger_loss", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "qlora")
+
+
+@pytest.mark.parametrize("name", [name for name in SEARCHED if name not in NEEDS_A_PACKAGE])
+def test_a_strategy_that_must_be_used_is_used(plan: Plan, name: str):
+    assert name in names(plan(memory__use=name))
+
+
+@pytest.mark.parametrize("budget", ["5GiB", "6GiB", "8GiB", "10GiB"])
+def test_a_strategy_that_must_not_be_used_is_not_used_where_it_would_be(plan: Plan, budget: str):
+    said = {"train__micro_rows": 16, "memory__budget": budget}
+    used = names(plan(**said)) & set(SEARCHED)
+    assert used
+    for name in used:
+        try:
+            assert name not in names(plan(**said, memory__never=name))
+        except DoesNotFit:
+            assert budget in ("5GiB", "6GiB")
+
+
+def test_rules_honour_names_too(plan: Plan):
+    assert plan(memory__never="padding_free").padding_free is False
+    assert plan(memory__use="packing", length__max_length=1024).packing == "bfd"
+    assert plan(memory__use="smaller_micro_batch").micro_rows == 1
+    one = plan(memory__use="optimizer_in_backward", optim__max_grad_norm=None)
+    assert (one.in_backward, one.micro_rows) == (True, 16)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "qlora", "liger_loss"])
+def test_a_strategy_that_cannot_be_used_here_is_refused_by_name(plan: Plan, name: str):
+    with pytest.raises(RecipeError) as caught:
+        plan(memory__use=name)
+    fault = caught.value.faults[0]
+    assert name in fault.what
+    assert "not installed" in fault.what
+    assert fault.where == "r.yaml:memory.use"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"memory__use": "lora", "memory__never": "lora"}, "in memory.use and in memory.never"),
+        (
+            {"memory__use": "activation_checkpointing", "memory__activation_checkpointing": "off"},
+            "memory.activation_checkpointing says otherwise",
+        ),
+        (
+            {"memory__never": "chunked_loss", "memory__loss": "chunked"},
+            "memory.loss says otherwise",
+        ),
+        ({"memory__use": "optimizer_in_backward"}, "max_grad_norm"),
+        ({"memory__use": "shared_prompts"}, "no answers that could share a prompt"),
+        ({"memory__use": "master_weights", "model__dtype": "float32"}, "float32 already"),
+        (
+            {"memory__use": ("boundary_offloading", "full_offloading")},
+            "no plan honours all of boundary_offloading, full_offloading",
+        ),
+        (
+            {"memory__use": ("activation_checkpointing", "full_offloading")},
+            "full_offloading cannot be with activation checkpointing",
+        ),
+        (
+            {"memory__use": "boundary_offloading", "memory__activation_checkpointing": "off"},
+            "memory.activation_checkpointing says otherwise",
+        ),
+    ],
+)
+def test_wishes_that_contradict_each_other_are_refused_with_the_way_out(
+    plan: Plan, said: dict[str, Any], words: str
+):
+    with pytest.raises(RecipeError) as caught:
+        plan(**said)
+    fault = caught.value.faults[0]
+    assert words in fault.what
+    assert fault.fix
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest(tmp_path: Any):
+    file = tmp_path / "r.yaml"
+    file.write_text("method: sft\nmodel: {path: m}\ndata: {train: d.jsonl}\nmemory: {use: chunked_los}\n")
+    with pytest.raises(RecipeError, match="chunked_loss"):
+        load_recipe(str(file))
+
+
+def test_use_and_never_say_their_keys_and_keep_their_place(recipe_of):
+    asked = Asked(
+        recipe_of({"memory.never": "padding_free"}), lambda key: "r:1" if "never" in key else "default"
+    )
+    changed = honoured(asked)
+    assert changed.recipe.length.padding_free is False
+    assert changed.where("length.padding_free") == "r:1"
+    assert asked.recipe.length.padding_free is None
+
+
+PAIRS: list[tuple[str, dict[str, Any]]] = [
+    ("boundary_offloading", {"offload": "boundaries"}),
+    ("full_offloading", {"offload": "all", "checkpoint_every": 1}),
+    ("full_offloading", {"offload": "all", "checkpoint_every": 2}),
+    ("packing", {"packing": "bfd", "padding_free": False}),
+    ("shared_prompts", {"shared_prompts": True, "padding_free": False}),
+    ("qlora", {"quantize": "4bit"}),
+    ("adapter_off_reference", {"reference": "adapter_off"}),
+    ("master_weights", {"master_weights": True, "adapter": Adapter()}),
+    ("master_weights", {"master_weights": True, "dtype": "float32"}),
+    ("optimizer_offload", {"optimizer_offload": True, "optimizer": "adafactor"}),
+    ("optimizer_offload", {"optimizer_offload": True, "in_backward": True}),
+    ("optimizer_in_backward", {"in_backward": True, "num_processes": 2}),
+    ("optimizer_in_backward", {"in_backward": True, "micro_rows": 2}),
+    ("liger_loss", {"loss": "liger", "shared_prompts": True}),
+]
+
+
+@pytest.mark.parametrize(("pair", "case"), list(zip(EXCLUSIONS, PAIRS, strict=True)), ids=str)
+def test_a_pair_of_the_table_is_excluded_with_its_reason(
+    plan: Plan, pair: Any, case: tuple[str, dict[str, Any]]
+):
+    name, changes = case
+    assert pair.strategy == name
+    plain = plan().model_copy(update={"micro_rows": 16, "micro_tokens": None, "checkpoint_every": 0})
+    assert excluded(plain) is None
+    broken = plain.model_copy(update=changes)
+    assert pair.is_other(broken)
+    found = excluded(broken)
+    assert found is not None
+    assert found.strategy == name
+    assert found.reason
+
+
+def test_what_changes_the_numbers_is_taken_only_where_allowed_and_needed(ask, facts, plan: Plan):
+    """0.3 billion parameters in bfloat16: 0.6 GiB each for weights and gradients, 1.2 GiB of moments."""
+    allowed = {"memory__allow": ("lora", "adafactor")}
+    assert plan(**allowed).adapter is None
+    tight = BASE | {"memory__budget": "3GiB", "memory__never": "optimizer_offload"}
+    with pytest.raises(DoesNotFit):
+        ask(facts, **tight)
+    changed = {
+        name for name in names(ask(facts, **tight, **allowed).settings) if not STRATEGIES[name].is_exact
+    }
+    assert len(changed) == 1
+
+
+def test_a_wish_is_on_off_or_open(facts, recipe_of):
+    case = Case(Asked(recipe_of({"memory.use": "lora", "memory.never": "chunked_loss"}), str), facts)
+    wishes = [
+        wish_of(STRATEGIES[name], case) for name in ("lora", "chunked_loss", "qlora", "full_offloading")
+    ]
+    assert wishes == ["on", "off", "off", "auto"]
