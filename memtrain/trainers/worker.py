@@ -194,7 +194,7 @@ def _saver(
 
     def write(position: Position) -> None:
         teller.sync()
-        facts = facts_of(plan, step=position.step, epoch=0, offset=0, eval_loss=position.eval_loss)
+        facts = facts_of(plan, step=position.step, eval_loss=position.eval_loss)
         kept = online.kept if online is not None else None
         parts = {}
         if ranks.is_main:

@@ -46,7 +46,7 @@ def parts_of(step: int) -> Parts:
 def save(
     folder: RunFolder, plan: Plan, step: int, *, keep: int = 2, loss: float | None = None, best: bool = False
 ) -> Path:
-    facts = facts_of(plan, step=step, epoch=0, offset=8 * step, eval_loss=loss)
+    facts = facts_of(plan, step=step, eval_loss=loss)
     return save_checkpoint(folder, parts_of(step), facts, keep=keep, keep_best=best)
 
 
@@ -80,7 +80,7 @@ def test_the_newest_is_found_with_its_place_in_the_run(folder: RunFolder, make_p
     assert found.rejected == ()
     assert found.checkpoint is not None
     facts = found.checkpoint.manifest.facts
-    assert (facts.step, facts.epoch, facts.offset, facts.eval_loss) == (10, 0, 80, 1.5)
+    assert (facts.step, facts.eval_loss) == (10, 1.5)
     assert facts.recipe["method"] == "sft"
     assert_usable(folder, {10})
 
@@ -120,16 +120,16 @@ def flip(path: Path) -> None:
     (path / "optimizer.safetensors").write_bytes(raw)
 
 
-def change_offset(path: Path) -> None:
+def change_step(path: Path) -> None:
     text = (path / "manifest.json").read_text()
-    assert '"offset":80' in text.replace(" ", "")
-    (path / "manifest.json").write_text(text.replace("80", "81", 1))
+    assert '"step": 10' in text
+    (path / "manifest.json").write_text(text.replace('"step": 10', '"step": 11', 1))
 
 
 BREAKS = {
     "never finished": lambda path: (path / "manifest.json").unlink(),
     "damaged": lambda path: (path / "manifest.json").write_text('{"format": 1'),
-    "manifest.json is not what was written": change_offset,
+    "manifest.json is not what was written": change_step,
     "note.txt is missing": lambda path: (path / "note.txt").unlink(),
     "optimizer.safetensors has": shorten,
     "its checksum differs": flip,
@@ -246,7 +246,7 @@ def test_no_space_left_tells_how_much_is_free(folder: RunFolder, make_plan: Make
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    facts = facts_of(make_plan(), step=1, epoch=0, offset=0)
+    facts = facts_of(make_plan(), step=1)
     with pytest.raises(LaunchError, match=r"No space left on device \([0-9.]+ GiB free\)"):
         save_checkpoint(folder, {"model": full}, facts, keep=1)
 

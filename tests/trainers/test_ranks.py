@@ -69,7 +69,7 @@ def test_two_ranks_write_one_checkpoint_or_none(tmp_path: Path, make_plan: Calla
             write(path)
 
         name = f"rng-{ranks.rank}"
-        first = facts_of(make_plan(), step=1, epoch=0, offset=0)
+        first = facts_of(make_plan(), step=1)
         save_checkpoint(folder, {name: write}, first, keep=2, ranks=ranks)
         second = first.model_copy(update={"step": 2})
         with pytest.raises(LaunchError, match=r"step 2 cannot be written \(step-000001 stands\)"):

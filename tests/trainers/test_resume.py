@@ -17,7 +17,7 @@ MakePlan = Callable[..., Plan]
 
 
 def facts(plan: Plan, step: int = 50) -> CheckpointFacts:
-    return facts_of(plan, step=step, epoch=0, offset=0)
+    return facts_of(plan, step=step)
 
 
 def refused_keys(saved: Plan, asked: Plan, **options: Any) -> list[str]:

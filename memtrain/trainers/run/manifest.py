@@ -30,11 +30,7 @@ class CheckpointFacts(Section):
     """Which run a checkpoint belongs to, and where in it."""
 
     step: int
-    """Optimizer steps made."""
-    epoch: int
-    """Passes over the data that are complete."""
-    offset: int
-    """Sequences taken of the pass that is not."""
+    """Optimizer steps made: which rows come next, and every random draw, is a function of it."""
     eval_loss: float | None
     """Held-out loss at this step, where it was measured."""
     recipe: dict[str, JsonValue]
@@ -63,13 +59,11 @@ class Manifest(Section):
 
 
 def facts_of(
-    plan: Plan, *, step: int, epoch: int, offset: int, eval_loss: float | None = None
+    plan: Plan, *, step: int, eval_loss: float | None = None
 ) -> CheckpointFacts:
     """The facts of a checkpoint of the run that `plan` describes, made on this machine."""
     return CheckpointFacts(
         step=step,
-        epoch=epoch,
-        offset=offset,
         eval_loss=eval_loss,
         recipe=plan.recipe.model_dump(mode="json"),
         settings=plan.settings.model_dump(mode="json"),
