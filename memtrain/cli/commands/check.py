@@ -16,10 +16,13 @@ def check(
     every: Annotated[bool, typer.Option("--all", help="Show the keys left at their defaults too.")] = False,
 ) -> None:
     """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
+    from memtrain.memory.honour import honoured
+    from memtrain.memory.rules import Asked
     from memtrain.recipes.load import load_recipe
     from memtrain.recipes.written import settings
 
     loaded = load_recipe(recipe, overrides or ())
+    honoured(Asked(loaded.recipe, loaded.where))
     rows = [(key, value, where) for key, value, where in settings(loaded) if every or where != "default"]
     say(f"{loaded.path} is a valid {loaded.recipe.method} recipe.")
     say()
