@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -32,6 +32,7 @@ from memtrain.trainers.model.load import load_model
 from memtrain.trainers.model.noise import add_noise
 from memtrain.trainers.model.reward_head import RewardScorer
 from memtrain.trainers.optim import build_optimizer
+from memtrain.trainers.reference import Live, Synced
 from memtrain.trainers.references import build_reference
 from memtrain.trainers.run.seed import seed_everything
 
@@ -48,11 +49,19 @@ class Built:
     eval: Feed | None
     follower: FollowsSteps | None = None
     """A reference model that follows the policy."""
+    reference: nn.Module | None = None
+    """A reference model that is held beside the policy."""
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
         """The model itself, with its adapter."""
         return self.scorer.model
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """All weights that are held: the model's, and those of a reference beside it."""
+        held = [self.scorer] if self.reference is None else [self.scorer, self.reference]
+        return [tensor for module in held for tensor in (*module.parameters(), *module.buffers())]
 
 
 def build(plan: Plan) -> Built:
@@ -78,6 +87,7 @@ def build(plan: Plan) -> Built:
         train=train,
         eval=held_out,
         follower=reference if isinstance(reference, FollowsSteps) else None,
+        reference=reference.scorer if isinstance(reference, Live | Synced) else None,
     )
 
 

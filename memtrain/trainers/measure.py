@@ -42,7 +42,7 @@ def measure(plan: Plan, *, steps: int = 2) -> Measured:
     device = local_device(plan.settings)
     parameters = [parameter for parameter in built.scorer.parameters() if parameter.requires_grad]
     work = Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle)
-    before = resident([*built.scorer.parameters(), *built.scorer.buffers()])
+    before = resident(built.weights)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds = loss = 0.0

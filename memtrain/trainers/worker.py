@@ -212,7 +212,7 @@ def _watch(
     def note(phase: str, allocated: int, reserved: int, rss: int) -> None:
         tell(MemoryEvent(step=position.step, phase=phase, allocated=allocated, reserved=reserved, rss=rss))
 
-    weights = resident(list(built.scorer.parameters()) + list(built.scorer.buffers()))
+    weights = resident(built.weights)
     state = resident(
         [t for held in built.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     )

@@ -213,3 +213,13 @@ def test_the_smoke_recipe_trains(method: str, tmp_path: Path, cache: Path):
     overrides = ["cluster.threads=1", f"data.cache_dir={cache}"]
     run_recipe(method, f"smoke/{method}", overrides, run_dir=str(tmp_path / "run"))
     assert len(losses(lines(tmp_path / "run"))) == 12
+
+
+def test_a_reference_held_beside_the_policy_is_predicted_and_measured(tmp_path: Path, cache: Path):
+    told = run(tmp_path, "dpo", cache, "dpo.reference=copy", "train.max_steps=1")
+    measured = next(one["allocated"] for one in told if one["kind"] == "memory" and one["phase"] == "load")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    load = next(phase for phase in plan["prediction"]["phases"] if phase["phase"] == "load")
+    owners = {one["owner"]: one["num_bytes"] for one in load["owners"]}
+    assert owners["reference"] == owners["weights"]
+    assert measured == pytest.approx(load["num_bytes"], rel=0.01)
