@@ -58,9 +58,7 @@ class Manifest(Section):
         return self.model_copy(update={"digest": digest})
 
 
-def facts_of(
-    plan: Plan, *, step: int, eval_loss: float | None = None
-) -> CheckpointFacts:
+def facts_of(plan: Plan, *, step: int, eval_loss: float | None = None) -> CheckpointFacts:
     """The facts of a checkpoint of the run that `plan` describes, made on this machine."""
     return CheckpointFacts(
         step=step,
