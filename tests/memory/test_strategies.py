@@ -167,7 +167,10 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("pair", "case"), list(zip(EXCLUSIONS, PAIRS, strict=True)), ids=str)
+PAIR_IDS = [f"{number}-{pair.strategy}-{pair.other}" for number, pair in enumerate(EXCLUSIONS)]
+
+
+@pytest.mark.parametrize(("pair", "case"), list(zip(EXCLUSIONS, PAIRS, strict=True)), ids=PAIR_IDS)
 def test_a_pair_of_the_table_is_excluded_with_its_reason(
     plan: Plan, pair: Any, case: tuple[str, dict[str, Any]]
 ):
