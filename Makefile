@@ -40,6 +40,7 @@ format: setup
 docs-reference: setup
 	$(BIN)/memtrain schema -o configs/recipe.schema.json
 	$(BIN)/memtrain schema --reference -o docs/recipe.md
+	$(BIN)/memtrain schema --strategies -o docs/strategies.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -17,12 +17,20 @@ def schema(
     reference: Annotated[
         bool, typer.Option("--reference", help="The reference page (Markdown) in place of the JSON Schema.")
     ] = False,
+    strategies: Annotated[
+        bool, typer.Option("--strategies", help="The page of memory strategies (Markdown) in its place.")
+    ] = False,
 ) -> None:
     """Print the JSON Schema of a recipe; or, with --reference, every key with what it does.
 
     An editor with a YAML language server completes and checks a recipe whose first line is
     `# yaml-language-server: $schema=FILE`.
     """
+    if strategies:
+        from memtrain.memory.strategies_page import strategies_page
+
+        write_text(strategies_page(), output)
+        return
     from memtrain.recipes.schema import reference_page, schema_text
 
     write_text(reference_page() if reference else schema_text(), output)

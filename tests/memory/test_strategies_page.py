@@ -1,0 +1,17 @@
+from pathlib import Path
+
+from memtrain.memory.all_strategies import STRATEGIES
+from memtrain.memory.strategies_page import strategies_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_strategies_is_up_to_date():
+    assert (ROOT / "docs" / "strategies.md").read_text() == strategies_page(), "run make docs-reference"
+
+
+def test_every_strategy_is_on_its_page_with_a_source():
+    rows = [line.split(" | ") for line in strategies_page().splitlines() if line.startswith("| `")]
+    told = {row[0].strip("| `"): row for row in rows if len(row) == 6}
+    assert set(told) == set(STRATEGIES)
+    assert all(row[-1].strip("| ") for row in told.values())
