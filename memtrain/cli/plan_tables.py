@@ -51,6 +51,7 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     say(
         f"Predicted speed: {made.tokens_per_s:,.0f} tokens/s, {seconds(chosen.step_s)} a step. It is for "
         "ordering plans: nothing was measured."
+        + (" Writing and judging completions is not in it." if resolved.case.recipe.online else "")
     )
     if explain:
         _print_rest(made)
