@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.losses.products import Products
+from memtrain.trainers.losses.spans import spans
 from memtrain.trainers.losses.tiles import (
     Coefficients,
     LogitRule,
@@ -101,8 +102,7 @@ def gradients_by_tokens(
     num_tokens, num_columns = operands.hidden[0].shape[0], operands.weight[0].shape[0]
     step = num_tile_tokens(num_columns, _num_buffers(tokens, rule), rule, products.wide)
     scratch = _scratch(min(step, num_tokens), num_columns, operands, products)
-    for low in range(0, num_tokens, step):
-        high = min(low + step, num_tokens)
+    for low, high in spans(num_tokens, step):
         grad_TV = _gradient_tile(scratch[: high - low], operands, tokens, low, high, rule, products)
         gradients.take(grad_TV, operands, low, high)
     return gradients.flat(), gradients.bias_V
@@ -121,17 +121,15 @@ def gradients_by_columns(
     weight_grads = [
         torch.empty_like(w) if n else None for w, n in zip(operands.weight, needs.weight, strict=True)
     ]
-    bias_grads: list[Tensor] = []
+    bias_V = operands.hidden[0].new_empty(num_columns, dtype=products.wide) if needs.bias else None
     columns = _num_columns(operands, rule, products)
     step = num_tile_tokens(columns, 2 * _num_buffers(tokens, rule), rule, products.wide)
     scratch = _scratch(min(step, num_tokens), columns, operands, products)
     only_weights = needs._replace(hidden=(False,) * len(needs.hidden))
-    for first in range(0, num_columns, columns):
-        last = min(first + columns, num_columns)
+    for first, last in spans(num_columns, columns):
         part = _columns(operands, first, last, products)
         sums = HeadGradients(part, only_weights, products)
-        for low in range(0, num_tokens, step):
-            high = min(low + step, num_tokens)
+        for low, high in spans(num_tokens, step):
             tile_TK = scratch[: high - low, : last - first]
             grad_TK = _gradient_tile(tile_TK, part, tokens, low, high, rule, products, first)
             sums.take(grad_TK, part, low, high)
@@ -139,10 +137,10 @@ def gradients_by_columns(
         for grad_VD, sum_KD in zip(weight_grads, sums.weight, strict=True):
             if grad_VD is not None and sum_KD is not None:
                 grad_VD[first:last] = sum_KD
-        if sums.bias_V is not None:
-            bias_grads.append(sums.bias_V)
+        if bias_V is not None:
+            bias_V[first:last] = sums.bias_V
     pairs = zip(totals.narrow(operands), weight_grads, strict=True)
-    return [g for pair in pairs for g in pair], torch.cat(bias_grads) if bias_grads else None
+    return [g for pair in pairs for g in pair], bias_V
 
 
 class _WideHiddenTotals:

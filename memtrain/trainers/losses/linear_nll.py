@@ -11,18 +11,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memtrain.trainers.losses.gradients import HeadGradients, Needs
-from memtrain.trainers.losses.linear_recompute import join, scores_by_tokens
+from memtrain.trainers.losses.linear_recompute import scores_by_tokens
+from memtrain.trainers.losses.spans import spans
 from memtrain.trainers.losses.tiles import (
     Coefficients,
     Operands,
     ScoreOptions,
     TileScores,
     bend_,
+    empty_scores,
     finish_gradient_,
     gather_operands,
     head_outputs_,
     num_tile_tokens,
     products_for,
+    put_scores,
     score_,
     without_autocast,
 )
@@ -131,9 +134,8 @@ def _forward_and_gradients(
     num_buffers = 1 + options.want_entropy + (rule.softcap is not None)
     step = num_tile_tokens(num_columns, num_buffers, rule, products.wide)
     scratch = torch.empty(min(step, num_tokens), num_columns, dtype=products.wide, device=targets_N.device)
-    tiles: list[TileScores] = []
-    for low in range(0, max(num_tokens, 1), step):
-        high = min(low + step, num_tokens)
+    all_scores = empty_scores(num_tokens, options, products.wide, targets_N.device)
+    for low, high in spans(num_tokens, step):
         tile_TV, targets_T = scratch[: high - low], targets_N[low:high]
         head_outputs_(
             tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
@@ -144,5 +146,5 @@ def _forward_and_gradients(
         grad_TV = exp_TV.mul_((part.prob_N / sums_T)[:, None])
         finish_gradient_(grad_TV, part, targets_T, slope_TV, rule)
         gradients.take(grad_TV, operands, low, high)
-        tiles.append(scores)
-    return join(tiles), gradients
+        put_scores(all_scores, scores, low, high)
+    return all_scores, gradients

@@ -16,16 +16,19 @@ from memtrain.trainers.losses.gradients import (
     gradients_by_columns,
     gradients_by_tokens,
 )
+from memtrain.trainers.losses.spans import spans
 from memtrain.trainers.losses.tiles import (
     Coefficients,
     Operands,
     ScoreOptions,
     TileScores,
     bend_,
+    empty_scores,
     gather_operands,
     head_outputs_,
     num_tile_tokens,
     products_for,
+    put_scores,
     score_,
     without_autocast,
 )
@@ -37,34 +40,16 @@ def scores_by_tokens(operands: Operands, targets_N: Tensor, options: ScoreOption
     num_tokens, num_columns = operands.hidden[0].shape[0], operands.weight[0].shape[0]
     step = num_tile_tokens(num_columns, 1 + options.want_entropy, rule, products.wide)
     scratch = torch.empty(min(step, num_tokens), num_columns, dtype=products.wide, device=targets_N.device)
-    tiles: list[TileScores] = []
-    for low in range(0, max(num_tokens, 1), step):
-        high = min(low + step, num_tokens)
+    all_scores = empty_scores(num_tokens, options, products.wide, targets_N.device)
+    for low, high in spans(num_tokens, step):
         tile_TV = scratch[: high - low]
         head_outputs_(
             tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
         )
         bend_(tile_TV, rule, want_slope=False)
         scores, _, _ = score_(tile_TV, targets_N[low:high], options)
-        tiles.append(scores)
-    return join(tiles)
-
-
-def join(tiles: list[TileScores]) -> TileScores:
-    """The tiles' scores in token order."""
-    return TileScores(
-        torch.cat([tile.logp_T for tile in tiles]),
-        torch.cat([tile.log_z_T for tile in tiles]),
-        _cat([tile.mean_logit_T for tile in tiles]),
-        _cat([tile.entropy_T for tile in tiles]),
-        _cat([tile.correct_T for tile in tiles]),
-        _cat([tile.log_sum_squares_T for tile in tiles]),
-    )
-
-
-def _cat(parts: list[Tensor | None]) -> Tensor | None:
-    asked = [part for part in parts if part is not None]
-    return torch.cat(asked) if asked else None
+        put_scores(all_scores, scores, low, high)
+    return all_scores
 
 
 class TokenScores(torch.autograd.Function):

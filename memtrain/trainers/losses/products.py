@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtrain.trainers.losses.spans import spans
+
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -85,8 +87,7 @@ class Products:
             yield 0, num_rows, weight_VD
             return
         step = max(1, self.block_bytes // (width * self.wide.itemsize))
-        for low in range(0, num_rows, step):
-            high = min(low + step, num_rows)
+        for low, high in spans(num_rows, step):
             yield low, high, weight_VD[low:high].to(self.wide)
 
 

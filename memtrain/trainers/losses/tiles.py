@@ -103,6 +103,31 @@ def num_tile_tokens(num_columns: int, num_buffers: int, rule: LogitRule, wide: t
     return max(1, rule.tile_bytes // (num_columns * num_buffers * wide.itemsize))
 
 
+def empty_scores(
+    num_tokens: int, options: ScoreOptions, wide: torch.dtype, device: torch.device
+) -> TileScores:
+    """Room for the scores of all tokens, to be filled tile by tile."""
+
+    def room(is_wanted: bool = True, dtype: torch.dtype = wide) -> Tensor | None:
+        return torch.empty(num_tokens, dtype=dtype, device=device) if is_wanted else None
+
+    return TileScores(
+        torch.empty(num_tokens, dtype=wide, device=device),
+        torch.empty(num_tokens, dtype=wide, device=device),
+        room(options.want_mean),
+        room(options.want_entropy),
+        room(options.want_correct, torch.bool),
+        room(options.want_log_sum_squares),
+    )
+
+
+def put_scores(into: TileScores, tile: TileScores, low: int, high: int) -> None:
+    """Write the scores of the tokens `low` to `high`."""
+    for all_N, part_T in zip(into, tile, strict=True):
+        if all_N is not None:
+            all_N[low:high] = part_T
+
+
 @contextlib.contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
     """Dtypes are chosen by hand inside: autocast would round fp32 operands once more."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from memtrain.trainers.losses.spans import telling_spans
+
 aten = torch.ops.aten
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -76,17 +78,23 @@ RULES: dict[Any, Callable[..., Any]] = {
 
 
 @contextmanager
-def pretending(device_kind: str) -> Iterator[None]:
+def pretending(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
     """Code takes the branches it takes in a real run on `device_kind` (`cpu` or `cuda`).
 
     transformers sees no tracing in fake tensors (it would build masks that a run never builds), and the
     head's products go by the kernel that CUDA has: it widens nothing and allocates nothing.
+
+    skips_tiles: a tiled loss goes through the tiles at its ends and leaves out those between: the same peak,
+        and a fraction of the operators.
     """
     from transformers import masking_utils
 
-    from memtrain.trainers.losses import products, tiles
+    from memtrain.trainers.losses import gradients, linear_nll, linear_recompute, products, tiles
 
     undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
+    if skips_tiles:
+        tiled = (gradients, linear_nll, linear_recompute, products)
+        undo += [_replaced(module, "spans", telling_spans) for module in tiled]
     if device_kind == "cuda":
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))
         undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
