@@ -90,7 +90,8 @@ class Data(Section):
     """Where the held-out rows come from, when they are rows of their own."""
 
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the training rows that is set aside for evaluation, sampled with the seed."""
+    """Fraction of the training rows that is set aside for evaluation, sampled with the seed. Rows of one
+    prompt (pairs, rows with a verdict, prompts of online methods) go to one side together."""
 
     format: Format = "auto"
     """Format of a row. `auto` decides by the columns, by the rules in docs/recipe.md, from the first row."""

@@ -20,8 +20,8 @@ REAL = Path(os.environ.get("MEMTRAIN_DATA", Path(__file__).parents[3] / "shared"
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"needs real data in {REAL} (or $MEMTRAIN_DATA)")
 
 
-def recipe_of(cache: Path, **data) -> Recipe:
-    said = {"method": "sft", "model": {"path": "builtin:tiny"}, "data": data | {"cache_dir": str(cache)}}
+def recipe_of(cache: Path, method: str = "sft", **data) -> Recipe:
+    said = {"method": method, "model": {"path": "builtin:tiny"}, "data": data | {"cache_dir": str(cache)}}
     return Recipe.model_validate(said)
 
 
@@ -45,6 +45,31 @@ def test_prepared_counts_are_those_of_the_store(tmp_path):
     learnt = [opened.learnt_mask(i)[1:].sum() for i in chosen.train.tolist()]
     assert prepared.train.num_learnt == sum(learnt)
     assert prepared.eval is None
+
+
+@pytest.mark.parametrize(("method", "form"), [("dpo", "preference"), ("kto", "unpaired"), ("grpo", "prompt")])
+def test_rows_of_one_prompt_are_held_out_together(method, form, tmp_path):
+    """Twenty prompts of three rows each, in turn."""
+    answers = {
+        "preference": lambda i: {"chosen": f" {i}", "rejected": " no"},
+        "unpaired": lambda i: {"completion": f" {i}", "label": i % 2 == 0},
+        "prompt": lambda i: {"answer": str(i)},
+    }
+    rows = [{"prompt": f"{i % 20} pens", **answers[form](i)} for i in range(60)]
+    source = jsonl(tmp_path / "rows.jsonl", rows)
+    made = store(tmp_path, method, train=source)
+    chosen = choose_rows(recipe_of(tmp_path, train=source, held_out=0.2).data, made, 0)
+    assert (len(chosen.train), len(chosen.eval)) == (48, 12)
+    sides = [{bytes(made.part(i, "prompt")) for i in side.tolist()} for side in (chosen.train, chosen.eval)]
+    assert not sides[0] & sides[1]
+
+
+def test_one_prompt_cannot_be_on_both_sides(tmp_path):
+    rows = [{"prompt": "a joke", "completion": f" {i}", "label": i % 2 == 0} for i in range(6)]
+    recipe = recipe_of(tmp_path, method="kto", train=jsonl(tmp_path / "rows.jsonl", rows), held_out=0.2)
+    with pytest.raises(DataError) as caught:
+        prepare(recipe)
+    assert "data.eval" in caught.value.text()
 
 
 def test_eval_rows_of_their_own_have_a_store_of_their_own(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.trainers.data.rows import mixed, split_rows
+from memtrain.trainers.data.rows import mixed, span_hashes, split_rows
 
 
 @settings(max_examples=50)
@@ -24,6 +24,35 @@ def test_the_held_out_rows_are_sampled_and_not_the_first():
     assert held_out[-1] > 900
     assert held_out.tolist() == split_rows(1000, 0.1, 0)[1].tolist()
     assert held_out.tolist() != split_rows(1000, 0.1, 1)[1].tolist()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=60), st.floats(0.01, 0.99), st.integers(0, 5))
+def test_rows_of_one_prompt_are_on_one_side(prompts, fraction, seed):
+    """Prompt 0 is the empty one: its rows are strangers to each other."""
+    train, held_out = split_rows(len(prompts), fraction, seed, np.array(prompts, np.uint64))
+    assert sorted([*train, *held_out]) == list(range(len(prompts)))
+    sides = [{prompts[row] for row in side.tolist()} - {0} for side in (train, held_out)]
+    assert not sides[0] & sides[1]
+    assert len(train) > 0
+    several = len(set(prompts) - {0}) + prompts.count(0) > 1
+    assert (len(held_out) > 0) == several
+    largest = max([prompts.count(one) for one in prompts if one] or [1])
+    assert len(held_out) <= len(prompts) * fraction + largest
+
+
+def test_prompts_that_are_all_different_are_split_as_rows_are():
+    prompts = np.random.default_rng(3).permutation(1 << 20)[:500].astype(np.uint64) + np.uint64(1)
+    by_prompt = split_rows(500, 0.1, 7, prompts)
+    assert [side.tolist() for side in by_prompt] == [side.tolist() for side in split_rows(500, 0.1, 7)]
+
+
+def test_spans_have_equal_hashes_where_their_ids_are_equal():
+    """[5 6] twice, [6 5], and nothing."""
+    ids = np.array([5, 6, 5, 6, 5], np.int32)
+    one, other, turned, nothing = span_hashes(ids, np.array([0, 2, 1, 3]), np.array([2, 4, 3, 3])).tolist()
+    assert one == other != turned
+    assert nothing == 0
 
 
 def test_a_mixture_has_the_shares_of_its_weights():

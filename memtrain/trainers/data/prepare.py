@@ -105,6 +105,12 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
         raise DataError(
             "no rows are left to learn from", "data.train", "lower data.held_out, or give more rows"
         )
+    if data.held_out and not len(chosen.eval):
+        raise DataError(
+            "no row can be held out: rows of one prompt stay together, and there is one",
+            "data.held_out",
+            "give held-out rows of their own with data.eval, or set data.held_out: 0",
+        )
     held_out = len(chosen.eval)
     other = store_of(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
     return PreparedData(

@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from memtrain.recipes.data import Data
 
 Ints = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+
+HAS_PROMPTS = ("preference", "unpaired", "prompt")
+"""Formats of which rows of one prompt are held out together: what was learnt of a prompt is no test of it."""
 
 
 class Sourced(Protocol):
@@ -23,6 +27,11 @@ class Sourced(Protocol):
 
     def rows_of_source(self, source: int) -> Ints:
         """Numbers of the rows of one source of the recipe."""
+        ...
+
+    @property
+    def prompts(self) -> Hashes | None:
+        """[R] hash of the prompt of each row, 0 where it is empty; None for formats outside `HAS_PROMPTS`."""
         ...
 
 
@@ -38,7 +47,8 @@ class Chosen:
 
 def choose_rows(data: Data, store: Sourced, seed: int) -> Chosen:
     """The rows of an epoch and the held-out rows: a pure function, the same in every process."""
-    train, held_out = split_rows(store.num_rows, data.held_out, seed)
+    prompts = store.prompts if data.held_out else None
+    train, held_out = split_rows(store.num_rows, data.held_out, seed, prompts)
     weights = [source.weight for source in data.train]
     given = [weight for weight in weights if weight is not None]
     if len(given) < len(weights) or len(weights) == 1:
@@ -49,16 +59,40 @@ def choose_rows(data: Data, store: Sourced, seed: int) -> Chosen:
     return Chosen(mixed(rows, given, seed), held_out)
 
 
-def split_rows(num_rows: int, fraction: float, seed: int) -> tuple[Ints, Ints]:
+def split_rows(num_rows: int, fraction: float, seed: int, prompts: Hashes | None = None) -> tuple[Ints, Ints]:
     """(train, eval): `fraction` of the rows set aside, sampled with the seed, both in ascending order.
 
-    At least one row is set aside when the fraction is above zero and there are two rows.
+    Rows of one prompt stay together; the fraction is met as nearly as they allow. At least one prompt is set
+    aside when the fraction is above zero and there are two.
     """
-    count = round(num_rows * fraction)
+    group_of = np.arange(num_rows) if prompts is None else _by_first_row(prompts)
+    sizes = np.bincount(group_of)
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    filled = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[order])])
+    count = int(np.abs(filled - round(num_rows * fraction)).argmin())
     if fraction > 0:
-        count = min(max(count, 1), num_rows - 1)
-    order = np.random.default_rng(seed).permutation(num_rows)
-    return np.sort(order[count:]), np.sort(order[:count])
+        count = min(max(count, 1), len(sizes) - 1)
+    is_held = np.zeros(len(sizes), np.bool_)
+    is_held[order[:count]] = True
+    return np.flatnonzero(~is_held[group_of]), np.flatnonzero(is_held[group_of])
+
+
+def _by_first_row(prompts: Hashes) -> Ints:
+    """[R] number of each row's prompt, in the order of their first rows; an empty one is alone."""
+    _, first, group_of = np.unique(prompts, return_index=True, return_inverse=True)
+    first_row = np.where(prompts == 0, np.arange(len(prompts)), first[group_of])
+    return np.unique(first_row, return_inverse=True)[1].astype(np.int64)
+
+
+def span_hashes(ids: NDArray[np.int32], starts: Ints, ends: Ints) -> Hashes:
+    """uint64 [R]: hash (xxh3) of the ids of each span, 0 for an empty one."""
+    from xxhash import xxh3_64_intdigest
+
+    whole = np.ascontiguousarray(ids).view(np.uint8).data
+    size = ids.itemsize
+    spans = zip((starts * size).tolist(), (ends * size).tolist(), strict=True)
+    digests = [xxh3_64_intdigest(whole[start:end]) if end > start else 0 for start, end in spans]
+    return np.array(digests, np.uint64)
 
 
 def mixed(rows: list[Ints], weights: list[float], seed: int) -> Ints:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from memtrain.errors import DataError
 from memtrain.recipes.base import Section
+from memtrain.trainers.data.rows import HAS_PROMPTS, Hashes, span_hashes
 
 VERSION = 1
 """Of the layout. A store of another version is made again."""
@@ -296,6 +297,13 @@ class TokenStore:
     @cached_property
     def _columns_ptr(self) -> Ints:
         return self._map("columns_ptr", np.int64, self.num_rows + 1)
+
+    @property
+    def prompts(self) -> Hashes | None:
+        """uint64 [R]: hash of the prompt of each row; None for formats whose rows are split one by one."""
+        if self.meta.format not in HAS_PROMPTS:
+            return None
+        return span_hashes(self.tokens, self.row_ptr[:-1], self.part_ptr[1 :: self.num_parts])
 
     def rows_of_source(self, source: int) -> Ints:
         """Numbers of the rows of one source of the recipe."""

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.trainers.data.pieces import Spans
+from memtrain.trainers.data.rows import Hashes, span_hashes
 from memtrain.trainers.data.store import Rows, TokenStore
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
-Hashes = NDArray[np.uint64]
-Columns = tuple[Int32s, Int32s, Int32s, Hashes, Int32s, Int32s]
-"""part_tokens, span_counts, spans, hashes, streams, alike: see Counts."""
+Columns = tuple[Int32s, Int32s, Int32s, Hashes, Int32s, Int32s, Hashes]
+"""part_tokens, span_counts, spans, hashes, streams, alike, prompts: see Counts."""
 
 MOST_ROWS = 2_000_000
 """Rows whose numbers are kept one by one. Beyond it, the rows with the smallest hashes stand for all: half of
@@ -39,6 +39,10 @@ class Counts:
     stream_R: Int32s
     alike_R: Int32s
     """Tokens that the two answers of a pair both begin with; 0 for rows of other formats."""
+    prompts_R: Hashes
+    """64-bit hash of the prompt of each row; 0 where it is empty, or rows are split one by one."""
+    has_prompts: bool
+    """Whether rows of one prompt are held out together."""
     source_of_stream: tuple[int, ...]
     longest: tuple[tuple[int, int, int], ...]
     """(tokens, stream, line) of the longest rows, longest first; of a pair, prompt and longer answer."""
@@ -70,6 +74,11 @@ class Counts:
         both = self.spans_S2.astype(np.int64)
         return Spans(ptr, both[:, 0], both[:, 1])
 
+    @property
+    def prompts(self) -> Hashes | None:
+        """uint64 [R], as `choose_rows` takes them."""
+        return self.prompts_R if self.has_prompts else None
+
     def rows_of_source(self, source: int) -> Ints:
         """Numbers of the rows of one source of the recipe."""
         streams = [stream for stream, own in enumerate(self.source_of_stream) if own == source]
@@ -80,9 +89,15 @@ class Counting:
     """Takes batches of tokenized rows and keeps their numbers."""
 
     def __init__(
-        self, parts: Sequence[str], source_of_stream: Sequence[int], most_rows: int = MOST_ROWS
+        self,
+        parts: Sequence[str],
+        source_of_stream: Sequence[int],
+        most_rows: int = MOST_ROWS,
+        *,
+        has_prompts: bool = False,
     ) -> None:
         self.parts, self.source_of_stream = tuple(parts), tuple(source_of_stream)
+        self.has_prompts = has_prompts
         self.most_rows = most_rows
         self.num_seen = self.tokens_seen = self.learnt_seen = 0
         self._kept: list[Columns] = []
@@ -105,6 +120,7 @@ class Counting:
             row_hashes(rows.ids, lengths),
             rows.origin[:, 0].astype(np.int32),
             alike_answers(rows.ids, part_tokens) if is_pair else np.zeros(num_rows, np.int32),
+            prompt_hashes(rows.ids, part_tokens) if self.has_prompts else np.zeros(num_rows, np.uint64),
         )
         self._kept.append(self._thinned(kept))
         self.num_seen += num_rows
@@ -136,6 +152,7 @@ class Counting:
             np.zeros(0, np.uint64),
             np.zeros(0, np.int32),
             np.zeros(0, np.int32),
+            np.zeros(0, np.uint64),
         )
         for at, empty in enumerate(empties):
             columns.append(np.concatenate([empty, *(kept[at] for kept in self._kept)]))
@@ -143,6 +160,7 @@ class Counting:
         return Counts(
             self.parts,
             *columns,
+            has_prompts=self.has_prompts,
             source_of_stream=self.source_of_stream,
             longest=tuple(self._longest),
             num_seen=self.num_seen,
@@ -152,7 +170,7 @@ class Counting:
 
     def _thinned(self, kept: Columns) -> Columns:
         """The rows with a small enough hash: chance to the lengths, and duplicates stay together."""
-        part_tokens, span_counts, spans, hashes, streams, alike = kept
+        part_tokens, span_counts, spans, hashes, streams, alike, prompts = kept
         if self._below == 2**64:
             return kept
         stays = hashes < np.uint64(self._below)
@@ -163,18 +181,21 @@ class Counting:
             hashes[stays],
             streams[stays],
             alike[stays],
+            prompts[stays],
         )
 
 
 def row_hashes(ids: Int32s, lengths: Ints) -> Hashes:
     """uint64 [R]: hash (xxh3) of the ids of each row, which lie end to end in `ids`."""
-    from xxhash import xxh3_64_intdigest
+    ends = np.cumsum(lengths)
+    return span_hashes(ids, ends - lengths, ends)
 
-    whole = np.ascontiguousarray(ids).view(np.uint8).data
-    ends = (np.cumsum(lengths) * ids.itemsize).tolist()
-    starts = [0, *ends[:-1]]
-    digests = [xxh3_64_intdigest(whole[start:end]) for start, end in zip(starts, ends, strict=True)]
-    return np.array(digests, np.uint64)
+
+def prompt_hashes(ids: Int32s, part_tokens_RP: Ints) -> Hashes:
+    """uint64 [R]: hash of the first part of each row."""
+    lengths = part_tokens_RP.sum(axis=1)
+    starts = np.cumsum(lengths) - lengths
+    return span_hashes(ids, starts, starts + part_tokens_RP[:, 0])
 
 
 def alike_answers(ids: Int32s, part_tokens_R3: Ints) -> Int32s:

@@ -24,6 +24,7 @@ from memtrain.trainers.data.inspect.side import Side
 from memtrain.trainers.data.inspect.stop import Stop, on_interrupt
 from memtrain.trainers.data.prepare import Work, store_folder
 from memtrain.trainers.data.readers import Line
+from memtrain.trainers.data.rows import HAS_PROMPTS
 from memtrain.trainers.data.store import META_FILE, TokenStore
 from memtrain.trainers.data.tokenize import Tokenized, Tokenizing, batches, tokenized
 
@@ -117,7 +118,8 @@ class _Reading:
 
     def __init__(self, work: Work, seed: int, stop: Stop, progress: Progress | None) -> None:
         self.work, self.seed, self.stop, self.progress = work, seed, stop, progress
-        self.counting = Counting(FORMS[work.job.kind].parts, work.sources)
+        kind = work.job.kind
+        self.counting = Counting(FORMS[kind].parts, work.sources, has_prompts=kind in HAS_PROMPTS)
         self.faults = Faults([stream.name for stream in work.streams])
         self.side = Side(work.job)
         self.rows_read = 0
