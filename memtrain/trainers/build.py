@@ -31,6 +31,7 @@ from memtrain.trainers.model.liger import apply_liger
 from memtrain.trainers.model.load import load_model
 from memtrain.trainers.model.noise import add_noise
 from memtrain.trainers.model.reward_head import RewardScorer
+from memtrain.trainers.model.scorers import scorer_of
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.reference import Live, Synced
 from memtrain.trainers.references import build_reference
@@ -93,10 +94,9 @@ def build(plan: Plan) -> Built:
 
 def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | RewardScorer:
     """What scores tokens, or answers, with the model; checked against the model's own logits."""
-    if METHODS[plan.recipe.method].head == "score":
-        return RewardScorer(model)
-    settings = plan.settings
-    scorer = Scorer(model, is_chunked=settings.loss == "chunked", tile_bytes=settings.loss_tile_bytes)
+    scorer = scorer_of(model, METHODS[plan.recipe.method].head, plan.settings)
+    if isinstance(scorer, RewardScorer):
+        return scorer
     with attention_switched(base_model(model), "eager"):
         verify_head(scorer)
     return scorer
@@ -121,14 +121,6 @@ def build_model(plan: Plan, *, vocab_size: int) -> PreTrainedModel | PeftModel:
     if recipe.optim.neftune_alpha is not None:
         add_noise(model, recipe.optim.neftune_alpha)
     return model
-
-
-def treat_loss(scorer: Scorer | RewardScorer, settings: Settings) -> None:
-    """Let a scorer form its logits as the settings say."""
-    if isinstance(scorer, Scorer):
-        scorer.form = scorer.form._replace(
-            is_chunked=settings.loss == "chunked", tile_bytes=settings.loss_tile_bytes
-        )
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -14,6 +14,8 @@ from memtrain.trainers.memory_errors import attempt
 BUCKET_BYTES = 256 * 2**20
 """Most bytes of weights whose states are on the device at once (one tensor's may be more). Taste: large
 copies reach the bus's rate, and two moments of a bucket are half a GiB."""
+HOST = "cpu"
+"""Where states wait. A trace, in which the CPU plays the GPU, has another kind of tensor play the host."""
 
 
 class OffloadedStates(Optimizer):
@@ -138,5 +140,5 @@ def _to_host(value: Any, parameter: Tensor, home: Any = None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if not isinstance(home, Tensor) or home.shape != value.shape or home.dtype != value.dtype:
-        home = torch.empty_like(value, device="cpu", pin_memory=parameter.device.type == "cuda")
+        home = torch.empty_like(value, device=HOST, pin_memory=parameter.device.type == "cuda")
     return home.copy_(value, non_blocking=True)

@@ -13,8 +13,8 @@ from memtrain.memory.preferences import section_of
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.cache import cache_dir
 from memtrain.trainers.feed import Feed, Steps, eval_order
-from memtrain.trainers.model.head import Scorer
 from memtrain.trainers.model.load import load_model, local_device
+from memtrain.trainers.model.scorers import scorer_of
 from memtrain.trainers.precompute import Floats, Question, asked_once
 from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
 from memtrain.trainers.run.ranks import current_ranks
@@ -50,14 +50,13 @@ def _policy_at_rest(scorer: nn.Module) -> Live:
     return without_adapter(scorer, model) if isinstance(model, PeftModel) else Live(scorer)
 
 
-def _copy(plan: Plan, scorer: nn.Module) -> Scorer:
+def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
     """The model's weights a second time, frozen, and without an adapter."""
     recipe, settings = plan.recipe, plan.settings
     embedding = cast(Any, scorer).model.get_input_embeddings()
     model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=embedding.num_embeddings)
     model.requires_grad_(False).eval()
-    copy = Scorer(model, is_chunked=settings.loss == "chunked", tile_bytes=settings.loss_tile_bytes)
-    return copy.eval()
+    return scorer_of(model, "lm", settings).eval()
 
 
 def _precompute(plan: Plan, reference: Live, method: ModuleType, train: Feed, held_out: Feed | None) -> None:

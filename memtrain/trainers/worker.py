@@ -20,13 +20,14 @@ from transformers.utils import logging as transformers_logging
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
 from memtrain.memory.plan import Plan, read_plan
 from memtrain.memory.settings import Settings
-from memtrain.trainers.build import Built, build, has_dropout, treat_loss
+from memtrain.trainers.build import Built, build, has_dropout
 from memtrain.trainers.engine import distribute, make_accelerator, make_engine, ranks_of, shake_hands
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.load import local_device
+from memtrain.trainers.model.scorers import treat_loss
 from memtrain.trainers.online import OnlineSteps, online_steps
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.outcome import outcome_told

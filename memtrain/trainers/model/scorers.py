@@ -1,0 +1,33 @@
+"""What scores tokens, or answers, with a model: the scorer that a method's head and the settings ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from memtrain.memory.settings import Settings
+from memtrain.trainers.model.head import Scorer
+from memtrain.trainers.model.reward_head import RewardScorer
+
+
+def scorer_of(model: PreTrainedModel | PeftModel, head: str, settings: Settings) -> Scorer | RewardScorer:
+    """The scorer around `model`: of answers where its head is `score`, else of tokens."""
+    return RewardScorer(model) if head == "score" else Scorer(model, **loss_form(settings))
+
+
+def treat_loss(scorer: nn.Module, settings: Settings) -> None:
+    """From now on a scorer of tokens forms its logits as the settings say; one of answers has none."""
+    if isinstance(scorer, Scorer):
+        scorer.form = scorer.form._replace(**loss_form(settings))
+
+
+def loss_form(settings: Settings) -> dict[str, Any]:
+    """How the logits are formed. Beside Liger's loss, which only knows the NLL, log-probs are in tiles."""
+    return {
+        "is_chunked": settings.loss != "full",
+        "is_liger": settings.loss == "liger",
+        "tile_bytes": settings.loss_tile_bytes,
+    }
