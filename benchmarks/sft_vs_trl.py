@@ -9,6 +9,7 @@ sides take turns: absolute figures of a shared machine say little. Speed is toke
 ends of the first and the last step, of one thread: CPU time, and beside it the clock on the wall, which on a
 shared machine tells of the others. Memory is the peak of the resident set above what the imports left, and,
 in a run of its own that is not timed, the peak of live tensors, both by the same meter on both sides.
+A later call adds its rows to the results, in the place of rows of the same model, data and mode.
 """
 
 from __future__ import annotations
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "sft_vs_trl.json")
     asked = parser.parse_args()
@@ -258,25 +260,31 @@ def main() -> None:
             return
         rows = {"arithmetic": arithmetic_rows(400)}
         if asked.gsm8k:
-            rows["gsm8k"] = gsm8k_rows(asked.gsm8k, 96)
-        result = {"environment": environment(), "rows": []}
+            rows = {"gsm8k": gsm8k_rows(asked.gsm8k, 96)}
         for size in asked.models:
             save_model(folder / size, MODELS[size])
-            for source in rows if size == asked.models[0] else list(rows)[:1]:
+            for source in rows:
                 data = folder / f"{source}.jsonl"
                 write_rows(rows[source], data, 96)
-                for mode in MODES:
+                for mode in asked.modes:
                     steps = 12 if size == "0.9M" else 5
                     job = job_of(mode, folder / size, data, steps=steps)
                     if mode == "bfd":
                         fewer = {"micro_rows": 2, "steps": steps // 2}
                         job = whole_epoch(job | fewer, pythons["trl"], folder)
-                    row = compare(job, pythons, folder, asked.repeats)
-                    result["rows"].append({"model": size, "data": source} | row)
-                    print(json.dumps(result["rows"][-1]), flush=True)
-                    result["versions"] = run_versions(folder)
-                    asked.out.parent.mkdir(parents=True, exist_ok=True)
-                    asked.out.write_text(json.dumps(result, indent=1) + "\n")
+                    told = {"model": size, "data": source} | compare(job, pythons, folder, asked.repeats)
+                    told |= {"environment": environment(), "versions": run_versions(folder)}
+                    print(json.dumps(told), flush=True)
+                    keep(asked.out, told)
+
+
+def keep(out: Path, told: dict[str, Any]) -> None:
+    """Put one row into the results, in the place of the one of the same model, data and mode."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    names = ("model", "data", "mode")
+    rows = [row for row in rows if any(row[name] != told[name] for name in names)] + [told]
+    out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 def run_versions(folder: Path) -> dict[str, Any]:
