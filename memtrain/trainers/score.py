@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.settings import Settings
@@ -17,6 +18,7 @@ from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.order import micro_batches
 from memtrain.trainers.data.prepare import store_of
 from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.model.adapters import load_adapter
 from memtrain.trainers.model.isolation import verify_isolation
 from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.reward_head import RewardScorer
@@ -25,9 +27,10 @@ SCORE = "score"
 """The name under which `METHOD_FORMATS` lists what can be scored: pairs, and single answers."""
 
 
-def rewards_of(recipe: Recipe, settings: Settings) -> Iterator[dict[str, object]]:
+def rewards_of(recipe: Recipe, settings: Settings, adapter: str | None = None) -> Iterator[dict[str, object]]:
     """One line for each row of `data.train`, in its order: where it is from, and a reward for each answer.
 
+    `adapter`: folder or hub id of an adapter of a reward model, whose base is `recipe.model`.
     Pairs give `chosen` and `rejected`, single answers `reward`. Rows that are left out (longer than
     `length.max_length` under `drop`) give no line.
     Raises: DataError for rows without answers; LaunchError when the model is no reward model.
@@ -35,7 +38,7 @@ def rewards_of(recipe: Recipe, settings: Settings) -> Iterator[dict[str, object]
     tokenizer = tokenizer_of(recipe.model)
     store = store_of(recipe.data, recipe.data.train, SCORE, tokenizer, recipe.train.seed)
     feed = AnswerFeed(store, np.arange(store.num_rows), recipe, settings, pad_id=_pad_id(tokenizer))
-    scorer = _scorer(recipe, settings, len(tokenizer))
+    scorer = _scorer(recipe, settings, len(tokenizer), adapter)
     order = np.argsort(-feed.tokens, kind="stable")
     dealt = micro_batches(
         order,
@@ -59,11 +62,13 @@ def rewards_of(recipe: Recipe, settings: Settings) -> Iterator[dict[str, object]
         yield {"row": store.origin(row), **rewards}
 
 
-def write_rewards(recipe: Recipe, settings: Settings, output: Path) -> tuple[int, float | None]:
+def write_rewards(
+    recipe: Recipe, settings: Settings, output: Path, adapter: str | None = None
+) -> tuple[int, float | None]:
     """Write the rewards as JSON lines; (lines, share of pairs whose chosen answer has the higher reward)."""
     count, wins, is_pairs = 0, 0.0, False
     with output.open("w") as file:
-        for line in rewards_of(recipe, settings):
+        for line in rewards_of(recipe, settings, adapter):
             file.write(json.dumps(line) + "\n")
             count += 1
             chosen, rejected = line.get("chosen"), line.get("rejected")
@@ -78,9 +83,18 @@ def _pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
     return pad if isinstance(pad, int) else 0
 
 
-def _scorer(recipe: Recipe, settings: Settings, vocab_size: int) -> RewardScorer:
+def _scorer(recipe: Recipe, settings: Settings, vocab_size: int, adapter: str | None) -> RewardScorer:
     torch.set_num_threads(settings.threads)
-    model = load_model(recipe.model, settings, seed=0, vocab_size=vocab_size, head="score", is_new=False)
+    model: PreTrainedModel | PeftModel = load_model(
+        recipe.model,
+        settings,
+        seed=recipe.train.seed,
+        vocab_size=vocab_size,
+        head="score",
+        is_new=adapter is not None,
+    )
+    if adapter is not None:
+        model = load_adapter(model, adapter)
     if settings.padding_free:
         backend = AttentionBackend(settings.attention)
         verify_isolation(model, backend, shared_prompts=settings.shared_prompts)

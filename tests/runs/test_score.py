@@ -1,15 +1,18 @@
 """`memtrain score`: the rewards of a trained reward model, row by row."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from memtrain.cli.commands.score import score
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, LaunchError
+from memtrain.trainers.model.merge import merge_run
 
 RECIPE = """
 method: {method}
@@ -26,11 +29,14 @@ cluster: {{device: cpu, threads: 1}}
 ROWS = [("Ana has 3 pens. How many?", " 3"), ("Ben has 12 eggs and sells 2.", " 12 - 2 = 10"), ("Hm", " no")]
 
 
-def trained(folder: Path, method: str) -> str:
+LORA = ("model.adapter={r: 4}", "optim.lr=5e-2")
+
+
+def trained(folder: Path, method: str, *overrides: str, name: str = "") -> str:
     recipe = folder / f"{method}.yaml"
     recipe.write_text(RECIPE.format(method=method, folder=folder))
-    run_recipe(method, str(recipe), [], run_dir=str(folder / method))
-    return str(folder / method / "final")
+    run_recipe(method, str(recipe), list(overrides), run_dir=str(folder / (name or method)))
+    return str(folder / (name or method) / "final")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +86,66 @@ def test_a_language_model_scores_nothing(folder: Path):
     with pytest.raises(LaunchError) as caught:
         scored(language_model, "builtin:arithmetic", folder)
     assert "no weights for score.weight" in caught.value.text()
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path) -> str:
+    return trained(folder, "reward", *LORA, name="lora")
+
+
+def pairs(folder: Path) -> str:
+    rows = [{"prompt": p, "completion": c} for p, c in ROWS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+def rewards(model: str, folder: Path) -> list[float]:
+    return [line["reward"] for line in scored(model, pairs(folder), folder)]
+
+
+def test_an_adapter_scores_as_the_merged_model_does(adapter: str, folder: Path):
+    """Adapter and run folder alike; transformers' own class reads the merged one."""
+    found = rewards(adapter, folder)
+    merged = merge_run(folder / "lora", folder / "merged").folder
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    plain = AutoModelForSequenceClassification.from_pretrained(merged).eval()
+    texts = [prompt + completion + tokenizer.eos_token for prompt, completion in ROWS]
+    with torch.no_grad():
+        wanted = [plain(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert rewards(str(folder / "lora"), folder) == found
+    assert rewards(str(merged), folder) == pytest.approx(wanted, abs=1e-5)
+    learnt = load_file(f"{adapter}/adapter_model.safetensors")["base_model.model.score.weight"]
+    assert torch.equal(plain.score.weight, learnt)
+
+
+def test_a_run_folder_of_a_full_model_scores_as_its_model(model: str, folder: Path):
+    assert rewards(str(Path(model).parent), folder) == rewards(model, folder)
+
+
+def test_an_adapter_away_from_its_run_asks_for_its_base(adapter: str, folder: Path):
+    alone = shutil.copytree(adapter, folder / "alone")
+    with pytest.raises(LaunchError) as caught:
+        scored(str(alone), pairs(folder), folder)
+    assert "does not say which model" in caught.value.text()
+    other = trained(folder, "reward", "model.config.hidden_size=64", name="wide")
+    with pytest.raises(LaunchError) as caught:
+        score(str(alone), pairs(folder), [f"model.path={other}"], folder / "rewards.jsonl")
+    assert "does not fit the model" in caught.value.text()
+
+
+def test_an_adapter_of_a_language_model_scores_nothing(folder: Path):
+    with pytest.raises(LaunchError) as caught:
+        scored(trained(folder, "sft", *LORA, name="sft-lora"), pairs(folder), folder)
+    assert "no weights for score.weight" in caught.value.text()
+
+
+def test_a_run_without_a_model_is_told(folder: Path):
+    (folder / "begun").mkdir()
+    (folder / "begun" / "plan.json").write_text("{}")
+    with pytest.raises(LaunchError) as caught:
+        scored(str(folder / "begun"), pairs(folder), folder)
+    assert "has no trained model yet" in caught.value.text()
 
 
 def test_rows_without_an_answer_are_refused(model: str, folder: Path):

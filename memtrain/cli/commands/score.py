@@ -12,7 +12,9 @@ from memtrain.cli.printing import say
 
 
 def score(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a reward model.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder or hub id of a reward model or of an adapter of one; or a run.")
+    ],
     data: Annotated[str, typer.Argument(help="A file, folder or hub id: pairs, or prompts with one answer.")],
     overrides: OverridesArgument = None,
     output: Annotated[
@@ -28,8 +30,10 @@ def score(
     from memtrain.memory.rules import Asked
     from memtrain.memory.scoring import scoring_settings
     from memtrain.recipes.load import recipe_of_words
+    from memtrain.trainers.scored import find_scored
 
-    words = ["method=reward", f"model.path={model}", f"data.train={data}", *(overrides or [])]
+    scored = find_scored(model, overrides or [])
+    words = ["method=reward", *scored.words, f"data.train={data}", *(overrides or [])]
     if not any(word.startswith("length.max_length=") for word in words):
         words.append("length.max_length=null")
     loaded = recipe_of_words(words)
@@ -39,7 +43,7 @@ def score(
 
     from memtrain.trainers.score import write_rewards
 
-    count, share = write_rewards(loaded.recipe, settings, output)
+    count, share = write_rewards(loaded.recipe, settings, output, scored.adapter)
     say(f"{count:,} rows scored; the rewards are in {output}.")
     if share is not None:
         say(f"The chosen answer has the higher reward in {share:.1%} of the pairs.")

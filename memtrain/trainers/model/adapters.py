@@ -67,6 +67,26 @@ def add_adapter(
     return adapted.train()
 
 
+def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
+    """`model` with the trained adapter of a folder or hub id, frozen; modules saved beside it are its own.
+
+    Raises: LaunchError when the adapter does not fit the model.
+    """
+    with warnings.catch_warnings():
+        # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
+        try:
+            adapted = PeftModel.from_pretrained(model, adapter, torch_device=str(model.device))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise LaunchError(
+                f"the adapter {adapter} does not fit the model: {str(error).splitlines()[0]}",
+                adapter,
+                "name the model that it was trained on: model.path=FOLDER_OR_HUB_ID",
+            ) from None
+    compute_in_input_dtype(adapted)
+    return adapted.eval()
+
+
 def compute_in_input_dtype(model: nn.Module) -> None:
     """From now on the float32 adapters inside `model` compute in the dtype of their inputs."""
     for module in model.modules():

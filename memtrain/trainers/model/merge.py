@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError
 from memtrain.memory.plan import PLAN_FILE, read_plan
 from memtrain.trainers.data.tokenizer import load_tokenizer
+from memtrain.trainers.model.adapters import load_adapter
 from memtrain.trainers.model.load import DTYPES, load_model
 from memtrain.trainers.model.save import refuse_to_overwrite, save_final
 from memtrain.trainers.model.where import ADAPTER_FILE
@@ -59,11 +59,10 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
         raise LaunchError(f"{to} is no precision of weights", "--dtype", f"one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(str(folder.final))
     settings = plan.settings.model_copy(update={"device": "cpu", "quantize": "none", "attention": "stock"})
-    base = load_model(plan.recipe.model, settings, seed=plan.recipe.train.seed, vocab_size=len(tokenizer))
-    with warnings.catch_warnings():
-        # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
-        adapted = PeftModel.from_pretrained(base, str(folder.final), torch_device="cpu")
+    head = "score" if plan.recipe.method == "reward" else "lm"
+    seed = plan.recipe.train.seed
+    base = load_model(plan.recipe.model, settings, seed=seed, vocab_size=len(tokenizer), head=head)
+    adapted = load_adapter(base, str(folder.final))
     model, num_modules = fold(adapted, DTYPES[to])
     save_final(model, tokenizer, output)
     return Merged(output, to, num_modules, plan.settings.quantize if plan.settings.quantize != "none" else "")

@@ -28,6 +28,16 @@ class Origin:
         return {"revision": self.revision or "main", "local_files_only": self.is_offline}
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What an adapter says of itself, empty where it does not."""
+
+    base: str
+    """Folder or hub id of the model that it was trained on."""
+    task: str
+    """PEFT's name: `CAUSAL_LM`, or `SEQ_CLS` for a reward model."""
+
+
 def find_origin(path: str, revision: str | None) -> Origin:
     """Where the model named in `model.path` is. Asks the hub once; transformers would retry for a minute.
 
@@ -74,7 +84,8 @@ def read_config(origin: Origin) -> PretrainedConfig:
 
     Raises: LaunchError when it is not there, is an adapter, or needs code from the hub.
     """
-    if (base := _adapter_base(origin)) is not None:
+    if (adapter := adapter_of(origin)) is not None:
+        base = adapter.base or "a model it does not name"
         raise LaunchError(
             f"{origin.path} is an adapter of {base}, not a model",
             "model.path",
@@ -114,8 +125,8 @@ def read_config_file(path: str) -> dict[str, Any]:
     return given
 
 
-def _adapter_base(origin: Origin) -> str | None:
-    """The base model that an adapter folder names; None when `origin` is no adapter."""
+def adapter_of(origin: Origin) -> AdapterFacts | None:
+    """What the adapter at `origin` says of itself; None when it is no adapter."""
     from transformers.utils.hub import cached_file
 
     found = cached_file(
@@ -125,4 +136,4 @@ def _adapter_base(origin: Origin) -> str | None:
     if found is None:
         return None
     config = json.loads(Path(found).read_text())
-    return str(config.get("base_model_name_or_path") or "a model it does not name")
+    return AdapterFacts(str(config.get("base_model_name_or_path") or ""), str(config.get("task_type") or ""))
