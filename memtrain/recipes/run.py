@@ -69,7 +69,7 @@ class Save(Section):
     """Checkpoints that are kept; older ones are removed."""
 
     keep_best: bool = False
-    """Also keep the one with the lowest evaluation loss, and make it the final model."""
+    """Also save and keep what has the lowest evaluation loss so far, and make it the final model."""
 
 
 class Log(Section):

@@ -1,4 +1,4 @@
-"""The end of a run: the best weights, the model for Hugging Face, its card, a sample, the report."""
+"""The end of a run: the best weights, the model for Hugging Face, its card, a sample."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from memtrain.trainers.run.card import write_card
 from memtrain.trainers.run.checkpoint import best_complete
 from memtrain.trainers.run.events import FinalEvent, MemoryEvent
 from memtrain.trainers.run.folder import RunFolder
-from memtrain.trainers.run.report_html import write_report
 from memtrain.trainers.snapshot import load_weights
 
 SAMPLE_TOKENS = 48
 
 
 def finish(run: Run, built: Built, folder: RunFolder) -> None:
-    """Write `final/` and `report.html`; with `save.keep_best` the weights of the lowest held-out loss."""
+    """Write `final/`; with `save.keep_best` the weights of the lowest held-out loss."""
     best_step = None
     if run.plan.recipe.save.keep_best:
         best = best_complete(folder).checkpoint
@@ -45,7 +44,6 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         )
     )
     write_card(folder)
-    write_report(folder)
 
 
 def tell_other_peaks(run: Run) -> None:

@@ -90,7 +90,7 @@ def _steps_left(run: Run) -> None:
         if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
             evaluate(run)
         is_stopped = run.ranks.any(run.is_asked_to_stop())
-        if is_stopped or _is_due(run, work, run.plan.recipe.save.every_steps):
+        if is_stopped or _is_due(run, work, run.plan.recipe.save.every_steps) or _is_best_to_keep(run):
             with run.watch.phase("saving"):
                 run.save(run.position)
         if is_stopped and run.position.step < run.plan.settings.max_steps:
@@ -199,7 +199,9 @@ def evaluate(run: Run) -> float:
 
 def _noted(run: Run, loss: float) -> float:
     run.position.eval_loss = loss
-    if run.position.best_loss is None or loss < run.position.best_loss:
+    best = run.position.best_loss
+    # The weights before the first step are not the run's to keep.
+    if run.position.step and (best is None or loss < best):
         run.position.best_loss = loss
     return loss
 
@@ -229,6 +231,12 @@ def _is_due(run: Run, work: StepWork, every_steps: int | None) -> bool:
     if done == run.plan.settings.max_steps:
         return True
     return work.is_last_of_epoch if every_steps is None else done % every_steps == 0
+
+
+def _is_best_to_keep(run: Run) -> bool:
+    """Whether these weights were just found to be the best so far, of a run that keeps them."""
+    found = run.position.eval_loss
+    return run.plan.recipe.save.keep_best and found is not None and found == run.position.best_loss
 
 
 def _is_logged(run: Run, step: int) -> bool:

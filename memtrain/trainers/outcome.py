@@ -1,4 +1,4 @@
-"""How a run ended, whatever ended it: `status.json`, and out of memory in words."""
+"""How a run ended, whatever ended it: status and report, and out of memory in words."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
 from memtrain.memory.units import gib
 from memtrain.trainers.memory_errors import is_out_of_memory
 from memtrain.trainers.position import Position
+from memtrain.trainers.run.ending import tell_end
 from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.run.ranks import Ranks
 
 
 @contextmanager
 def outcome_told(folder: RunFolder, ranks: Ranks, position: Position) -> Iterator[None]:
-    """Keep the run's status; torch's own out-of-memory error becomes ours.
+    """Keep the run's status, and write its report at the end; torch's own out-of-memory error becomes ours.
 
     Raises: whatever is raised inside.
     """
 
-    def write(state: RunState, message: str = "") -> None:
+    def end(state: RunState, message: str) -> None:
         if ranks.is_main:
-            folder.write_status(state, position.step, message)
+            tell_end(folder, state, position.step, message)
 
-    write(RunState.RUNNING)
+    if ranks.is_main:
+        folder.write_status(RunState.RUNNING, position.step)
     try:
         with _out_of_memory_in_words(folder, position):
             yield
     except Exception as error:
-        write(*_state_of(error))
+        end(*_state_of(error))
         raise
-    write(RunState.DONE, recovered_words(position))
+    end(RunState.DONE, recovered_words(position))
 
 
 def recovered_words(position: Position) -> str:

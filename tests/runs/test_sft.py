@@ -1,6 +1,7 @@
 """`memtrain sft` from a recipe to a trained model, and what it leaves behind."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_a_run_folder_has_everything(runs):
         "status.json",
     }
     assert json.loads((folder / "status.json").read_text())["state"] == "done"
+    assert re.search(r'<p class="state">sft · [^<]* · done · 20', (folder / "report.html").read_text())
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000006"]
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in (folder / "final").iterdir()
@@ -180,6 +182,26 @@ def test_the_best_weights_are_the_final_ones(runs, metrics):
     assert all(torch.equal(saved[f"model.{name}"], weight) for name, weight in final.items())
 
 
+def test_the_best_weights_are_kept_though_no_checkpoint_is_due(runs, metrics):
+    folder = runs.done(
+        "run",
+        "save.keep_best=true",
+        "save.keep=1",
+        "save.every_steps=100",
+        "eval.every_steps=1",
+        "eval.at_start=true",
+        "optim.lr=0.3",
+        "optim.schedule=constant",
+        "train.max_steps=5",
+    )
+    losses = {event["step"]: event["loss"] for event in metrics(folder, "eval") if event["step"]}
+    best = min(losses, key=lambda step: losses[step])
+    assert best != 5, "this test needs a run that gets worse"
+    kept = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert kept == {f"step-{best:06d}", "step-000005"}
+    assert metrics(folder, "final")[-1]["best_step"] == best
+
+
 def test_evaluation_happens_when_asked(runs, metrics):
     folder = runs.done("run", "eval.every_steps=4", "eval.at_start=true", "eval.max_rows=3")
     assert [event["step"] for event in metrics(folder, "eval")] == [0, 4, 6]
@@ -205,6 +227,7 @@ def test_a_loss_that_is_no_number_ends_the_run_in_words(runs):
     assert "Traceback" not in ended.err
     status = json.loads((runs.folder / "run" / "status.json").read_text())
     assert (status["state"], status["step"]) == ("failed", 1)
+    assert "failed: the loss is nan" in (runs.folder / "run" / "report.html").read_text()
     assert [path.name for path in (runs.folder / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 

@@ -27,7 +27,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_the_same_command_goes_on(runs, me
         assert 3 <= step < 60
         status = json.loads((folder / "status.json").read_text())
         assert (status["state"], status["step"]) == ("saved", step)
-        assert f"stopped after step {step} of 60, and saved" in process.said
+        words = f"stopped after step {step} of 60, and saved"
+        assert words in process.said
+        assert f"saved: {words}" in (folder / "report.html").read_text()
         assert "run the same command again" in process.said
         assert (folder / "checkpoints" / f"step-{step:06d}").is_dir()
         runs.done(asked.name, *SLOW)

@@ -10,6 +10,7 @@ import memtrain.errors
 from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError
 from memtrain.recipes.base import Section
 from memtrain.trainers.run.disk import write_whole
+from memtrain.trainers.run.ending import tell_end
 from memtrain.trainers.run.folder import RunFolder, RunState
 
 LAUNCHED = "MEMTRAIN_LAUNCHED"
@@ -92,7 +93,7 @@ def correct_status(folder: RunFolder, error: Exception) -> None:
         return
     what = error.faults[0].what if isinstance(error, MemtrainError) else str(error).splitlines()[0]
     state = RunState.FAILED if status.state is RunState.RUNNING else status.state
-    folder.write_status(state, status.step, what)
+    tell_end(folder, state, status.step, what)
 
 
 def _silent(found: list[RankFault], num_ranks: int) -> LaunchError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -22,7 +23,7 @@ from memtrain.trainers.run.charts import (
 )
 from memtrain.trainers.run.disk import disk_fault, write_whole
 from memtrain.trainers.run.events import DataEvent, StepEvent
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.folder import RunFolder, Status
 from memtrain.trainers.run.progress import duration
 from memtrain.trainers.run.report import (
     Figures,
@@ -53,12 +54,15 @@ class Figure:
     """Name and CSS class of each line or part."""
 
 
-def write_report(folder: RunFolder) -> Path:
+def write_report(folder: RunFolder, status: Status | None = None) -> Path:
     """Write `report.html` from what the folder says so far, and return its path.
+
+    `status`: how the run stands, where the folder does not say it yet.
 
     Raises: as `load_report`; LaunchError when the disk refuses.
     """
-    page = render_report(load_report(folder))
+    report = load_report(folder)
+    page = render_report(report if status is None else replace(report, status=status))
     try:
         write_whole(folder.report, page)
     except OSError as error:
@@ -79,6 +83,7 @@ def render_report(report: Report) -> str:
     return environment.get_template("report.html.j2").render(
         report=report,
         state=state_of(report),
+        told_at=_moment(report.status.time) if report.status else "",
         tiles=_tiles(report, figures_of(report)),
         curves=[figure for figure in _curves(report) if figure.svg],
         memory=_memory(report),
@@ -87,6 +92,10 @@ def render_report(report: Report) -> str:
         environment=_environment(report),
         svg=Markup,
     )
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
