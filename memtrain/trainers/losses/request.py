@@ -38,6 +38,10 @@ class Request(Protocol):
         """The result, from the head's operands; runs inside the head's module call."""
         ...
 
+    def about(self, which_n: Tensor) -> Request:
+        """The same question about some of the tokens, by their places among the N."""
+        ...
+
 
 class LogprobRequest:
     """Log p of each target, and what else is asked for: a `LogprobResult`."""
@@ -54,6 +58,15 @@ class LogprobRequest:
         self.temperature = temperature
         self.want_entropy = want_entropy
         self.want_log_sum_squares = want_log_sum_squares
+
+    def about(self, which_n: Tensor) -> LogprobRequest:
+        """The same question about some of the tokens."""
+        return LogprobRequest(
+            self.targets_N[which_n],
+            temperature=self.temperature,
+            want_entropy=self.want_entropy,
+            want_log_sum_squares=self.want_log_sum_squares,
+        )
 
     def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> LogprobResult:
         """See `linear_logprob`."""
@@ -90,6 +103,17 @@ class NllRequest:
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.want_stats = want_stats
+
+    def about(self, which_n: Tensor) -> NllRequest:
+        """The same question about some of the tokens: their part of the sum."""
+        return NllRequest(
+            self.targets_N[which_n],
+            self.weights_N[which_n],
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            want_stats=self.want_stats,
+            weight_of_all=self.weight_of_all,
+        )
 
     def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> NllResult:
         """See `linear_nll`."""

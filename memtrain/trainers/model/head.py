@@ -20,7 +20,9 @@ from memtrain.trainers.losses.linear import Pairs
 from memtrain.trainers.losses.request import HeadForm, LogprobRequest, Request
 from memtrain.trainers.losses.tiles import TILE_BYTES
 from memtrain.trainers.model.attention.functions import NAMES
+from memtrain.trainers.model.context import ContextRanks
 from memtrain.trainers.model.layout import packed_layout
+from memtrain.trainers.model.sliced_scoring import over_slices
 
 Inside = Callable[[Pairs, Tensor | None], Any]
 """What runs inside a head's module call, on its summed products and its bias."""
@@ -55,6 +57,8 @@ class Scorer(nn.Module):
             is_chunked=is_chunked, is_liger=is_liger, tile_bytes=tile_bytes
         )
         open_head(head_of(base), type(base).__name__)
+        self.context: ContextRanks | None = None
+        """The ranks that hold each row together with this one; None: this rank holds whole rows."""
 
     def forward(self, inputs: dict[str, Any], scored_index_N: Tensor, request: Request) -> Any:
         """The answer to `request` about rows `scored_index_N` of the flattened hidden states [B * T, D].
@@ -62,11 +66,24 @@ class Scorer(nn.Module):
         `inputs` are the backbone's: `input_ids`, `position_ids`, `layout` for a flattened row. Padding
         stands on the right and needs no attention mask; `use_cache` is switched off here.
         """
-        base = base_model(self.model)
-        backbone = base.get_decoder()
+        if self.context is None:
+            return self.answered(self.hidden(inputs, scored_index_N), request)
+        return over_slices(
+            self.context,
+            inputs,
+            scored_index_N,
+            lambda own, rows_n, which_n: self.answered(self.hidden(own, rows_n), request.about(which_n)),
+        )
+
+    def hidden(self, inputs: dict[str, Any], index_N: Tensor) -> Tensor:
+        """Rows `index_N` of the flattened hidden states [N, D]."""
+        backbone = base_model(self.model).get_decoder()
         hidden_BTD = backbone(**inputs, use_cache=False).last_hidden_state
-        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, scored_index_N)
-        head = head_of(base)
+        return hidden_BTD.flatten(0, 1).index_select(0, index_N)
+
+    def answered(self, hidden_ND: Tensor, request: Request) -> Any:
+        """The answer to `request` about hidden states."""
+        head = head_of(base_model(self.model))
         answer = head(hidden_ND, inside=lambda pairs, bias: request.answer(pairs, bias, self.form))
         assert answer[0].dtype.itemsize >= 4, (
             "mixed precision rounded the loss: its output_dtype must be fp32"

@@ -101,7 +101,7 @@ def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") ->
     # The tokens that have a neighbour before them: segment i's first is left out, as those of all before it.
     predicted_N = _counted([length - 1 for length in lengths], range(1, len(lengths) + 1), device)
     return Layout(
-        within=_part(bounds, bounds, device=device, is_causal=True),
+        within=part_of(bounds, bounds, device=device, is_causal=True),
         to_prompt=None,
         num_prompt_tokens=0,
         position_ids=_counted(lengths, [-start for start in bounds[:-1]], device)[None],
@@ -136,8 +136,8 @@ def shared_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.dev
     first_positions = [0] * len(groups) + [prompts[group] for group in owner]
     shifts = [position - start for position, start in zip(first_positions, bounds[:-1], strict=True)]
     return Layout(
-        within=_part(bounds, bounds, device=device, is_causal=True),
-        to_prompt=_part(
+        within=part_of(bounds, bounds, device=device, is_causal=True),
+        to_prompt=part_of(
             _bounds([sum(group) for _, group in groups]), _bounds(prompts), device=device, is_causal=False
         ),
         num_prompt_tokens=num_prompt_tokens,
@@ -159,9 +159,10 @@ def _counted(lengths: Sequence[int], shifts: Sequence[int], device: torch.device
     return torch.arange(total, device=device) + shift_S.repeat_interleave(length_S, output_size=total)
 
 
-def _part(
+def part_of(
     query_bounds: tuple[int, ...], key_bounds: tuple[int, ...], *, device: torch.device | str, is_causal: bool
 ) -> Part:
+    """Query segments with a key segment each, by where they begin and end."""
     return Part(
         query_bounds=query_bounds,
         key_bounds=key_bounds,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftModel
@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
+from memtrain.trainers.model.context import ContextRanks
 from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.sliced_scoring import over_slices
+
+
+class Rewards(NamedTuple):
+    """The reward of each answer, float32."""
+
+    reward_A: Tensor
 
 
 class RewardScorer(nn.Module):
@@ -26,14 +34,23 @@ class RewardScorer(nn.Module):
         super().__init__()
         self.model = model
         head_of_rewards(base_model(model)).float()
+        self.context: ContextRanks | None = None
+        """The ranks that hold each row together with this one; None: this rank holds whole rows."""
 
     def forward(self, inputs: dict[str, Any], last_A: Tensor) -> Tensor:
         """float32 [A], the reward at rows `last_A` of the flattened hidden states [B * T, D]."""
+        if self.context is None:
+            return self._rewards(inputs, last_A).reward_A
+        return over_slices(
+            self.context, inputs, last_A, lambda own, rows, which: self._rewards(own, rows)
+        ).reward_A
+
+    def _rewards(self, inputs: dict[str, Any], last_A: Tensor) -> Rewards:
         base = base_model(self.model)
         hidden_BTD = base.get_decoder()(**inputs, use_cache=False).last_hidden_state
         hidden_AD = hidden_BTD.flatten(0, 1).index_select(0, last_A)
         with torch.autocast(hidden_AD.device.type, enabled=False):
-            return head_of_rewards(base)(hidden_AD.float())[:, 0]
+            return Rewards(head_of_rewards(base)(hidden_AD.float())[:, 0])
 
 
 def head_of_rewards(base: PreTrainedModel) -> nn.Module:

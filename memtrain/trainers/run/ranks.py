@@ -25,6 +25,18 @@ class Ranks:
     """Which one this is on its node."""
     device: torch.device = torch.device("cpu")
     """Where small tensors are put to be sent."""
+    num_sharing: int = 1
+    """How many neighbours hold the same rows, a slice of each (context parallelism)."""
+
+    @property
+    def replica(self) -> int:
+        """Which part of a step's rows this one has, alone or together with its neighbours."""
+        return self.rank // self.num_sharing
+
+    @property
+    def num_replicas(self) -> int:
+        """Into how many parts the rows of a step are dealt."""
+        return self.world // self.num_sharing
 
     @property
     def is_main(self) -> bool:
@@ -72,7 +84,7 @@ class Ranks:
         return dict(zip(values, tensor.tolist(), strict=True))
 
 
-def current_ranks() -> Ranks:
+def current_ranks(num_sharing: int = 1) -> Ranks:
     """The ranks of the process group that accelerate or torchrun has set up; one rank when there is none.
 
     Small tensors go through the CPU with gloo, through this rank's CUDA device with nccl.
@@ -81,4 +93,4 @@ def current_ranks() -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(local_rank=local_rank)
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
-    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, torch.device(device))
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, torch.device(device), num_sharing)

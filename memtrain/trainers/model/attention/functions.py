@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.attention import AttentionBackend
+from memtrain.trainers.model.attention.sliced import attend_sliced
 from memtrain.trainers.model.layout import Layout
+from memtrain.trainers.model.slices import SlicedLayout
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
 
@@ -106,11 +108,12 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
-        layout: Layout | None = None,
+        layout: Layout | SlicedLayout | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
-        layout = _checked(module, query, key, attention_mask, dropout, layout, others)
+        assert layout is not None, "The model must be called with layout=, which says which rows are which."
+        _check(module, query, key, attention_mask, dropout, layout, others)
         if torch.is_autocast_enabled(query.device.type):
             # SDPA has a casting rule, raw kernels do not: norms on queries and keys leave these in fp32.
             dtype = torch.get_autocast_dtype(query.device.type)
@@ -121,23 +124,25 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
             value = F.pad(value, (0, D - D_value))
         query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         scale = scaling if scaling is not None else D**-0.5
-        out_THD = attend_of(backend)(query_THD, key_TKD, value_TKD, layout, scale)
+        if isinstance(layout, SlicedLayout):
+            out_THD = attend_sliced(query_THD, key_TKD, value_TKD, layout, scale, backend)
+        else:
+            out_THD = attend_of(backend)(query_THD, key_TKD, value_TKD, layout, scale)
         return out_THD[None, ..., :D_value], None
 
     return attention
 
 
-def _checked(
+def _check(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     attention_mask: Tensor | None,
     dropout: float,
-    layout: Layout | None,
+    layout: Layout | SlicedLayout,
     others: dict[str, Any],
-) -> Layout:
-    """The layout, once nothing was asked that the back ends would silently not do."""
-    assert layout is not None, "The model must be called with layout=, which says which rows are which."
+) -> None:
+    """Make sure that nothing is asked that the back ends would silently not do."""
     assert attention_mask is None, "A flattened row takes its layout and no attention_mask."
     assert query.shape[0] == 1, f"Packed attention takes one flattened row, not a batch of {query.shape[0]}."
     assert query.shape[2] == layout.num_tokens, (
@@ -150,10 +155,11 @@ def _checked(
     if found:
         what = f"{type(module).__name__} has {found}, which packed attention does not compute"
         raise LaunchError(what, fix=WAY_OUT)
-    return layout
 
 
-def _unsupported(module: nn.Module, dropout: float, layout: Layout, others: dict[str, Any]) -> str | None:
+def _unsupported(
+    module: nn.Module, dropout: float, layout: Layout | SlicedLayout, others: dict[str, Any]
+) -> str | None:
     if dropout:
         return f"attention dropout {dropout:g}"
     for key, meaning in UNSUPPORTED.items():

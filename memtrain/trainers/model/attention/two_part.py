@@ -67,7 +67,7 @@ class TwoPartAttention(torch.autograd.Function):
             prompt_out_THD, prompt_lse_HT = kernel.forward(
                 query_THD[P:], key_TKD[:P], value_TKD[:P], layout.to_prompt, scale
             )
-            out_THD, lse_HT = _merge_tail(out_THD, lse_HT, prompt_out_THD, prompt_lse_HT, P)
+            merge_rows(out_THD, lse_HT, prompt_out_THD, prompt_lse_HT, slice(P, None))
         ctx.save_for_backward(query_THD, key_TKD, value_TKD, out_THD, lse_HT)
         ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
         return out_THD
@@ -100,16 +100,15 @@ class TwoPartAttention(torch.autograd.Function):
         return dq_THD, dk_TKD, dv_TKD, None, None, None
 
 
-def _merge_tail(
-    out_THD: Tensor, lse_HT: Tensor, prompt_out_THD: Tensor, prompt_lse_HT: Tensor, first: int
-) -> tuple[Tensor, Tensor]:
-    """Rows from `first` on become the softmax over both parts' keys, summed in the dtype of lse."""
-    own_lse_HT = lse_HT[:, first:]
-    merged_lse_HT = torch.logaddexp(own_lse_HT, prompt_lse_HT)
+def merge_rows(
+    out_THD: Tensor, lse_HT: Tensor, other_out_THD: Tensor, other_lse_HT: Tensor, rows: slice
+) -> None:
+    """`rows` of out and lse become the softmax over their own and the others' keys, summed in lse's dtype."""
+    own_lse_HT = lse_HT[:, rows]
+    merged_lse_HT = torch.logaddexp(own_lse_HT, other_lse_HT)
     own_weight_TH1 = (own_lse_HT - merged_lse_HT).exp().t()[..., None]
-    prompt_weight_TH1 = (prompt_lse_HT - merged_lse_HT).exp().t()[..., None]
-    merged_THD = prompt_out_THD.to(lse_HT.dtype).mul_(prompt_weight_TH1)
-    merged_THD = torch.addcmul(merged_THD, out_THD[first:].to(lse_HT.dtype), own_weight_TH1)
-    out_THD[first:] = merged_THD
-    lse_HT[:, first:] = merged_lse_HT
-    return out_THD, lse_HT
+    other_weight_TH1 = (other_lse_HT - merged_lse_HT).exp().t()[..., None]
+    merged_THD = other_out_THD.to(lse_HT.dtype).mul_(other_weight_TH1)
+    merged_THD = torch.addcmul(merged_THD, out_THD[rows].to(lse_HT.dtype), own_weight_TH1)
+    out_THD[rows] = merged_THD
+    lse_HT[:, rows] = merged_lse_HT

@@ -1,0 +1,44 @@
+"""A method whose rows are held by several ranks together: each brings an equal share of the same loss in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from memtrain.trainers.method import Ahead, LooksAhead, Loss, Method, means_of
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The method on each of `num_sharing` ranks that hold the same rows.
+
+    Their scorers answer about whole rows (`model/sliced_scoring.py`), so every one of them computes the same
+    loss and the same sums; a share of each is what adds up to them over all ranks of the run. The gradients
+    come out whole because `ContextRanks.sum` gives back as many times what it gets.
+    """
+
+    inner: Method
+    num_sharing: int
+
+    def loss(self, model: nn.Module, micro: Any, *, denominator: float, want_stats: bool) -> Loss:
+        """This rank's share of the loss, and of the sums."""
+        whole = self.inner.loss(model, micro, denominator=denominator, want_stats=want_stats)
+        sums = {name: value / self.num_sharing for name, value in whole.sums.items()}
+        return Loss(whole.value / self.num_sharing, sums)
+
+    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+        """What the method itself does."""
+        if isinstance(self.inner, LooksAhead):
+            self.inner.look_ahead(model, ahead)
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """What the method itself tells."""
+        return means_of(self.inner, sums, count)
+
+
+def shared(method: Method, num_sharing: int) -> Method:
+    """The method as one of `num_sharing` ranks with the same rows follows it."""
+    return method if num_sharing == 1 else Shared(method, num_sharing)

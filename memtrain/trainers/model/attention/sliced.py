@@ -1,0 +1,128 @@
+"""Attention over the slice of a row that one rank holds, to keys of the whole row: context parallelism.
+
+In every layer the ranks of a group gather the keys and values that a query of another slice looks back on,
+attend, and let them go again; the backward pass gathers them once more, and sums their gradients back to the
+ranks that hold them (in float32 at least). So no rank ever keeps more than its slice, and no document sees
+another: a row is cut by its `Layout`, not by a causal mask.
+
+Source: keys and values gathered as in Llama 3 (arXiv:2407.21783, section 3.3.2); the parts are merged by
+their log-sum-exp as in two_part.
+"""
+
+# T: tokens of the slice, M: gathered tokens, C: most of them from one rank, H: query heads, K: key heads,
+# D: head width. lse: log-sum-exp of the scores.
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.memory.attention import AttentionBackend
+from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
+from memtrain.trainers.model.slices import SlicedLayout
+
+KERNELS = {
+    AttentionBackend.CPU: "SegmentLoop",
+    AttentionBackend.CUDA: "TorchFlash",
+    AttentionBackend.FLASH: "PackageFlash",
+}
+"""The kernel of each back end that tells its log-sum-exp."""
+
+
+def attend_sliced(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    layout: SlicedLayout,
+    scale: float,
+    backend: AttentionBackend,
+) -> Tensor:
+    """`out_THD` of the slice, differentiable; called by all ranks of the group together."""
+    module = import_module(f"memtrain.trainers.model.attention.{backend}")
+    kernel: type[Kernel] = getattr(module, KERNELS[backend])
+    out_THD: Tensor = SlicedAttention.apply(query_THD, key_TKD, value_TKD, layout, scale, kernel)
+    return out_THD
+
+
+class SlicedAttention(torch.autograd.Function):
+    """Exact attention of a `SlicedLayout`; saves the slice's query, key, value, output and lse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        layout: SlicedLayout,
+        scale: float,
+        kernel: type[Kernel],
+    ) -> Tensor:
+        """`out_THD`, in the query's dtype."""
+        out_THD, lse_HT = kernel.forward(query_THD, key_TKD, value_TKD, layout.within, scale)
+        if layout.num_gathered:
+            keys_MKD, values_MKD = _gathered(key_TKD, value_TKD, layout)
+            for queries, keys, part in layout.reaches:
+                there = kernel.forward(query_THD[queries], keys_MKD[keys], values_MKD[keys], part, scale)
+                merge_rows(out_THD, lse_HT, *there, queries)
+        ctx.save_for_backward(query_THD, key_TKD, value_TKD, out_THD, lse_HT)
+        ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key and value; none for the rest."""
+        query_THD, key_TKD, value_TKD, out_THD, lse_HT = ctx.saved_tensors
+        layout: SlicedLayout = ctx.layout
+        kernel: type[Kernel] = ctx.kernel
+        grad_THD = grads[0].contiguous()
+        dq_THD, dk_TKD, dv_TKD = kernel.backward(
+            grad_THD, query_THD, key_TKD, value_TKD, out_THD, lse_HT, layout.within, ctx.scale
+        )
+        if not layout.num_gathered:
+            return dq_THD, dk_TKD, dv_TKD, None, None, None
+        keys_MKD, values_MKD = _gathered(key_TKD, value_TKD, layout)
+        wide = torch.promote_types(key_TKD.dtype, torch.float32)
+        dk_MKD = torch.zeros_like(keys_MKD, dtype=wide)
+        dv_MKD = torch.zeros_like(values_MKD, dtype=wide)
+        for queries, keys, part in layout.reaches:
+            dq_there, dk_there, dv_there = kernel.backward(
+                grad_THD[queries],
+                query_THD[queries],
+                keys_MKD[keys],
+                values_MKD[keys],
+                out_THD[queries],
+                lse_HT[:, queries].contiguous(),
+                part,
+                ctx.scale,
+            )
+            dq_THD[queries] += dq_there
+            dk_MKD[keys] += dk_there
+            dv_MKD[keys] += dv_there
+        del keys_MKD, values_MKD
+        dk_TKD = _returned(dk_TKD, dk_MKD, layout)
+        dv_TKD = _returned(dv_TKD, dv_MKD, layout)
+        return dq_THD, dk_TKD, dv_TKD, None, None, None
+
+
+def _gathered(key_TKD: Tensor, value_TKD: Tensor, layout: SlicedLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of the M tokens that some slice looks back on, in the order of the row."""
+    both_CK2D = torch.cat([key_TKD[layout.sent], value_TKD[layout.sent]], -1)
+    both_MK2D = layout.ranks.gather(both_CK2D)[layout.order]
+    D = key_TKD.shape[-1]
+    return both_MK2D[..., :D], both_MK2D[..., D:]
+
+
+def _returned(own_TKD: Tensor, there_MKD: Tensor, layout: SlicedLayout) -> Tensor:
+    """The slice's own gradient, and what all ranks found for its tokens, in the dtype of the first."""
+    num_rows = layout.ranks.size * len(layout.sent)
+    arriving = there_MKD.new_zeros(num_rows, *there_MKD.shape[1:])
+    arriving[layout.order] = there_MKD
+    summed_CKD = layout.ranks.scatter(arriving)[: layout.num_sent]
+    return (
+        own_TKD.to(summed_CKD.dtype)
+        .index_add(0, layout.sent[: layout.num_sent], summed_CKD)
+        .to(own_TKD.dtype)
+    )

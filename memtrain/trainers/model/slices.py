@@ -1,0 +1,207 @@
+"""The slice of a flattened row that one of several ranks holds, and what its queries look back on elsewhere.
+
+A row of T tokens is cut into 2R chunks of equal length, and rank r of R holds chunks r and 2R - 1 - r: with
+causal attention an early chunk is light and a late one heavy, so that every rank has about the same to do.
+A slice is attended to in two ways: its own pieces of segments to themselves, and those that began in an
+earlier chunk (or answer a prompt) to keys that are gathered from the ranks that hold them. Segments that
+begin and end in one chunk need nothing gathered: short documents in a long row cost next to no exchange.
+
+Source: the two chunks are the load balance of Llama 3's context parallelism, arXiv:2407.21783, section 3.3.2,
+which gathers keys and values as well.
+"""
+
+# T: tokens of the row, L: tokens of the slice, R: ranks, M: tokens whose keys are gathered, C: of them, most
+# from one rank.
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.trainers.model.context import ContextRanks
+from memtrain.trainers.model.layout import Layout, Part, part_of
+
+CHUNKS_A_RANK = 2
+
+
+class Reach(NamedTuple):
+    """Own queries that attend to all of some gathered keys, segment by segment."""
+
+    queries: slice
+    """Rows of the slice."""
+    keys: slice
+    """Rows of the M gathered keys."""
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlicedLayout:
+    """Who attends to whom, for the slice of one rank. Layouts of all ranks are made from the same row.
+
+    index: int64 [L], the rows of the whole row that the slice holds, in order.
+    within: the slice's pieces of segments, each to itself, causal.
+    reaches: what its queries attend to besides.
+    sent: int64 [C], rows of the slice whose keys others look back on, filled up with row 0; the first
+        `num_sent` count.
+    order: int64 [M], where each gathered token is among the R * C that arrive.
+    longest_span: most tokens that a query can look back on, itself counted.
+    """
+
+    ranks: ContextRanks
+    index: Tensor
+    within: Part
+    reaches: tuple[Reach, ...]
+    sent: Tensor
+    num_sent: int
+    order: Tensor
+    longest_span: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the slice."""
+        return self.within.query_bounds[-1]
+
+    @property
+    def num_gathered(self) -> int:
+        """Tokens whose keys and values are gathered in every layer; the same on all ranks."""
+        return len(self.order)
+
+
+def slice_of(layout: Layout, ranks: ContextRanks) -> SlicedLayout:
+    """The slice of `layout` that this rank holds, on the layout's device.
+
+    The row's length must be a multiple of twice the ranks: the plan pads it.
+    """
+    T, size, device = layout.num_tokens, ranks.size, layout.device
+    assert T % (CHUNKS_A_RANK * size) == 0, f"{T} tokens are not cut into {CHUNKS_A_RANK * size} chunks."
+    own = held_by(ranks.index, size, T)
+    bounds = _bounds([stop - start for piece in own for start, stop in _pieces(layout, *piece)])
+    looks = [list(_looks(layout, held_by(rank, size, T))) for rank in range(size)]
+    gathered = _united(look.key_span for of_rank in looks for look in of_rank)
+    sent, order = _sending(gathered, size, T)
+    most = max((len(rows) for rows in sent), default=0)
+    mine = sent[ranks.index]
+    return SlicedLayout(
+        ranks=ranks,
+        index=torch.cat([torch.arange(begin, end) for begin, end in own]).to(device),
+        within=part_of(bounds, bounds, device=device, is_causal=True),
+        reaches=tuple(_reach(look, own, gathered, device) for look in looks[ranks.index]),
+        sent=torch.cat([mine, mine.new_zeros(most - len(mine))]).to(device),
+        num_sent=len(mine),
+        order=order.to(device),
+        longest_span=layout.longest_span,
+    )
+
+
+def held_by(rank: int, size: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """The rows that a rank holds: its two chunks, or one range where they are neighbours."""
+    chunk = num_tokens // (CHUNKS_A_RANK * size)
+    early, late = rank * chunk, (CHUNKS_A_RANK * size - 1 - rank) * chunk
+    if early + chunk == late:
+        return ((early, late + chunk),)
+    return ((early, early + chunk), (late, late + chunk))
+
+
+class _Look(NamedTuple):
+    """Queries from row `query` on that attend to the keys from row `key` on, bounds counted from there."""
+
+    query: int
+    query_bounds: tuple[int, ...]
+    key: int
+    key_bounds: tuple[int, ...]
+
+    @property
+    def key_span(self) -> tuple[int, int]:
+        """First row of the keys, and the row after the last."""
+        return self.key, self.key + self.key_bounds[-1]
+
+
+def _pieces(layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of segments between two rows."""
+    bounds = layout.within.query_bounds
+    first, last = bisect_right(bounds, begin) - 1, bisect_left(bounds, end)
+    for start, stop in pairwise(bounds[first : last + 1]):
+        yield max(start, begin), min(stop, end)
+
+
+def _looks(layout: Layout, held: Sequence[tuple[int, int]]) -> Iterator[_Look]:
+    """What the queries of some rows attend to beside their own piece: their segment's beginning, a prompt."""
+    bounds = layout.within.query_bounds
+    for begin, end in held:
+        segment = bisect_right(bounds, begin) - 1
+        start = bounds[segment]
+        if start < begin:
+            stop = min(bounds[segment + 1], end)
+            yield _Look(begin, (0, stop - begin), start, (0, begin - start))
+        low, high = max(begin, layout.num_prompt_tokens), end
+        if layout.to_prompt is not None and low < high:
+            yield _to_prompts(layout.to_prompt, layout.num_prompt_tokens, low, high)
+
+
+def _to_prompts(part: Part, num_prompt_tokens: int, low: int, high: int) -> _Look:
+    """Completion tokens between two rows, those of each group to the group's prompt."""
+    low, high = low - num_prompt_tokens, high - num_prompt_tokens
+    first = bisect_right(part.query_bounds, low) - 1
+    last = bisect_left(part.query_bounds, high)
+    queries = tuple(min(max(bound, low), high) - low for bound in part.query_bounds[first : last + 1])
+    start = part.key_bounds[first]
+    keys = tuple(bound - start for bound in part.key_bounds[first : last + 1])
+    return _Look(num_prompt_tokens + low, queries, start, keys)
+
+
+def _united(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of some ranges of rows, as ranges that do not touch."""
+    united: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if united and begin <= united[-1][1]:
+            united[-1] = (united[-1][0], max(end, united[-1][1]))
+        else:
+            united.append((begin, end))
+    return united
+
+
+def _sending(gathered: Sequence[tuple[int, int]], size: int, T: int) -> tuple[list[Tensor], Tensor]:  # noqa: N803
+    """(rows of its slice that each rank sends, place of each gathered token among those that arrive)."""
+    chunk = T // (CHUNKS_A_RANK * size)
+    token_M = torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in gathered)])
+    chunk_M = token_M.div(chunk, rounding_mode="floor")
+    is_late_M = chunk_M >= size
+    rank_M = torch.where(is_late_M, CHUNKS_A_RANK * size - 1 - chunk_M, chunk_M)
+    row_M = token_M - chunk_M * chunk + is_late_M * chunk
+    sent = [row_M[rank_M == rank] for rank in range(size)]
+    most = max(len(rows) for rows in sent)
+    order_M = torch.empty_like(token_M)
+    for rank, rows in enumerate(sent):
+        order_M[rank_M == rank] = rank * most + torch.arange(len(rows))
+    return sent, order_M
+
+
+def _reach(
+    look: _Look, own: Sequence[tuple[int, int]], gathered: Sequence[tuple[int, int]], device: torch.device
+) -> Reach:
+    query, key = _place(look.query, own), _place(look.key, gathered)
+    return Reach(
+        queries=slice(query, query + look.query_bounds[-1]),
+        keys=slice(key, key + look.key_bounds[-1]),
+        part=part_of(look.query_bounds, look.key_bounds, device=device, is_causal=False),
+    )
+
+
+def _place(row: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """Where a row stands when the ranges lie end to end."""
+    before = 0
+    for begin, end in ranges:
+        if begin <= row < end:
+            return before + row - begin
+        before += end - begin
+    raise AssertionError(f"Row {row} is in none of {list(ranges)}.")
+
+
+def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(lengths, initial=0))
