@@ -55,7 +55,12 @@ class Load:
 
     @property
     def N(self) -> int:  # noqa: N802
-        """Tokens that enter the model, padding included."""
+        """Tokens that enter the model on one process, padding included."""
+        return -(-self.num_whole // self.settings.context_parallel)
+
+    @property
+    def num_whole(self) -> int:
+        """The same of all processes that hold the same rows."""
         if self.settings.padding_free:
             tokens, rows = self.batch.tokens, 1
         else:
@@ -66,7 +71,9 @@ class Load:
     @property
     def S(self) -> int:  # noqa: N802
         """Tokens that the loss scores: the last of a row predicts nothing."""
-        return max(0, min(self.batch.scored_tokens, self.batch.tokens - self.batch.rows))
+        whole = max(0, min(self.batch.scored_tokens, self.batch.tokens - self.batch.rows))
+        # A slice may be all answer.
+        return whole if self.settings.context_parallel == 1 else min(whole, self.N)
 
 
 def norm_kept(load: Load, width: int, *, num_scales: int) -> int:
@@ -107,6 +114,30 @@ def attention_kept(load: Load) -> int:
 def _scores(load: Load) -> int:
     """Scores of one layer where rows attend by themselves: heads * length^2 for each row."""
     return load.shape.num_heads * load.N * (load.N // load.batch.rows)
+
+
+def num_gathered(load: Load) -> int:
+    """Most tokens whose keys and values one process gathers from those that share its rows.
+
+    All of the row; in packed rows without shared prompts, no more than a document at each of the 2n - 1
+    borders of their slices.
+    """
+    settings = load.settings
+    if settings.context_parallel == 1:
+        return 0
+    if settings.shared_prompts or not settings.padding_free:
+        return load.num_whole
+    return min(load.num_whole, (2 * settings.context_parallel - 1) * load.batch.longest)
+
+
+def gathered_forward(load: Load) -> int:
+    """Gathered keys and values of one layer, as they arrive and in the order of the row: 2 * 2*a*M*K."""
+    return 4 * load.a * num_gathered(load) * load.shape.kv_width
+
+
+def gathered_backward(load: Load) -> int:
+    """Gathered keys and values, a kernel's gradients of them (2*a*M*K each), and float32 sums (8*M*K)."""
+    return (4 * load.a + 8) * num_gathered(load) * load.shape.kv_width
 
 
 def mlp_kept(load: Load) -> int:
@@ -185,6 +216,7 @@ def layer_backward(load: Load) -> int:
     mlp = layer_kept(load) + a * N * (shape.width + 2 * width) + _in_float(load, 16 * N * width)
     attention = attention_kept(load) + norm_kept(load, shape.width, num_scales=1)
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
+    attention += gathered_backward(load)
     if load.settings.attention == "dense":
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
         attention += N * N * shape.num_heads * (6 if load.is_half else 4)
@@ -201,6 +233,7 @@ def layer_forward(load: Load) -> int:
         load, 8 * N * shape.mlp_width
     )
     attention = a * N * (3 * shape.width + 3 * shape.query_width + 3 * shape.kv_width)
+    attention += gathered_forward(load)
     if load.settings.attention == "dense":
         attention += 12 * N * N * shape.num_heads
     if shape.attention_softcap:

@@ -19,7 +19,7 @@ class Micro:
     tokens: int | None
 
 
-def decide_batch(ledger: Ledger, num_processes: int) -> tuple[int | None, int | None]:
+def decide_batch(ledger: Ledger, num_replicas: int, *, num_sharing: int = 1) -> tuple[int | None, int | None]:
     """(rows, tokens) of one optimizer step: exactly one of them is a number."""
     train = ledger.asked.recipe.train
     if train.batch_tokens is not None:
@@ -27,11 +27,12 @@ def decide_batch(ledger: Ledger, num_processes: int) -> tuple[int | None, int | 
         return None, train.batch_tokens
     rows = train.batch_rows if train.batch_rows is not None else DEFAULT_BATCH_ROWS
     ledger.decide("batch_rows", rows, "" if train.batch_rows else "the default", "train.batch_rows")
-    if rows < num_processes:
+    if rows < num_replicas:
         ledger.refuse(
-            f"a step of {rows} rows cannot be shared by {num_processes} processes",
+            f"a step of {rows} rows cannot be shared by {who(num_replicas, num_sharing)}",
             "train.batch_rows",
-            f"set train.batch_rows to at least {num_processes}, or cluster.processes to at most {rows}",
+            f"set train.batch_rows to at least {num_replicas}, or cluster.processes to at most "
+            f"{rows * num_sharing}",
         )
     return rows, None
 
@@ -41,18 +42,20 @@ def micro_candidates(
     profile: LengthProfile,
     batch: tuple[int | None, int | None],
     *,
-    num_processes: int,
+    num_replicas: int,
     padding_free: bool,
     device: str,
+    num_sharing: int = 1,
 ) -> list[Micro]:
     """The micro-batches to choose from, largest first; only one when the recipe says it."""
     train = ledger.asked.recipe.train
-    most_rows = _most_rows(profile, batch, num_processes)
+    most_rows = _most_rows(profile, batch, num_replicas)
     longest = profile.longest[0] if profile.longest else 1
     rows = train.micro_rows
     if rows != "auto" and rows > most_rows:
         ledger.refuse(
-            f"train.micro_rows is {rows}, and each of {num_processes} processes has {most_rows} rows a step",
+            f"train.micro_rows is {rows}, and each of {who(num_replicas, num_sharing)} has {most_rows} rows "
+            "a step",
             "train.micro_rows",
             f"set it to at most {most_rows}, or raise the batch",
         )
@@ -73,43 +76,55 @@ def micro_candidates(
     if rows != "auto":
         return [Micro(rows, None)]
     if padding_free:
-        return [Micro(most_rows, tokens) for tokens in _token_steps(longest, device)]
-    return [Micro(count, None) for count in _row_steps(most_rows, longest, device)]
+        return [Micro(most_rows, tokens) for tokens in _token_steps(longest, device, num_sharing)]
+    return [Micro(count, None) for count in _row_steps(most_rows, longest, device, num_sharing)]
+
+
+def who(num_replicas: int, num_sharing: int) -> str:
+    """Those who take rows of a step: processes, or groups of them that hold the same rows."""
+    if num_sharing == 1:
+        return f"{num_replicas} process{'es' if num_replicas > 1 else ''}"
+    return f"{num_replicas} group{'s' if num_replicas > 1 else ''} of {num_sharing} processes"
 
 
 def worked_line(
-    batch: tuple[int | None, int | None], micro: Micro, num_processes: int, profile: LengthProfile
+    batch: tuple[int | None, int | None],
+    micro: Micro,
+    num_replicas: int,
+    profile: LengthProfile,
+    *,
+    num_sharing: int = 1,
 ) -> str:
     """The arithmetic of a step in words."""
     rows, tokens = batch
     step = f"{rows:,} rows" if rows is not None else f"up to {tokens:,} tokens"
     per_step = rows if rows is not None else (tokens or 0) / profile.mean_tokens
-    by_rows = per_step / num_processes / micro.rows
-    by_tokens = per_step * profile.mean_tokens / num_processes / micro.tokens if micro.tokens else 0.0
+    by_rows = per_step / num_replicas / micro.rows
+    by_tokens = per_step * profile.mean_tokens / num_replicas / micro.tokens if micro.tokens else 0.0
     rounds = max(1, round(max(by_rows, by_tokens) + 0.49))
     limit = f"{micro.rows} rows" + (f" and {micro.tokens:,} tokens" if micro.tokens else "")
-    plural = "es" if num_processes > 1 else ""
-    return f"{step} = {num_processes} process{plural} x about {rounds} micro-batches of at most {limit}"
+    by = who(num_replicas, num_sharing)
+    return f"{step} = {by} x about {rounds} micro-batches of at most {limit}"
 
 
-def _most_rows(profile: LengthProfile, batch: tuple[int | None, int | None], num_processes: int) -> int:
+def _most_rows(profile: LengthProfile, batch: tuple[int | None, int | None], num_replicas: int) -> int:
     rows, tokens = batch
     if rows is None:
         shortest = max(1.0, min(profile.mean_tokens, float(profile.longest[-1] if profile.longest else 1)))
         rows = max(1, int((tokens or 0) / shortest))
-    return max(1, min(-(-rows // num_processes), profile.report.num_sequences))
+    return max(1, min(-(-rows // num_replicas), profile.report.num_sequences))
 
 
-def _token_steps(longest: int, device: str) -> list[int]:
-    most = max(longest, COMFORTABLE_TOKENS[device])
+def _token_steps(longest: int, device: str, num_sharing: int) -> list[int]:
+    most = max(longest, num_sharing * COMFORTABLE_TOKENS[device])
     steps = [most]
     while steps[-1] // 2 > longest:
         steps.append(steps[-1] // 2)
     return [*steps, longest] if steps[-1] != longest else steps
 
 
-def _row_steps(most_rows: int, longest: int, device: str) -> list[int]:
-    comfortable = max(1, COMFORTABLE_TOKENS[device] // max(1, longest))
+def _row_steps(most_rows: int, longest: int, device: str, num_sharing: int) -> list[int]:
+    comfortable = max(1, num_sharing * COMFORTABLE_TOKENS[device] // max(1, longest))
     steps = [min(most_rows, comfortable)]
     while steps[-1] > 1:
         steps.append(steps[-1] // 2)

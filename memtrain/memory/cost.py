@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_boundary, layer_kept
+from memtrain.memory.activations import (
+    DTYPE_BYTES,
+    HeaviestBatch,
+    Load,
+    layer_boundary,
+    layer_kept,
+    num_gathered,
+)
 from memtrain.memory.budget import num_trained, optimizer_bytes, static_bytes, trains_head
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.settings import Settings
@@ -58,13 +65,14 @@ def step_time(
         num_micros * (_layer_operators(load) + _tile_operators(load)) + _optimizer_operators(settings, shape)
     )
     copy = num_micros * _copied(load) / rates.host_bytes_per_s
+    gathering = num_micros * gathered_bytes(load) / rates.host_bytes_per_s
     states = _moved_states(settings, shape) / rates.host_bytes_per_s
     # A kernel is not done before its last block is: the shorter the kernels, the more of them is waiting.
     tails = rates.kernel_s * num_micros * _layer_operators(load)
     computing = products + traffic + tails
     forward = computing / sum(_passes(load))
     again = forward if settings.reference in WITH_A_PASS else 0.0
-    device = again + _overlapped(forward, copy) + _overlapped(computing - forward, copy)
+    device = again + _overlapped(forward, copy) + _overlapped(computing - forward, copy) + gathering
     seconds = _overlapped(device + _overlapped(optimizer, states), launch)
     return StepTime(seconds, products, traffic, optimizer, launch, 2 * copy + states)
 
@@ -97,7 +105,7 @@ def _layer_operations(load: Load) -> float:
         linear += 2.0 * load.N * shape.num_adapter_per_layer(settings.adapter) * 2
     forward, backward = _passes(load)
     factor = 4.0 if settings.attention == "dense" else 2.0
-    attention = factor * shape.query_width * sum_of_squares(load)
+    attention = factor * shape.query_width * sum_of_squares(load) / settings.context_parallel
     return shape.num_layers * (linear * (forward + backward) + attention * (forward + FLASH_BACKWARD))
 
 
@@ -183,6 +191,17 @@ def _copied(load: Load) -> float:
     if settings.offload == "all":
         return float(shape.num_layers * layer_kept(load))
     return 0.0
+
+
+def gathered_bytes(load: Load) -> float:
+    """Bytes that reach a process in a micro-batch from those that share its rows, at a bus's speed.
+
+    Keys and values once in every forward pass and once in the backward pass, and their float32 gradients
+    back. Links between devices are faster than the bus: this is the slow end.
+    """
+    forward, _ = _passes(load)
+    of_layer = num_gathered(load) * load.shape.kv_width * (2 * load.a * (forward + 1) + 8)
+    return load.shape.num_layers * of_layer
 
 
 def _moved_states(settings: Settings, shape: ModelShape) -> float:

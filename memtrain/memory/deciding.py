@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtrain.memory.batching import Micro, decide_batch, micro_candidates
+from memtrain.memory.context import refuse_attention, refuse_context, row_multiple
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.online import refuse_uneven_groups
@@ -27,20 +28,25 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     refuse_what_cannot_run(ledger, hardware)
     processes = decide_device(ledger, hardware)
     dtype = decide_dtype(ledger, hardware)
+    refuse_context(ledger, processes, facts.config)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
-    rows, tokens = batch = decide_batch(ledger, processes)
+    sharing = recipe.cluster.context_parallel
+    replicas = max(1, processes // sharing)
+    rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=sharing)
     refuse_uneven_groups(ledger, rows)
     if attention is None:
         return None, []
+    refuse_attention(ledger, attention)
     padding_free = _padding_free(ledger, can_pack=attention.can_pack)
     shares = decide_shared_prompts(ledger, attention, padding_free=padding_free)
     if facts.apart is not None and not shares:
         facts = facts.with_prompts_apart()
-    micros = whole_batch(ledger, batch, processes) or micro_candidates(
+    micros = whole_batch(ledger, batch, replicas) or micro_candidates(
         ledger,
         facts.profile,
         batch,
-        num_processes=processes,
+        num_replicas=replicas,
+        num_sharing=sharing,
         padding_free=padding_free,
         device=hardware.device,
     )
@@ -55,6 +61,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
             "threads": max(1, hardware.num_nodes * hardware.num_cores // processes)
             if threads == "auto"
             else threads,
+            "context_parallel": sharing,
             "dtype": dtype,
             "attention": str(attention.backend),
             "liger": _uses_liger(ledger, hardware),
@@ -80,7 +87,7 @@ def _said(recipe: Recipe) -> dict[str, object]:
         "max_length": recipe.length.max_length,
         "packing": recipe.length.packing,
         "documents_see_each_other": recipe.length.documents_see_each_other,
-        "pad_to_multiple_of": recipe.length.pad_to_multiple_of,
+        "pad_to_multiple_of": row_multiple(recipe.length.pad_to_multiple_of, recipe.cluster.context_parallel),
         "group_by_length": recipe.length.group_by_length,
         "loss_tile_bytes": recipe.memory.loss_tile,
         "optimizer": recipe.optim.kind,

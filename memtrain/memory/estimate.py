@@ -125,7 +125,7 @@ def _resting(load: Load, *, has_state: bool) -> Moment:
         "master copies": static.master,
         "reduce buffers": static.reduce,
         "optimizer": static.optimizer if has_state else 0,
-        "batch": 4 * 8 * load.N,
+        "batch": 4 * 8 * load.num_whole,
     }
 
 

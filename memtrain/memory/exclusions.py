@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memtrain.memory.all_strategies import STRATEGIES
+from memtrain.memory.context import NOT_SLICED, NOT_WITH_LIGER, SLICED
 from memtrain.memory.settings import Settings
 
 
@@ -105,6 +106,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         ),
         "gradients of several micro-batches are summed before they are used",
     ),
+    Exclusion(
+        "context_parallel",
+        "attention that is flex, dense or stock",
+        lambda settings: settings.attention not in SLICED,
+        NOT_SLICED,
+    ),
+    _with("context_parallel", "liger_loss", NOT_WITH_LIGER),
     _with("liger_loss", "shared_prompts", "Liger's kernel is cross-entropy of single rows"),
 )
 

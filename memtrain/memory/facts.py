@@ -86,7 +86,7 @@ def price(settings: Settings, facts: Facts) -> Priced:
     prediction = predict(settings, facts)
     typical, num_micros = typical_micro(settings, facts)
     seconds = step_time(settings, facts.shape, typical, facts.hardware, num_micros=num_micros).seconds
-    tokens = max(1, typical.tokens * num_micros)
+    tokens = max(1, typical.tokens * num_micros) / settings.context_parallel
     return Priced(settings, prediction, need_of(prediction, settings), seconds, seconds / tokens)
 
 
@@ -120,7 +120,7 @@ def typical_micro(settings: Settings, facts: Facts) -> tuple[HeaviestBatch, int]
     if settings.micro_tokens is not None:
         rows = max(1, min(rows, int(settings.micro_tokens / mean)))
     step_rows = settings.batch_rows or max(1, int((settings.batch_tokens or 0) / mean))
-    own_rows = max(1, -(-step_rows // settings.num_processes))
+    own_rows = max(1, -(-step_rows // settings.num_replicas))
     num_micros = max(1, -(-own_rows // rows))
     # The last micro-batch of a step may be smaller: all are taken to share the step's rows equally.
     tokens = max(1, round(own_rows * mean / num_micros))

@@ -32,7 +32,7 @@ class LengthReport(Section):
     tokens_dropped: int
     """Tokens of the rows that are left out."""
     tokens_idle: int
-    """Tokens of split-off pieces that are left out because nothing in them is learnt."""
+    """Tokens of split-off pieces (`wrapped`: of sequences) that are left out as nothing in them is learnt."""
     learnt_cut: int
     """Learnt tokens lost by cutting rows."""
     learnt_dropped: int

@@ -113,9 +113,18 @@ def explain(ledger: Ledger, chosen: Priced, facts: Facts, budget: int) -> None:
     def gain(without: Updates) -> str:
         return _gain_words(chosen, without, facts)
 
+    if settings.context_parallel > 1:
+        ledger.decide(
+            "context_parallel",
+            settings.context_parallel,
+            f"processes hold each row together; rows are padded to a multiple of "
+            f"{settings.pad_to_multiple_of}; {gain({'context_parallel': 1})}",
+            "cluster.context_parallel",
+        )
     micro = Micro(settings.micro_rows, settings.micro_tokens)
     batch = (settings.batch_rows, settings.batch_tokens)
-    line = worked_line(batch, micro, settings.num_processes, facts.profile)
+    sharing = settings.context_parallel
+    line = worked_line(batch, micro, settings.num_replicas, facts.profile, num_sharing=sharing)
     path = "train.micro_tokens" if settings.micro_tokens is not None else "train.micro_rows"
     ledger.decide("micro_batch", settings.micro_tokens or settings.micro_rows, line, path)
     length = "length.packing" if settings.packing != "none" else "length.padding_free"

@@ -140,6 +140,7 @@ def plain(settings: Settings, profile: LengthProfile) -> Settings:
             "attention": "stock",
             "padding_free": False,
             "shared_prompts": False,
+            "context_parallel": 1,
             "packing": "none",
             "batch_rows": rows,
             "micro_rows": max(1, round(sequences * per_sequence)),

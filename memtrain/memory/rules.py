@@ -88,8 +88,11 @@ def decide_device(ledger: Ledger, hardware: Hardware) -> int:
     nodes = hardware.num_nodes
     most = nodes * (hardware.num_devices if hardware.device == "cuda" else hardware.num_cores)
     if cluster.processes == "auto":
-        processes = nodes * (hardware.num_devices if hardware.device == "cuda" else 1)
-        ledger.decide("num_processes", processes, "one for each device", "cluster.processes")
+        sharing = cluster.context_parallel
+        processes = nodes * (hardware.num_devices if hardware.device == "cuda" else sharing)
+        is_shared = hardware.device == "cpu" and sharing > 1
+        words = "those that share a row" if is_shared else "one for each device"
+        ledger.decide("num_processes", processes, words, "cluster.processes")
         return processes
     if cluster.processes > most:
         kind = "CUDA devices" if hardware.device == "cuda" else "CPU cores"
@@ -143,7 +146,7 @@ def decide_attention(
     )
     wanted = recipe.model.attention
     wants_flat = recipe.length.padding_free or recipe.length.packing != "none"
-    if wanted == "auto" and recipe.length.padding_free is False:
+    if wanted == "auto" and recipe.length.padding_free is False and recipe.cluster.context_parallel == 1:
         wanted = "stock"
     try:
         choice = choose_attention(facts, None if wanted == "auto" else AttentionBackend(wanted))

@@ -17,6 +17,8 @@ class Settings(Section):
     """Processes over all nodes (the world size)."""
     threads: int
     """CPU threads of one process."""
+    context_parallel: int = 1
+    """Processes that hold each row together, a slice each."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     """Precision of the weights and of the computation."""
@@ -79,3 +81,8 @@ class Settings(Section):
     """The heaviest batch is tried before the first step."""
     recovery: tuple[Literal["split", "checkpointing", "offloading", "loss_tile"], ...] = ()
     """What may be done when memory runs out during the run; nothing: the run ends."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Into how many parts the rows of a step are dealt: processes, or groups of those that share rows."""
+        return self.num_processes // self.context_parallel

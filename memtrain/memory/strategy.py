@@ -16,6 +16,7 @@ Wish = Literal["on", "off", "auto", "allow"]
 
 Axis = Literal[
     "rows",
+    "context",
     "checkpointing",
     "offloading",
     "loss",

@@ -64,6 +64,10 @@ def decide_recovery(ledger: Ledger, settings: Settings) -> tuple[Rung, ...]:
         )
         ledger.decide("recover", "off", why, "memory.recover")
         return ()
+    if settings.context_parallel > 1:
+        why = "a pass that breaks off on one process leaves those that share its rows waiting"
+        ledger.decide("recover", "off", why, "memory.recover")
+        return ()
     rungs: list[Rung] = []
     is_whole = recipe.method == "dpo" and (recipe.dpo or Dpo()).ranks_the_batch
     if not is_whole and STRATEGY_OF["split"] not in recipe.memory.never:

@@ -58,6 +58,8 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
     if recipe.method != "sft":
         return f"the batches of {recipe.method} are not traced"
+    if settings.context_parallel > 1:
+        return "a trace is of one process, and several hold each row"
     if settings.quantize != "none":
         return "quantized weights need bitsandbytes' own kernels"
     if settings.optimizer in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"):

@@ -39,7 +39,8 @@ class Length(Section):
     packing: Literal["none", "bfd", "bfd_split", "wrapped"] = "none"
     """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are
     truncated; `bfd_split`: longer rows are split, nothing is lost; `wrapped`: rows are concatenated and
-    cut."""
+    cut, so that every sequence is full and a row's order is kept. Rows of which a cut leaves only the prompt
+    in one sequence cost `wrapped` tokens that teach nothing; `bfd_split` leaves such pieces out."""
 
     documents_see_each_other: bool = False
     """With `wrapped`: let rows of one sequence attend to each other (pretraining style). false: they never

@@ -12,6 +12,7 @@ StrategyName = Literal[
     "padding_free",
     "packing",
     "shared_prompts",
+    "context_parallel",
     "smaller_micro_batch",
     "activation_checkpointing",
     "checkpoint_every_n",

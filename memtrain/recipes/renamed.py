@@ -10,6 +10,9 @@ _RESUME = "remove it: a run continues from its run folder by itself; `--no-resum
 _PLANNED = "remove it: the plan chooses how devices share the work; see `cluster.processes`"
 _PRECISION = "`model.dtype` (bfloat16 where the device computes in it, by default)"
 _NO_SAMPLING = "remove it: the methods of this version do not sample"
+_NO_ULYSSES = (
+    "`cluster.context_parallel`: processes that hold a row gather keys; heads are not dealt out (Ulysses)"
+)
 
 RENAMED_KEYS: dict[str, str] = {
     # model
@@ -151,6 +154,12 @@ RENAMED_KEYS: dict[str, str] = {
     "no_cuda": "`cluster.device: cpu`",
     "num_processes": "`cluster.processes`",
     "num_gpus": "`cluster.processes`",
+    "cp_size": "`cluster.context_parallel`",
+    "context_parallel_size": "`cluster.context_parallel`",
+    "sp_size": _NO_ULYSSES,
+    "sequence_parallel_size": _NO_ULYSSES,
+    "sequence_parallel_degree": _NO_ULYSSES,
+    "ulysses_sequence_parallel_size": _NO_ULYSSES,
     "deepspeed": _PLANNED,
     "fsdp": _PLANNED,
     "fsdp_config": _PLANNED,

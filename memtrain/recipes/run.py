@@ -99,5 +99,10 @@ class Cluster(Section):
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of one process. `auto`: the cores, divided by the processes."""
 
+    context_parallel: PositiveInt = 1
+    """Processes that hold each row together, a slice each (context parallelism), for rows too long for one
+    device. Activations of a process shrink by it; keys and values are gathered in every layer. Same numbers:
+    packed documents stay apart. It must divide the processes."""
+
     slurm: Slurm | None = None
     """The job that `memtrain slurm` writes and submits."""

@@ -17,6 +17,7 @@ from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.plan import Plan
 from memtrain.memory.settings import Settings
 from memtrain.recipes.registry import METHODS
+from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
 from memtrain.trainers.data.tokenizer import tokenizer_of
@@ -25,8 +26,9 @@ from memtrain.trainers.method import FollowsSteps, Method
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import attention_switched
+from memtrain.trainers.model.context import make_context
 from memtrain.trainers.model.head import Scorer, base_model, verify_head
-from memtrain.trainers.model.isolation import verify_isolation
+from memtrain.trainers.model.isolation import verify_isolation, verify_slices
 from memtrain.trainers.model.liger import apply_liger
 from memtrain.trainers.model.load import load_model
 from memtrain.trainers.model.noise import add_noise
@@ -74,8 +76,11 @@ def build(plan: Plan) -> Built:
     tokenizer = tokenizer_of(recipe.model)
     model = build_model(plan, vocab_size=len(tokenizer))
     scorer = build_scorer(plan, model)
-    if settings.padding_free:
+    if settings.padding_free or settings.context_parallel > 1:
         verify_isolation(model, AttentionBackend(settings.attention), shared_prompts=settings.shared_prompts)
+    scorer.context = make_context(settings.context_parallel)
+    if scorer.context is not None:
+        verify_slices(model, AttentionBackend(settings.attention), scorer.context)
     module = import_module(METHODS[recipe.method].trainer)
     pad_id = cast(int | None, tokenizer.pad_token_id)
     train, held_out = build_feeds(plan, module.feed, pad_id if pad_id is not None else 0)
@@ -84,7 +89,7 @@ def build(plan: Plan) -> Built:
         tokenizer=tokenizer,
         scorer=scorer,
         optimizer=build_optimizer(scorer, recipe.optim, settings),
-        method=module.method(recipe, reference),
+        method=shared(module.method(recipe, reference), settings.context_parallel),
         train=train,
         eval=held_out,
         follower=reference if isinstance(reference, FollowsSteps) else None,

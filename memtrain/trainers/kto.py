@@ -98,7 +98,7 @@ class Kto:
                 total += self._log_ratios(model, batch).sum()
         if ahead.num_ranks > 1:
             dist.all_reduce(total)
-        self.baseline = kl_baseline(total, float(len(items)))
+        self.baseline = kl_baseline(total / ahead.num_sharing, float(len(items)))
 
     def loss(self, model: nn.Module, micro: AnswerBatch, *, denominator: float, want_stats: bool) -> Loss:
         """Sum of the rows' losses over `denominator`; sums: rewards and log-probs by verdict, and z."""

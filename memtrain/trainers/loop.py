@@ -83,7 +83,7 @@ def _steps_left(run: Run) -> None:
     if run.plan.recipe.eval.at_start and run.position.step == 0:
         evaluate(run)
     while run.position.step < run.plan.settings.max_steps:
-        work = run.steps.work(run.position.step, rank=run.ranks.rank, num_ranks=run.ranks.world)
+        work = run.steps.work(run.position.step, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
         one_step(run, work, parameters)
         run.position.step += 1
         run.position.eval_loss = None
@@ -175,7 +175,7 @@ def evaluate(run: Run) -> float:
     was_training = run.model.training
     run.model.eval()
     with run.watch.phase("evaluation"), torch.no_grad():
-        micros = eval_micro_batches(feed, settings, rank=run.ranks.rank, num_ranks=run.ranks.world)
+        micros = eval_micro_batches(feed, settings, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
         look_ahead(run, feed, eval_order(feed), micros)
         for made in run.recovery.each(
             feed, micros, lambda sequences: score(run, feed, sequences), ranks=run.ranks
@@ -215,7 +215,9 @@ def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
 def look_ahead(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
     """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
     if isinstance(run.method, LooksAhead):
-        ahead = Ahead(feed, sequences, micros, run.device, run.ranks.world)
+        ahead = Ahead(
+            feed, sequences, micros, run.device, run.ranks.world, num_sharing=run.ranks.num_sharing
+        )
         run.method.look_ahead(run.model, ahead)
 
 

@@ -61,6 +61,8 @@ class Ahead:
     """Sequences of this rank's micro-batches."""
     device: torch.device
     num_ranks: int
+    num_sharing: int = 1
+    """How many ranks hold the same rows as this one, itself counted."""
 
 
 @runtime_checkable

@@ -103,15 +103,16 @@ def _computed(
     dealt = micro_batches(
         np.argsort(-question.tokens, kind="stable"),
         question.tokens,
-        num_ranks=ranks.world,
+        num_ranks=ranks.num_replicas,
         micro_rows=settings.micro_rows,
         micro_tokens=settings.micro_tokens,
     )
     made: list[tuple[Ints, Tensor]] = []
-    for which in dealt[ranks.rank]:
+    for which in dealt[ranks.replica]:
         if len(which):
             made.append((which, reference.logps(question.batch(which).to(device), ask)))
-    for which, logp_A in made:
+    # Ranks that hold the same rows have the same answers: one of them brings them in.
+    for which, logp_A in made if ranks.rank % ranks.num_sharing == 0 else ():
         values[question.places(which)] = logp_A.float().cpu().numpy()
     if ranks.world > 1:
         total = torch.from_numpy(values).to(ranks.device)

@@ -37,6 +37,7 @@ def build_reference(
         _precompute(plan, _policy_at_rest(scorer), method, train, held_out)
         return Precomputed()
     copy = _copy(plan, scorer)
+    cast(Any, copy).context = cast(Any, scorer).context
     if kind == "copy":
         return Live(copy)
     section = section_of(plan.recipe)
@@ -68,7 +69,7 @@ def _precompute(plan: Plan, reference: Live, method: ModuleType, train: Feed, he
             reference,
             method.ask(plan.recipe),
             settings=plan.settings,
-            ranks=current_ranks(),
+            ranks=current_ranks(plan.settings.context_parallel),
             device=local_device(plan.settings),
             folder=cache_dir(plan.recipe.data.cache_dir),
         )

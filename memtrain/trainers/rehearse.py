@@ -78,7 +78,8 @@ def heaviest_micro(run: Run) -> tuple[Ints, bool]:
     most, seen = -1, 0
     for step in range(run.position.step, settings.max_steps):
         works = [
-            run.steps.work(step, rank=rank, num_ranks=run.ranks.world) for rank in range(run.ranks.world)
+            run.steps.work(step, rank=replica, num_ranks=run.ranks.num_replicas)
+            for replica in range(run.ranks.num_replicas)
         ]
         for sequences in (one for work in works for one in work.micros):
             load = run.recovery.load_of(feed, sequences)
@@ -145,8 +146,8 @@ def _steps(run: Run, sequences: Ints) -> None:
     """A first step, after which the states are there, and one with them. A run that goes on has them."""
     step = run.position.step
     has_more = any(
-        len(run.steps.work(step, rank=rank, num_ranks=run.ranks.world).micros) > 1
-        for rank in range(run.ranks.world)
+        len(run.steps.work(step, rank=replica, num_ranks=run.ranks.num_replicas).micros) > 1
+        for replica in range(run.ranks.num_replicas)
     )
     micros = (sequences, sequences) if has_more else (sequences,)
     feed = run.steps.feed
@@ -156,7 +157,7 @@ def _steps(run: Run, sequences: Ints) -> None:
         is_last_of_epoch=False,
         sequences=sequences,
         micros=micros,
-        denominator=max(1.0, float(feed.weights[sequences].sum()) * len(micros) * run.ranks.world),
+        denominator=max(1.0, float(feed.weights[sequences].sum()) * len(micros) * run.ranks.num_replicas),
         num_tokens=int(feed.tokens[sequences].sum()),
         num_sequences=len(sequences),
     )

@@ -69,7 +69,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
     transformers_logging.disable_progress_bar()
     with ExitStack() as stack:
         accelerator = make_accelerator(plan.settings)
-        ranks = ranks_of(accelerator)
+        ranks = replace(ranks_of(accelerator), num_sharing=plan.settings.context_parallel)
         shake_hands(plan, ranks)
         folder = RunFolder(Path(plan.run_dir))
         if ranks.is_main and LOCKED not in os.environ:

@@ -163,6 +163,8 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("optimizer_offload", {"optimizer_offload": True, "in_backward": True}),
     ("optimizer_in_backward", {"in_backward": True, "num_processes": 2}),
     ("optimizer_in_backward", {"in_backward": True, "micro_rows": 2}),
+    ("context_parallel", {"context_parallel": 2, "attention": "dense"}),
+    ("context_parallel", {"context_parallel": 2, "loss": "liger"}),
     ("liger_loss", {"loss": "liger", "shared_prompts": True}),
 ]
 

@@ -103,6 +103,38 @@ def test_wrapped_fills_sequences_in_order():
     assert int(sequences.learnt.sum()) == 3 + 6 + 2
 
 
+def test_wrapped_sequences_are_full_though_a_cut_leaves_a_prompt_alone():
+    """Rows of 4 with 3 of prompt, cut every 6; one that goes on repeats its last token: 4 2 | 3 3 | 2."""
+    sequences = made([4, 4, 4], [(3, 4)] * 3, asked(max_length=6, packing="wrapped"))
+    assert pieces(sequences) == [(0, 0, 4), (1, 0, 2), (1, 1, 3), (2, 0, 3), (2, 2, 2)]
+    assert sequences.tokens.tolist() == [6, 6, 2]
+    assert sequences.learnt.tolist() == [1, 1, 1]
+    report = sequences.profile.report
+    assert (report.rows_dropped, report.tokens_idle, report.learnt_lost) == (0, 0, 0)
+
+
+def test_wrapped_leaves_out_whole_sequences_and_rows_in_which_nothing_is_learnt():
+    """A prompt of 11 fills the first sequence of 6 alone; the row of 4 has nothing to learn."""
+    sequences = made([13, 4], [(11, 13), (4, 4)], asked(max_length=6, packing="wrapped"))
+    assert sequences.learnt.tolist() == [2]
+    report = sequences.profile.report
+    assert (report.rows_dropped, report.tokens_dropped, report.tokens_idle) == (1, 4, 10)
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(2, 40), st.integers(1, 40)), min_size=20, max_size=60),
+    limit=st.integers(64, 128),
+)
+@settings(max_examples=50, deadline=None)
+def test_wrapped_fills_all_sequences_but_the_last(rows: list[tuple[int, int]], limit: int):
+    """But for one token where a row would begin in a sequence's last place and predict nothing there."""
+    lengths = [prompt + answer for prompt, answer in rows]
+    spans = [(prompt, prompt + answer) for prompt, answer in rows]
+    sequences = made(lengths, spans, asked(max_length=limit, packing="wrapped"))
+    assert (sequences.tokens[:-1] >= limit - 1).all()
+    assert sequences.learnt.sum() == sum(answer for _, answer in rows)
+
+
 def test_documents_that_see_each_other_predict_each_others_first_tokens():
     """Two rows of 3 in one sequence: 2 + 2 within the rows, and row 1's first token from row 0's last."""
     length = asked(max_length=6, packing="wrapped", documents_see_each_other=True)
@@ -177,11 +209,14 @@ def one_row_after_another(tokens: list[int], limit: int) -> list[tuple[int, int,
 @settings(max_examples=50, deadline=None)
 @given(rows=st.lists(st.integers(1, 60), min_size=1, max_size=30), limit=st.integers(2, 25))
 def test_wrapping_at_once_is_wrapping_piece_by_piece(rows: list[int], limit: int):
-    """Where documents see each other no piece is left out, so that all of them can be compared."""
+    """Where documents see each other no piece is left out, so that all of them can be compared: but for a
+    last sequence of one token, which predicts nothing."""
     length = asked(max_length=limit, packing="wrapped", documents_see_each_other=True)
     sequences = made(rows, [(0, n) for n in rows], length)
     shown = zip(sequences.row.tolist(), sequences.start.tolist(), sequences.length.tolist(), strict=True)
-    assert list(shown) == one_row_after_another(rows, limit)
+    expected = one_row_after_another(rows, limit)
+    is_lone = sequences.profile.report.tokens_idle + sequences.profile.report.tokens_dropped == 1
+    assert list(shown) == (expected[:-1] if is_lone else expected)
 
 
 def test_a_limit_of_one_token_leaves_nothing_to_learn():

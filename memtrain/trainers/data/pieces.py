@@ -55,18 +55,19 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: Length) -> Sequence
     context in the later piece, so that each learnt token is still predicted exactly once.
     """
     own = lengths[rows]
-    number, start, kept = _pieces(own, length)
-    learnt = count_learnt(spans, rows[number], start, kept)
-    if not length.documents_see_each_other:
+    learnt_of_row = count_learnt(spans, rows, np.zeros_like(rows), own)
+    if length.packing == "wrapped":
+        number, start, kept, bin_ptr, learnt = _wrapped(own, learnt_of_row, spans, rows, length)
+        made = (number, start, kept)
+    else:
+        number, start, kept = _pieces(own, length)
+        learnt = count_learnt(spans, rows[number], start, kept)
         useful = learnt > 0
         number, start, kept, learnt = number[useful], start[useful], kept[useful], learnt[useful]
-    made = (number, start, kept)
-    order, bin_ptr = _pack(kept, length)
-    number, start, kept, learnt = number[order], start[order], kept[order], learnt[order]
-    if length.documents_see_each_other:
-        learnt = learnt + _first_tokens_learnt(spans, rows[number], start, bin_ptr)
+        made = (number, start, kept)
+        order, bin_ptr = _pack(kept, length)
+        number, start, kept, learnt = number[order], start[order], kept[order], learnt[order]
     tokens, learnt = _sum_by_bin(kept, bin_ptr), _sum_by_bin(learnt, bin_ptr)
-    learnt_of_row = count_learnt(spans, rows, np.zeros_like(rows), own)
     return Sequences(
         row=rows[number],
         start=start,
@@ -103,8 +104,6 @@ def _pieces(tokens: Ints, length: Length) -> tuple[Ints, Ints, Ints]:
         return number, nowhere, tokens
     if length.packing == "bfd_split":
         return _split(tokens, limit)
-    if length.packing == "wrapped":
-        return _wrap(tokens, limit)
     kept = np.minimum(tokens, limit)
     if length.truncation == "keep_end":
         return number, tokens - kept, kept
@@ -121,6 +120,30 @@ def _split(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
     number = np.repeat(np.arange(len(tokens)), counts)
     start = (np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)) * stride
     return number, start, np.minimum(limit, tokens[number] - start)
+
+
+def _wrapped(
+    tokens: Ints, learnt_of_row: Ints, spans: Spans, rows: Ints, length: Length
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """(number of the row, start, length) of every piece, bin_ptr, learnt tokens of every piece.
+
+    A piece in which nothing is learnt stays, so that sequences are full; what is left out, before and after
+    the cutting, is whole: a row or a sequence in which nothing is learnt.
+    """
+    assert length.max_length is not None, "The recipe refuses packing without a max_length."
+    sees = length.documents_see_each_other
+    used = np.arange(len(tokens)) if sees else np.flatnonzero(learnt_of_row)
+    number, start, kept = _wrap(tokens[used], length.max_length)
+    number = used[number]
+    bin_ptr = _greedy_bins(kept, length.max_length)
+    learnt = count_learnt(spans, rows[number], start, kept)
+    if sees:
+        learnt = learnt + _first_tokens_learnt(spans, rows[number], start, bin_ptr)
+    counts = np.diff(bin_ptr)
+    useful = _sum_by_bin(learnt, bin_ptr) > 0
+    of_useful = np.repeat(useful, counts)
+    bin_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts[useful])))
+    return number[of_useful], start[of_useful], kept[of_useful], bin_ptr, learnt[of_useful]
 
 
 def _wrap(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
@@ -155,8 +178,6 @@ def _pack(kept: Ints, length: Length) -> tuple[Ints, Ints]:
     if length.packing == "none" or not len(kept):
         return np.arange(len(kept)), np.arange(len(kept) + 1)
     assert length.max_length is not None, "The recipe refuses packing without a max_length."
-    if length.packing == "wrapped":
-        return np.arange(len(kept)), _greedy_bins(kept, length.max_length)
     return best_fit_decreasing(kept, length.max_length)
 
 

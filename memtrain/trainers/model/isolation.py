@@ -18,8 +18,10 @@ from memtrain.errors import LaunchError
 from memtrain.memory.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.functions import WAY_OUT
+from memtrain.trainers.model.context import ContextRanks
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.model.layout import Layout, packed_layout, shared_layout
+from memtrain.trainers.model.sliced_scoring import sliced
 
 LENGTHS = (13, 9)
 """Tokens of the two rows, or of a prompt and of each of its two completions: short, and not alike."""
@@ -86,18 +88,52 @@ def verify_isolation(
     return Isolation(*packed, *shared)
 
 
+def verify_slices(model: nn.Module, backend: AttentionBackend, ranks: ContextRanks) -> float:
+    """Run `model` on two short documents, whole and in the slices of `ranks`, without gradients.
+
+    The largest difference of the hidden states, over the largest of them; called by all ranks together.
+    Whatever mixes tokens beside attention (a convolution, a count of the row's tokens) shows here.
+
+    Raises:
+        LaunchError: the slices are not the row; it names the model's class.
+    """
+    base = base_model(model)
+    layout = packed_layout([3 * ranks.size + 1, 5 * ranks.size - 1]).to(_embedding(base).device)
+    ids_T = _draw(base, layout.num_tokens, torch.Generator().manual_seed(0))
+    whole = {"input_ids": ids_T[None], "position_ids": layout.position_ids, "layout": layout}
+    own, own_layout = sliced(whole, ranks)
+    with _undisturbed(base), torch.no_grad(), attention_switched(base, NAMES[backend]):
+        expected = _hidden(base, ids_T, layout)
+        found = base.get_decoder()(**own, use_cache=False)[0][0]
+    different = _distance([found], [expected[own_layout.index]], expected.abs().max().float())
+    worst = ranks.gather(torch.tensor([different], device=ids_T.device)).max().item()
+    bounds = ALONE_REGROUPED if _regroups(base) else ALONE
+    if not worst <= _bound(base, found, bounds):
+        raise LaunchError(
+            f"{type(base).__name__}: a row in slices on {ranks.size} processes is not the row in one piece "
+            f"(off by {worst:.1e})",
+            "cluster.context_parallel",
+            "remove it for this model",
+        )
+    return worst
+
+
+def _draw(model: PreTrainedModel, length: int, generator: torch.Generator) -> Tensor:
+    """int64 [length], ids that every vocabulary has."""
+    vocabulary = min(128, model.config.get_text_config().vocab_size)
+    return torch.randint(0, vocabulary, (length,), generator=generator).to(_embedding(model).device)
+
+
 def _measured(
     model: PreTrainedModel, backend: AttentionBackend, kind: str, layout: Layout, prompt_len: int | None
 ) -> tuple[float, float]:
     """`(seen, alone)` of `Isolation`, once both are within bounds."""
     device = _embedding(model).device
     layout = layout.to(device)
-    # Ids that every vocabulary has.
-    vocabulary = min(128, model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> Tensor:
-        return torch.randint(0, vocabulary, (length,), generator=generator).to(device)
+        return _draw(model, length, generator)
 
     prompt = [] if prompt_len is None else [draw(prompt_len)]
     rows, others = [draw(length) for length in LENGTHS], [draw(length) for length in LENGTHS]

@@ -62,6 +62,7 @@ FREE_SETTINGS = (
 ROUNDING_SETTINGS = (
     "device",
     "num_processes",
+    "context_parallel",
     "threads",
     "attention",
     "liger",

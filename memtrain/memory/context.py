@@ -1,0 +1,102 @@
+"""Context parallelism: several processes hold each row together, a slice each. What it refuses and pads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import cast
+
+from memtrain.memory.attention import AttentionBackend, AttentionChoice
+from memtrain.memory.rules import Ledger
+from memtrain.recipes.recipe import Recipe
+
+PATH = "cluster.context_parallel"
+
+SLICED = (AttentionBackend.CPU, AttentionBackend.CUDA, AttentionBackend.FLASH)
+"""Back ends that tell the log-sum-exp of their scores: by it the parts of a row are put together."""
+
+NOT_SLICED = "slices are put together by the log-sum-exp of their scores, which it does not tell"
+NOT_WITH_LIGER = "Liger's loss was never tried on slices of rows"
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds of rotary positions whose frequencies follow the longest position that a pass sees."""
+
+
+def refuse_context(ledger: Ledger, processes: int, config: Mapping[str, object]) -> None:
+    """Note what `cluster.context_parallel` cannot be with, and processes that it does not divide."""
+    size = ledger.asked.recipe.cluster.context_parallel
+    if size == 1:
+        return
+    if processes % size:
+        near = max(size, round(processes / size) * size)
+        ledger.refuse(
+            f"{processes} processes cannot hold rows together by {size}",
+            PATH,
+            f"set cluster.processes to a multiple, such as {near}, or {PATH} to a divisor of {processes}",
+        )
+    for what, path, fix in context_faults(ledger.asked.recipe, config):
+        ledger.refuse(f"{PATH} {size}: {what}", path, fix)
+
+
+def refuse_attention(ledger: Ledger, choice: AttentionChoice) -> None:
+    """Note a back end that cannot attend over slices, with the reason why no other is taken."""
+    if ledger.asked.recipe.cluster.context_parallel == 1 or choice.backend in SLICED:
+        return
+    others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in SLICED)
+    ledger.refuse(
+        f"{PATH} with {choice.backend} attention: {NOT_SLICED}{f' ({others})' if others else ''}",
+        "model.attention" if ledger.asked.said("model.attention") else PATH,
+        f"use {', '.join(SLICED)} attention (on CUDA: bfloat16, compute capability 8.0), or set {PATH}: 1",
+    )
+
+
+def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """(what, where, fix) of everything in a recipe and a model that slices of rows cannot honour."""
+    faults: list[tuple[str, str, str]] = []
+    if recipe.online is not None:
+        faults.append(
+            (
+                f"completions of {recipe.method} are written and scored by single processes",
+                PATH,
+                f"remove it for {recipe.method}",
+            )
+        )
+    if recipe.optim.neftune_alpha is not None:
+        faults.append(
+            (
+                "noise on the embeddings is scaled by the length of a row, and a process sees a slice of it",
+                "optim.neftune_alpha",
+                f"remove it, or set {PATH}: 1",
+            )
+        )
+    if recipe.memory.loss == "liger":
+        faults.append((NOT_WITH_LIGER, "memory.loss", f"set it to chunked, or {PATH}: 1"))
+    kind = _rotary_kind(config)
+    if kind in LENGTH_DEPENDENT:
+        faults.append(
+            (
+                f"the model's rotary positions ({kind}) follow the longest position that a process sees, and "
+                "each slice has another",
+                PATH,
+                "remove it for this model",
+            )
+        )
+    return faults
+
+
+def row_multiple(multiple: int | None, size: int) -> int | None:
+    """What rows are padded to a multiple of: the recipe's own number, and twice the processes of a row."""
+    return multiple if size == 1 else math.lcm(multiple or 1, 2 * size)
+
+
+def _rotary_kind(config: Mapping[str, object]) -> str | None:
+    """`rope_type` of a configuration, by its old name and its new one."""
+    text = config.get("text_config")
+    known = cast(Mapping[str, object], text) if isinstance(text, Mapping) else config
+    for name in ("rope_parameters", "rope_scaling"):
+        section = known.get(name)
+        if isinstance(section, Mapping):
+            held = cast(Mapping[str, object], section)
+            kind = held.get("rope_type") or held.get("type")
+            return str(kind) if kind else None
+    return None

@@ -1,0 +1,37 @@
+"""Context parallelism: several processes hold each row together, a slice each.
+
+When: one row is too long for a device, or its activations are what does not fit. Saves: activations, by the
+number of processes that share a row. Costs: keys and values of documents that cross slices are gathered in
+every layer, and rows are padded to a multiple of twice the processes. Exact: documents stay apart, and losses
+and gradients are those of one process. Refused: for methods that write completions, with noise on the
+embeddings, and with attention that does not tell its log-sum-exp. `cluster.context_parallel` is how many.
+
+Source: Llama 3, arXiv:2407.21783, section 3.3.2 (keys and values gathered, two chunks to a process).
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.context import context_faults
+from memtrain.memory.strategy import Case, Strategy
+
+
+def refusal(case: Case) -> str | None:
+    """What the recipe or the model has that slices cannot honour."""
+    faults = context_faults(case.recipe, case.facts.config)
+    return faults[0][0] if faults else None
+
+
+STRATEGY = Strategy(
+    name="context_parallel",
+    axis="context",
+    says="several processes hold each row together, a slice each; no document sees another",
+    saves="activations, by the number of processes",
+    costs="keys and values are gathered in every layer",
+    is_exact=True,
+    is_used=lambda settings: settings.context_parallel > 1,
+    wish=lambda recipe: "on" if recipe.cluster.context_parallel > 1 else "off",
+    use_keys=lambda recipe: {"cluster.context_parallel": max(2, recipe.cluster.context_parallel)},
+    never_keys=lambda recipe: {"cluster.context_parallel": 1},
+    without={"context_parallel": 1},
+    refusal=refusal,
+)
