@@ -88,6 +88,9 @@ def count_learnt(spans: Spans, row: Ints, start: Ints, length: Ints) -> Ints:
     """Learnt tokens of each piece that a token of the same piece predicts: its first token never counts."""
     first, last = spans.ptr[row], spans.ptr[row + 1]
     counts = last - first
+    if (counts == 1).all():  # What most rows have: a quarter of the time of the general form.
+        begin = np.maximum(spans.starts[first], start + 1)
+        return np.maximum(np.minimum(spans.ends[first], start + length) - begin, 0)
     owner = np.repeat(np.arange(len(row)), counts)
     offset = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     index = first[owner] + offset

@@ -202,14 +202,14 @@ def row_of_pair(chosen: Encoded, rejected: Encoded, margin: float | None, stream
     return TokenRow(ids, parts, spans, stream, line, merged=merged, label=margin)
 
 
-def batches(rows: Iterable[tuple[int, Line]]) -> Iterator[Batch]:
-    """Rows in batches of about a thousand, fewer when they are long."""
+def batches(rows: Iterable[tuple[int, Line]], rows_at_once: int = ROWS_AT_ONCE) -> Iterator[Batch]:
+    """Rows in batches of `rows_at_once`, fewer when they are long."""
     batch, size = Batch([], []), 0
     for stream, line in rows:
         batch.streams.append(stream)
         batch.lines.append(line)
         size += row_chars(line[1])
-        if len(batch.lines) >= ROWS_AT_ONCE or size >= CHARS_AT_ONCE:
+        if len(batch.lines) >= rows_at_once or size >= CHARS_AT_ONCE:
             yield batch
             batch, size = Batch([], []), 0
     if batch.lines:
