@@ -1,0 +1,149 @@
+"""Rows that several processes hold together: what is dealt out, padded and priced, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.memory.activations import HeaviestBatch, Load, gathered_backward, num_gathered
+from memtrain.memory.context import row_multiple
+from memtrain.memory.facts import Facts
+from memtrain.memory.hardware import cpu
+from memtrain.memory.traced import can_trace
+from memtrain.memory.units import GIB
+
+ONE: dict[str, Any] = {
+    "train__batch_rows": 16,
+    "train__micro_rows": 4,
+    "memory__activation_checkpointing": "off",
+}
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def facts(facts_of, profile_of) -> Facts:
+    return facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64))
+
+
+def refused(ask: Ask, facts: Facts, **said: Any) -> tuple[str, str, str]:
+    with pytest.raises(RecipeError) as caught:
+        ask(facts, **(ONE | {"cluster__context_parallel": 2} | said))
+    fault = caught.value.faults[0]
+    assert fault.fix
+    return fault.what, fault.where, fault.fix
+
+
+def test_a_cpu_gets_a_process_for_each_slice(ask: Ask, facts: Facts):
+    settings = ask(facts, **ONE, cluster__context_parallel=2).settings
+    assert (settings.num_processes, settings.context_parallel, settings.num_replicas) == (2, 2, 1)
+
+
+def test_rows_are_dealt_to_groups(ask: Ask, facts: Facts):
+    """Sixteen rows on four processes by two: two groups of eight rows, two micro-batches of four."""
+    resolved = ask(facts, **ONE, cluster__processes=4, cluster__context_parallel=2)
+    line = next(one.reason for one in resolved.decisions if one.setting == "micro_batch")
+    assert "16 rows = 2 groups of 2 processes x about 2 micro-batches" in line
+    told = next(one for one in resolved.decisions if one.setting == "context_parallel")
+    assert told.source == "r.yaml:cluster.context_parallel"
+    assert "without it" in told.reason
+
+
+@pytest.mark.parametrize(
+    ("multiple", "size", "expected"),
+    [(None, 1, None), (8, 1, 8), (None, 3, 6), (8, 2, 8), (10, 2, 20), (3, 4, 24)],
+)
+def test_rows_are_padded_to_twice_the_slices_and_to_what_the_recipe_says(
+    multiple: int | None, size: int, expected: int | None
+):
+    assert row_multiple(multiple, size) == expected
+
+
+def test_activations_shrink_by_the_processes_of_a_row(ask: Ask, facts: Facts):
+    def activations(size: int) -> int:
+        resolved = ask(facts, **ONE, cluster__processes=4, cluster__context_parallel=size)
+        peak = next(one for one in resolved.prediction.phases if one.phase == "steady step")
+        return next(one.num_bytes for one in peak.owners if one.owner == "activations")
+
+    assert activations(2) == pytest.approx(activations(1) / 2, rel=0.01)
+    assert activations(4) == pytest.approx(activations(1) / 4, rel=0.01)
+
+
+def test_what_is_gathered_is_priced(ask: Ask, facts: Facts):
+    """Four rows of 512 by two: three borders, a document at each, 1,536 of 2,048 tokens; 256 numbers wide.
+    Keys, values and a kernel's gradients of both in float32, and the sums of these: 24 bytes a number."""
+    settings = ask(
+        facts, **ONE, cluster__context_parallel=2, length__packing="bfd", length__max_length=512
+    ).settings
+    load = Load(settings, facts.shape, HeaviestBatch(4, 2048, 2048, 512))
+    assert num_gathered(load) == 1536
+    assert gathered_backward(load) == 24 * 1536 * 256
+    one_row = Load(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
+    assert num_gathered(one_row) == 2048
+    alone = settings.model_copy(update={"context_parallel": 1})
+    assert num_gathered(Load(alone, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))) == 0
+
+
+def test_padded_rows_take_a_back_end_that_can_be_sliced(ask: Ask, facts: Facts):
+    settings = ask(facts, **ONE, cluster__context_parallel=2, length__padding_free=False).settings
+    assert (settings.padding_free, settings.attention) == (False, "cpu")
+
+
+def test_a_broken_pass_cannot_be_made_again(ask: Ask, facts: Facts):
+    resolved = ask(facts, **ONE, cluster__context_parallel=2)
+    assert resolved.settings.recovery == ()
+    assert "waiting" in next(one.reason for one in resolved.decisions if one.setting == "recover")
+
+
+def test_a_step_in_slices_is_not_traced(ask: Ask, facts: Facts, recipe_of):
+    settings = ask(facts, **ONE, cluster__context_parallel=2).settings
+    assert "several hold each row" in (can_trace(recipe_of({}), settings) or "")
+
+
+def test_processes_that_it_does_not_divide_are_refused(ask: Ask, facts: Facts):
+    what, where, fix = refused(ask, facts, cluster__processes=3)
+    assert what == "3 processes cannot hold rows together by 2"
+    assert where == "r.yaml:cluster.context_parallel"
+    assert "cluster.processes" in fix
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "where"),
+    [
+        ({"model__attention": "dense"}, "log-sum-exp", "model.attention"),
+        ({"model__attention": "stock"}, "log-sum-exp", "model.attention"),
+        ({"optim__neftune_alpha": 5.0}, "noise on the embeddings", "optim.neftune_alpha"),
+    ],
+)
+def test_what_slices_cannot_honour_is_refused_with_the_way_out(
+    ask: Ask, facts: Facts, said: dict[str, Any], words: str, where: str
+):
+    what, place, fix = refused(ask, facts, **said)
+    assert words in what
+    assert place == f"r.yaml:{where}"
+    assert "cluster.context_parallel: 1" in fix
+
+
+def test_methods_that_write_completions_are_refused(ask: Ask, facts: Facts):
+    said: dict[str, Any] = {"method": "grpo", "rewards__functions": "exact_answer"}
+    with pytest.raises(RecipeError) as caught:
+        ask(facts, cluster__context_parallel=2, **said)
+    assert any("completions of grpo" in fault.what for fault in caught.value.faults)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_follow_the_length_are_refused(
+    ask: Ask, facts_of, profile_of, facts: Facts, kind: str, key: str
+):
+    """Each slice would see another longest position, and turn its keys by other frequencies."""
+    config = {**facts.config, key: {"rope_type": kind, "factor": 2.0}}
+    what, _, _ = refused(ask, facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), config))
+    assert kind in what
+
+
+def test_plain_and_linear_rotary_positions_are_not(ask: Ask, facts_of, profile_of, facts: Facts):
+    config = {**facts.config, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}
+    assert ask(
+        facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), config), **ONE, cluster__context_parallel=2
+    )
