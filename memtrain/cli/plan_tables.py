@@ -8,7 +8,7 @@ import typer
 
 from memtrain.cli.answering import Answer, everything
 from memtrain.cli.printing import print_table, say
-from memtrain.cli.showing import rows_words
+from memtrain.cli.showing import rows_words, why_words
 from memtrain.memory.budget import overhead
 from memtrain.memory.explain import difference, owner_table, verdict
 from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Priced
@@ -42,7 +42,7 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     print_table(
         ("setting", "value", "why"),
         [
-            (one.setting, one.value, f"{one.reason} ({one.source})" if one.reason else one.source)
+            (one.setting, one.value, why_words(one))
             for one in resolved.decisions
             if one.setting not in skipped
         ],

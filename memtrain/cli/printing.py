@@ -15,6 +15,9 @@ from memtrain.errors import RecipeError
 PIPE_COLUMNS = 80
 """Width where no terminal reads. Terminals are taken as they are, up to 120."""
 
+GLUE = "\u00a0"
+"""Stands for a space that a line is not broken at, until it is printed."""
+
 
 def columns() -> int:
     """Letters that fit on a line."""
@@ -23,10 +26,22 @@ def columns() -> int:
     return min(shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns, 120)
 
 
+def whole(place: object) -> str:
+    """A path or a place (`file:line:column`) as one word, which is never broken where a line ends."""
+    return str(place).replace(" ", GLUE)
+
+
+def wrapped(text: str, width: int, *, drop_whitespace: bool = True) -> list[str]:
+    """Lines of a paragraph, broken between words only: what is longer than a line stands out of it."""
+    lines = textwrap.wrap(
+        text, width, break_long_words=False, break_on_hyphens=False, drop_whitespace=drop_whitespace
+    )
+    return [line.replace(GLUE, " ") for line in lines]
+
+
 def say(text: str = "") -> None:
-    """Print a paragraph, wrapped at words; a path is never broken."""
-    lines = textwrap.wrap(text, columns(), break_long_words=False, break_on_hyphens=False)
-    typer.echo("\n".join(lines))
+    """Print a paragraph, wrapped at words; a path with spaces is to be given as `whole(path)`."""
+    typer.echo("\n".join(wrapped(text, columns())))
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
@@ -45,9 +60,9 @@ def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], width: in
             for cell, size, right in zip(row[:-1], sizes, flush_right, strict=False)
         ]
         last = row[-1].rjust(sizes[-1]) if flush_right[-1] else row[-1]
-        wrapped = textwrap.wrap(last, room, drop_whitespace=not flush_right[-1]) or [""]
-        lines.append("  ".join([*cells, wrapped[0]]).rstrip())
-        lines.extend(" " * before + more for more in wrapped[1:])
+        first, *others = wrapped(last, room, drop_whitespace=not flush_right[-1]) or [""]
+        lines.append("  ".join([*(cell.replace(GLUE, " ") for cell in cells), first]).rstrip())
+        lines.extend(" " * before + more for more in others)
     return lines
 
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import typer
 
 from memtrain.cli.planning import Planned
-from memtrain.cli.printing import print_table, say
+from memtrain.cli.printing import print_table, say, whole
 from memtrain.memory.lengths import LengthReport
+from memtrain.memory.plan import Decision
 from memtrain.memory.units import gib
 from memtrain.trainers.run.folder import RunFolder
 
@@ -41,17 +42,14 @@ def reading_progress() -> Iterator[Callable[[int, int], None]]:
 def print_plan(planned: Planned) -> None:
     """The plan in short: the rows, the decisions, the predicted peak with and without them."""
     plan = planned.plan
-    say(f"{plan.recipe.method}: {plan.recipe_path} into {plan.run_dir}")
+    say(f"{plan.recipe.method}: {whole(plan.recipe_path)} into {whole(plan.run_dir)}")
     say(rows_words(planned.profile.report))
     if plan.data.train.num_skipped:
         say(f"{plan.data.train.num_skipped:,} bad rows were left out (data.on_bad_row: skip).")
     typer.echo()
     print_table(
         ("setting", "value", "why"),
-        [
-            (one.setting, one.value, f"{one.reason} ({one.source})" if one.reason else one.source)
-            for one in plan.decisions
-        ],
+        [(one.setting, one.value, why_words(one)) for one in plan.decisions],
     )
     typer.echo()
     peak, plain = plan.prediction.peak, plan.plain.peak
@@ -60,6 +58,11 @@ def print_plan(planned: Planned) -> None:
         f"{gib(plain.num_bytes)} without the plan."
     )
     typer.echo()
+
+
+def why_words(one: Decision) -> str:
+    """Why a setting has its value, and who decided."""
+    return f"{one.reason} ({whole(one.source)})" if one.reason else whole(one.source)
 
 
 def rows_words(report: LengthReport) -> str:
@@ -92,4 +95,5 @@ def print_end(folder: RunFolder) -> None:
     from memtrain.trainers.run.report import summary
 
     Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(summary(folder))
-    say(f"Model: {folder.final}   Report: {folder.report}")
+    typer.echo(f"model   {folder.final}")
+    typer.echo(f"report  {folder.report}")

@@ -25,8 +25,7 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
         "model.path     builtin:tiny                                  my.yaml:2:9\n"
         "data.train     a.jsonl (weight: 2.0); b.jsonl (weight: 1.0)  my.yaml:4:3\n"
         "memory.budget  24GiB                                         my.yaml:7:10\n"
-        "optim.lr       0.0001                                        override\n"
-        "                                                             `optim.lr=1e-4`\n"
+        "optim.lr       0.0001                                        override `optim.lr=1e-4`\n"
         "\n"
         "Every other key has its default; --all shows them.\n"
     )

@@ -209,7 +209,6 @@ def test_the_terminal_says_the_same(tmp_path: Path, make_plan: MakePlan):
         "train 1,000 90,000 40,000 90 98.76%",
         "lost of train: 31 rows cut",
         "note: step 2",
-        "model ",
     ):
         assert said in shown, said
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
-from memtrain.cli.printing import print_table, say
+from memtrain.cli.printing import print_table, say, whole
 
 
 def check(
@@ -23,8 +23,9 @@ def check(
 
     loaded = load_recipe(recipe, overrides or ())
     honoured(Asked(loaded.recipe, loaded.where))
-    rows = [(key, value, where) for key, value, where in settings(loaded) if every or where != "default"]
-    say(f"{loaded.path} is a valid {loaded.recipe.method} recipe.")
+    shown = [one for one in settings(loaded) if every or one[2] != "default"]
+    rows = [(key, value, whole(where)) for key, value, where in shown]
+    say(f"{whole(loaded.path)} is a valid {loaded.recipe.method} recipe.")
     say()
     print_table(("key", "value", "said at"), rows)
     if not every:

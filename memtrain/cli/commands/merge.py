@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import say
+from memtrain.cli.printing import say, whole
 
 
 def merge(
@@ -23,7 +23,7 @@ def merge(
     from memtrain.trainers.model.merge import merge_run
 
     merged = merge_run(run, output, dtype)
-    say(f"{merged.num_modules} modules merged; the model is in {merged.folder} ({merged.dtype}).")
+    say(f"{merged.num_modules} modules merged; the model is in {whole(merged.folder)} ({merged.dtype}).")
     if merged.was_quantized:
         say(
             f"The adapter was trained on {merged.was_quantized} weights and merged into the full ones: "

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import print_table, say
+from memtrain.cli.printing import print_table, say, whole
 
 
 def quickstart(
@@ -40,10 +40,10 @@ def quickstart(
             ("speed", f"{figures.tokens_per_s:,.0f} tokens/s"),
             ("peak memory, planned", f"{gib(figures.measured_bytes or 0)} measured"),
             ("peak memory, plain", f"{gib(plain.peak_bytes)} measured: the plan saves {saved:.0%}"),
-            ("model", str(folder.final)),
-            ("report", str(folder.report)),
+            ("model", whole(folder.final)),
+            ("report", whole(folder.report)),
             ("it writes", report.final.sample if report.final else ""),
         ],
     )
     say()
-    say(f"Next: memtrain init sft -o my.yaml; memtrain sft my.yaml. The recipe of this run: {folder.recipe}")
+    say(f"Next: memtrain init sft -o my.yaml; memtrain sft my.yaml. The recipe here: {whole(folder.recipe)}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument
-from memtrain.cli.printing import say
+from memtrain.cli.printing import say, whole
 
 
 def score(
@@ -44,6 +44,6 @@ def score(
     from memtrain.trainers.score import write_rewards
 
     count, share = write_rewards(loaded.recipe, settings, output, scored.adapter)
-    say(f"{count:,} rows scored; the rewards are in {output}.")
+    say(f"{count:,} rows scored; the rewards are in {whole(output)}.")
     if share is not None:
         say(f"The chosen answer has the higher reward in {share:.1%} of the pairs.")

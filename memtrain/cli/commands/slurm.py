@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
-from memtrain.cli.printing import say
+from memtrain.cli.printing import say, whole
 from memtrain.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -87,4 +87,4 @@ def _write(submission: Submission, *, submit: bool, dry_run: bool) -> None:
         return
     number = submit_script(job.script)
     submission.record(number)
-    say(f"Submitted as job {number}. `memtrain status {job.folder}` shows how it stands.")
+    say(f"Submitted as job {number}. `memtrain status {whole(job.folder)}` shows how it stands.")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
-from memtrain.cli.printing import say
+from memtrain.cli.printing import say, whole
 
 DryRun = Annotated[
     bool,
@@ -84,7 +84,9 @@ def run_recipe(
     folder = RunFolder(Path(plan.run_dir))
     with folder.open_for_run() as lock:
         if resume and is_over(folder, plan):
-            say(f"The run in {folder.path} is over; nothing was done. Its model: {folder.final}")
+            say(
+                f"The run in {whole(folder.path)} is over; nothing was done. Its model: {whole(folder.final)}"
+            )
             say("To make it anew: --no-resume, or another --run-dir.")
             return folder.path
         print_plan(planned)
@@ -92,7 +94,7 @@ def run_recipe(
         plan.write(folder.path)
         script = write_files(plan, folder.path)
         if dry_run:
-            say(f"Nothing was started. The plan is in {folder.plan}; {script} runs it.")
+            say(f"Nothing was started. The plan is in {whole(folder.plan)}; {whole(script)} runs it.")
             return folder.path
         start(plan, folder, lock, resume=resume)
     print_end(folder)

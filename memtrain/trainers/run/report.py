@@ -13,7 +13,7 @@ from rich.text import Text
 from memtrain.memory.plan import PhasePeak, Plan, read_plan
 from memtrain.memory.units import gib
 from memtrain.trainers.run.events import DataEvent, EvalEvent, FinalEvent, MemoryEvent, NoteEvent, StepEvent
-from memtrain.trainers.run.folder import RunFolder, RunState, Status
+from memtrain.trainers.run.folder import RunFolder, Status
 from memtrain.trainers.run.metrics import read_metrics
 from memtrain.trainers.run.progress import duration
 
@@ -162,7 +162,7 @@ def summary(folder: RunFolder) -> RenderableType:
     Raises: as `load_report`.
     """
     report = load_report(folder)
-    parts: list[RenderableType] = [_figures_table(report, folder)]
+    parts: list[RenderableType] = [_figures_table(report)]
     if report.memory:
         parts += ["", _memory_table(report)]
     if report.data:
@@ -205,7 +205,7 @@ def lost_words(data: DataEvent) -> str:
     return "; ".join(lost) or "nothing"
 
 
-def _figures_table(report: Report, folder: RunFolder) -> Table:
+def _figures_table(report: Report) -> Table:
     figures = figures_of(report)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("run", f"{state_of(report)}, {len(report.steps):,} steps in {duration(figures.seconds)}")
@@ -217,11 +217,6 @@ def _figures_table(report: Report, folder: RunFolder) -> Table:
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
     if figures.measured_bytes is not None:
         table.add_row("peak memory", _peak_words(figures))
-    is_done = report.status is not None and report.status.state is RunState.DONE
-    if is_done and folder.final.is_dir():
-        table.add_row("model", str(folder.final))
-    if folder.report.exists():
-        table.add_row("report", str(folder.report))
     return table
 
 
