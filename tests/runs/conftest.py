@@ -106,7 +106,13 @@ class Runs:
         return self._fork(lambda: main(arguments))
 
     def fork_ranks(
-        self, name: str, num_ranks: int, *overrides: str, num_started: int | None = None
+        self,
+        name: str,
+        num_ranks: int,
+        *overrides: str,
+        num_started: int | None = None,
+        verb: str = "sft",
+        recipe: str = "",
     ) -> list[Forked]:
         """Plan here, then begin the ranks as a launcher would, each in a fork of this process.
 
@@ -114,7 +120,8 @@ class Runs:
         """
         from memtrain.trainers import worker
 
-        planned = self.run(name, f"cluster.processes={num_ranks}", "--dry-run", *overrides)
+        said = (f"cluster.processes={num_ranks}", "--dry-run", *overrides)
+        planned = self.run(name, *said, verb=verb, recipe=recipe)
         assert planned.code == 0, planned.err
         plan = self.folder / name / "plan.json"
         port, world = free_port(), num_started or num_ranks

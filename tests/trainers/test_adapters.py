@@ -1,14 +1,16 @@
 """Adapters: what is trained, in which precision, and names that match nothing."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.model import Adapter
-from memtrain.trainers.model.adapters import add_adapter
+from memtrain.trainers.model.adapters import add_adapter, load_adapter
 
 TinyModel = Callable[..., Any]
 IDS = torch.randint(1, 128, (1, 8), generator=torch.Generator().manual_seed(0))
@@ -92,3 +94,11 @@ def test_a_name_that_matches_nothing_is_told_with_those_near(
 def test_the_head_of_quantized_weights_is_not_adapted(tiny_llama: TinyModel):
     with pytest.raises(LaunchError, match="LM head cannot be adapted on quantized weights"):
         add_adapter(tiny_llama(), Adapter(target_modules=("q_proj", "lm_head")), quantize="4bit")
+
+
+def test_an_adapter_that_would_not_be_honoured_is_refused(tiny_model: TinyModel, tmp_path: Path):
+    """Prompt tuning lives outside the layers, where the scorer never asks."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
+    with pytest.raises(LaunchError, match="is a PROMPT_TUNING adapter; only LoRA and DoRA are honoured"):
+        load_adapter(tiny_model(), str(tmp_path))

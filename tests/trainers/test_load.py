@@ -99,6 +99,13 @@ def test_a_wrong_configuration_is_named(config: dict[str, Any], said: str):
     assert said in refused(small(**config))
 
 
+def test_a_routers_auxiliary_loss_that_would_be_left_out_is_refused():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+    asked = small(model_type="qwen3_moe", output_router_logits=True, **experts)
+    assert "router's auxiliary loss" in refused(asked)
+    load_model(small(model_type="qwen3_moe", **experts), SETTINGS, seed=0, vocab_size=64)
+
+
 def test_an_adapter_folder_names_its_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
     assert "is an adapter of Qwen/Qwen3-0.6B" in refused(Model(path=str(tmp_path)))

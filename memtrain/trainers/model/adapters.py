@@ -12,7 +12,7 @@ import warnings
 from types import MethodType
 
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -70,7 +70,7 @@ def add_adapter(
 def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
     """`model` with the trained adapter of a folder or hub id, frozen; modules saved beside it are its own.
 
-    Raises: LaunchError when the adapter does not fit the model.
+    Raises: LaunchError when the adapter does not fit the model, or is neither LoRA nor DoRA.
     """
     with warnings.catch_warnings():
         # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
@@ -83,6 +83,14 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
                 adapter,
                 "name the model that it was trained on: model.path=FOLDER_OR_HUB_ID",
             ) from None
+    kind = str(adapted.active_peft_config.peft_type)
+    if adapted.active_peft_config.peft_type != PeftType.LORA:
+        raise LaunchError(
+            f"the adapter {adapter} is a {kind.removeprefix('PeftType.')} adapter; only LoRA and DoRA are "
+            "honoured",
+            adapter,
+            "merge it into its model with PEFT, and name the merged model",
+        )
     compute_in_input_dtype(adapted)
     return adapted.eval()
 

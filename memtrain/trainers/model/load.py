@@ -97,7 +97,7 @@ def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
         Exception
     ) as error:  # an unknown type is a ValueError, a wrong value a dataclass error of the hub's
         raise LaunchError(_unknown_type(model_type) or f"model.config: {error}", "model.config") from None
-    unknown = sorted(set(given) - set(known) - {"architectures", "torch_dtype", "transformers_version"})
+    unknown = sorted(set(given) - set(known) - READ_BY_MODELS)
     if unknown and not isinstance(recipe.config, str):
         near = difflib.get_close_matches(unknown[0], known, n=3)
         raise LaunchError(
@@ -106,6 +106,10 @@ def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
             f"did you mean {' or '.join(near)}?" if near else "remove it",
         )
     return config
+
+
+READ_BY_MODELS = {"architectures", "torch_dtype", "transformers_version", "head_dim"}
+"""Keys of a configuration that its class need not know: the models of Qwen3-MoE read `head_dim`."""
 
 
 def _unknown_type(model_type: str) -> str | None:
@@ -121,6 +125,7 @@ def _unknown_type(model_type: str) -> str | None:
 
 def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head: str) -> PreTrainedModel:
     _check_causal(config, "model.config", head)
+    _check_router(config, "model.config")
     _scores_once(config, head)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -135,6 +140,7 @@ def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head:
 def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) -> PreTrainedModel:
     config = read_config(origin)
     _check_causal(config, origin.path, head)
+    _check_router(config, origin.path)
     _scores_once(config, head)
     if getattr(config, "quantization_config", None) is not None:
         raise LaunchError(
@@ -193,6 +199,19 @@ def _check_causal(config: PretrainedConfig, named: str, head: str) -> None:
             f"{named} is no causal language model (it is {what})",
             "model",
             "name a decoder with a language-modelling head, such as Qwen/Qwen3-0.6B",
+        )
+
+
+def _check_router(config: PretrainedConfig, named: str) -> None:
+    """Raise LaunchError where the model's own loss has a part that is not computed here: what balances the
+    load of experts. transformers adds it only where the configuration asks for it, and by default none
+    does."""
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise LaunchError(
+            f"{named} asks for its router's auxiliary loss (output_router_logits: true), which memtrain "
+            "does not compute",
+            "model",
+            "set output_router_logits to false in its config.json: the loss is then that of the tokens alone",
         )
 
 
