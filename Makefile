@@ -41,6 +41,7 @@ docs-reference: setup
 	$(BIN)/memtrain schema -o configs/recipe.schema.json
 	$(BIN)/memtrain schema --reference -o docs/recipe.md
 	$(BIN)/memtrain schema --strategies -o docs/strategies.md
+	$(BIN)/memtrain schema --trl -o docs/coming-from-trl.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -47,6 +47,7 @@ VERBS: tuple[Verb, ...] = (
         "How long the rows are; what each max_length loses and costs.",
     ),
     Verb("init", "init:init", "Write a commented recipe to start from."),
+    Verb("import-trl", "import_trl:import_trl", "A TRL configuration as a recipe; what has no counterpart."),
     Verb("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
     Verb("methods", "methods:methods", "List the methods that a recipe may ask for."),
     Verb("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),

@@ -65,6 +65,32 @@ def load_recipe(
     return _loaded(tree, path, text, overrides, method, faults)
 
 
+def load_text(text: str, name: str) -> LoadedRecipe:
+    """The recipe of a text that lies in no file; `name` stands for the file in errors.
+
+    Raises: RecipeError with every fault that was found.
+    """
+    faults = Faults()
+    tree = _file_tree(text, Path(name), name, faults, ())
+    if tree is None:
+        raise RecipeError(faults.in_order())
+    return _loaded(tree, Path(name), text, (), None, faults)
+
+
+def read_mapping(path: Path) -> Mapping:
+    """The keys of any YAML file, read as safely as a recipe.
+
+    Raises: RecipeError when the file cannot be read, is not YAML, or holds no keys.
+    """
+    faults = Faults()
+    root = read_yaml(_text(path, None), _name(path), faults)
+    if faults:
+        raise RecipeError(faults.in_order())
+    if not isinstance(root, Mapping):
+        raise RecipeError(f"{path} holds no keys", _name(path), "name a YAML file of keys and values")
+    return root
+
+
 def recipe_of_words(overrides: Sequence[str]) -> LoadedRecipe:
     """A recipe without a file, made of `section.key=value` words alone.
 

@@ -20,12 +20,20 @@ def schema(
     strategies: Annotated[
         bool, typer.Option("--strategies", help="The page of memory strategies (Markdown) in its place.")
     ] = False,
+    trl: Annotated[
+        bool, typer.Option("--trl", help="The page of TRL's keys (Markdown) in its place.")
+    ] = False,
 ) -> None:
     """Print the JSON Schema of a recipe; or, with --reference, every key with what it does.
 
     An editor with a YAML language server completes and checks a recipe whose first line is
     `# yaml-language-server: $schema=FILE`.
     """
+    if trl:
+        from memtrain.recipes.trl.page import trl_page
+
+        write_text(trl_page(), output)
+        return
     if strategies:
         from memtrain.memory.strategies_page import strategies_page
 

@@ -1,0 +1,375 @@
+"""Keys of TRL that are read together: batch, steps, schedule, precision, adapter, data, devices, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from memtrain.recipes.renamed import RENAMED_VALUES
+from memtrain.recipes.trl.keys import VLLM
+from memtrain.recipes.trl.translate import Translation
+
+ONLINE = ("grpo", "rloo")
+_NO_DROPOUT = ("dpo", "kto", "reward")
+
+
+def batch(made: Translation) -> None:
+    """Rows of a step: those of a device x accumulation x devices; of GRPO and RLOO they are completions."""
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    rows, accumulation = made.get(keys[0], 8), made.get(keys[1], 1)
+    if not isinstance(rows, int) or not isinstance(accumulation, int):
+        return
+    comment = f"{rows} a device x {accumulation} accumulated x {made.processes} processes"
+    made.say("train.batch_rows", rows * accumulation * made.processes, comment=comment)
+    if made.method not in ONLINE:
+        return
+    step = rows * accumulation * made.processes
+    rollout = made.config.get("generation_batch_size")
+    held = made.config.get("steps_per_generation")
+    if isinstance(held, int):
+        rollout = rows * made.processes * held
+    if isinstance(rollout, int) and rollout % step:
+        made.lose(
+            "steps_per_generation" if held else "generation_batch_size", "no whole number of optimizer steps"
+        )
+    elif isinstance(rollout, int) and rollout > step:
+        made.say(f"{made.method}.steps_per_rollout", rollout // step)
+
+
+def steps(made: Translation) -> None:
+    """`max_steps` above 0 wins over the epochs; TRL makes three."""
+    most = made.get("max_steps", -1)
+    if isinstance(most, int) and most > 0:
+        made.say("train.max_steps", most)
+    else:
+        made.say("train.epochs", made.get("num_train_epochs", 3), of=["num_train_epochs"])
+
+
+def schedule(made: Translation) -> None:
+    """The schedule and its warm-up; TRL's default is linear without any."""
+    key = "lr_scheduler_type"
+    kind = made.get(key, "linear")
+    ours = RENAMED_VALUES["optim.schedule"].get(kind, kind)
+    if ours in ("constant", "linear", "cosine", "wsd"):
+        made.say("optim.schedule", ours, of=[key])
+    else:
+        made.lose(key, "the schedules are constant, linear, cosine and wsd")
+    more = dict(cast(Mapping[str, Any], made.get("lr_scheduler_kwargs", {})))
+    if "min_lr_rate" in more:
+        made.say("optim.min_lr_ratio", more.pop("min_lr_rate"))
+    elif "min_lr" in more and isinstance(made.config.get("learning_rate"), float):
+        made.say("optim.min_lr_ratio", more.pop("min_lr") / made.config["learning_rate"])
+    if more:
+        made.lose("lr_scheduler_kwargs", f"of the schedule's arguments: {', '.join(more)}")
+    ratio, warmup = made.config.get("warmup_ratio"), made.get("warmup_steps", 0)
+    if isinstance(warmup, float) and 0 < warmup < 1:
+        ratio = warmup
+    if ratio:
+        made.say("optim.warmup_ratio", ratio)
+    else:
+        made.say("optim.warmup_steps", int(warmup), of=["warmup_steps"])
+
+
+def optimizer(made: Translation) -> None:
+    """Kind and betas."""
+    kind = str(made.get("optim", "adamw_torch_fused"))
+    ours = {
+        "paged_adamw_8bit": "paged_adamw_8bit",
+        "adafactor": "adafactor",
+        "sgd": "sgd",
+        "adamw_8bit": "adamw_8bit",
+    }
+    name = ours.get(kind) or RENAMED_VALUES["optim.kind"].get(kind)
+    if name is None:
+        made.lose("optim", "the optimizers are adamw, adamw_8bit, paged_adamw, adafactor, muon and sgd")
+    elif name != "adamw":
+        made.say("optim.kind", name)
+    if "adam_beta1" in made.config or "adam_beta2" in made.config:
+        made.say("optim.betas", [made.get("adam_beta1", 0.9), made.get("adam_beta2", 0.999)])
+    if "label_smoothing_factor" in made.config:
+        if made.method == "sft":
+            made.say("sft.label_smoothing", made.config["label_smoothing_factor"])
+        elif made.config["label_smoothing_factor"]:
+            made.lose("label_smoothing_factor", f"{made.method} has no use for it")
+
+
+def precision(made: Translation) -> None:
+    """TRL holds float32 weights and computes under autocast to bfloat16, unless told otherwise."""
+    more = cast(Mapping[str, Any], made.get("model_init_kwargs", {}))
+    asked = [key for key in ("dtype", "torch_dtype") if key in made.config]
+    dtype = str(more.get("dtype", made.config[asked[0]] if asked else "float32")).removeprefix("torch.")
+    of = ["dtype", "torch_dtype", "model_init_kwargs", "bf16", "fp16"]
+    if made.config.get("fp16") is True:
+        made.lose("fp16", "float16 with a loss scale; `model.dtype: bfloat16` needs none")
+    if dtype in ("bfloat16", "float16"):
+        made.say("model.dtype", dtype)
+    elif dtype == "auto":
+        made.notes.append(
+            "dtype: auto takes the checkpoint's precision; model.dtype: auto takes the device's"
+        )
+    elif made.config.get("bf16") is False or made.config.get("use_cpu") is True:
+        made.say("model.dtype", "float32", of=of)
+    elif not _quantized(made):
+        made.say("model.dtype", "bfloat16", of=of)
+        if not _adapted(made):
+            made.say("optim.master_weights", True, of=of)
+            made.notes.append(
+                "TRL holds float32 weights and computes under autocast; the nearest here are bfloat16 "
+                "weights with float32 copies in the optimizer (optim.master_weights), which update alike"
+            )
+    rest = [key for key in more if key not in ("dtype", "attn_implementation", "revision")]
+    if "attn_implementation" in more and "attn_implementation" not in made.config:
+        made.notes.append(
+            "model_init_kwargs.attn_implementation: model.attention: auto takes the fastest that is exact"
+        )
+    if "revision" in more:
+        made.say("model.revision", more["revision"])
+    if rest:
+        made.lose("model_init_kwargs", f"of the model's arguments: {', '.join(rest)}")
+
+
+def _quantized(made: Translation) -> bool:
+    return bool(made.config.get("load_in_4bit") or made.config.get("load_in_8bit"))
+
+
+def _adapted(made: Translation) -> bool:
+    return bool(made.config.get("use_peft"))
+
+
+def adapter(made: Translation) -> None:
+    """LoRA with TRL's defaults: rank 16, alpha 32, dropout 0.05, and PEFT's own choice of modules."""
+    if made.config.get("load_in_4bit"):
+        made.say("model.quantize", "4bit")
+    elif made.config.get("load_in_8bit"):
+        made.say("model.quantize", "8bit")
+    names = ("r", "alpha", "dropout", "target_modules", "modules_to_save")
+    if not _adapted(made):
+        for key in [f"lora_{name}" for name in names] + ["use_rslora", "use_dora"]:
+            if key in made.config:
+                made.lose(key, "use_peft is not true: TRL trains every weight and reads it nowhere")
+        return
+    made.say("model.adapter.r", made.get("lora_r", 16), of=["lora_r"])
+    made.say("model.adapter.alpha", made.get("lora_alpha", 32), of=["lora_alpha"])
+    dropout = made.get("lora_dropout", 0.05)
+    if made.method in _NO_DROPOUT and made.get("disable_dropout", True):
+        made.say("model.adapter.dropout", 0.0, comment="TRL's disable_dropout")
+    else:
+        made.say("model.adapter.dropout", dropout, of=["lora_dropout"])
+    modules = made.config.get("lora_target_modules")
+    if modules is None:
+        made.notes.append(
+            "lora_target_modules is not given: PEFT takes a few modules by architecture (q_proj and v_proj, "
+            "often); here it is every linear layer. To train the same, name them in "
+            "model.adapter.target_modules"
+        )
+    else:
+        made.say("model.adapter.target_modules", modules)
+    if made.config.get("lora_modules_to_save"):
+        made.say("model.adapter.modules_to_save", made.config["lora_modules_to_save"])
+    if made.config.get("use_rslora"):
+        made.say("model.adapter.rslora", True)
+    if made.config.get("use_dora"):
+        made.say("model.adapter.kind", "dora")
+
+
+def data(made: Translation) -> None:
+    """One dataset with its splits, or a mixture."""
+    mixture = made.config.get("datasets")
+    if mixture:
+        sources = [_source(made, cast(Mapping[str, Any], one)) for one in cast(list[object], mixture)]
+        made.say("data.train", sources)
+        return
+    name = made.config.get("dataset_name")
+    if name is None:
+        return
+    source: dict[str, object] = {"source": name}
+    if made.config.get("dataset_config"):
+        source["name"] = made.config["dataset_config"]
+    evaluated = made.get(
+        "eval_strategy", made.get("evaluation_strategy", "no")
+    ) != "no" and not made.config.get("test_split_size")
+    held = {**source, "split": made.get("dataset_test_split", "test")}
+    split = made.get("dataset_train_split", "train")
+    train = source if split == "train" else {**source, "split": split}
+    made.say("data.train", name if train == {"source": name} else [train])
+    if evaluated:
+        made.say("data.eval", [held], of=["dataset_test_split"])
+
+
+def _source(made: Translation, one: Mapping[str, Any]) -> dict[str, object]:
+    files = one.get("data_files")
+    source: dict[str, object] = {"source": files if isinstance(files, str) else one.get("path")}
+    for ours in ("name", "split"):
+        if one.get(ours) and not (ours == "split" and one[ours] == "train"):
+            source[ours] = one[ours]
+    if one.get("fraction") is not None:
+        source["weight"] = one["fraction"]
+        made.notes.append(
+            "datasets: a `fraction` was written as a `weight`: a share of the mixture, in place of a share "
+            "of the source"
+        )
+    odd = [key for key in ("data_dir", "columns") if one.get(key)]
+    if files is not None and not isinstance(files, str):
+        odd.append("data_files")
+    if odd:
+        made.lose(
+            "datasets", f"{', '.join(odd)} of {one.get('path')}: name files, and columns by data.columns"
+        )
+    return source
+
+
+def lengths(made: Translation) -> None:
+    """Packing, and the order of the rows."""
+    if made.config.get("packing"):
+        made.say("length.packing", made.get("packing_strategy", "bfd"))
+    if made.method in ONLINE:
+        made.say("length.max_length", None, comment="TRL cuts no prompt")
+    if made.config.get("max_prompt_length") is not None:
+        made.say("length.max_prompt", made.config["max_prompt_length"])
+    order = made.get("train_sampling_strategy", "sequential" if made.method == "kto" else "random")
+    if order == "group_by_length":
+        made.say("length.group_by_length", True)
+    elif order == "sequential" and made.method != "kto":
+        made.say("train.shuffle", False)
+    elif made.method == "kto":
+        made.notes.append(
+            "TRL's KTO takes rows in order, for its KL term; here the term is right in any order"
+        )
+
+
+def evaluation(made: Translation) -> None:
+    """How often; TRL takes the steps of the logs where none are given."""
+    if made.get("eval_strategy", made.get("evaluation_strategy", "no")) == "steps":
+        made.say("eval.every_steps", made.get("eval_steps", made.get("logging_steps", 10)), of=["eval_steps"])
+
+
+def saving(made: Translation) -> None:
+    """Every 500 steps, and all of them, where nothing is written."""
+    strategy = made.get("save_strategy", "steps")
+    if strategy == "steps":
+        every = made.get("save_steps", 500)
+        if isinstance(every, float) and every < 1:
+            made.lose("save_steps", "a share of all steps; write their number to save.every_steps")
+        else:
+            made.say("save.every_steps", int(every), of=["save_steps"])
+    elif strategy == "best":
+        made.say("save.keep_best", True)
+    elif strategy == "no":
+        made.lose("save_strategy", "a run always saves at its end, so that it can continue")
+    if "save_total_limit" in made.config and made.config["save_total_limit"] is not None:
+        made.say("save.keep", made.config["save_total_limit"])
+    else:
+        made.notes.append("TRL keeps every checkpoint; memtrain the last two (save.keep)")
+
+
+def _listed(value: object) -> list[object]:
+    return cast(list[object], value) if isinstance(value, list) else [value]
+
+
+def telling(made: Translation) -> None:
+    """Trackers."""
+    asked = made.get("report_to", "none")
+    names = [str(one) for one in _listed(asked)]
+    ours = [name for name in names if name in ("tensorboard", "wandb", "mlflow", "trackio")]
+    if ours:
+        made.say("log.trackers", ours)
+    if any(name not in ours and name != "none" for name in names):
+        made.lose("report_to", "the trackers are tensorboard, wandb, mlflow and trackio")
+
+
+def devices(made: Translation) -> None:
+    """CPU, and the engine of accelerate's shipped configurations."""
+    if made.config.get("use_cpu"):
+        made.say("cluster.device", "cpu")
+    asked = made.config.get("accelerate_config")
+    engines = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2", "fsdp1": "fsdp2"}
+    if asked in engines:
+        made.say("cluster.engine", engines[cast(str, asked)])
+    elif asked not in (None, "single_gpu", "multi_gpu"):
+        made.lose(
+            "accelerate_config",
+            "a file of accelerate's; `cluster.engine` and `cluster.processes` say the same",
+        )
+
+
+def losses(made: Translation) -> None:
+    """The loss, by method."""
+    if made.method == "grpo" and made.get("beta", 0.0) and made.get("use_bias_correction_kl", True):
+        made.say("grpo.unbiased_kl", True, of=["use_bias_correction_kl"])
+    kind = made.config.get("loss_type")
+    if kind is None:
+        return
+    if made.method == "reward":
+        made.lose("loss_type", "reward has no use for it")
+    elif made.method == "rloo":
+        made.lose("loss_type", "rloo has no use for it")
+    else:
+        made.say(f"{made.method}.loss", "nll" if kind == "chunked_nll" else kind)
+
+
+def dropout(made: Translation) -> None:
+    """TRL switches the model's dropout off for pairs."""
+    if made.get("disable_dropout", made.method in _NO_DROPOUT):
+        made.notes.append("disable_dropout: models whose configuration has dropout (few have) keep it here")
+
+
+def rewards(made: Translation) -> None:
+    """Reward functions and models; TRL's own functions have near relatives only."""
+    if made.method not in ONLINE:
+        for key in ("reward_funcs", "reward_model_name_or_path", "reward_weights"):
+            if key in made.config:
+                made.lose(key, f"{made.method} has no use for it")
+        return
+    asked: list[dict[str, object]] = []
+    model = made.config.get("reward_model_name_or_path")
+    if model:
+        asked.append({"model": {"path": model}})
+    functions = made.get("reward_funcs", [])
+    for name in map(str, _listed(functions)):
+        near = {"accuracy_reward": "exact_answer", "think_format_reward": "format"}
+        if name in near:
+            asked.append({"function": near[name]})
+            made.lose("reward_funcs", f"{name} is TRL's own: {near[name]} is a relative of it, not the same")
+        elif "." in name:
+            module, _, function = name.rpartition(".")
+            asked.append({"function": f"{module}:{function}"})
+        else:
+            made.lose("reward_funcs", f"{name} is TRL's own: write one as `my_rewards.py:{name}`")
+    weights = made.get("reward_weights", [])
+    for one, weight in zip(asked, weights, strict=False):
+        one["weight"] = weight
+    if asked:
+        made.say("rewards.functions", asked)
+
+
+def sampling(made: Translation) -> None:
+    """What writes the completions."""
+    written = [key for key in VLLM if key.startswith("vllm_") and key in made.config]
+    if made.config.get("use_vllm") is True and made.method in ONLINE:
+        made.lose("use_vllm", "the native sampler writes the completions; see `generate.backend`")
+    else:
+        for key in written:
+            made.lose(key, "use_vllm is not true: TRL reads it nowhere")
+    if made.config.get("ds3_gather_for_generation") is False:
+        made.lose("ds3_gather_for_generation", "weights are gathered as `cluster.engine` needs it")
+
+
+ALL: tuple[Callable[[Translation], None], ...] = (
+    precision,
+    adapter,
+    data,
+    lengths,
+    batch,
+    steps,
+    schedule,
+    optimizer,
+    evaluation,
+    saving,
+    telling,
+    devices,
+    losses,
+    dropout,
+    rewards,
+    sampling,
+)
+"""Every group."""

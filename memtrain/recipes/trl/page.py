@@ -1,0 +1,129 @@
+"""The page for those who come from TRL, in Markdown: every key, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memtrain.recipes.trl import keys
+from memtrain.recipes.trl.rules import Decided, Gone, Rule, To
+
+_HEAD = """\
+# Coming from TRL
+
+Written from the rules in `memtrain/recipes/trl/` by `make docs-reference`; the keys are those of TRL 1.16.
+
+```
+memtrain import-trl sft.yaml --method sft -o my.yaml    # the YAML file that `trl sft --config` takes
+memtrain check my.yaml
+memtrain sft my.yaml --dry-run                          # what it will need, before anything starts
+```
+
+What TRL takes where nothing is written (three epochs, a linear schedule without warm-up, seed 42, LoRA
+dropout 0.05, ...) is written into the recipe with the comment `TRL's default`, so that the recipe trains
+what the configuration trained. What has no counterpart is listed on the screen and at the head of the
+recipe. The batch is that of all devices: `--processes 8` (or `num_processes` in the file) says how many
+there were.
+
+What works differently:
+
+- **Packing and padding-free.** Rows never see each other, on any attention back end; `padding_free` works
+  for every method. Batches are made by the plan: `per_device_train_batch_size` is only a factor of
+  `train.batch_rows`.
+- **The loss of a step** is the mean over the learnt tokens of the whole step, over all devices and
+  micro-batches.
+- **Pairs.** A prompt is computed once for its answers (`length.shared_prompts`).
+- **GRPO, RLOO.** A step is said in completions: `train.batch_rows` is divided by `generate.completions` to
+  give its prompts.
+- **Resuming** needs no flag: the same command goes on, bit for bit.
+"""
+
+_GROUPS: tuple[tuple[str, Mapping[str, Rule]], ...] = (
+    ("Model and adapter", keys.MODEL),
+    ("Data and lengths", keys.DATA),
+    ("Steps, optimizer, memory", keys.TRAINING),
+    ("Evaluation, saving, telling", keys.RUN),
+    ("Devices", keys.DEVICES),
+    ("DPO, KTO, reward models", keys.PREFERENCES),
+    ("GRPO, RLOO", keys.ONLINE),
+    ("Sampling by vLLM", keys.VLLM),
+    ("Keys of earlier versions", keys.OLD),
+)
+
+_TOGETHER: Mapping[str, str] = {
+    **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16"), "`model.dtype`, `optim.master_weights`"),
+    "model_init_kwargs": "`model.dtype`, `model.revision`; the rest is told",
+    **dict.fromkeys(
+        ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save"),
+        "`model.adapter`",
+    ),
+    "use_rslora": "`model.adapter.rslora`",
+    "use_dora": "`model.adapter.kind: dora`",
+    "load_in_8bit": "`model.quantize: 8bit`",
+    "load_in_4bit": "`model.quantize: 4bit`",
+    "disable_dropout": "`model.adapter.dropout: 0.0`",
+    **dict.fromkeys(("datasets", "dataset_name", "dataset_config", "dataset_train_split"), "`data.train`"),
+    "dataset_test_split": "`data.eval`, where `eval_strategy` is not `no`",
+    **dict.fromkeys(("packing", "packing_strategy"), "`length.packing`"),
+    "train_sampling_strategy": "`train.shuffle`, `length.group_by_length`",
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps"),
+        "`train.batch_rows`: their product, times the devices",
+    ),
+    "num_train_epochs": "`train.epochs`",
+    "max_steps": "`train.max_steps`",
+    "lr_scheduler_type": "`optim.schedule`",
+    "lr_scheduler_kwargs": "`optim.min_lr_ratio`",
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "`optim.warmup_steps` or `optim.warmup_ratio`"),
+    "optim": "`optim.kind`",
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "`optim.betas`"),
+    "label_smoothing_factor": "`sft.label_smoothing`",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "eval_steps"), "`eval.every_steps`"),
+    **dict.fromkeys(("save_strategy", "save_steps"), "`save.every_steps`, `save.keep_best`"),
+    "save_total_limit": "`save.keep`",
+    "report_to": "`log.trackers`",
+    "use_cpu": "`cluster.device: cpu`",
+    "accelerate_config": "`cluster.engine`",
+    "num_processes": "a factor of `train.batch_rows`",
+    "loss_type": "`sft.loss`, `dpo.loss`, `kto.loss`, `grpo.loss`",
+    "use_bias_correction_kl": "`grpo.unbiased_kl`",
+    **dict.fromkeys(("reward_funcs", "reward_model_name_or_path", "reward_weights"), "`rewards.functions`"),
+    **dict.fromkeys(
+        ("generation_batch_size", "steps_per_generation"),
+        "`grpo.steps_per_rollout`, `rloo.steps_per_rollout`",
+    ),
+    "max_prompt_length": "`length.max_prompt`",
+    "use_vllm": "see `generate.backend`",
+    "ds3_gather_for_generation": "weights are gathered as `cluster.engine` needs it",
+}
+
+
+def trl_page() -> str:
+    """docs/coming-from-trl.md. Written by `make docs-reference`."""
+    parts = [_HEAD]
+    for name, rules in _GROUPS:
+        rows = [f"| `{key}` | {_becomes(key, rule)} |" for key, rule in rules.items()]
+        parts += [f"## {name}", "", "| TRL | memtrain |", "|---|---|", *rows, ""]
+    return "\n".join(parts)
+
+
+def _becomes(key: str, rule: Rule) -> str:
+    match rule:
+        case To():
+            words = ", ".join(
+                f"`{_word(old)}` is `{_word(new)}`"
+                for old, new in rule.values.items()
+                if new is not None and type(old) is not bool
+            )
+            return f"`{rule.key.replace('{method}', 'METHOD')}`" + (f" ({words})" if words else "")
+        case Decided():
+            return f"not needed: {rule.why}"
+        case Gone():
+            return f"no counterpart: {rule.why}"
+        case _:
+            return _TOGETHER.get(key, "read with the keys beside it, or told")
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,71 @@
+"""A translation as a recipe in YAML: sections in their order, what nobody wrote marked as TRL's default."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any, cast
+
+import yaml
+
+from memtrain.recipes.base import Section
+from memtrain.recipes.fields import field_types, section_of
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.schema import SCHEMA_FILE
+from memtrain.recipes.trl.translate import Translation
+
+
+def default_of(key: str) -> object:
+    """memtrain's default of a dotted key; None where it has none."""
+    section: Any = Recipe
+    *path, last = key.split(".")
+    for part in path:
+        section = section_of(field_types(section)[part])
+    return section.model_fields[last].default
+
+
+def recipe_text(made: Translation, name: str) -> str:
+    """The YAML of a recipe; a value that is memtrain's own default is left out."""
+    top: dict[str, Any] = {}
+    for key, (value, comment) in made.said.items():
+        if key != "method" and type(value) is type(default_of(key)) and value == default_of(key):
+            continue
+        node = top
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = (value, comment)
+    lines = [f"# From {name}, a configuration of TRL's {made.method}; written by `memtrain import-trl`."]
+    for one in made.lost:
+        lines += _comment(f"not carried over: {one.key}: {inline(one.value)} ({one.why})")
+    lines += [f"# yaml-language-server: $schema={SCHEMA_FILE}", ""]
+    order = [*Recipe.model_fields]
+    for section in sorted(top, key=order.index):
+        lines += _lines({section: top[section]}, 0, Recipe)
+        if isinstance(top[section], dict):
+            lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _lines(node: Mapping[str, Any], depth: int, section: type[Section]) -> list[str]:
+    lines: list[str] = []
+    for key in sorted(node, key=[*section.model_fields].index):
+        value, before = node[key], "  " * depth + f"{key}:"
+        if isinstance(value, dict):
+            inner = section_of(field_types(section)[key])
+            assert inner is not None, "Only sections are written over several lines."
+            lines += [before, *_lines(cast(Mapping[str, Any], value), depth + 1, inner)]
+        else:
+            bare, comment = cast(tuple[object, str], value)
+            lines.append(f"{before} {inline(bare)}" + (f"  # {comment}" if comment else ""))
+    return lines
+
+
+def inline(value: object) -> str:
+    """A value on one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+    return text.strip().removesuffix("...").strip()
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, 100, subsequent_indent="  ", break_long_words=False)]

@@ -1,0 +1,206 @@
+"""TRL's configurations become recipes that train the same, and nothing of them is lost silently.
+
+The keys and defaults of TRL 1.16 were recorded by `benchmarks/record_trl_fields.py`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.load import load_text
+from memtrain.recipes.trl.importing import import_config
+from memtrain.recipes.trl.keys import KEYS
+from memtrain.recipes.trl.page import trl_page
+from memtrain.recipes.trl.rules import To
+from memtrain.recipes.trl.translate import IMPORTED, translate
+from memtrain.recipes.trl.writing import default_of
+
+ROOT = Path(__file__).parents[2]
+RECORDED = json.loads((Path(__file__).parent / "data" / "trl_fields.json").read_text())
+
+WHOLE = {
+    "model_name_or_path": "Qwen/Qwen3-0.6B",
+    "dataset_name": "some/rows",
+    "reward_funcs": ["my.rewards.good"],
+}
+"""What a configuration must say at least; the rewards are read for the online methods alone."""
+
+
+def recipe_of(method: str, processes: int = 1, **config: object):
+    """The validated recipe of a configuration."""
+    needs = {
+        key: value for key, value in WHOLE.items() if key != "reward_funcs" or method in ("grpo", "rloo")
+    }
+    from memtrain.recipes.trl.writing import recipe_text
+
+    made = translate(needs | config, method, processes)
+    return load_text(recipe_text(made, "trl.yaml"), "recipe.yaml").recipe, made
+
+
+def lost(made) -> set[str]:
+    return {one.key for one in made.lost}
+
+
+@pytest.mark.parametrize("method", IMPORTED)
+def test_every_key_of_trl_has_a_rule(method: str):
+    assert set(RECORDED[method]) <= set(KEYS)
+
+
+@pytest.mark.parametrize("method", IMPORTED)
+def test_a_default_of_trl_that_is_not_ours_is_written(method: str):
+    """Else a configuration that does not say it would train something else here."""
+    for key, default in RECORDED[method].items():
+        rule = KEYS[key]
+        if not isinstance(rule, To):
+            continue
+        if rule.default_of(method) is not None:
+            assert rule.default_of(method) == default, key
+            continue
+        section = rule.key.partition(".")[0]
+        if section in IMPORTED and section != method:
+            continue
+        values = {(type(old), old): new for old, new in rule.values.items()}
+        taken = values.get((type(default), default), default)
+        ours = default_of(rule.key.format(method=method))
+        if default is None or taken is None or ours in (None, "auto"):
+            continue  # Not set at TRL, or a choice between computations of the same numbers.
+        assert taken == ours, key
+
+
+@pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, To)])
+def test_every_target_is_a_key_of_the_recipe(key: str):
+    rule = KEYS[key]
+    assert isinstance(rule, To)
+    methods = [one for one in IMPORTED if "{method}" not in rule.key or key in RECORDED[one]]
+    for method in methods:
+        default_of(rule.key.format(method=method))
+
+
+@pytest.mark.parametrize("method", IMPORTED)
+def test_the_shortest_configuration_is_a_whole_recipe_with_trls_defaults(method: str):
+    recipe, made = recipe_of(method)
+    assert recipe.method == method
+    assert recipe.train.epochs == 3
+    assert recipe.train.batch_rows == 8
+    assert recipe.train.seed == 42
+    assert recipe.optim.schedule == "linear"
+    assert recipe.optim.warmup_steps == 0
+    assert recipe.optim.lr == RECORDED[method]["learning_rate"]
+    assert recipe.save.every_steps == 500
+    assert not made.lost
+
+
+@pytest.mark.parametrize("method", IMPORTED)
+def test_writing_trls_own_defaults_out_changes_nothing(method: str):
+    """Every default that was recorded, written into the file: nothing is lost, and the recipe is the same."""
+    said = {key: value for key, value in RECORDED[method].items() if value not in (None, "", [])}
+    written, made = recipe_of(method, **{key: value for key, value in said.items() if key not in _READ_WITH})
+    bare, _ = recipe_of(method)
+    assert lost(made) == set()
+    same = {"length": {"padding_free"}, "memory": {"activation_checkpointing", "activation_offloading"}}
+    for section in ("optim", "train", "eval", "save", "data", "generate", "length", "memory", method):
+        left, right = getattr(written, section), getattr(bare, section)
+        left, right = left or right and type(right)(), right or left and type(left)()
+        for name in type(left).model_fields if left is not None else ():
+            if name not in same.get(section, set()):
+                assert getattr(left, name) == getattr(right, name), f"{section}.{name}"
+
+
+_READ_WITH = {
+    "max_steps",  # -1: epochs
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    *(key for method in IMPORTED for key in RECORDED[method] if key.startswith("vllm_")),
+}
+"""Keys that TRL reads only beside another one; written alone they are told as lost."""
+
+
+def test_the_batch_is_that_of_all_devices():
+    recipe, _ = recipe_of("sft", 4, per_device_train_batch_size=2, gradient_accumulation_steps=8)
+    assert recipe.train.batch_rows == 64
+
+
+def test_a_rollout_is_as_many_steps_as_it_was():
+    recipe, _ = recipe_of("grpo", 2, gradient_accumulation_steps=2, steps_per_generation=8, num_generations=4)
+    assert recipe.train.batch_rows == 32
+    assert recipe.grpo is not None
+    assert recipe.grpo.steps_per_rollout == 4
+
+
+def test_an_adapter_of_pairs_has_no_dropout_as_trl_switches_it_off():
+    assert recipe_of("sft", use_peft=True)[0].model.adapter.dropout == 0.05
+    assert recipe_of("dpo", use_peft=True)[0].model.adapter.dropout == 0.0
+    assert recipe_of("dpo", use_peft=True, disable_dropout=False)[0].model.adapter.dropout == 0.05
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "told"),
+    [
+        ("sft", {"torch_compile": True}, {"torch_compile"}),
+        ("sft", {"push_to_hub": True, "hub_model_id": "a/b"}, {"push_to_hub", "hub_model_id"}),
+        ("sft", {"lora_r": 8}, {"lora_r"}),
+        ("sft", {"beta": 0.1, "desirable_weight": 2.0}, {"beta", "desirable_weight"}),
+        ("sft", {"optim": "galore_adamw"}, {"optim"}),
+        ("sft", {"lr_scheduler_type": "polynomial"}, {"lr_scheduler_type"}),
+        ("sft", {"report_to": ["wandb", "comet_ml"]}, {"report_to"}),
+        ("sft", {"max_seq_lenght": 512}, {"max_seq_lenght"}),
+        ("dpo", {"reward_funcs": ["a.b"]}, {"reward_funcs"}),
+        ("grpo", {"vllm_mode": "server"}, {"vllm_mode"}),
+        ("grpo", {"reward_funcs": ["accuracy_reward"]}, {"reward_funcs"}),
+        ("kto", {"loss_weights": [1.0]}, {"loss_weights"}),
+    ],
+)
+def test_what_has_no_counterpart_is_told(method: str, config: dict[str, object], told: set[str]):
+    assert lost(recipe_of(method, **config)[1]) == told
+
+
+def test_a_file_says_what_was_not_carried_over_and_where_it_came_from(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: some/rows\nlearning_rate: 2.0e-4\n"
+        "packing: true\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\ntorch_compile: true\n"
+        "num_processes: 2\n"
+    )
+    made = import_config(file, "sft", None)
+    assert not made.faults
+    assert made.text.startswith("# From run.yaml, a configuration of TRL's sft")
+    assert "# not carried over: torch_compile: true" in made.text
+    recipe = load_text(made.text, "recipe.yaml").recipe
+    assert (recipe.optim.lr, recipe.length.packing, recipe.train.batch_rows) == (2e-4, "bfd", 16)
+    assert recipe.model.adapter is not None
+    assert recipe.model.adapter.target_modules == ("q_proj", "v_proj")
+
+
+def test_what_the_recipe_lacks_is_told(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: Qwen/Qwen3-0.6B\n")
+    assert "data" in str(import_config(file, "sft", None).faults)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [\n", "a: !!python/object:x {}\n"])
+def test_a_file_that_is_none_is_told(text: str, tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError):
+        import_config(file, "sft", None)
+
+
+def test_a_recipe_is_not_taken_for_a_configuration(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("method: sft\nmodel: {path: x}\n")
+    with pytest.raises(RecipeError, match="already"):
+        import_config(file, "sft", None)
+
+
+def test_the_page_of_trls_keys_is_up_to_date():
+    assert (ROOT / "docs" / "coming-from-trl.md").read_text() == trl_page(), "run make docs-reference"
+
+
+def test_every_key_is_on_the_page():
+    page = trl_page()
+    assert [key for key in KEYS if f"| `{key}` |" not in page] == []
