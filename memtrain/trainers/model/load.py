@@ -91,7 +91,8 @@ def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
         "eos_token_id": None,
     }
     try:
-        known = AutoConfig.for_model(model_type).to_dict()
+        default = AutoConfig.for_model(model_type)
+        known = {*default.to_dict(), *default.attribute_map}
         config = AutoConfig.for_model(**(open_keys | dict[str, Any](given)))
     except (
         Exception
