@@ -48,6 +48,10 @@ CONFIG = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 4096,
 }
+NOTE = (
+    "resident_mib compares: tensors_mib of trl holds a buffer of its loss that is made as wide as a block of "
+    "a large vocabulary, of which pages that are never written take no memory"
+)
 WORDS = (" apples", " books", " coins", " eggs", " pens", " plums", " shells", " stamps")
 
 
@@ -94,6 +98,7 @@ def about(num_parameters: int, repeats: int) -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "command": "python benchmarks/pairs_against_trl.py --trl PYTHON -o FILE",
         "versions": {one: version(one) for one in ("torch", "transformers")} | {"trl": "1.16"},
+        "note": NOTE,
         "parameters": num_parameters,
         "tokens_of_a_prompt_with_one_answer": TOTAL,
         "pairs_of_a_step": PAIRS,
