@@ -1,0 +1,104 @@
+"""Two processes that hold each row together: the losses of one, and the same again after a kill."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKED = ("length.packing=bfd", "train.batch_rows=4", "train.micro_rows=2", "train.max_steps=12")
+STOPS = ("save.every_steps=3", "eval.every_steps=6")
+SLICED = "cluster.context_parallel=2"
+ANSWERS = """\
+method: {method}
+model:
+  config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+           num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
+  tokenizer: builtin:tiny
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.2, cache_dir: {cache}}}
+length: {{max_length: 160}}
+memory: {{watch: false}}
+optim: {{lr: 1e-2}}
+train: {{batch_rows: 8, max_steps: 4}}
+eval: {{every_steps: 2}}
+cluster: {{device: cpu, threads: 1, processes: 1}}
+"""
+
+
+def told(folder: Path, kinds: tuple[str, ...] = ("step", "eval")) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    dropped = ("seconds", "time", "tokens_per_s", "peak_bytes")
+    return [
+        {name: value for name, value in line.items() if name not in dropped}
+        for line in lines
+        if line["kind"] in kinds
+    ]
+
+
+def assert_the_same(found: Path, expected: Path) -> None:
+    """Sums are taken in another order; a few steps of AdamW make more of it."""
+    lines, wanted = told(found), told(expected)
+    assert len(lines) == len(wanted)
+    for line, want in zip(lines, wanted, strict=True):
+        assert line.keys() == want.keys()
+        for name, value in want.items():
+            if isinstance(value, float):
+                assert line[name] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, line["step"])
+            else:
+                assert line[name] == value, name
+
+
+@pytest.fixture(scope="module")
+def two(shared_runs) -> Path:
+    ranks = shared_runs.fork_ranks("two", 2, *PACKED, *STOPS, SLICED)
+    assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)
+    return shared_runs.folder / "two"
+
+
+def test_two_processes_that_share_packed_rows_have_the_losses_of_one(runs, two: Path):
+    assert_the_same(two, runs.done("one", *PACKED, *STOPS))
+
+
+def test_a_killed_run_goes_on_bit_for_bit(runs, two: Path, metrics, curve_of):
+    ranks = runs.fork_ranks("run", 2, *PACKED, *STOPS, SLICED)
+    while len(metrics(runs.folder / "run", "step")) < 4:
+        pass
+    ranks[1].send(signal.SIGKILL)
+    assert ranks[1].wait() == -signal.SIGKILL
+    assert ranks[0].wait() != 0
+    assert len(curve_of(runs.folder / "run")) < 12
+    ranks = runs.fork_ranks("run", 2, *PACKED, *STOPS, SLICED)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+    assert curve_of(runs.folder / "run") == curve_of(two)
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        pytest.param("dpo", ("dpo.reference=synced", "dpo.reference_sync_steps=2"), marks=pytest.mark.slow),
+        ("kto", ()),
+        ("reward", ("length.padding_free=false",)),
+    ],
+)
+def test_methods_with_answers_have_the_losses_of_one(runs, method: str, overrides: tuple[str, ...]):
+    """KTO's are precomputed by both together, and its baseline is over the answers of the whole step."""
+    recipe = runs.folder / f"{method}.yaml"
+    recipe.write_text(ANSWERS.format(method=method, cache=runs.folder / "cache"))
+    ranks = runs.fork_ranks("two", 2, *overrides, SLICED, verb=method, recipe=str(recipe))
+    assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)
+    recipe.write_text(ANSWERS.format(method=method, cache=runs.folder / "other"))
+    one = runs.run("one", *overrides, verb=method, recipe=str(recipe))
+    assert one.code == 0, one.err
+    assert_the_same(runs.folder / "two", runs.folder / "one")
+
+
+def test_the_launcher_starts_as_many_as_share_a_row(runs):
+    ended = runs.run("run", "--dry-run", SLICED, "cluster.processes=auto")
+    assert ended.code == 0, ended.err
+    settings = json.loads((runs.folder / "run" / "plan.json").read_text())["settings"]
+    assert (settings["num_processes"], settings["context_parallel"], settings["pad_to_multiple_of"]) == (
+        2,
+        2,
+        4,
+    )
