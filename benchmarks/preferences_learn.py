@@ -1,0 +1,157 @@
+"""Whether DPO, KTO and a reward model learn held-out preferences of real solutions, after minutes of `sft`.
+
+python benchmarks/preferences_learn.py DATA -o benchmarks/results/preferences_learn.json
+
+DATA holds `gsm8k/train.jsonl` (question, answer) and `gsm8k_solutions/{preference,unpaired}.jsonl` (right and
+wrong solutions that models wrote). One small random model is fine-tuned on the worked solutions; then every
+method trains from it with every seed, which also draws the rows, what is held out (rows of one question
+together), and the head of the reward model. Everything goes through the command line's own functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from memtrain.cli.commands.train import run_recipe
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 160,
+    "intermediate_size": 480,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+SHARED: dict[str, Any] = {
+    "length": {"max_length": 512},
+    "eval": {"at_start": True, "every_steps": 10},
+    "memory": {"activation_checkpointing": "off", "watch": False},
+    "cluster": {"device": "cpu", "threads": 1},
+}
+LEARNING_RATES = {"dpo": 3e-4, "kto": 1e-4, "reward": 3e-4}
+FORMS = {"dpo": "preference", "kto": "unpaired", "reward": "preference"}
+
+
+def main() -> None:
+    """Run everything and write the curves."""
+    words = argparse.ArgumentParser()
+    words.add_argument("data", type=Path)
+    words.add_argument("-o", "--output", type=Path)
+    words.add_argument("--seeds", type=int, default=3)
+    words.add_argument("--sft-steps", type=int, default=160)
+    words.add_argument("--steps", type=int, default=30)
+    asked = words.parse_args()
+    begun = time.process_time()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tuned = run(folder, "sft", sft_recipe(asked.data, asked.sft_steps))
+        start = folder / "sft" / "final"
+        found = {
+            method: [
+                run(folder, f"{method}-{seed}", recipe_of(method, seed, start, asked.data, asked.steps))
+                for seed in range(asked.seeds)
+            ]
+            for method in FORMS
+        }
+        example = recipe_of("dpo", 0, Path("SFT/final"), Path("DATA"), asked.steps)
+    for method, curves in found.items():
+        print(method, summary(curves))
+    if asked.output:
+        told = {
+            "what": "held-out metrics before, during and after; losses of every step",
+            "device": f"CPU, {platform.machine()}, one thread",
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": commit(),
+            "command": "python benchmarks/preferences_learn.py DATA -o FILE",
+            "versions": {one: version(one) for one in ("torch", "transformers")},
+            "cpu_s": round(time.process_time() - begun),
+            "model": MODEL,
+            "recipe": example,
+            "summary": {method: summary(curves) for method, curves in found.items()},
+            "sft": tuned,
+            "methods": found,
+        }
+        asked.output.parent.mkdir(parents=True, exist_ok=True)
+        asked.output.write_text(json.dumps(told) + "\n")
+
+
+def commit() -> str:
+    """The commit that is measured."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+
+
+def sft_recipe(data: Path, steps: int) -> dict[str, Any]:
+    """Worked solutions, packed."""
+    own = {
+        "method": "sft",
+        "model": {"config": MODEL, "tokenizer": "builtin:tiny"},
+        "data": {
+            "train": {"source": str(data / "gsm8k" / "train.jsonl"), "limit": 3000},
+            "columns": {"prompt": "question", "completion": "answer"},
+            "held_out": 0.02,
+        },
+        "optim": {"lr": 2e-3},
+        "train": {"batch_rows": 8, "max_steps": steps},
+    }
+    return SHARED | own | {"eval": {"at_start": True, "every_steps": steps}}
+
+
+def recipe_of(method: str, seed: int, start: Path, data: Path, steps: int) -> dict[str, Any]:
+    """The recipe of one run of a method."""
+    source = data / "gsm8k_solutions" / f"{FORMS[method]}.jsonl"
+    own = {
+        "method": method,
+        "model": {"path": str(start)},
+        "data": {"train": {"source": str(source), "limit": 700}, "held_out": 0.15},
+        "optim": {"lr": LEARNING_RATES[method]},
+        "train": {"batch_rows": 16, "max_steps": steps, "seed": seed},
+    }
+    return SHARED | own
+
+
+def run(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Losses of the steps, and what evaluation told, by step."""
+    path = folder / f"{name}.yaml"
+    recipe = recipe | {"data": recipe["data"] | {"cache_dir": str(folder / "cache")}}
+    path.write_text(json.dumps(recipe))
+    run_recipe(recipe["method"], str(path), [], run_dir=str(folder / name))
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "loss", "calibration")
+    return {
+        "losses": [line["loss"] for line in lines if line["kind"] == "step"],
+        "held_out": [
+            {key: value for key, value in line.items() if key in kept or key.startswith("rewards/")}
+            for line in lines
+            if line["kind"] == "eval"
+        ],
+    }
+
+
+def summary(curves: list[dict[str, Any]]) -> dict[str, Any]:
+    """First and last of every held-out metric: of each seed, and their mean."""
+    names = [name for name in curves[0]["held_out"][-1] if name != "step"]
+    told: dict[str, Any] = {}
+    for name in names:
+        ends = [[round(curve["held_out"][at].get(name, 0.0), 4) for curve in curves] for at in (0, -1)]
+        told[name] = {
+            "before": ends[0],
+            "after": ends[1],
+            "mean": [round(statistics.mean(end), 4) for end in ends],
+        }
+    return told
+
+
+if __name__ == "__main__":
+    main()
