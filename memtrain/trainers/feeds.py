@@ -48,7 +48,7 @@ class TokenFeed:
         """The sequences' pieces end to end, or one padded row each."""
         is_flat = self.settings.padding_free
         if not len(sequences):
-            return nothing(pad_id=self.pad_id, is_flat=is_flat)
+            return nothing(pad_id=self.pad_id, is_flat=is_flat, multiple=self.settings.pad_to_multiple_of)
         lay = lay_end_to_end if is_flat else pad_right
         pieces = [piece for sequence in sequences for piece in self._pieces(int(sequence))]
         return lay(pieces, pad_id=self.pad_id, multiple=self.settings.pad_to_multiple_of)

@@ -60,6 +60,15 @@ def test_two_processes_that_share_packed_rows_have_the_losses_of_one(runs, two: 
     assert_the_same(two, runs.done("one", *PACKED, *STOPS))
 
 
+def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch):
+    """Three rows a step, one at a time, on two groups: one of them has nothing to learn in its last pass."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    uneven = ("length.packing=bfd", "train.batch_rows=3", "train.micro_rows=1", "train.max_steps=3")
+    ranks = runs.fork_ranks("four", 4, *uneven, SLICED)
+    assert [rank.wait() for rank in ranks] == [0] * 4, "\n".join(rank.said for rank in ranks)
+    assert_the_same(runs.folder / "four", runs.done("one", *uneven))
+
+
 def test_a_killed_run_goes_on_bit_for_bit(runs, two: Path, metrics, curve_of):
     ranks = runs.fork_ranks("run", 2, *PACKED, *STOPS, SLICED)
     while len(metrics(runs.folder / "run", "step")) < 4:

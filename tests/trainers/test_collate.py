@@ -47,3 +47,11 @@ def test_a_micro_batch_of_nothing_scores_nothing():
         made = nothing(pad_id=3, is_flat=is_flat)
         assert (made.num_tokens, made.num_learnt) == (0, 0)
         assert made.input_ids.dtype == torch.int64
+
+
+def test_a_micro_batch_of_nothing_can_be_cut_too():
+    """A group of ranks that has no rows left holds it together, a slice each."""
+    for is_flat in (True, False):
+        made = nothing(pad_id=3, is_flat=is_flat, multiple=8)
+        assert made.input_ids.shape == (1, 8)
+        assert made.num_tokens == 0

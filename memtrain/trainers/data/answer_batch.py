@@ -88,7 +88,7 @@ def collate_answers(
     No groups give a batch that teaches nothing. `is_shared` needs `is_flat`.
     """
     if not groups:
-        micro, last = nothing(pad_id=pad_id, is_flat=is_flat), []
+        micro, last = nothing(pad_id=pad_id, is_flat=is_flat, multiple=multiple), []
         lengths = []
     elif is_shared:
         groups = [apart for group in groups for apart in _with_prompt(group)]

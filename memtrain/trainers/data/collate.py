@@ -113,10 +113,11 @@ def pad_right(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = No
     )
 
 
-def nothing(*, pad_id: int, is_flat: bool) -> MicroBatch:
+def nothing(*, pad_id: int, is_flat: bool, multiple: int | None = None) -> MicroBatch:
     """A micro-batch that teaches nothing: for a rank that must take part in a collective."""
     piece = Piece(np.full(2, pad_id, np.int32), np.zeros(2, np.bool_))
-    made = lay_end_to_end([piece], pad_id=pad_id) if is_flat else pad_right([piece], pad_id=pad_id)
+    lay = lay_end_to_end if is_flat else pad_right
+    made = lay([piece], pad_id=pad_id, multiple=multiple)
     return MicroBatch(
         made.input_ids, made.position_ids, made.layout, made.scored_index, made.targets, num_tokens=0
     )
