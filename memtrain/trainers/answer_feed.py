@@ -68,6 +68,13 @@ class AnswerFeed:
         """Items of all sequences."""
         return len(self.sequences.row)
 
+    @cached_property
+    def prompts_of_items(self) -> Ints:
+        """[I] number of each item's prompt: equal where prompts are."""
+        hashes = self.store.prompts
+        assert hashes is not None, "Rows with answers have prompts."
+        return np.unique(hashes[self.sequences.row], return_inverse=True)[1].astype(np.int64)
+
     def items_of(self, sequences: Ints) -> Ints:
         """Numbers of the items of some sequences, in their order."""
         ptr = self.sequences.item_ptr

@@ -6,16 +6,17 @@
 Source: Ethayarajh et al. 2024, arXiv:2402.01306, the definition of L_KTO; `apo_zero_unpaired`: D'Oosterlinck
 et al. 2024, arXiv:2408.06266, eq. 7, with z = 0. The mean is over the rows of the whole optimizer step.
 Knobs: `kto:` in the recipe.
-What differs from the loop: before a step's first micro-batch, z is measured without gradients. Each prompt of
-the step is matched with the answer of the row before it in the step, over all micro-batches and ranks, so z
-depends neither on the micro-batch (TRL 1.16 needs two rows in each, read in order) nor on the ranks.
+What differs from the loop: before a step's first micro-batch, z is measured without gradients. Each prompt
+of the step is matched with the answer of the row before it in the step, or of the nearest before it that
+leaves no prompt with an answer to itself, over all micro-batches and ranks. So z depends neither on the
+micro-batch (TRL 1.16 needs two rows in each, read in order) nor on the ranks.
 """
 
 # I items (a prompt with one answer), A answers; here both are the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +36,9 @@ from memtrain.trainers.precompute import Answered, Question, digest_of, own_answ
 from memtrain.trainers.reference import AskLogps, Reference, evaluating
 
 Ints = NDArray[np.int64]
+
+MOST_SHIFTS = 64
+"""Places that are tried for partners of other prompts. Taste: few steps hold more rows of one prompt."""
 
 feed = AnswerFeed
 """Prompts with single answers."""
@@ -155,11 +159,26 @@ def partners_of(feed: AnswerFeed, sequences: Ints) -> Ints:
     """For each item of a step, in the step's order, the item whose answer it is mismatched with.
 
     The one before it in the step, the last for the first: every answer stands once, as among the matched.
-    Where sequences hold several items of a prompt, as many places before it as the largest holds. A step too
-    small for that takes its partners from the feed.
+    Where a prompt would meet an answer to itself, all partners are further places before, the first at which
+    none does, or fewest do. A step too small for that takes its partners from the feed in the same way.
     """
     items = feed.items_of(sequences)
-    shift = int(feed.weights[sequences].max(initial=1))
-    if len(items) > shift:
-        return np.roll(items, shift)
-    return (items - shift) % feed.num_items
+    least = int(feed.weights[sequences].max(initial=1))
+    if len(items) > least:
+        shifts = range(least, min(len(items), least + MOST_SHIFTS))
+        return _least_alike(feed, items, (np.roll(items, shift) for shift in shifts))
+    shifts = range(least, min(max(feed.num_items, least + 1), least + MOST_SHIFTS))
+    return _least_alike(feed, items, ((items - shift) % feed.num_items for shift in shifts))
+
+
+def _least_alike(feed: AnswerFeed, items: Ints, candidates: Iterable[Ints]) -> Ints:
+    """The first of the candidates in which fewest items meet an answer to their own prompt."""
+    prompts = feed.prompts_of_items
+    best, fewest = items, len(items) + 1
+    for partners in candidates:
+        count = int((prompts[items] == prompts[partners]).sum())
+        if count < fewest:
+            best, fewest = partners, count
+        if not count:
+            break
+    return best

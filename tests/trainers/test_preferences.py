@@ -95,8 +95,9 @@ def test_the_recipe_and_the_losses_know_the_same_names():
 class OneItemASequence:
     """A feed of `count` items, `sizes` of them in each sequence."""
 
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: list[int], prompts: list[int] | None = None) -> None:
         self.weights = np.array(sizes)
+        self.prompts_of_items = np.arange(sum(sizes)) if prompts is None else np.array(prompts)
         self.ptr = np.cumsum([0, *sizes])
         self.num_items = int(self.ptr[-1])
 
@@ -118,6 +119,15 @@ def test_no_answer_of_the_same_prompt_is_a_partner():
     """Sequences 0 and 1 hold items 0, 1 and 2, 3, 4: three places before."""
     feed = OneItemASequence([2, 3, 1])
     assert partners_of(feed, np.array([0, 1])).tolist() == [2, 3, 4, 0, 1]  # type: ignore[arg-type]
+
+
+def test_rows_of_one_prompt_are_not_matched_with_each_other():
+    """Pairs taken apart, in order: one place before, half would meet their own prompt; two before, none."""
+    feed = OneItemASequence([1] * 6, prompts=[7, 7, 8, 8, 9, 9])
+    assert partners_of(feed, np.arange(6)).tolist() == [4, 5, 0, 1, 2, 3]  # type: ignore[arg-type]
+    assert partners_of(feed, np.array([1])).tolist() == [5]  # type: ignore[arg-type]
+    alike = OneItemASequence([1] * 3, prompts=[7, 7, 7])
+    assert partners_of(alike, np.arange(3)).tolist() == [2, 0, 1]  # type: ignore[arg-type]
 
 
 def test_a_synced_reference_moves_by_its_share_every_few_steps():
