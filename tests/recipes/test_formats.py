@@ -238,6 +238,9 @@ def test_margins_are_numbers():
     assert preference.parse(row, NAMES).margin is None
     with pytest.raises(BadRow, match="column 'margin' is a string"):
         preference.parse(row | {"margin": "much"}, NAMES)
+    for margin in ("nan", float("inf")):
+        with pytest.raises(BadRow, match="column 'margin' is (nan|inf)"):
+            preference.parse(row | {"margin": margin}, NAMES)
 
 
 def test_prompts_keep_the_other_columns():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -253,19 +255,19 @@ def tools_at(row: Row, column: str) -> tuple[Tool, ...]:
 def number_at(row: Row, column: str) -> float | None:
     """The number of an optional column; None when the row has none.
 
-    Raises: BadRow when it is not a number.
+    Raises: BadRow when it is not a finite number.
     """
-    value = row.get(column)
+    value = number = row.get(column)
     if value is None:
         return None
     if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        with suppress(ValueError):
+            number = float(value)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a number")
-    return float(value)
+    if not math.isfinite(number):
+        raise BadRow(f"column '{column}' is {number}", "give a finite number, or null where there is none")
+    return float(number)
 
 
 def same_kind(parts: Mapping[str, str | Messages]) -> None:
