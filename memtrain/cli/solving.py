@@ -83,9 +83,9 @@ def _micro_batch(question: Question, facts: Facts) -> Solution:
     _, _, choices = open_space(_with_open_micro(asked), facts)
     flat = choices.groups[0][0].padding_free
     longest = facts.rows_of(choices.groups[0][0]).longest[0]
-    processes = choices.groups[0][0].num_processes
+    replicas = choices.groups[0][0].num_replicas
     rows = choices.groups[0][0].batch_rows or 0
-    most = max(1, -(-rows // processes)) if rows else MOST_LENGTH // longest
+    most = max(1, -(-rows // replicas)) if rows else MOST_LENGTH // longest
     key = "train.micro_tokens" if flat else "train.micro_rows"
     low, high, best = 0, most, None
     while low < high:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.context import PATH as CONTEXT
+from memtrain.memory.context import SLICED, row_multiple
 from memtrain.memory.estimate import estimate
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
@@ -44,13 +46,20 @@ class WayOut:
 
 
 def ways_out(
-    settings: Settings, shape: ModelShape, heaviest: HeaviestBatch, limit_bytes: int, *, most: int = 3
+    settings: Settings,
+    shape: ModelShape,
+    heaviest: HeaviestBatch,
+    limit_bytes: int,
+    *,
+    most: int = 3,
+    can_slice: bool = False,
 ) -> list[WayOut]:
     """At most `most` ways to stay below `limit_bytes` of live tensors, fewest changes first.
 
-    None contains another. Where none fits: the one way with the lowest peak, alone.
+    None contains another. Where none fits: the one way with the lowest peak, alone. `can_slice`: nothing in
+    recipe and model forbids that processes hold rows together.
     """
-    changes = list(_changes(settings, heaviest))
+    changes = [*_changes(settings, heaviest), *(_slices(settings) if can_slice else ())]
     fitting: list[WayOut] = []
     lowest: WayOut | None = None
     for count in range(1, MOST_CHANGES + 1):
@@ -95,6 +104,17 @@ def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
     length = heaviest.longest // 2
     if length >= LEAST_LENGTH:
         yield Change(f"length.max_length: {length}", {"max_length": length}, length)
+
+
+def _slices(settings: Settings) -> Iterator[Change]:
+    """Rows held by two or more of the processes that the run has anyway."""
+    if settings.context_parallel > 1 or settings.attention not in SLICED or settings.loss == "liger":
+        return
+    for size in (2, 4, 8):
+        if settings.num_processes % size == 0:
+            multiple = row_multiple(settings.pad_to_multiple_of, size)
+            changed = {"context_parallel": size, "pad_to_multiple_of": multiple}
+            yield Change(f"{CONTEXT}: {size}", changed)
 
 
 def _at_once(settings: Settings, heaviest: HeaviestBatch) -> int:

@@ -12,6 +12,7 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape, shape_of
 from memtrain.memory.units import GIB, MIB
 from memtrain.memory.ways_out import ways_out
+from memtrain.recipes.model import Adapter
 
 BATCH = HeaviestBatch(4, 8192, 8192, 2048)
 
@@ -50,6 +51,17 @@ def test_where_nothing_fits_the_lowest_peak_is_told(settings: Settings, shape: M
     (way,) = ways_out(settings, shape, BATCH, 1 * GIB)
     assert way.peak_bytes > 1 * GIB
     assert way.peak_bytes < estimate(settings, shape, BATCH).peak.num_bytes
+
+
+def test_processes_may_hold_rows_together_where_nothing_forbids_it(settings: Settings, shape: ModelShape):
+    """LoRA on four GPUs, one row of 65,536 tokens: its activations are what does not fit."""
+    row = HeaviestBatch(1, 65536, 65536, 65536)
+    four = settings.model_copy(
+        update={"num_processes": 4, "adapter": Adapter(), "quantize": "4bit", "optimizer": "adafactor"}
+    )
+    words = [way.words() for way in ways_out(four, shape, row, 24 * GIB, can_slice=True)]
+    assert any("cluster.context_parallel: " in one for one in words)
+    assert not any("context" in way.words() for way in ways_out(four, shape, row, 24 * GIB))
 
 
 def test_states_on_the_host_leave_the_device_and_are_counted_there(settings: Settings, shape: ModelShape):
