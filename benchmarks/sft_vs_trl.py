@@ -49,8 +49,13 @@ def wave_weights(model: Any) -> None:
             parameter.copy_(1.0 + 0.1 * wave if parameter.ndim == 1 else 0.05 * wave)
 
 
-def save_model(folder: Path, shape: dict[str, int]) -> None:
-    """A Llama of `shape` with the built-in tokenizer, as both sides load it."""
+def save_model(folder: Path, shape: dict[str, int], *, is_wave: bool = False) -> None:
+    """A Llama of `shape` with the built-in tokenizer, as both sides load it: random weights, or waves.
+
+    Waves are the same with every version of torch, as the recorded losses need. But they are nearly of one
+    rank: a wide model of them is thrown about by its first steps, which turns rounding into differences.
+    """
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from memtrain.recipes.model import Model
@@ -68,8 +73,10 @@ def save_model(folder: Path, shape: dict[str, int]) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    wave_weights(model)
+    if is_wave:
+        wave_weights(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -205,7 +212,7 @@ def whole_epoch(job: dict[str, Any], python: str, folder: Path) -> dict[str, Any
 def record(out: Path, pythons: dict[str, str], folder: Path) -> None:
     """Write TRL's losses on made-up rows: what a test holds memtrain to, without TRL."""
     model, data = folder / "model", folder / "rows.jsonl"
-    save_model(model, RECORDED)
+    save_model(model, RECORDED, is_wave=True)
     write_rows(counting_rows(40), data, 40)
     cases = {}
     for mode in MODES:

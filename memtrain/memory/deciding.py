@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memtrain.memory.batching import Micro, decide_batch, micro_candidates
 from memtrain.memory.context import refuse_attention, refuse_context, row_multiple
+from memtrain.memory.engines import open_engines, refuse_engine
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.online import refuse_uneven_groups
@@ -28,6 +29,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     refuse_what_cannot_run(ledger, hardware)
     processes = decide_device(ledger, hardware)
     dtype = decide_dtype(ledger, hardware)
+    refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
     sharing = recipe.cluster.context_parallel
@@ -61,6 +63,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
             "threads": max(1, hardware.num_nodes * hardware.num_cores // processes)
             if threads == "auto"
             else threads,
+            "engine": open_engines(recipe, processes)[0],
             "context_parallel": sharing,
             "dtype": dtype,
             "attention": str(attention.backend),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.context import NOT_SLICED, NOT_WITH_LIGER, SLICED
+from memtrain.memory.engines import is_sharded
 from memtrain.memory.settings import Settings
 
 
@@ -105,6 +106,17 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             or settings.micro_rows * settings.num_processes < settings.batch_rows
         ),
         "gradients of several micro-batches are summed before they are used",
+    ),
+    *(
+        Exclusion(name, "weights in shards", is_sharded, reason)
+        for name, reason in (
+            ("full_offloading", "what a layer saves would take the gathered weights along to the host"),
+            ("qlora", "quantized weights cannot be cut into shards of their rows"),
+            ("adafactor", "it needs whole matrices, and a rank has some of their rows"),
+            ("adamw_8bit", "8-bit states of shards were never tried"),
+            ("paged_adamw", "paged states of shards were never tried"),
+            ("paged_adamw_8bit", "8-bit states of shards were never tried"),
+        )
     ),
     Exclusion(
         "context_parallel",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of
 from memtrain.memory.batching import Micro, worked_line
+from memtrain.memory.engines import open_engines
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, Priced, price
 from memtrain.memory.preferences import explain_reference
@@ -113,6 +114,11 @@ def explain(ledger: Ledger, chosen: Priced, facts: Facts, budget: int) -> None:
     def gain(without: Updates) -> str:
         return _gain_words(chosen, without, facts)
 
+    if settings.num_processes > 1:
+        words = gain({"engine": "ddp"}) if settings.engine != "ddp" else ""
+        if settings.engine == "ddp" and "fsdp2" in open_engines(ledger.asked.recipe, settings.num_processes):
+            words = _price_of(chosen, {"engine": "fsdp2"}, facts)
+        ledger.decide("engine", settings.engine, words, "cluster.engine")
     if settings.context_parallel > 1:
         ledger.decide(
             "context_parallel",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from memtrain.errors import DoesNotFit, Fault, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.deciding import decide_base
+from memtrain.memory.engines import decide_layout
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import CountSteps, Facts, Priced, budget_of, host_need, predict
 from memtrain.memory.honour import honoured, with_key
@@ -62,6 +63,7 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
     settings = chosen.settings.model_copy(
         update={
             "recovery": decide_recovery(ledger, chosen.settings),
+            "checkpoint_layout": decide_layout(ledger, chosen.settings),
             "rehearse": decide_rehearsal(ledger, facts.hardware),
         }
     )

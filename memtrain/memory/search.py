@@ -8,6 +8,7 @@ from typing import get_args
 
 from memtrain.memory.all_strategies import STRATEGIES, is_searched, wish_of
 from memtrain.memory.batching import Micro
+from memtrain.memory.engines import open_engines
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, Priced, fits_host, price
 from memtrain.memory.settings import Settings
@@ -37,7 +38,8 @@ class Space:
 
 def space(base: Settings, case: Case, micros: Sequence[Micro], wholes: Sequence[Micro | None]) -> Space:
     """Every combination that no rule excludes. `wholes`: see `in_backward_choices`."""
-    options = [base]
+    engines = open_engines(case.recipe, base.num_processes)
+    options = [base.model_copy(update={"engine": engine}) for engine in engines]
     for axis in get_args(Axis):
         options = _along(axis, options, case)
     names = {name for name in case.recipe.memory.use if is_searched(STRATEGIES[name])}

@@ -20,6 +20,13 @@ class Settings(Section):
     context_parallel: int = 1
     """Processes that hold each row together, a slice each."""
 
+    engine: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = "ddp"
+    """What several processes share; of no meaning with one."""
+    shard_offload: Literal["none", "optimizer", "parameters"] = "none"
+    """Shards that wait in host memory between their uses."""
+    checkpoint_layout: Literal["full", "sharded"] = "full"
+    """Who writes checkpoints: the main process whole weights, or each its shards."""
+
     dtype: Literal["float32", "bfloat16", "float16"]
     """Precision of the weights and of the computation."""
     attention: Literal["cpu", "cuda", "flash", "flex", "dense", "stock"]

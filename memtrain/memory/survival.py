@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from memtrain.memory.batching import Micro
+from memtrain.memory.engines import is_sharded
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
@@ -62,6 +63,10 @@ def decide_recovery(ledger: Ledger, settings: Settings) -> tuple[Rung, ...]:
         why = (
             "" if recipe.memory.recover == "off" else "optim.in_backward: a broken step cannot be made again"
         )
+        ledger.decide("recover", "off", why, "memory.recover")
+        return ()
+    if is_sharded(settings):
+        why = f"{settings.engine}: a pass that breaks off on one rank leaves the others in a collective"
         ledger.decide("recover", "off", why, "memory.recover")
         return ()
     if settings.context_parallel > 1:

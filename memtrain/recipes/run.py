@@ -68,6 +68,11 @@ class Save(Section):
     keep: PositiveInt = 2
     """Checkpoints that are kept; older ones are removed."""
 
+    layout: Literal["auto", "sharded", "full"] = "auto"
+    """`sharded`: each process writes its own shards, all at once. `full`: the main process gathers and writes
+    whole weights, which takes host memory for all of them. `auto`: sharded where the engine shards. Either
+    goes on in any number of processes, and `memtrain export` makes a model of it."""
+
     keep_best: bool = False
     """Also save and keep what has the lowest evaluation loss so far, and make it the final model."""
 
@@ -103,6 +108,15 @@ class Cluster(Section):
     """Processes that hold each row together, a slice each (context parallelism), for rows too long for one
     device. Activations of a process shrink by it; keys and values are gathered in every layer. Same numbers:
     packed documents stay apart. It must divide the processes."""
+
+    engine: Literal["auto", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "auto"
+    """What several processes share. `ddp`: the rows; each holds all weights. `fsdp2`: weights, gradients and
+    optimizer states too, in shards; a layer is gathered while it computes. `zero1`, `zero2`, `zero3`:
+    DeepSpeed; optimizer states, gradients besides, weights besides. `auto`: ddp where it fits, else fsdp2."""
+
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What waits in host memory between its uses. `optimizer`: states (zero1, zero2, zero3). `parameters`:
+    shards of weights too (fsdp2, zero3). Less device memory, much slower steps."""
 
     slurm: Slurm | None = None
     """The job that `memtrain slurm` writes and submits."""

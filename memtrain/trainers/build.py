@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import cast
 
 import numpy as np
+import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.engines import is_sharded
 from memtrain.memory.plan import Plan
 from memtrain.memory.settings import Settings
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.context_parallel import shared
+from memtrain.trainers.data.collate import nothing
 from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
 from memtrain.trainers.data.tokenizer import tokenizer_of
 from memtrain.trainers.feed import Feed
+from memtrain.trainers.losses.request import LogprobRequest
 from memtrain.trainers.method import FollowsSteps, Method
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.adapters import add_adapter
@@ -30,7 +34,7 @@ from memtrain.trainers.model.context import make_context
 from memtrain.trainers.model.head import Scorer, base_model, verify_head
 from memtrain.trainers.model.isolation import verify_isolation, verify_slices
 from memtrain.trainers.model.liger import apply_liger
-from memtrain.trainers.model.load import load_model
+from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.noise import add_noise
 from memtrain.trainers.model.reward_head import RewardScorer
 from memtrain.trainers.model.scorers import scorer_of
@@ -38,6 +42,7 @@ from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.reference import Live, Synced
 from memtrain.trainers.references import build_reference
 from memtrain.trainers.run.seed import seed_everything
+from memtrain.trainers.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,10 @@ class Built:
     method: Method
     train: Feed
     eval: Feed | None
+    trained: dict[str, nn.Parameter]
+    """What this rank's optimizer steps, by name: whole weights, or its rows of them."""
+    spread: Spread = field(default_factory=Spread)
+    """How the weights lie over the ranks."""
     follower: FollowsSteps | None = None
     """A reference model that follows the policy."""
     reference: nn.Module | None = None
@@ -67,8 +76,10 @@ class Built:
         return [tensor for module in held for tensor in (*module.parameters(), *module.buffers())]
 
 
-def build(plan: Plan) -> Built:
+def build(plan: Plan, spread: Spread | None = None) -> Built:
     """Build everything, and check on the real model that rows stay apart and that the head is understood.
+
+    `spread` lays the weights over the ranks; without it each is whole here.
 
     Raises: LaunchError when the model cannot be loaded, adapted, or trusted with these settings.
     """
@@ -81,20 +92,39 @@ def build(plan: Plan) -> Built:
     scorer.context = make_context(settings.context_parallel)
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)
+    spread = spread or Spread()
+    spread.lay(scorer)
+    trained = spread.trained(scorer)
     module = import_module(METHODS[recipe.method].trainer)
     pad_id = cast(int | None, tokenizer.pad_token_id)
     train, held_out = build_feeds(plan, module.feed, pad_id if pad_id is not None else 0)
-    reference = build_reference(plan, scorer, module, train, held_out)
+    _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
+    reference = build_reference(plan, scorer, module, train, held_out, lay=spread.lay)
     return Built(
         tokenizer=tokenizer,
         scorer=scorer,
-        optimizer=build_optimizer(scorer, recipe.optim, settings),
+        optimizer=build_optimizer(scorer, recipe.optim, settings, list(trained.values())),
+        trained=trained,
+        spread=spread,
         method=shared(module.method(recipe, reference), settings.context_parallel),
         train=train,
         eval=held_out,
         follower=reference if isinstance(reference, FollowsSteps) else None,
         reference=reference.scorer if isinstance(reference, Live | Synced) else None,
     )
+
+
+def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) -> None:
+    """One pass over nothing through the scorer itself, with all ranks: FSDP2 takes the module of the first
+    pass for the outermost one, and completions are written by a module inside."""
+    if not is_sharded(settings):
+        return
+    micro = nothing(pad_id=pad_id, is_flat=settings.padding_free).to(local_device(settings))
+    with torch.no_grad():
+        if isinstance(scorer, Scorer):
+            scorer(micro.model_inputs(), micro.scored_index, LogprobRequest(micro.targets))
+        else:
+            scorer(micro.model_inputs(), micro.scored_index)
 
 
 def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | RewardScorer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 import transformers
@@ -13,7 +15,10 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan
 from memtrain.memory.settings import Settings
 from memtrain.trainers.exchange import Exchange
+from memtrain.trainers.model.load import local_device
 from memtrain.trainers.run.ranks import Ranks, current_ranks
+from memtrain.trainers.shards import check_shards, gathered, own_shards, shard, shard_engine, whole_weights
+from memtrain.trainers.spread import Spread
 from memtrain.trainers.step import Engine
 
 _KEPT: list[object] = []
@@ -41,7 +46,26 @@ def make_accelerator(settings: Settings) -> Accelerator:
         )
     if asked > 1:
         _KEPT.append(torch.distributed.group.WORLD)
+        _check_reach(settings)
     return accelerator
+
+
+def _check_reach(settings: Settings) -> None:
+    """Raise LaunchError unless a sum reaches every process: those that do not meet would train alone."""
+    asked = settings.num_processes
+    found, expected = _sum_of_ranks(settings), asked * (asked + 1) // 2
+    if found != expected:
+        raise LaunchError(
+            f"the processes do not reach each other: their numbers sum to {found}, not {expected}",
+            fix="start the run with `memtrain`, or with the line in launch.sh",
+        )
+
+
+def _sum_of_ranks(settings: Settings) -> int:
+    """1 + 2 + ... over all processes, by the collective that sums gradients."""
+    number = torch.tensor(dist.get_rank() + 1, device=local_device(settings))
+    dist.all_reduce(number)
+    return int(number)
 
 
 def shake_hands(plan: Plan, ranks: Ranks) -> None:
@@ -61,21 +85,35 @@ def shake_hands(plan: Plan, ranks: Ranks) -> None:
             )
 
 
-def make_engine(accelerator: Accelerator, model: nn.Module) -> Engine:
-    """How this process reaches the others: gradients are summed by our own exchange (exchange.py)."""
-    if accelerator.num_processes == 1:
+def make_spread(settings: Settings) -> Spread:
+    """How weights lie over the ranks under a plan's settings."""
+    if settings.num_processes == 1 or settings.engine != "fsdp2":
+        return Spread(lay=_same_everywhere if settings.num_processes > 1 else lambda scorer: None)
+
+    def lay(scorer: nn.Module) -> None:
+        if settings.device == "cpu":
+            _same_everywhere(scorer)
+        shard(scorer, settings)
+        check_shards(scorer, settings.num_processes)
+
+    return Spread(lay=lay, trained=own_shards, whole=whole_weights, gather=gathered, is_sharded=True)
+
+
+def make_engine(settings: Settings, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> Engine:
+    """How this process reaches the others: our own exchange (exchange.py), or that of the shards."""
+    if settings.num_processes == 1:
         return Engine()
-    exchange = Exchange([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if settings.engine == "fsdp2":
+        return shard_engine(model, trained)
+    exchange = Exchange(list(trained.values()))
     return Engine(last_pass=exchange.sending, finish=exchange.finish)
 
 
-def distribute(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The model with the weights of the main rank on every rank."""
-    if accelerator.num_processes > 1:
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.data, src=0)
-    return model
+def _same_everywhere(model: nn.Module) -> None:
+    """Give every rank the weights of the main one."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)
 
 
 def ranks_of(accelerator: Accelerator) -> Ranks:

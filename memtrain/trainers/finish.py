@@ -27,12 +27,15 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
     if run.plan.recipe.save.keep_best:
         best = best_complete(folder).checkpoint
         if best is not None and best.manifest.facts.step != run.position.step:
-            load_weights(best, built.scorer)
+            load_weights(best, built.scorer, run.ranks)
             best_step = best.manifest.facts.step
     tell_other_peaks(run)
+    state = built.spread.gather(built.model)
+    # Every rank writes the same words: with weights in shards no rank can do it alone.
+    written = sample(run, built) if run.ranks.is_main or built.spread.is_sharded else ""
     if not run.ranks.is_main:
         return
-    save_final(built.model, built.tokenizer, folder.final)
+    save_final(built.model, built.tokenizer, folder.final, state)
     run.tell(
         FinalEvent(
             step=run.position.step,
@@ -40,7 +43,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
             seconds=time.time() - run.started,
             model=str(folder.final),
             best_step=best_step,
-            sample=sample(run, built) if isinstance(built.scorer, Scorer) else "",
+            sample=written,
         )
     )
     write_card(folder)
@@ -56,7 +59,12 @@ def tell_other_peaks(run: Run) -> None:
 
 
 def sample(run: Run, built: Built) -> str:
-    """What the trained model writes after the beginning of a held-out row (or of a training row)."""
+    """What the trained model writes after the beginning of a held-out row (or of a training row).
+
+    Nothing where it scores sequences.
+    """
+    if not isinstance(built.scorer, Scorer):
+        return ""
     feed = run.eval_feed or run.steps.feed
     prompt_T = feed.sample_prompt().to(run.device)
     was_training = built.model.training

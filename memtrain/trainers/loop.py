@@ -34,6 +34,8 @@ class Run:
     """The scorer, wrapped for its ranks."""
     method: Method
     optimizer: Optimizer
+    parameters: list[nn.Parameter]
+    """What this rank's optimizer steps: whole weights, or its rows of them."""
     lr_at: Callable[[int], float]
     steps: StepSource
     eval_feed: Feed | None
@@ -57,11 +59,6 @@ class Run:
     position: Position = field(default_factory=Position)
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
 def train(run: Run) -> None:

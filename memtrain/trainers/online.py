@@ -181,7 +181,8 @@ class OnlineSteps:
         # On a CPU every tensor is counted, which costs more than sampling does.
         is_watched = self.plan.settings.device == "cuda" or self.num_watched < WATCHED_ROLLOUTS
         self.num_watched += 1
-        with self.watch.phase("generation") if is_watched else nullcontext():
+        whole = self.built.spread.whole(self.built.scorer)
+        with self.watch.phase("generation") if is_watched else nullcontext(), whole:
             return self.generating.all(groups, sampling)
 
     def _judged(

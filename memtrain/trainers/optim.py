@@ -24,8 +24,12 @@ Group = dict[str, Any]
 HALF = (torch.bfloat16, torch.float16)
 
 
-def build_optimizer(model: nn.Module, recipe: Optim, settings: Settings) -> Optimizer:
+def build_optimizer(
+    model: nn.Module, recipe: Optim, settings: Settings, trained: Sequence[nn.Parameter] | None = None
+) -> Optimizer:
     """The optimizer of `settings.optimizer` over the trainable parameters of `model`, at the peak rate.
+
+    `trained` stands in their place where this rank steps parts of them.
 
     The loop sets `lr` of every group before each step. State appears in the first step. Every kind's
     `state_dict` holds all there is: loading it continues bit for bit. Which kernel runs follows from
@@ -33,7 +37,7 @@ def build_optimizer(model: nn.Module, recipe: Optim, settings: Settings) -> Opti
 
     Raises: LaunchError when nothing is trainable, or the kind needs a package or device that is not here.
     """
-    groups = parameter_groups(model, recipe.weight_decay)
+    groups = parameter_groups(model, recipe.weight_decay, trained)
     build = _built_by(settings)
     if settings.optimizer == "muon":
         groups = split_hidden(groups, model)
@@ -51,14 +55,16 @@ def _built_by(settings: Settings) -> Callable[[list[Group], Optim], Optimizer]:
     return lambda groups, recipe: OffloadedStates(build(groups, recipe))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, trained: Sequence[nn.Parameter] | None = None
+) -> list[Group]:
     """Trainable parameters in two groups: matrices, with decay, then norms and biases, without.
 
     Tied parameters appear once. Embeddings are matrices. A group that would be empty is left out.
 
     Raises: LaunchError when no parameter of `model` is trainable.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
     if not trained:
         raise LaunchError("no parameter of the model is trainable", "model.adapter")
     groups = [

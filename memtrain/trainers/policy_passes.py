@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from memtrain.memory.engines import is_sharded
 from memtrain.memory.settings import Settings
 from memtrain.trainers.losses.linear import LogprobResult
 from memtrain.trainers.losses.policy_ratio import entropy_threshold
@@ -76,10 +77,12 @@ class Passes:
             micro_rows=NO_GRAD_FACTOR * settings.micro_rows,
             micro_tokens=None if settings.micro_tokens is None else NO_GRAD_FACTOR * settings.micro_tokens,
         )
+        rounds = -(-len(micros) // self.ranks.world)
+        micros += [np.zeros(0, np.int64)] * (rounds * self.ranks.world - len(micros))
         own = [
             (micro, self._ask(feed.micro_batch(micro).to(self.device), asked))
             for micro in micros[self.ranks.rank :: self.ranks.world]
-            if len(micro)
+            if len(micro) or is_sharded(settings)
         ]
         found = {name: np.full(len(window.ids_N), np.nan, np.float32) for name in asked}
         for of_rank in self.ranks.gather(own):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from memtrain.memory.engines import is_sharded
 from memtrain.memory.settings import Settings
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.answer_batch import AnswerBatch
@@ -23,6 +24,7 @@ from memtrain.trainers.data.cache import kept, key_of
 from memtrain.trainers.data.order import micro_batches
 from memtrain.trainers.reference import AskLogps, Live
 from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.spread import full_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -109,11 +111,12 @@ def _computed(
     )
     made: list[tuple[Ints, Tensor]] = []
     for which in dealt[ranks.replica]:
-        if len(which):
+        if len(which) or is_sharded(settings):
             made.append((which, reference.logps(question.batch(which).to(device), ask)))
     # Ranks that hold the same rows have the same answers: one of them brings them in.
     for which, logp_A in made if ranks.rank % ranks.num_sharing == 0 else ():
-        values[question.places(which)] = logp_A.float().cpu().numpy()
+        if len(which):
+            values[question.places(which)] = logp_A.float().cpu().numpy()
     if ranks.world > 1:
         total = torch.from_numpy(values).to(ranks.device)
         dist.all_reduce(total)
@@ -154,7 +157,7 @@ def fingerprint(model: nn.Module) -> str:
     for name, weight in sorted(model.state_dict().items()):
         if "lora_" in name or ".modules_to_save." in name:
             continue
-        flat = weight.detach().reshape(-1)
+        flat = full_of(weight.detach()).reshape(-1)
         step = max(1, flat.numel() // SAMPLED)
         sums = [flat[::stride].sum(dtype=torch.float64) for stride in (1, 3)]
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())

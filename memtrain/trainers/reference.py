@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from memtrain.trainers.data.answer_batch import AnswerBatch
+from memtrain.trainers.spread import local_of
 
 AskLogps = Callable[[nn.Module, AnswerBatch], Tensor]
 """Log-probs [A] of a batch's answers under a scorer."""
@@ -74,11 +75,11 @@ class Synced:
             return
         with torch.no_grad():
             for own, other in zip(self.scorer.parameters(), self.policy.parameters(), strict=True):
-                own.lerp_(other, self.mixup)
+                local_of(own.detach()).lerp_(local_of(other.detach()), self.mixup)
 
     def kept_state(self) -> dict[str, Tensor]:
         """The weights of the copy: they cannot be made again from the policy's."""
-        return dict(self.scorer.named_parameters())
+        return {name: local_of(one.detach()) for name, one in self.scorer.named_parameters()}
 
 
 @contextmanager

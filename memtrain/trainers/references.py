@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
@@ -21,12 +22,18 @@ from memtrain.trainers.run.ranks import current_ranks
 
 
 def build_reference(
-    plan: Plan, scorer: nn.Module, method: ModuleType, train: Feed, held_out: Feed | None
+    plan: Plan,
+    scorer: nn.Module,
+    method: ModuleType,
+    train: Feed,
+    held_out: Feed | None,
+    lay: Callable[[nn.Module], None] = lambda scorer: None,
 ) -> Reference | None:
     """What the policy is compared with; None for methods and losses without a reference.
 
     Called before a checkpoint is restored: the policy's weights are the reference's then. With
-    `precomputed`, all ranks compute together, and the feeds hold the numbers afterwards.
+    `precomputed`, all ranks compute together, and the feeds hold the numbers afterwards. `lay` lays the
+    weights of a copy over the ranks.
     """
     kind = plan.settings.reference
     if kind == "none":
@@ -38,6 +45,7 @@ def build_reference(
         return Precomputed()
     copy = _copy(plan, scorer)
     cast(Any, copy).context = cast(Any, scorer).context
+    lay(copy)
     if kind == "copy":
         return Live(copy)
     section = section_of(plan.recipe)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
-from accelerate import Accelerator
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -21,7 +20,7 @@ from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
 from memtrain.memory.plan import Plan, read_plan
 from memtrain.memory.settings import Settings
 from memtrain.trainers.build import Built, build, has_dropout
-from memtrain.trainers.engine import distribute, make_accelerator, make_engine, ranks_of, shake_hands
+from memtrain.trainers.engine import make_accelerator, make_engine, make_spread, ranks_of, shake_hands
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
@@ -53,6 +52,7 @@ from memtrain.trainers.run.standing import is_over
 from memtrain.trainers.run.watch import MemoryWatch
 from memtrain.trainers.schedule import lr_at
 from memtrain.trainers.snapshot import parts_of, restore
+from memtrain.trainers.spread import local_of
 from memtrain.trainers.step import Engine
 from memtrain.trainers.telling import Teller, open_teller
 
@@ -80,26 +80,25 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         found = _look_for_checkpoint(folder, ranks, resume=resume)
         notes = check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
         _stop_before_loading(ranks, stop, folder)
-        built = build(plan)
-        model = distribute(accelerator, built.scorer)
-        if found.checkpoint is not None:
-            restore(found.checkpoint, built.scorer, built.optimizer, position, built.follower)
+        built = build(plan, make_spread(plan.settings))
+        _take_up(found, built, position, ranks)
         teller = stack.enter_context(open_teller(plan, folder, ranks, position))
         _tell_start(teller, plan, built, found, notes, position)
         recovery = _recovery(plan, built, position, teller)
         watch = _watch(plan, built, teller.tell, ranks, position)
-        online = online_steps(plan, built, ranks, watch, teller.tell, position, found.checkpoint)
+        online = online_steps(plan, built, ranks, watch, teller, position, found.checkpoint)
         run = Run(
             plan=plan,
-            model=model,
+            model=built.scorer,
             method=built.method,
             optimizer=built.optimizer,
+            parameters=list(built.trained.values()),
             lr_at=lambda step: lr_at(step, optim=plan.recipe.optim, max_steps=plan.settings.max_steps),
             steps=online
             or Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle),
             eval_feed=built.eval,
             ranks=ranks,
-            engine=_engine(accelerator, plan, built),
+            engine=_engine(plan, built),
             device=local_device(plan.settings),
             tell=teller.tell,
             watch=watch,
@@ -139,6 +138,14 @@ def _look_for_checkpoint(folder: RunFolder, ranks: Ranks, *, resume: bool) -> Fo
     return newest_complete(folder)
 
 
+def _take_up(found: Found, built: Built, position: Position, ranks: Ranks) -> None:
+    """Go on from the checkpoint that was found."""
+    if found.checkpoint is None:
+        return
+    own = {"trained": built.trained, "ranks": ranks}
+    restore(found.checkpoint, built.scorer, built.optimizer, position, built.follower, **own)
+
+
 def _tell_start(
     teller: Teller, plan: Plan, built: Built, found: Found, notes: list[str], position: Position
 ) -> None:
@@ -162,12 +169,11 @@ def _rehearse(run: Run, built: Built) -> None:
         refuse_over_budget(plan, run.recovery.settings, built.model, found.peak_bytes, found.load)
 
 
-def _engine(accelerator: Accelerator, plan: Plan, built: Built) -> Engine:
+def _engine(plan: Plan, built: Built) -> Engine:
     """How a step reaches the other ranks and the weights."""
     if not plan.settings.in_backward:
-        return make_engine(accelerator, built.scorer)
-    trained = [parameter for parameter in built.scorer.parameters() if parameter.requires_grad]
-    return InBackward(built.optimizer, trained).engine()
+        return make_engine(plan.settings, built.scorer, built.trained)
+    return InBackward(built.optimizer, list(built.trained.values())).engine()
 
 
 def _recovery(plan: Plan, built: Built, position: Position, teller: Teller) -> Recovery:
@@ -197,10 +203,17 @@ def _saver(
         teller.sync()
         facts = facts_of(plan, step=position.step, eval_loss=position.eval_loss)
         kept = online.kept if online is not None else None
-        parts = {}
-        if ranks.is_main:
-            parts = parts_of(built.scorer, built.optimizer, position, built.follower, kept)
         began = time.perf_counter()
+        parts = parts_of(
+            built.scorer,
+            built.optimizer,
+            position,
+            built.follower,
+            kept,
+            trained=built.trained,
+            ranks=ranks,
+            is_sharded=plan.settings.checkpoint_layout == "sharded",
+        )
         save_checkpoint(folder, parts, facts, keep=save.keep, keep_best=save.keep_best, ranks=ranks)
         teller.tell(SaveEvent(step=position.step, seconds=time.perf_counter() - began))
 
@@ -213,7 +226,7 @@ def _watch(
     def note(phase: str, allocated: int, reserved: int, rss: int) -> None:
         tell(MemoryEvent(step=position.step, phase=phase, allocated=allocated, reserved=reserved, rss=rss))
 
-    weights = resident(built.weights)
+    weights = resident([local_of(tensor) for tensor in built.weights])
     state = resident(
         [t for held in built.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     )

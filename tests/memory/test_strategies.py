@@ -149,6 +149,7 @@ def test_use_and_never_say_their_keys_and_keep_their_place(recipe_of):
     assert asked.recipe.length.padding_free is None
 
 
+SHARDED: dict[str, Any] = {"engine": "fsdp2", "num_processes": 2}
 PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("boundary_offloading", {"offload": "boundaries"}),
     ("full_offloading", {"offload": "all", "checkpoint_every": 1}),
@@ -163,6 +164,12 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("optimizer_offload", {"optimizer_offload": True, "in_backward": True}),
     ("optimizer_in_backward", {"in_backward": True, "num_processes": 2}),
     ("optimizer_in_backward", {"in_backward": True, "micro_rows": 2}),
+    ("full_offloading", SHARDED | {"offload": "all"}),
+    ("qlora", SHARDED | {"quantize": "4bit", "adapter": Adapter()}),
+    ("adafactor", SHARDED | {"optimizer": "adafactor"}),
+    ("adamw_8bit", SHARDED | {"optimizer": "adamw_8bit"}),
+    ("paged_adamw", SHARDED | {"optimizer": "paged_adamw"}),
+    ("paged_adamw_8bit", SHARDED | {"optimizer": "paged_adamw_8bit"}),
     ("context_parallel", {"context_parallel": 2, "attention": "dense"}),
     ("context_parallel", {"context_parallel": 2, "loss": "liger"}),
     ("liger_loss", {"loss": "liger", "shared_prompts": True}),

@@ -108,10 +108,10 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_bit_for_bit(runs, two: Path,
 def test_the_rank_that_failed_first_is_named_with_its_own_kind(runs, monkeypatch):
     plain = worker.build
 
-    def build(plan):
+    def build(plan, spread):
         if os.environ.get("RANK") == "1":
             raise DataError("row 7 is gone", where="rows.jsonl:7", fix="bring it back")
-        return plain(plan)
+        return plain(plan, spread)
 
     monkeypatch.setattr(worker, "build", build)
     ranks = runs.fork_ranks("run", 2)

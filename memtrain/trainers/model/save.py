@@ -4,45 +4,83 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.run.disk import disk_fault
 
+MOST_BYTES = 50 * 10**9
+"""Bytes of one file of weights: transformers' own limit."""
+
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def save_final(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_final(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    max_shard_bytes: int = MOST_BYTES,
+) -> None:
     """Write `folder`: safetensors, config, generation config and tokenizer; or the adapter with its
     tokenizer.
+
+    `state`: whole weights by name, where the model has only some rows of them. A full model is written in
+    files of at most `max_shard_bytes`, with an index where there are several.
 
     The folder is whole or, after a kill, not there: it is written beside and renamed. One that is there
     already is replaced. The special tokens that the model's configuration leaves open are the tokenizer's;
     generation also stops at the tokenizer's end-of-sequence token, which is the one that was learnt.
 
-    Raises: LaunchError when the disk refuses.
+    Raises: LaunchError when the disk refuses, or there are no weights in what was written.
     """
+    least = _least_bytes(model, state)
+    # transformers takes entries out of the state as it writes them.
+    given: dict[str, Any] = {} if state is None else {"state_dict": dict(state)}
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
         if isinstance(model, PeftModel):
             # "auto" would ask the hub for a vocabulary size; a trained embedding is in the adapter anyway.
-            model.save_pretrained(str(unfinished), save_embedding_layers=False)
+            model.save_pretrained(str(unfinished), save_embedding_layers=False, **given)
         else:
-            model.save_pretrained(unfinished)
+            model.save_pretrained(unfinished, max_shard_size=max_shard_bytes, **given)
             _save_configs(model, tokenizer, unfinished)
         tokenizer.save_pretrained(unfinished)
+        _refuse_empty(unfinished, least)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise disk_fault(error, "the model cannot be saved", folder) from None
+
+
+def _least_bytes(model: nn.Module, state: Mapping[str, Tensor] | None) -> int:
+    """Bytes of the weights that must be in the files: all, or those that are trained beside frozen ones."""
+    if state is not None:
+        return sum(tensor.nbytes for tensor in state.values())
+    is_adapter = isinstance(model, PeftModel)
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad or not is_adapter)
+
+
+def _refuse_empty(folder: Path, least: int) -> None:
+    """Raise LaunchError when the files hold less than that: a save that wrote nothing says so nowhere."""
+    written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not 0 < least <= written:
+        raise LaunchError(
+            f"the model was written with {written:,} bytes of weights, and it has {least:,}",
+            str(folder),
+            "the last checkpoint stands: memtrain export makes a model of it; please report this",
+        )
 
 
 def refuse_to_overwrite(folder: Path) -> None:

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from memtrain.errors import Fault, ResumeError
 from memtrain.memory.plan import Plan
+from memtrain.memory.settings import Settings
 from memtrain.trainers.run.manifest import CheckpointFacts, data_fingerprint, device_name
 
 FREE_KEYS = (
@@ -56,6 +57,8 @@ FREE_SETTINGS = (
     "optimizer_offload",
     "rehearse",
     "recovery",
+    "shard_offload",
+    "checkpoint_layout",
 )
 """Settings that give the same numbers bit for bit."""
 
@@ -63,6 +66,7 @@ ROUNDING_SETTINGS = (
     "device",
     "num_processes",
     "context_parallel",
+    "engine",
     "threads",
     "attention",
     "liger",
@@ -166,8 +170,10 @@ def _length_of_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
 def _rounding(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
     asked = plan.settings.model_dump(mode="json")
     for setting in ROUNDING_SETTINGS:
-        if facts.settings.get(setting) != asked[setting]:
-            yield Difference(setting, facts.settings.get(setting), asked[setting])
+        # A checkpoint from before a setting was there is of a run that had its default.
+        saved = facts.settings.get(setting, Settings.model_fields[setting].get_default())
+        if saved != asked[setting]:
+            yield Difference(setting, saved, asked[setting])
     yield from _differences(dict(facts.versions), dict(plan.versions), "version of ")
     device = device_name(plan.settings.device)
     if facts.device != device:

@@ -1,0 +1,158 @@
+"""Which engine keeps the processes of a run together: what is refused, what is left open to the search."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memtrain.memory.rules import BITSANDBYTES, Ledger
+from memtrain.memory.settings import Settings
+from memtrain.recipes.recipe import Recipe
+
+EngineName = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+
+ZERO: tuple[EngineName, ...] = ("zero1", "zero2", "zero3")
+PATH = "cluster.engine"
+
+
+def is_sharded(settings: Settings) -> bool:
+    """Whether ranks hold parts of what one process would hold whole; every pass is then a collective."""
+    return settings.num_processes > 1 and settings.engine != "ddp"
+
+
+def shards_weights(settings: Settings) -> bool:
+    """Whether a rank holds only its part of the weights."""
+    return settings.num_processes > 1 and settings.engine in ("fsdp2", "zero3")
+
+
+def open_engines(recipe: Recipe, processes: int) -> tuple[EngineName, ...]:
+    """The engines that the search weighs, the usual one first."""
+    if recipe.cluster.engine != "auto":
+        return (recipe.cluster.engine,)
+    return ("ddp", "fsdp2") if processes > 1 and not fsdp2_faults(recipe) else ("ddp",)
+
+
+def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
+    """Note what the engine that is asked for cannot honour."""
+    recipe = ledger.asked.recipe
+    asked = recipe.cluster.engine
+    _refuse_offload(ledger)
+    if asked == "auto":
+        return
+    if asked != "ddp" and processes == 1:
+        ledger.refuse(
+            f"cluster.engine {asked} shares out weights or states, and one process has nobody to share with",
+            PATH,
+            "remove it, or set cluster.processes",
+        )
+    faults = fsdp2_faults(recipe) if asked == "fsdp2" else []
+    if asked in ZERO:
+        faults = zero_faults(recipe, dtype, has_deepspeed=ledger.has("deepspeed"))
+    for what, path, fix in faults:
+        ledger.refuse(f"cluster.engine {asked}: {what}", path, fix)
+
+
+def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharded"]:
+    """Who writes checkpoints."""
+    wanted, path = ledger.asked.recipe.save.layout, "save.layout"
+    if settings.num_processes == 1 or settings.engine == "ddp":
+        if wanted == "sharded":
+            ledger.refuse(
+                "save.layout sharded: every process holds all weights, and there are no shards to write",
+                path,
+                "remove it, or set cluster.engine: fsdp2",
+            )
+            ledger.settle()
+        return "full"
+    layout = "full" if wanted == "full" else "sharded"
+    words = "each process writes its own shards" if layout == "sharded" else "the main process gathers all"
+    ledger.decide("checkpoint_layout", layout, words, path)
+    return layout
+
+
+def _refuse_offload(ledger: Ledger) -> None:
+    cluster = ledger.asked.recipe.cluster
+    takes = {"none": ("auto", "ddp", "fsdp2", *ZERO), "optimizer": ZERO, "parameters": ("fsdp2", "zero3")}
+    if cluster.engine not in takes[cluster.offload]:
+        able = ", ".join(takes[cluster.offload])
+        ledger.refuse(
+            f"cluster.offload {cluster.offload} needs an engine that moves them, and cluster.engine is "
+            f"{cluster.engine}",
+            "cluster.offload",
+            f"set cluster.engine to one of {able}; or memory.optimizer_offload: on, with any engine but ZeRO",
+        )
+
+
+def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """(what, where, fix) of everything in a recipe that FSDP2 cannot honour."""
+    faults: list[tuple[str, str, str]] = []
+    if recipe.cluster.context_parallel > 1:
+        faults.append(
+            (
+                "slices of rows and shards of weights were never tried together",
+                "cluster.context_parallel",
+                "remove it, or set cluster.engine: ddp",
+            )
+        )
+    if recipe.model.quantize != "none":
+        faults.append(
+            (
+                f"weights in {recipe.model.quantize} cannot be cut into shards of their rows",
+                "model.quantize",
+                "set it to none, or cluster.engine: ddp",
+            )
+        )
+    if recipe.optim.kind in ("adafactor", "muon"):
+        faults.append(
+            (
+                f"{recipe.optim.kind} needs whole matrices, and a rank has some of their rows",
+                "optim.kind",
+                "use adamw or sgd, or cluster.engine: ddp",
+            )
+        )
+    if recipe.optim.kind in BITSANDBYTES:
+        faults.append(
+            (
+                f"8-bit and paged states ({recipe.optim.kind}) of shards were never tried",
+                "optim.kind",
+                "use adamw, or cluster.engine: ddp",
+            )
+        )
+    if recipe.memory.activation_offloading == "on" and recipe.memory.activation_checkpointing == "off":
+        faults.append(
+            (
+                "what a layer saves would take the gathered weights along to the host",
+                "memory.activation_offloading",
+                "set memory.activation_checkpointing: on (its inputs travel then), or cluster.engine: ddp",
+            )
+        )
+    return faults
+
+
+def zero_faults(recipe: Recipe, dtype: str, *, has_deepspeed: bool) -> list[tuple[str, str, str]]:
+    """(what, where, fix) of everything in a recipe that DeepSpeed's ZeRO cannot honour here."""
+    faults = fsdp2_faults(recipe)
+    if not has_deepspeed:
+        faults.append(
+            (
+                "DeepSpeed is not installed",
+                PATH,
+                "pip install 'memtrain[deepspeed]', or set cluster.engine: fsdp2",
+            )
+        )
+    if dtype != "float32" and not recipe.optim.master_weights:
+        faults.append(
+            (
+                "DeepSpeed keeps float32 copies of half-precision weights, whether they are wanted or not",
+                "optim.master_weights",
+                "set it to true, or cluster.engine: fsdp2, which does without",
+            )
+        )
+    if recipe.memory.optimizer_offload == "on":
+        faults.append(
+            (
+                "DeepSpeed moves optimizer states itself",
+                "memory.optimizer_offload",
+                "set cluster.offload: optimizer in its place",
+            )
+        )
+    return faults

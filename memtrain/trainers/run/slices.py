@@ -1,0 +1,146 @@
+"""Rows of saved states: whole or in shards on disk, read by any number of ranks.
+
+A shard holds consecutive rows of every tensor, in the split of `torch.chunk`: shard r of n the rows from
+r * ceil(rows / n) on. A rank reads the files that hold some of its rows, one at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.errors import ResumeError
+from memtrain.trainers.run.checkpoint import Checkpoint
+from memtrain.trainers.run.state_io import load_state
+from memtrain.trainers.spread import local_of
+
+State = dict[str, Any]
+
+
+def name_of(part: str, rank: int, world: int) -> str:
+    """Name of the shard that `rank` writes of a part."""
+    return f"{part}-{rank:05d}-of-{world:05d}"
+
+
+def rows_of(num_rows: int, rank: int, world: int) -> range:
+    """The rows of a tensor that are in shard `rank` of `world`; may be none."""
+    size = -(-num_rows // world)
+    return range(min(num_rows, rank * size), min(num_rows, (rank + 1) * size))
+
+
+def is_there(checkpoint: Checkpoint, part: str) -> bool:
+    """Whether a checkpoint has a part, whole or in shards."""
+    return bool(_files(checkpoint, part))
+
+
+def fill_from(
+    checkpoint: Checkpoint, part: str, tensors: Mapping[str, Tensor], *, rank: int, world: int
+) -> None:
+    """Fill each tensor with its saved rows, in place: those of shard `rank` of `world` (0 of 1 is all)."""
+    files = _files(checkpoint, part)
+    with torch.no_grad():
+        for number, name in enumerate(files):
+            shapes = {key: tensor.shape for key, tensor in tensors.items()}
+            if not _has_any(shapes, number, len(files), rank, world):
+                continue
+            saved = load_state(checkpoint.part(name))
+            assert saved.keys() == tensors.keys(), (
+                "A checkpoint of this recipe has the weights that it trains."
+            )
+            for key, tensor in tensors.items():
+                _copy(saved[key], local_of(tensor), tensor.shape, number, len(files), rank, world)
+
+
+def read_optimizer(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    shapes: Mapping[str, torch.Size],
+    *,
+    rank: int,
+    world: int,
+) -> State:
+    """The optimizer's state for a rank that steps shard `rank` of `world` of the weights `names`.
+
+    `shapes`: of whole weights. Tensors that are no rows of a weight (counters) are the same in all shards.
+    """
+    files = _files(checkpoint, "optimizer")
+    if len(files) == 1 and world == 1:
+        return load_state(checkpoint.part(files[0]))
+    own = {name: shapes[name] for name in names}
+    made: State = {}
+    for number, file in enumerate(files):
+        if not _has_any(own, number, len(files), rank, world):
+            continue
+        saved = load_state(checkpoint.part(file))
+        if not made:
+            made = saved | {"state": {index: {} for index in saved["state"]}}
+        for index, entry in saved["state"].items():
+            held: State = made["state"][index]
+            for key, value in entry.items():
+                place = (number, len(files), rank, world)
+                _take_rows(held, key, value, shapes[names[int(index)]], place)
+    assert made, "Some file holds rows of some weight."
+    return made
+
+
+def _take_rows(
+    held: State, key: str, value: Any, whole: torch.Size, place: tuple[int, int, int, int]
+) -> None:
+    """Put the rows that `value` has into `held[key]`; a value that is no rows is taken as it is."""
+    number, count, rank, world = place
+    saved_rows = rows_of(whole[0], number, count) if len(whole) else range(0)
+    if not isinstance(value, Tensor) or value.shape != torch.Size((len(saved_rows), *whole[1:])):
+        held.setdefault(key, value)
+        return
+    if key not in held:
+        held[key] = value.new_zeros(len(rows_of(whole[0], rank, world)), *whole[1:])
+    _copy(value, held[key], whole, number, count, rank, world)
+
+
+def _copy(
+    saved: Tensor, own: Tensor, whole: torch.Size, number: int, count: int, rank: int, world: int
+) -> None:
+    """Copy the rows that shard `number` of `count` and shard `rank` of `world` both hold."""
+    if not whole:
+        own.copy_(saved)
+        return
+    theirs, ours = rows_of(whole[0], number, count), rows_of(whole[0], rank, world)
+    first, end = max(theirs.start, ours.start), min(theirs.stop, ours.stop)
+    if first < end:
+        rows = saved[first - theirs.start : end - theirs.start]
+        own[first - ours.start : end - ours.start].copy_(rows)
+
+
+def _has_any(shapes: Mapping[str, torch.Size], number: int, count: int, rank: int, world: int) -> bool:
+    for shape in shapes.values():
+        rows = shape[0] if len(shape) else 1
+        theirs, ours = rows_of(rows, number, count), rows_of(rows, rank, world)
+        if max(theirs.start, ours.start) < min(theirs.stop, ours.stop):
+            return True
+    return False
+
+
+def _files(checkpoint: Checkpoint, part: str) -> list[str]:
+    """Names of the files of a part, in the order of their rows.
+
+    Raises: ResumeError when it is in shards and some are missing.
+    """
+    names = [name.removesuffix(".json") for name in _listed(checkpoint) if name.endswith(".json")]
+    if part in names:
+        return [part]
+    found = sorted(name for name in names if re.fullmatch(rf"{part}-\d+-of-\d+", name))
+    if found and len(found) != int(found[0].rsplit("-", 1)[-1]):
+        raise ResumeError(
+            f"{checkpoint.path.name} has {len(found)} of {int(found[0].rsplit('-', 1)[-1])} shards of {part}",
+            str(checkpoint.path),
+            "every node must write into the same run folder; go on from an earlier checkpoint",
+        )
+    return found
+
+
+def _listed(checkpoint: Checkpoint) -> list[str]:
+    return [entry.name for entry in checkpoint.manifest.files]

@@ -1,0 +1,43 @@
+"""How the weights of a run lie over its ranks: whole on each (plain data parallel), or in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Gather = Callable[[nn.Module], dict[str, Tensor] | None]
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name; tied ones once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, in the same storage; a plain tensor is itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_of(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor, on every rank; called by all of them. A plain tensor is itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What is done to weights so that they lie where the plan says. The default leaves them whole."""
+
+    lay: Callable[[nn.Module], None] = lambda scorer: None
+    """Lays the weights of a scorer over the ranks, in place; called once for each model that is held."""
+    trained: Callable[[nn.Module], dict[str, nn.Parameter]] = trained_parameters
+    """What this rank's optimizer steps, by the name of the weight that it is (a part of)."""
+    whole: Callable[[nn.Module], AbstractContextManager[None]] = lambda scorer: nullcontext()
+    """Context in which passes of single ranks are possible: no collectives inside."""
+    gather: Gather = lambda model: None
+    """Whole weights for the main rank's file, called by all ranks; None where the model has them itself."""
+    is_sharded: bool = False
+    """Every pass through the model is a collective: all ranks make as many."""
