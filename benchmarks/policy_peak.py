@@ -1,11 +1,11 @@
-"""What a prompt computed once saves an update from k completions: peak of live tensors, processor time.
+"""Peak memory of a GRPO update on one long prompt with k completions, against the duplicated form and TRL's.
 
-python benchmarks/policy_peak.py -o benchmarks/results/policy_peak.json
+    python benchmarks/policy_peak.py --trl TRL_PYTHON -o benchmarks/results/policy_peak.json
 
-The GRPO update of one group on the same random model: the group's prompt once, or once for each completion
-(end to end, without padding: the best duplicated form), both with the log-probs in tiles. One micro-batch
-holds the group. Processor time of one thread, so that other work on the machine counts little; the peak does
-not depend on the machine.
+The same prompt, completions, advantages and weights for all, log-probs of the completions and their gradients
+in one micro-batch, float32, a tiny model. Each figure is made in a process of its own: the most bytes of live
+tensors above the weights, gradients included (TensorPeak), and the CPU time of the update.
+`short` is ours with a prompt of 8 tokens: what is left when it is taken off is the prompt's share.
 """
 
 from __future__ import annotations
@@ -14,103 +14,161 @@ import argparse
 import json
 import platform
 import random
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
-from memtrain.cli.planning import make_plan
-from memtrain.recipes.load import load_recipe
-from memtrain.trainers.build import build
-from memtrain.trainers.losses.policy import Norms
-from memtrain.trainers.policy_feed import PolicyFeed
-from memtrain.trainers.prompt_feed import PromptFeed
-from memtrain.trainers.rollout.protocol import Sample
-from memtrain.trainers.rollout.window import Window, new_window
-from memtrain.trainers.step import Engine, forward_backward
-from memtrain.trainers.trace.recorder import TensorPeak
-
-PROMPT, COMPLETION = 3100, 256
+PROMPT, COMPLETION, SHORT = 3100, 128, 8
 COUNTS = (2, 4, 8, 16)
-FORMS = {"prompt once": [], "prompt for each": ["length.shared_prompts=false"]}
+SIDES = ("ours", "duplicated", "short", "trl")
 MODEL = {
     "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
 }
-WORDS = (" apples", " books", " coins", " eggs", " pens", " plums", " shells", " stamps")
 
 
 def main() -> None:
-    """Measure every form at every k and write the figures."""
+    """Measure every side at every k and write the figures; or, as a child, one of them."""
     words = argparse.ArgumentParser()
+    words.add_argument("--trl", type=Path, help="the Python of an environment with TRL 1.16")
     words.add_argument("-o", "--output", type=Path)
-    words.add_argument("--checkpointing", choices=("on", "off"), default="on")
+    words.add_argument("--checkpointing", choices=("on", "off"), default="off")
+    words.add_argument("--one", nargs=2, metavar=("SIDE", "JOB"))
     asked = words.parse_args()
+    if asked.one:
+        print(json.dumps(one_side(asked.one[0], json.loads(Path(asked.one[1]).read_text()))))
+        return
+    assert asked.trl is not None, "The other side needs its Python."
     with tempfile.TemporaryDirectory() as name:
-        found = {
-            str(count): measured(Path(name) / str(count), count, asked.checkpointing) for count in COUNTS
-        }
+        found = {str(count): at(Path(name), count, asked.trl, asked.checkpointing) for count in COUNTS}
+    told = {
+        "what": "GRPO update of one group: MiB of live tensors above the weights, gradients included",
+        "device": f"CPU, {platform.machine()}, one thread",
+        "command": "python benchmarks/policy_peak.py --trl TRL_PYTHON -o FILE"
+        + (" --checkpointing on" if asked.checkpointing == "on" else ""),
+        "versions": {one: version(one) for one in ("torch", "transformers")} | {"trl": "1.16.0"},
+        "prompt_tokens": PROMPT,
+        "completion_tokens": COMPLETION,
+        "activation_checkpointing": asked.checkpointing,
+        "model": MODEL,
+        "completions": found,
+        "prompt_share_mib": {
+            k: round(one["ours"]["peak_mib"] - one["short"]["peak_mib"], 1) for k, one in found.items()
+        },
+    }
     if asked.output:
-        told = {
-            "what": "GRPO update of one group: forward and backward, float32, log-probs in tiles",
-            "device": f"CPU, {platform.machine()}, one thread",
-            "command": f"python benchmarks/policy_peak.py --checkpointing {asked.checkpointing} -o FILE",
-            "versions": {one: version(one) for one in ("torch", "transformers")},
-            "prompt_tokens": PROMPT,
-            "completion_tokens": COMPLETION,
-            "activation_checkpointing": asked.checkpointing,
-            "model": MODEL,
-            "completions": found,
-        }
         asked.output.parent.mkdir(parents=True, exist_ok=True)
         asked.output.write_text(json.dumps(told, indent=1) + "\n")
 
 
-def measured(folder: Path, count: int, checkpointing: str) -> dict[str, dict[str, float]]:
-    """Figures of both forms for one group of `count` completions."""
-    folder.mkdir()
+def at(folder: Path, count: int, trl: Path, checkpointing: str) -> dict[str, dict[str, float]]:
+    """Figures of all sides for one group of `count` completions."""
     draw = random.Random(0)
-    prompt = "Ana has" + "".join(draw.choice(WORDS) for _ in range(PROMPT + 50))
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "1"}) + "\n")
+    prompt = [draw.randrange(5, 500) for _ in range(PROMPT)]
+    job = {
+        "prompt": prompt,
+        "completions": [[draw.randrange(5, 500) for _ in range(COMPLETION)] for _ in range(count)],
+        "checkpointing": checkpointing,
+        "folder": str(folder),
+        "model": str(folder / "model"),
+    }
+    file = folder / "job.json"
+    file.write_text(json.dumps(job))
+    if not (folder / "model").exists():
+        child(Path(sys.executable), "model", file)
+    figures: dict[str, dict[str, float]] = {}
+    for side in SIDES:
+        figures[side] = child(trl if side == "trl" else Path(sys.executable), side, file)
+        one = figures[side]
+        print(f"k={count:2}  {side:11} {one['peak_mib']:8.1f} MiB {one['cpu_s']:7.2f} s", flush=True)
+    return figures
+
+
+def child(python: Path, side: str, job: Path) -> dict[str, float]:
+    """One figure, made by another process."""
+    done = subprocess.run(
+        [str(python), __file__, "--one", side, str(job)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def one_side(side: str, job: dict[str, Any]) -> dict[str, float]:
+    """The figure of one side, in this process."""
+    if side == "model":
+        return make_model(job)
+    return of_trl(job) if side == "trl" else of_memtrain(side, job)
+
+
+def make_model(job: dict[str, Any]) -> dict[str, float]:
+    """Random weights and a tokenizer that all sides load."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from memtrain.recipes.model import Model
+    from memtrain.trainers.data.tokenizer import tokenizer_of
+
+    tokenizer = tokenizer_of(Model(path="builtin:tiny"))
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**MODEL, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(job["model"])
+    tokenizer.save_pretrained(job["model"])
+    return {}
+
+
+def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
+    """The update of `memtrain grpo`: each prompt once, or for each completion."""
+    import numpy as np
+
+    from memtrain.cli.planning import make_plan
+    from memtrain.recipes.load import load_recipe
+    from memtrain.trainers.build import build
+    from memtrain.trainers.losses.policy import Norms
+    from memtrain.trainers.policy_feed import PolicyFeed
+    from memtrain.trainers.prompt_feed import PromptFeed
+    from memtrain.trainers.rollout.protocol import Sample
+    from memtrain.trainers.rollout.window import new_window
+    from memtrain.trainers.step import Engine, forward_backward
+    from memtrain.trainers.trace.recorder import TensorPeak
+
+    folder, completions = Path(job["folder"]), job["completions"]
+    count, prompt = len(completions), job["prompt"][: SHORT if side == "short" else PROMPT]
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "Ana has 1 plum.", "answer": "1"}) + "\n")
     recipe: dict[str, Any] = {
         "method": "grpo",
-        "model": {"config": MODEL, "tokenizer": "builtin:tiny"},
-        "data": {"train": str(folder / "prompts.jsonl"), "cache_dir": str(folder / "cache")},
-        "length": {"max_length": 4096, "max_prompt": PROMPT},
+        "model": {"path": job["model"]},
+        "data": {"train": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache")},
+        "length": {"max_length": 4096, "shared_prompts": side != "duplicated"},
         "generate": {"completions": count, "max_tokens": COMPLETION},
         "rewards": {"functions": "exact_answer"},
-        "memory": {"activation_checkpointing": checkpointing},
+        "memory": {"activation_checkpointing": job["checkpointing"]},
         "train": {"batch_rows": count, "micro_rows": count, "max_steps": 1},
         "cluster": {"device": "cpu", "threads": 1},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
-    figures = {form: one_form(folder, count, overrides) for form, overrides in FORMS.items()}
-    for form, one in figures.items():
-        print(f"k={count:2}  {form:16} {one['activations_mib']:8.1f} MiB {one['seconds']:7.2f} s", flush=True)
-    return figures
-
-
-def one_form(folder: Path, count: int, overrides: list[str]) -> dict[str, float]:
-    """Tokens of the update, its peak above the weights (gradients included), and its time."""
-    plan = make_plan(load_recipe(str(folder / "recipe.yaml"), overrides), run_dir=str(folder / "run")).plan
+    plan = make_plan(load_recipe(str(folder / "recipe.yaml"), []), run_dir=str(folder / "run")).plan
     built = build(plan)
-    prompts = cast(PromptFeed, built.train)
     tokens = count * COMPLETION
-    feed = PolicyFeed(prompts, plan.settings, Norms(count, tokens, tokens, COMPLETION))
-    feed.window = one_group(prompts, count)
+    feed = PolicyFeed(cast(PromptFeed, built.train), plan.settings, Norms(count, tokens, tokens, COMPLETION))
+    samples = [[Sample(tuple(one), (-1.0,) * len(one), "length") for one in completions]]
+    feed.window = new_window(0, [0], [0], [prompt], samples, 1)
+    feed.window.advantage_A = np.resize(np.array([1.0, -1.0], np.float32), count)
     (answers,) = feed.deal(np.arange(count), micro_rows=count, micro_tokens=None)
     begun = time.process_time()
     with TensorPeak() as counted:
-        forward_backward(
+        made = forward_backward(
             built.scorer,
             built.method,
             [feed.micro_batch(answers)],
@@ -119,23 +177,64 @@ def one_form(folder: Path, count: int, overrides: list[str]) -> dict[str, float]
             num_micros=1,
             want_stats=False,
         )
-    return {
-        "tokens": int(feed.tokens.sum()),
-        "activations_mib": round(counted.peak_bytes / 2**20, 1),
-        "seconds": round(time.process_time() - begun, 2),
+    assert float(made["loss"]) < 1, "The update went through."
+    return told(counted.peak_bytes, begun, int(feed.tokens.sum()), built.scorer.parameters())
+
+
+def of_trl(job: dict[str, Any]) -> dict[str, float]:
+    """The update of TRL's GRPOTrainer: its own loss on its own padded inputs."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from memtrain.trainers.trace.recorder import TensorPeak
+
+    completions, prompt = job["completions"], job["prompt"]
+    count = len(completions)
+    torch.set_num_threads(1)
+    trainer = GRPOTrainer(
+        model=job["model"],
+        reward_funcs=lambda completions, **given: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=job["folder"] + "/trl",
+            use_cpu=True,
+            bf16=False,
+            num_generations=count,
+            per_device_train_batch_size=count,
+            gradient_checkpointing=job["checkpointing"] == "on",
+            report_to="none",
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "Ana has 1 plum."}]),
+    )
+    model = trainer.model.train()
+    ids = torch.tensor(completions)
+    inputs = {
+        "prompt_ids": torch.tensor([prompt] * count),
+        "prompt_mask": torch.ones(count, len(prompt), dtype=torch.long),
+        "completion_ids": ids,
+        "completion_mask": torch.ones_like(ids),
+        "advantages": torch.tensor([1.0, -1.0]).repeat(count // 2),
+        "num_items_in_batch": torch.tensor(ids.numel()),
     }
+    trainer.current_gradient_accumulation_steps = 1
+    begun = time.process_time()
+    with TensorPeak() as counted:
+        loss = trainer.compute_loss(model, inputs)
+        loss.backward()
+    return told(counted.peak_bytes, begun, count * (len(prompt) + COMPLETION), model.parameters())
 
 
-def one_group(prompts: PromptFeed, count: int) -> Window:
-    """Random completions of the prompt, with advantages that sum to zero."""
-    draw = np.random.default_rng(0)
-
-    def sample() -> Sample:
-        return Sample(tuple(draw.integers(0, 500, COMPLETION).tolist()), (-1.0,) * COMPLETION, "length")
-
-    window = new_window(0, [0], [0], [prompts.ids(0)], [[sample() for _ in range(count)]], 1)
-    window.advantage_A = np.resize(np.array([1.0, -1.0], np.float32), count)
-    return window
+def told(peak_bytes: int, begun: float, tokens: int, parameters: Iterable[Any]) -> dict[str, float]:
+    """One figure, with the norm of the gradients: the sides must agree on it."""
+    seconds = time.process_time() - begun
+    squares = [float(one.grad.double().square().sum()) for one in parameters if one.grad is not None]
+    return {
+        "peak_mib": round(peak_bytes / 2**20, 1),
+        "cpu_s": round(seconds, 2),
+        "tokens": tokens,
+        "grad_norm": float(f"{sum(squares) ** 0.5:.5g}"),
+    }
 
 
 if __name__ == "__main__":

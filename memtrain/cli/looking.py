@@ -19,6 +19,7 @@ from memtrain.memory.units import gib
 from memtrain.memory.unread import unread_counter, unread_profile
 from memtrain.recipes.model import Model
 from memtrain.recipes.recipe import HAS_ANSWERS
+from memtrain.recipes.registry import METHODS
 
 HUB_TIMEOUT_S = 3.0
 """How long the hub is waited for: what it would say is a page of numbers."""
@@ -184,6 +185,8 @@ def facts_without_data(
 
     Raises: RecipeError where no length is said.
     """
+    from memtrain.cli.planning import reward_shapes
+
     recipe = asked.recipe
     profile = unread_profile(asked, shares_prompts=True)
     apart = None
@@ -192,12 +195,13 @@ def facts_without_data(
         apart = (own, unread_counter(recipe, own))
     return Facts(
         hardware=hardware,
-        shape=shape_of(looked.config, recipe.model.path or "model.config"),
+        shape=shape_of(looked.config, recipe.model.path or "model.config", METHODS[recipe.method].head),
         config=looked.config,
         profile=profile,
         count_steps=unread_counter(recipe, profile),
         method=recipe.method,
         apart=apart,
+        rewards=reward_shapes(recipe, lambda model: look_at_model(model).config),
         presumed=presumed,
         is_guessed=True,
         at_length=lambda length: facts_without_data(

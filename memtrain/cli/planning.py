@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import memtrain
+from memtrain.memory.beside import RewardShape
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware, detect
 from memtrain.memory.honour import honoured, with_key
@@ -22,6 +23,7 @@ from memtrain.memory.shape import shape_of
 from memtrain.recipes.load import LoadedRecipe
 from memtrain.recipes.model import Model
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
+from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.order import BatchSize, count_steps
 from memtrain.trainers.data.prepare import prepare
 from memtrain.trainers.data.sequences import Laid, sequences_of
@@ -79,17 +81,31 @@ def facts_of(
     apart = sequences_of(recipe, data, shares_prompts=False) if has_apart else None
     return Facts(
         hardware=hardware,
-        shape=shape_of(config, recipe.model.path or "model.config"),
+        shape=shape_of(config, recipe.model.path or "model.config", METHODS[recipe.method].head),
         config=config,
         profile=shared.profile,
         count_steps=_counter(recipe, shared),
         method=recipe.method,
         apart=None if apart is None else (apart.profile, _counter(recipe, apart)),
+        rewards=reward_shapes(recipe),
         presumed=presumed,
         at_length=lambda length: facts_of(
             with_key(recipe, "length.max_length", length), data, config, hardware, presumed
         ),
     )
+
+
+def reward_shapes(
+    recipe: Recipe, look: Callable[[Model], Mapping[str, object]] | None = None
+) -> tuple[RewardShape, ...]:
+    """The reward models of a recipe; `look` finds a model's configuration.
+
+    Raises: LaunchError when there is none of that name.
+    """
+    models = recipe.rewards.models if recipe.rewards is not None else ()
+    named = [(one, Model(path=one.path, revision=one.revision)) for one in models]
+    look = look or model_config
+    return tuple(RewardShape(shape_of(look(model), one.path), one.dtype) for one, model in named)
 
 
 def model_config(model: Model) -> Mapping[str, object]:

@@ -17,7 +17,9 @@ from memtrain.memory.rules import (
     refuse_what_cannot_run,
 )
 from memtrain.memory.settings import Settings
+from memtrain.recipes.ppo import Ppo
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
 
 
 def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Micro]]:
@@ -85,6 +87,8 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
 def _said(recipe: Recipe) -> dict[str, object]:
     """The settings that say again what the recipe says; those of strategies are off until one is chosen."""
     return {
+        "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",
+        "shard_offload": recipe.cluster.offload,
         "adapter": recipe.model.adapter,
         "quantize": recipe.model.quantize,
         "max_length": recipe.length.max_length,

@@ -6,6 +6,8 @@ A moment of a step at which memory can be highest is a sum of owners; a phase's 
 from __future__ import annotations
 
 from memtrain.memory.activations import (
+    Asks,
+    HeadBytes,
     HeaviestBatch,
     Load,
     head_bytes,
@@ -33,6 +35,8 @@ from memtrain.memory.shape import ModelShape
 Moment = dict[str, int]
 """Bytes by owner at one moment."""
 
+LIVE = ("copy", "synced", "adapter_off")
+"""References that are asked between the policy's forward and backward passes."""
 PHASES = ("load", "first step", "steady step", "evaluation", "saving")
 
 
@@ -103,6 +107,7 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
         in_last, in_first, in_embedding = waiting, waiting, 0
     loss = {"gradients": before, "activations": kept + head.norm}
     return [
+        resting | loss | {"logits": head.kept, "reference's pass": reference_pass(load, head)},
         resting | loss | {"logits": head.forward},
         resting | loss | {"logits": head.backward},
         resting | loss | {"gradients": before + waiting, "logits": norm_backward(load)},
@@ -114,6 +119,13 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
         _resting(load, has_state=True)
         | {"gradients": at_step, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
     ]
+
+
+def reference_pass(load: Load, head: HeadBytes) -> int:
+    """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then."""
+    if load.batch.asks is not Asks.LOGPS or load.settings.reference not in LIVE:
+        return 0
+    return max(layer_forward(load), head.evaluation) + rotary(load)
 
 
 def _resting(load: Load, *, has_state: bool) -> Moment:
@@ -170,6 +182,11 @@ def evaluation_moment(load: Load) -> Moment:
 def saving_moment(load: Load) -> Moment:
     """Weights and states are written from where they are."""
     return _resting(load, has_state=True)
+
+
+def kept_bytes(load: Load) -> int:
+    """Bytes that all layers keep for the backward pass."""
+    return _kept(load)[0]
 
 
 def _kept(load: Load) -> tuple[int, int, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.activations import Asks, HeaviestBatch, Load
+from memtrain.memory.beside import RewardShape, with_beside
 from memtrain.memory.budget import needed
 from memtrain.memory.cost import step_time
-from memtrain.memory.estimate import estimate
+from memtrain.memory.estimate import estimate, kept_bytes
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.lengths import LengthProfile
@@ -47,6 +48,8 @@ class Facts:
     """Packages that the run's machine is taken to have: it is another one than this."""
     is_guessed: bool = False
     """The data was not read: every sequence is taken to be as long as it may be."""
+    rewards: tuple[RewardShape, ...] = ()
+    """Reward models that judge completions."""
     at_length: Callable[[int], Facts] | None = None
     """The same facts with another `length.max_length`; None where rows cannot be laid out again."""
 
@@ -92,7 +95,9 @@ def price(settings: Settings, facts: Facts) -> Priced:
 
 def predict(settings: Settings, facts: Facts) -> Prediction:
     """The peaks of every phase for the heaviest micro-batch of the data."""
-    return estimate(settings, facts.shape, heaviest(settings, facts))
+    batch = heaviest(settings, facts)
+    load = Load(settings, facts.shape, batch)
+    return with_beside(estimate(settings, facts.shape, batch), load, kept_bytes(load), facts.rewards)
 
 
 def need_of(prediction: Prediction, settings: Settings) -> int:
@@ -103,13 +108,26 @@ def need_of(prediction: Prediction, settings: Settings) -> int:
 def heaviest(settings: Settings, facts: Facts) -> HeaviestBatch:
     """The heaviest micro-batch of the data under some settings."""
     profile = facts.rows_of(settings)
-    sequences, tokens = profile.heaviest(settings.micro_rows, settings.micro_tokens)
+    most_rows, most_tokens = settings.micro_rows, settings.micro_tokens
+    if METHODS[facts.method].in_pairs:
+        # A pair is not divided, whatever the limits: two completions of the longest prompt at least.
+        most_rows = max(2, most_rows)
+        pair = 2 * (profile.longest[0] if profile.longest else 1)
+        most_tokens = None if most_tokens is None else max(most_tokens, pair)
+    sequences, tokens = profile.heaviest(most_rows, most_tokens)
     rows = sequences * profile.rows_per_sequence
     longest = profile.longest[0] if profile.longest else 1
     if profile.rows_per_sequence > 1:
         longest = profile.longest_piece
     scored = 0 if METHODS[facts.method].head == "score" else tokens
-    return HeaviestBatch(rows, tokens, scored, longest)
+    return HeaviestBatch(rows, tokens, scored, longest, asks_of(facts.method))
+
+
+def asks_of(method: str) -> Asks:
+    """What the loss of a method asks of the LM head. (`sft.loss: dft` asks for a little more.)"""
+    if METHODS[method].is_online:
+        return Asks.ENTROPIES
+    return Asks.NLL if method == "sft" else Asks.LOGPS
 
 
 def typical_micro(settings: Settings, facts: Facts) -> tuple[HeaviestBatch, int]:

@@ -9,6 +9,8 @@ from typing import Any
 def known_config(model_id: str) -> Mapping[str, Any] | None:
     """What the config.json of a hub id says of its shape; None for a model that is not in the table."""
     name = model_id.rsplit("/", 1)[-1].lower()
+    for beginning in _BEGINNINGS:
+        name = name.removeprefix(beginning)
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
     return _SHAPES.get(name)
@@ -21,6 +23,10 @@ def known_models() -> tuple[str, ...]:
 
 _ENDINGS = ("-base", "-instruct-v0.3", "-v0.3", "-instruct-2507", "-instruct", "-it", "-pt")
 """What variants of one shape are called."""
+
+
+_BEGINNINGS = ("skywork-reward-v2-",)
+"""What reward models of one shape are called."""
 
 
 def _llama(

@@ -47,12 +47,24 @@ class Settings(Section):
     """Rows of a micro-batch lie end to end in one sequence."""
     shared_prompts: bool = False
     """A prompt is computed once for all its answers, in one flattened row."""
-    sampler: Literal["none", "native", "transformers"] = "none"
+    sampler: Literal["none", "native", "transformers", "vllm", "vllm_server"] = "none"
     """Who writes completions; none: the method writes no completions."""
+    sampler_bytes: int = 0
+    """Memory of a device that a vLLM process of the run fills while it writes; 0: there is none."""
+    sampler_keys_bytes: int = 0
+    """Of these, for keys and values."""
+    sampler_context: int = 0
+    """Longest prompt with its completion that the process is made for, in tokens."""
+    sampler_sleep: Literal["none", "level1", "level2"] = "none"
+    """What the process gives back while the policy trains."""
     rollout_rows: int = 0
     """Completions that one rank writes at a time."""
+    pass_factor: int = 1
+    """So many times larger are micro-batches without gradients over completions."""
     reference: Literal["none", "copy", "adapter_off", "precomputed", "synced"] = "none"
     """Where the log-probs of the reference model come from."""
+    value: Literal["none", "shared", "own"] = "none"
+    """The value model: none; a second head on the policy; or a model of its own."""
     pad_to_multiple_of: int | None
     group_by_length: bool
 

@@ -50,9 +50,9 @@ def _check_method(tree: Mapping, faults: Faults, verb: str | None) -> None:
         return
     if verb is not None and node.value != verb and node.value in METHODS:
         faults.add(
-            f"the command is `memtrain {verb}`, but the recipe says method: {node.value}",
+            f"the command is `memtrain {METHODS[verb].verb}`, but the recipe says method: {node.value}",
             node.place,
-            f"run `memtrain {node.value}`, or write method: {verb} with the data that it needs",
+            f"run `memtrain {METHODS[node.value].verb}`, or write method: {verb} with the data that it needs",
         )
     for fault in foreign_sections(tree, node, METHODS):
         faults.add(*fault)

@@ -7,19 +7,22 @@ from typing import Literal
 from pydantic import model_validator
 
 from memtrain.recipes.base import Section, changes
+from memtrain.recipes.completions import FromOwnCompletions, WithMismatch
 from memtrain.recipes.data import Data
 from memtrain.recipes.generate import Generate
 from memtrain.recipes.length import Length
 from memtrain.recipes.memory import Memory
 from memtrain.recipes.methods import Sft
 from memtrain.recipes.model import Model
-from memtrain.recipes.online import ONLINE, FromOwnCompletions, Grpo, Rloo
+from memtrain.recipes.online import ONLINE, Grpo, Rloo
+from memtrain.recipes.online_pairs import OnlineDpo
 from memtrain.recipes.optim import Optim
+from memtrain.recipes.ppo import Ppo
 from memtrain.recipes.preference import Dpo, Kto, Reward
 from memtrain.recipes.rewards import Rewards
 from memtrain.recipes.run import Cluster, Eval, Log, Save, Train
 
-MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo"]
+MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo"]
 
 HAS_ANSWERS = ("dpo", "kto", "reward")
 """Methods whose rows are a prompt with one or two answers."""
@@ -50,13 +53,16 @@ class Recipe(Section):
     reward: Reward | None = None
     grpo: Grpo | None = None
     rloo: Rloo | None = None
+    online_dpo: OnlineDpo | None = None
+    ppo: Ppo | None = None
     generate: Generate | None = None
     rewards: Rewards | None = None
 
     @property
     def online(self) -> FromOwnCompletions | None:
         """The section of a method that learns from its own completions, with its defaults."""
-        return {"grpo": self.grpo or Grpo(), "rloo": self.rloo or Rloo()}.get(self.method)
+        sections = {"grpo": self.grpo, "rloo": self.rloo, "online_dpo": self.online_dpo, "ppo": self.ppo}
+        return sections[self.method] or ONLINE[self.method]() if self.method in sections else None
 
     @property
     def generation(self) -> Generate:
@@ -120,11 +126,27 @@ class Recipe(Section):
             raise ValueError(
                 f"{self.method} needs rewards; set rewards: {{functions: exact_answer}}, or your own function"
             )
+        has_held_out = bool(self.data.eval or self.data.held_out)
+        if has_held_out and all(one.pairwise for one in self.rewards.functions):
+            raise ValueError(
+                "a pairwise judge compares completions of one prompt, and held-out prompts get one each; add "
+                "a reward function (weight: 0 is enough), or remove data.held_out and data.eval"
+            )
+        if self.generation.completions < 2 and any(one.pairwise for one in self.rewards.functions):
+            raise ValueError(
+                "a pairwise judge compares completions, and generate.completions is 1; set 2 or more"
+            )
         if self.train.batch_tokens is not None:
             raise ValueError(
                 f"{self.method} counts a step in completions; set train.batch_rows in place of batch_tokens"
             )
-        if section.mismatch != "none" and self.generation.truncates:
+        if self.generation.completions < 2 and self.method != "ppo":
+            raise ValueError(
+                f"{self.method} compares the completions of a prompt, and generate.completions is 1; "
+                "set 2 or more"
+            )
+        is_corrected = isinstance(section, WithMismatch) and section.mismatch != "none"
+        if is_corrected and self.generation.truncates:
             raise ValueError(
                 "mismatch compares the sampler's probabilities with the trainer's, and top_k, top_p and "
                 "min_p leave the sampler fewer tokens; remove them, or set mismatch: none"

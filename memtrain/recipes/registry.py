@@ -17,6 +17,15 @@ class Method:
     """What the model ends in: the LM head, or one number for a sequence."""
     is_online: bool = False
     """It writes the completions it learns from."""
+    in_pairs: bool = False
+    """It learns from two of a prompt's completions together."""
+    has_value: bool = False
+    """A value model is trained beside the policy."""
+
+    @property
+    def verb(self) -> str:
+        """The verb of the command line."""
+        return self.name.replace("_", "-")
 
 
 METHODS: dict[str, Method] = {
@@ -55,6 +64,20 @@ METHODS: dict[str, Method] = {
             "memtrain.trainers.rloo",
             is_online=True,
         ),
+        Method(
+            "online_dpo",
+            "Online DPO: the best and the worst of a prompt's completions are its pair.",
+            "memtrain.trainers.online_dpo",
+            is_online=True,
+            in_pairs=True,
+        ),
+        Method(
+            "ppo",
+            "Proximal policy optimization: rewards, a value model, and advantages of single tokens.",
+            "memtrain.trainers.ppo",
+            is_online=True,
+            has_value=True,
+        ),
     )
 }
-"""Every method by its name: the verb of the command line, `method:` and the section of its own knobs."""
+"""Every method by its name: `method:` and the section of its own knobs; the verb of the command line."""

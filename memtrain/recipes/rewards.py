@@ -6,23 +6,56 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from memtrain.recipes.base import PositiveInt, Section, one_or_many
+from memtrain.recipes.base import PositiveInt, Section, changes, one_or_many
 
 BuiltinReward = Literal["exact_answer", "format", "length", "repetition"]
 BUILTIN_REWARDS: tuple[str, ...] = ("exact_answer", "format", "length", "repetition")
 
 
-class RewardFunction(Section):
-    """One reward: a function, how much it counts, and what it is given."""
+def model_of(value: object) -> object:
+    """A reward model from its path alone."""
+    return {"path": value} if isinstance(value, str) else value
 
-    function: str
+
+class RewardModel(Section):
+    """A trained reward model, as `memtrain reward` writes one: any sequence classifier with one number."""
+
+    path: str
+    """Hub id or folder. Its tokenizer must be its own; where that is the policy's too, tokens are not made
+    again."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub; never the policy's."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of its weights. `auto`: the policy's."""
+
+    max_length: PositiveInt | None = None
+    """Longest prompt with completion that it reads, in tokens; longer ones lose their beginning. Not given:
+    all of it."""
+
+
+class RewardFunction(Section):
+    """One reward: a function or a model, how much it counts, and what it is given."""
+
+    function: str | None = None
     """A built-in (`exact_answer`, `format`, `length`, `repetition`), `./file.py:name` or
     `package.module:name`. A function with a parameter `completions` is called once a batch and returns a
     list; with `completion`, once for each. Other parameters take what there is of that name: prompts,
     completion_ids, columns of the rows. It may be async."""
 
+    model: Annotated[RewardModel | None, BeforeValidator(model_of)] = None
+    """A reward model in place of a function: its path, or a section. It is held beside the policy."""
+
+    pairwise: bool = False
+    """The function is a judge: `completions` is a list of pairs, and it returns 0 or 1 for the better one of
+    each, None for neither. Every two completions of a prompt are compared; the reward is the share won."""
+
+    both_orders: bool = False
+    """`pairwise`: ask for each pair twice, the other way round too; verdicts that differ count as a tie."""
+
     name: str | None = None
-    """Name in the metrics. Not given: the function's."""
+    """Name in the metrics. Not given: the function's, or the model's."""
 
     weight: float = 1.0
     """What its verdict is multiplied by before the rewards are summed. 0: it is only reported."""
@@ -37,10 +70,27 @@ class RewardFunction(Section):
     @property
     def label(self) -> str:
         """What the metrics call it."""
-        return self.name or self.function.rpartition(":")[2]
+        if self.model is not None:
+            return self.name or self.model.path.rstrip("/").rpartition("/")[2]
+        return self.name or str(self.function).rpartition(":")[2]
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> RewardFunction:
+        if (self.function is None) == (self.model is None):
+            given = "both function and model" if self.model else "neither function nor model"
+            raise ValueError(f"a reward has {given}; give one of them")
+        if self.model is not None:
+            for name in ("pairwise", "args", "columns"):
+                if changes(self, name):
+                    raise ValueError(f"{name} has no effect on a reward model; remove it")
+        if self.both_orders and not self.pairwise:
+            raise ValueError("both_orders has no effect without pairwise; set pairwise: true, or remove it")
+        return self
 
     @model_validator(mode="after")
     def _is_a_function(self) -> RewardFunction:
+        if self.function is None:
+            return self
         module, _, name = self.function.rpartition(":")
         if not module and name not in BUILTIN_REWARDS:
             known = ", ".join(BUILTIN_REWARDS)
@@ -51,6 +101,8 @@ class RewardFunction(Section):
             raise ValueError(
                 f"'{self.function}' names no function; write ./file.py:name or package.module:name"
             )
+        if self.pairwise and not module:
+            raise ValueError(f"{name} judges single completions; remove pairwise, or name your own judge")
         return self
 
 
@@ -68,6 +120,11 @@ class Rewards(Section):
 
     functions: Annotated[tuple[RewardFunction, ...], BeforeValidator(functions_of), Field(min_length=1)]
     """One reward, or a list of them: a name, or a section each."""
+
+    @property
+    def models(self) -> tuple[RewardModel, ...]:
+        """The reward models among them."""
+        return tuple(one.model for one in self.functions if one.model is not None)
 
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that one call may take. A thread that hangs is left behind, not killed."""

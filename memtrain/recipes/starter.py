@@ -52,6 +52,22 @@ _METHOD: dict[str, tuple[tuple[str, str], ...]] = {
         ("#generate.temperature", "1.0"),
         ("#rloo.beta", "0.05"),
     ),
+    "online_dpo": (
+        ("rewards.functions", "exact_answer"),
+        ("generate.completions", "8"),
+        ("generate.max_tokens", "256"),
+        ("#generate.temperature", "1.0"),
+        ("#online_dpo.loss", "sigmoid"),
+        ("#online_dpo.beta", "0.1"),
+    ),
+    "ppo": (
+        ("rewards.functions", "exact_answer"),
+        ("generate.completions", "1"),
+        ("generate.max_tokens", "256"),
+        ("#generate.temperature", "1.0"),
+        ("#ppo.value", "shared"),
+        ("#ppo.beta", "0.05"),
+    ),
 }
 
 
@@ -64,7 +80,7 @@ def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
         "# It runs as it is, on data and a model that are made on the spot; put yours in their place.",
         "# A line that starts with # is an option. Every other key: memtrain schema --reference",
         f"# Check it: memtrain check {file_name}",
-        f"# Run it:   memtrain {method} {file_name}",
+        f"# Run it:   memtrain {METHODS[method].verb} {file_name}",
         f"method: {method}",
     ]
     section = ""

@@ -87,17 +87,31 @@ def generalised_advantages(
     delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1); after the last token V is 0.
     Source: Schulman et al. 2016 (GAE), arXiv:1506.02438, eq. 11, 12 and 16.
     """
-    advantage_N = torch.empty_like(value_N)
+    rewards, values = reward_N.tolist(), value_N.tolist()
+    advantages = [0.0] * len(values)
     end = 0
     for length in lengths:
         start, end = end, end + length
-        later_value = later_advantage = value_N.new_zeros(())
+        later_value = later_advantage = 0.0
         for t in range(end - 1, start - 1, -1):
-            delta = reward_N[t] + gamma * later_value - value_N[t]
+            delta = rewards[t] + gamma * later_value - values[t]
             later_advantage = delta + gamma * lam * later_advantage
-            later_value = value_N[t]
-            advantage_N[t] = later_advantage
+            later_value = values[t]
+            advantages[t] = later_advantage
+    advantage_N = torch.tensor(advantages, dtype=value_N.dtype, device=value_N.device)
     return advantage_N, advantage_N + value_N
+
+
+def standardised(advantage_N: Tensor, is_learnt_N: Tensor) -> Tensor:
+    """Advantages of tokens less their mean, over their standard deviation, both of the learnt ones alone.
+
+    Source: Huang et al. 2022, "The 37 implementation details of PPO" (https://iclr-blog-track.github.io),
+    detail 7, over a rollout in place of a mini-batch, so that micro-batches and ranks do not move it.
+    """
+    learnt = advantage_N[is_learnt_N]
+    if len(learnt) < 2:
+        return advantage_N
+    return (advantage_N - learnt.mean()) / (learnt.std() + EPSILON)
 
 
 def _deviation(value: Tensor, dim: int) -> Tensor:

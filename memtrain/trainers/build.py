@@ -37,7 +37,8 @@ from memtrain.trainers.model.liger import apply_liger
 from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.noise import add_noise
 from memtrain.trainers.model.reward_head import RewardScorer
-from memtrain.trainers.model.scorers import scorer_of
+from memtrain.trainers.model.scorers import loss_form, scorer_of
+from memtrain.trainers.model.value_head import ValueScorer
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.reference import Live, Synced
 from memtrain.trainers.references import build_reference
@@ -68,6 +69,12 @@ class Built:
     def model(self) -> PreTrainedModel | PeftModel:
         """The model itself, with its adapter."""
         return self.scorer.model
+
+    @property
+    def models(self) -> list[PreTrainedModel | PeftModel]:
+        """Every model that is trained: the policy, and a value model of its own."""
+        own = self.scorer.own if isinstance(self.scorer, ValueScorer) else None
+        return [self.model] if own is None else [self.model, own]
 
     @property
     def weights(self) -> list[Tensor]:
@@ -119,7 +126,9 @@ def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) 
     pass for the outermost one, and completions are written by a module inside."""
     if not is_sharded(settings):
         return
-    micro = nothing(pad_id=pad_id, is_flat=settings.padding_free).to(local_device(settings))
+    multiple = settings.pad_to_multiple_of
+    micro = nothing(pad_id=pad_id, is_flat=settings.padding_free, multiple=multiple)
+    micro = micro.to(local_device(settings))
     with torch.no_grad():
         if isinstance(scorer, Scorer):
             scorer(micro.model_inputs(), micro.scored_index, LogprobRequest(micro.targets))
@@ -130,6 +139,8 @@ def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) 
 def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | RewardScorer:
     """What scores tokens, or answers, with the model; checked against the model's own logits."""
     scorer = scorer_of(model, METHODS[plan.recipe.method].head, plan.settings)
+    if plan.settings.value != "none":
+        scorer = ValueScorer(model, _own_value(plan, model), **loss_form(plan.settings))
     if isinstance(scorer, RewardScorer):
         return scorer
     with attention_switched(base_model(model), "eager"):
@@ -137,20 +148,32 @@ def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | Rew
     return scorer
 
 
-def build_model(plan: Plan, *, vocab_size: int) -> PreTrainedModel | PeftModel:
-    """The model with its kernels, adapter, checkpointing, offloading and noise, as the plan says."""
+def _own_value(plan: Plan, model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel | None:
+    """A value model of its own, which begins as the policy does; None where the policy's trunk is shared."""
+    if plan.settings.value != "own":
+        return None
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding), "A causal LM looks its tokens up in an embedding."
+    return build_model(plan, vocab_size=embedding.num_embeddings, head="score")
+
+
+def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreTrainedModel | PeftModel:
+    """The model with its kernels, adapter, checkpointing, offloading and noise, as the plan says.
+
+    It ends in the method's head, or in `head`.
+    """
     recipe, settings = plan.recipe, plan.settings
+    head = head or METHODS[recipe.method].head
     seed_everything(recipe.train.seed, "model")
     model: PreTrainedModel | PeftModel = load_model(
         recipe.model,
         settings,
         seed=recipe.train.seed,
         vocab_size=vocab_size,
-        head=METHODS[recipe.method].head,
+        head=head,
     )
     apply_liger(model, settings)
     if settings.adapter is not None:
-        head = METHODS[recipe.method].head
         model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)
     treat_activations(model, settings)
     if recipe.optim.neftune_alpha is not None:

@@ -12,6 +12,7 @@ from memtrain.trainers.loop import Run
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.head import Scorer, base_model
 from memtrain.trainers.model.save import save_final
+from memtrain.trainers.model.value_head import ValueScorer, save_value
 from memtrain.trainers.run.card import write_card
 from memtrain.trainers.run.checkpoint import best_complete
 from memtrain.trainers.run.events import FinalEvent, MemoryEvent
@@ -36,6 +37,8 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
     if not run.ranks.is_main:
         return
     save_final(built.model, built.tokenizer, folder.final, state)
+    if isinstance(built.scorer, ValueScorer):
+        save_value(built.scorer, built.tokenizer, folder.final)
     run.tell(
         FinalEvent(
             step=run.position.step,

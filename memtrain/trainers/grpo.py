@@ -28,8 +28,8 @@ from memtrain.trainers.advantages import (
 from memtrain.trainers.losses.policy import PolicyBatch, PolicyKnobs, policy_loss
 from memtrain.trainers.losses.policy_surrogate import Clip, GammaShape
 from memtrain.trainers.method import Ahead, Loss
-from memtrain.trainers.online_method import Needs
-from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.online_method import Judged, Needs
+from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.policy_passes import answer_scores
 from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
 from memtrain.trainers.prompt_feed import PromptFeed
@@ -53,6 +53,7 @@ class Grpo:
     temperature: float = 1.0
     told: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
+    answer_feed: type[PolicyFeed] = PolicyFeed
 
     @property
     def needs(self) -> Needs:
@@ -85,11 +86,12 @@ class Grpo:
             off_policy_limit=own.off_policy_limit,
         )
 
-    def advantages(self, reward_AF: Tensor, weight_F: Tensor, group_size: int, kl_A: Tensor | None) -> Tensor:
+    def advantages(self, judged: Judged) -> Tensor:
         """Rewards against their group [A]; exactly 0 where a group has no best answer."""
-        total_A = weighted_rewards(reward_AF, weight_F)
+        group_size = judged.group_size
+        total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
         if self.section.combine_rewards == "normalise_then_sum":
-            return decoupled_advantages(reward_AF, weight_F, group_size)
+            return decoupled_advantages(judged.reward_AF, judged.weight_F, group_size)
         advantage_A = group_advantages(total_A, group_size, self.section.scale_rewards)
         silent_A = groups_without_signal(total_A, group_size).repeat_interleave(group_size)
         return advantage_A.masked_fill(silent_A, 0.0)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,22 +22,23 @@ from numpy.typing import NDArray
 
 from memtrain.memory.plan import Plan
 from memtrain.recipes.registry import METHODS
-from memtrain.trainers.advantages import groups_without_signal, weighted_rewards
+from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.build import Built
 from memtrain.trainers.feed import Steps, StepWork
 from memtrain.trainers.losses.policy import Norms
 from memtrain.trainers.model.load import local_device
-from memtrain.trainers.online_method import OnlineMethod
+from memtrain.trainers.online_judge import Judging, build_judging
+from memtrain.trainers.online_method import OnlineMethod, WeighsTokens
+from memtrain.trainers.online_weigh import Weighing, rollout_facts
 from memtrain.trainers.policy_feed import PolicyFeed
 from memtrain.trainers.policy_passes import Passes
 from memtrain.trainers.position import Position
 from memtrain.trainers.prompt_feed import PromptFeed
-from memtrain.trainers.rewards.functions import Function, check_columns, load_functions
-from memtrain.trainers.rewards.score import Answer, score
-from memtrain.trainers.rollout.backend import build_sampler, sampling_of
+from memtrain.trainers.rewards.functions import check_columns
+from memtrain.trainers.rollout.backend import sampler_source, sampling_of
 from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
-from memtrain.trainers.rollout.shown import COMPLETIONS_FILE, cut_after, show
+from memtrain.trainers.rollout.shown import cut_after
 from memtrain.trainers.rollout.window import Window, new_window, window_of
 from memtrain.trainers.run.checkpoint import Checkpoint
 from memtrain.trainers.run.events import EvalEvent, Event, NoteEvent
@@ -46,6 +46,7 @@ from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.seed import derive_seed
 from memtrain.trainers.run.state_io import load_state
 from memtrain.trainers.run.watch import MemoryWatch
+from memtrain.trainers.telling import Teller
 
 Ints = NDArray[np.int64]
 WATCHED_ROLLOUTS = 2
@@ -63,22 +64,18 @@ class OnlineSteps:
     watch: MemoryWatch
     tell: Callable[[Event], None]
     generating: Generating
+    judging: Judging
     prompts: PromptFeed
     held_out: PromptFeed | None
     position: Position
     feed: PolicyFeed = field(init=False)
     base: Steps = field(init=False)
-    functions: tuple[Function, ...] = field(init=False)
     num_watched: int = 0
     """Rollouts whose memory was measured."""
 
     def __post_init__(self) -> None:
         recipe, settings = self.plan.recipe, self.plan.settings
-        rewards = recipe.rewards
-        assert rewards is not None, "A recipe of this method has rewards."
-        self.functions = load_functions(rewards)
-        check_columns(self.functions, list(self.prompts.columns(0)), "rewards.functions")
-        self.feed = PolicyFeed(self.prompts, settings, NO_NORMS)
+        self.feed = self.method.answer_feed(self.prompts, settings, NO_NORMS)
         assert settings.batch_rows is not None, "A step is said in completions."
         each = settings.model_copy(
             update={
@@ -93,11 +90,6 @@ class OnlineSteps:
         """The method, as this loop sees it."""
         assert isinstance(self.built.method, OnlineMethod), "The registry calls it online."
         return self.built.method
-
-    @property
-    def path(self) -> Path:
-        """Where completions are shown."""
-        return Path(self.plan.run_dir) / COMPLETIONS_FILE
 
     def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
         """What `rank` does in optimizer step number `step`; a rollout is made where the step needs a new one.
@@ -119,9 +111,11 @@ class OnlineSteps:
 
     def go_on(self, state: dict[str, Any], step: int) -> None:
         """Take up the rollout of a checkpoint of `step`."""
-        cut_after(self.path, step)
+        cut_after(self.judging.path, step)
         if state:
             self.feed.window = window_of(state)
+            if isinstance(self.method, WeighsTokens):
+                self.method.go_on(self.feed.window.kept)
 
     def evaluate(self) -> float:
         """Minus the mean reward of one completion for each held-out prompt, told; the same on every rank."""
@@ -131,8 +125,8 @@ class OnlineSteps:
         numbers = range(len(held_out.tokens))
         groups = [Group(held_out.ids(number), 1, self._seed("held-out", number)) for number in numbers]
         samples = self._written(groups, sampling_of(self.plan, self.built, is_evaluation=True))
-        reward_AF, told = self._judged(held_out, list(numbers), samples)
-        total = weighted_rewards(torch.from_numpy(reward_AF), self._weights()).nanmean().item()
+        reward_AF, told = self.judging.verdicts(held_out, list(numbers), samples)
+        total = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F).nanmean().item()
         lengths = [len(sample.token_ids) for group in samples for sample in group]
         extra = {"reward": total, **told, "completion_tokens": float(np.mean(lengths))}
         self.tell(
@@ -164,68 +158,37 @@ class OnlineSteps:
         started = time.perf_counter()
         samples = self._written(groups, sampling_of(self.plan, self.built))
         generated = time.perf_counter()
-        window = new_window(number, rows, parts, prompts, samples, len(self.functions))
-        window.reward_AF, window.told = self._judged(self.prompts, rows, samples)
+        window = new_window(number, rows, parts, prompts, samples, len(self.judging.functions))
+        with self._watched("rewards"):
+            window.reward_AF, window.told = self.judging.verdicts(self.prompts, rows, samples)
         judged = time.perf_counter()
-        self._weigh(window)
-        window.told |= self._facts(window) | {
+        weighing = Weighing(self.method, self.feed, self._passes, self.judging.weight_F, count)
+        with self._watched("passes"):
+            weighing.weigh(window)
+        reward_A = weighted_rewards(torch.from_numpy(window.reward_AF), self.judging.weight_F)
+        window.told |= rollout_facts(window, reward_A, count) | {
             "generated_per_s": len(window.ids_N) / max(1e-9, generated - started),
             "seconds_generation": generated - started,
             "seconds_rewards": judged - generated,
             "seconds_passes": time.perf_counter() - judged,
         }
-        self._show(window, step)
+        self.num_watched += 1
+        if self._is_shown(step):
+            self.judging.show(window, step + 1, self.plan.recipe.generation.show)
         return window
 
     def _written(self, groups: Sequence[Group], sampling: Sampling) -> list[list[Sample]]:
-        # On a CPU every tensor is counted, which costs more than sampling does.
-        is_watched = self.plan.settings.device == "cuda" or self.num_watched < WATCHED_ROLLOUTS
-        self.num_watched += 1
-        whole = self.built.spread.whole(self.built.scorer)
-        with self.watch.phase("generation") if is_watched else nullcontext(), whole:
+        with self._watched("generation"), self.built.spread.whole(self.built.scorer):
             return self.generating.all(groups, sampling)
 
-    def _judged(
-        self, feed: PromptFeed, rows: Sequence[int], samples: Sequence[Sequence[Sample]]
-    ) -> tuple[NDArray[np.float64], dict[str, float]]:
-        """(rewards [A, F], what is told of them): the main rank asks the functions, once for all ranks."""
+    def _watched(self, phase: str) -> AbstractContextManager[object]:
+        # On a CPU every tensor is counted, which costs more than sampling does.
+        is_watched = self.plan.settings.device == "cuda" or self.num_watched < WATCHED_ROLLOUTS
+        return self.watch.phase(phase) if is_watched else nullcontext()
 
-        def ask() -> tuple[NDArray[np.float64], dict[str, float]]:
-            answers = [
-                Answer(
-                    self._text(feed.ids(row)), self._answer_text(sample), sample.token_ids, feed.columns(row)
-                )
-                for row, group in zip(rows, samples, strict=True)
-                for sample in group
-            ]
-            assert self.plan.recipe.rewards is not None, "A recipe of this method has rewards."
-            made = score(answers, self.functions, self.plan.recipe.rewards)
-            return made.value_RF.numpy(), made.metrics
-
-        return self.ranks.broadcast(ask() if self.ranks.is_main else (np.zeros((0, 0)), {}))
-
-    def _weigh(self, window: Window) -> None:
-        """Advantages, what is left out of the update, and the passes before it."""
-        method, needs = self.method, self.method.needs
-        learnable_A = ~window.is_cut_A if method.section.mask_truncated else np.ones_like(window.is_cut_A)
-        window.is_learnt_A = learnable_A
-        window.norms = self._norms(window, learnable_A)
-        self.feed.window = window
-        kl_A = None
-        if needs.is_for_rewards:
-            # Rewards are penalised for every answer: those that are not learnt are in the baseline too.
-            window.is_learnt_A = np.ones_like(learnable_A)
-            self._passes().fill(self.feed, needs)
-            kl_A = _sums(window)
-        reward_AF = torch.from_numpy(window.reward_AF)
-        count = self.plan.recipe.generation.completions
-        advantage_A = method.advantages(reward_AF, self._weights(), count, kl_A)
-        window.advantage_A = advantage_A.float().numpy()
-        window.is_learnt_A = learnable_A
-        if needs.drops_silent:
-            window.is_learnt_A = learnable_A & (window.advantage_A != 0)
-        if not needs.is_for_rewards:
-            self._passes().fill(self.feed, needs)
+    def _is_shown(self, step: int) -> bool:
+        every = self.plan.recipe.log.every_steps
+        return step == 0 or (step + 1) % every == 0 or self.method.section.steps_in_window > 1
 
     def _passes(self) -> Passes:
         return Passes(
@@ -236,19 +199,6 @@ class OnlineSteps:
             device=local_device(self.plan.settings),
             temperature=self.method.temperature,
         )
-
-    def _norms(self, window: Window, learnable_A: NDArray[np.bool_]) -> list[dict[str, float]]:
-        """What each part's loss is divided by, whatever is left out of the update."""
-        num_parts = self.method.section.steps_per_rollout
-        tokens_A = window.length_A * learnable_A
-        return [
-            {
-                "answers": float((window.part_A == part).sum()),
-                "tokens": float(tokens_A[window.part_A == part].sum()),
-                "rollout_tokens": float(tokens_A.sum()) / num_parts,
-            }
-            for part in range(num_parts)
-        ]
 
     def _of_part(self, window: Window, step: int, part: int, rank: int, num_ranks: int) -> StepWork:
         settings = self.plan.settings
@@ -264,6 +214,7 @@ class OnlineSteps:
             max_tokens=self.plan.recipe.generation.max_tokens,
             kept_tokens=kept,
         )
+        sequences = self.feed.sequences_of(answers)
         micros = self.feed.deal(answers, micro_rows=settings.micro_rows, micro_tokens=settings.micro_tokens)
         rounds = -(-len(micros) // num_ranks)
         micros += [np.zeros(0, np.int64)] * (rounds * num_ranks - len(micros))
@@ -274,10 +225,10 @@ class OnlineSteps:
             step=step,
             epoch=base.epoch,
             is_last_of_epoch=base.is_last_of_epoch and self._is_last_update(step),
-            sequences=answers,
+            sequences=sequences,
             micros=tuple(micros[rank::num_ranks]),
             denominator=max(1.0, norms["tokens"]),
-            num_tokens=int(self.feed.tokens[answers].sum()),
+            num_tokens=int(self.feed.tokens[sequences].sum()),
             num_sequences=len(answers),
             num_learnt=int(window.length_A[answers].sum()),
         )
@@ -286,58 +237,8 @@ class OnlineSteps:
         section = self.method.section
         return step % section.steps_in_window >= section.steps_in_window - section.steps_per_rollout
 
-    def _facts(self, window: Window) -> dict[str, float]:
-        """What the metrics say of a rollout."""
-        reward_A = weighted_rewards(torch.from_numpy(window.reward_AF), self._weights())
-        known_A = reward_A[~reward_A.isnan()]
-        count = self.plan.recipe.generation.completions
-        lengths = window.length_A
-        unique = int(np.diff(window.prompt_ptr).sum()) + int(lengths.sum())
-        return {
-            "reward": known_A.mean().item() if len(known_A) else float("nan"),
-            "reward_std": known_A.std().item() if len(known_A) > 1 else 0.0,
-            "groups_without_signal": groups_without_signal(reward_A, count).float().mean().item(),
-            "completion_tokens": float(lengths.mean()),
-            "completion_tokens_max": float(lengths.max()),
-            "completions_cut": float(window.is_cut_A.mean()),
-            "completions_learnt": float(window.is_learnt_A.mean()),
-            "rollout_tokens": float(unique),
-        }
-
-    def _show(self, window: Window, step: int) -> None:
-        generate, log = self.plan.recipe.generation, self.plan.recipe.log
-        is_due = step == 0 or (step + 1) % log.every_steps == 0 or self.method.section.steps_in_window > 1
-        if not (self.ranks.is_main and generate.show and is_due):
-            return
-        shown = np.linspace(0, window.num_answers - 1, min(generate.show, window.num_answers)).astype(int)
-        lines = [
-            {
-                "step": step + 1,
-                "prompt": self._text(window.prompt(answer).tolist()),
-                "completion": self._text(window.answer(answer).tolist()),
-                "rewards": {
-                    function.label: _told(window.reward_AF[answer, index])
-                    for index, function in enumerate(self.functions)
-                },
-                "advantage": float(window.advantage_A[answer]),
-                "is_cut": bool(window.is_cut_A[answer]),
-            }
-            for answer in sorted(set(shown.tolist()))
-        ]
-        show(self.path, lines)
-
-    def _weights(self) -> torch.Tensor:
-        return torch.tensor([function.recipe.weight for function in self.functions], dtype=torch.float64)
-
     def _seed(self, *names: int | str) -> int:
         return derive_seed(self.plan.recipe.train.seed, "completions", *names)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self.built.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def _answer_text(self, sample: Sample) -> str:
-        """What rewards read: the completion without special tokens."""
-        return str(self.built.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True))
 
 
 def online_steps(
@@ -345,7 +246,7 @@ def online_steps(
     built: Built,
     ranks: Ranks,
     watch: MemoryWatch,
-    tell: Callable[[Event], None],
+    teller: Teller,
     position: Position,
     checkpoint: Checkpoint | None,
 ) -> OnlineSteps | None:
@@ -357,25 +258,21 @@ def online_steps(
         return None
     assert isinstance(built.train, PromptFeed), "Rows of this method are prompts."
     assert built.eval is None or isinstance(built.eval, PromptFeed), "Rows of this method are prompts."
+
+    def note(text: str) -> None:
+        teller.tell(NoteEvent(step=position.step, text=text))
+
     generating = Generating(
-        make=lambda rows: build_sampler(plan, built, max_rows=rows),
+        make=sampler_source(plan, built, ranks, version=lambda: position.step, tell=note),
         max_rows=plan.settings.rollout_rows,
         ranks=ranks,
-        tell=lambda text: tell(NoteEvent(step=position.step, text=text)),
+        tell=note,
     )
-    steps = OnlineSteps(plan, built, ranks, watch, tell, generating, built.train, built.eval, position)
+    judging = build_judging(plan, built, ranks, teller.say)
+    check_columns(judging.functions, list(built.train.columns(0)), "rewards.functions")
+    steps = OnlineSteps(
+        plan, built, ranks, watch, teller.tell, generating, judging, built.train, built.eval, position
+    )
     state = load_state(checkpoint.part("rollout")) if checkpoint is not None else {}
     steps.go_on(state, position.step)
     return steps
-
-
-def _sums(window: Window) -> torch.Tensor:
-    """Sum over each answer's tokens of log p_old - log p_reference [A]."""
-    assert window.old_N is not None, "The pass was made."
-    assert window.reference_N is not None, "The pass was made."
-    difference_N = window.old_N.astype(np.float64) - window.reference_N
-    return torch.from_numpy(np.add.reduceat(difference_N, window.answer_ptr[:-1]))
-
-
-def _told(reward: float) -> float | None:
-    return None if np.isnan(reward) else float(reward)

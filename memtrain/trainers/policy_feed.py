@@ -29,6 +29,7 @@ class PolicyMicro:
 
     advantage_A: float32. sampler_N, old_N, reference_N: float32 log-probs of their tokens, answer after
     answer; None where nothing asks for them. is_kept_N: bool, tokens that a top-entropy mask keeps.
+    value_N, token_advantage_N, return_N: float32, of methods that weigh single tokens.
     """
 
     answers: AnswerBatch
@@ -38,6 +39,9 @@ class PolicyMicro:
     reference_N: Tensor | None
     is_kept_N: Tensor | None
     norms: Norms
+    value_N: Tensor | None = None
+    token_advantage_N: Tensor | None = None
+    return_N: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +67,9 @@ class PolicyMicro:
             old_N=moved(self.old_N),
             reference_N=moved(self.reference_N),
             is_kept_N=moved(self.is_kept_N),
+            value_N=moved(self.value_N),
+            token_advantage_N=moved(self.token_advantage_N),
+            return_N=moved(self.return_N),
         )
 
 
@@ -87,13 +94,20 @@ class PolicyFeed:
     @property
     def weights(self) -> Ints:
         """Tokens of each answer."""
-        assert self.window is not None, "A rollout is at hand."
-        return self.window.length_A
+        return self._at_hand.length_A
 
     @property
     def learnt(self) -> Ints:
         """Tokens of each answer."""
         return self.weights
+
+    def sequences_of(self, answers: Ints) -> Ints:
+        """The sequences of some answers: each is one."""
+        return answers
+
+    def answers_of(self, sequences: Ints) -> Ints:
+        """The answers of some sequences, in the order of their micro-batch."""
+        return sequences
 
     def deal(self, answers: Ints, *, micro_rows: int, micro_tokens: int | None) -> list[Ints]:
         """The answers in micro-batches, in order, and `tokens` counted for them.
@@ -101,8 +115,7 @@ class PolicyFeed:
         A group is divided only where it does not fit a micro-batch of its own; its prompt is then computed
         once in each.
         """
-        window = self.window
-        assert window is not None, "A rollout is at hand."
+        window = self._at_hand
         self._tokens = window.length_A + np.diff(window.prompt_ptr)[window.prompt_A]
         made: list[list[int]] = [[]]
         used = 0
@@ -132,8 +145,7 @@ class PolicyFeed:
 
     def micro_batch(self, sequences: Ints) -> PolicyMicro:
         """Some answers with their prompts; none gives a micro-batch that teaches nothing."""
-        window = self.window
-        assert window is not None, "A rollout is at hand."
+        window = self._at_hand
         places = window.tokens_of(sequences)
 
         def taken(values: NDArray[np.generic] | None) -> Tensor | None:
@@ -147,6 +159,9 @@ class PolicyFeed:
             reference_N=taken(window.reference_N),
             is_kept_N=taken(window.is_kept_N),
             norms=self.norms,
+            value_N=taken(window.value_N),
+            token_advantage_N=taken(window.token_advantage_N),
+            return_N=taken(window.return_N),
         )
 
     def sample_prompt(self) -> Tensor:
@@ -158,8 +173,7 @@ class PolicyFeed:
         return self.prompts.told(split)
 
     def _collated(self, answers: Sequence[int]) -> AnswerBatch:
-        window = self.window
-        assert window is not None, "A rollout is at hand."
+        window = self._at_hand
         groups: list[Group] = []
         for _, members in groupby(answers, key=lambda answer: int(window.prompt_A[answer])):
             of_group = list(members)
@@ -177,16 +191,20 @@ class PolicyFeed:
             multiple=self.settings.pad_to_multiple_of,
         )
 
+    @property
+    def _at_hand(self) -> Window:
+        assert self.window is not None, "A rollout is at hand."
+        return self.window
+
     def _group_tokens(self, group: Sequence[int]) -> int:
         return sum(self._cost(answer, shares=index > 0) for index, answer in enumerate(group))
 
     def _shares(self, micro: Sequence[int], answer: int) -> bool:
-        assert self.window is not None, "A rollout is at hand."
-        return bool(micro) and self.window.prompt_A[micro[-1]] == self.window.prompt_A[answer]
+        prompt_A = self._at_hand.prompt_A
+        return bool(micro) and bool(prompt_A[micro[-1]] == prompt_A[answer])
 
     def _cost(self, answer: int, *, shares: bool) -> int:
-        window = self.window
-        assert window is not None, "A rollout is at hand."
+        window = self._at_hand
         own = int(window.answer_ptr[answer + 1] - window.answer_ptr[answer])
         if shares and self.settings.shared_prompts:
             return own

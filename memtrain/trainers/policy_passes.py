@@ -17,14 +17,12 @@ from memtrain.memory.settings import Settings
 from memtrain.trainers.losses.linear import LogprobResult
 from memtrain.trainers.losses.policy_ratio import entropy_threshold
 from memtrain.trainers.losses.request import LogprobRequest
+from memtrain.trainers.model.value_head import Valued, ValuedRequest
 from memtrain.trainers.online_method import Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.reference import Reference, evaluating
 from memtrain.trainers.rollout.window import Window
 from memtrain.trainers.run.ranks import Ranks
-
-NO_GRAD_FACTOR = 4
-"""Micro-batches without gradients are so many times larger: no activations are kept. Taste."""
 
 Ints = NDArray[np.int64]
 
@@ -36,6 +34,13 @@ def answer_scores(
     inside = micro.answers.micro
     request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
     return model(inside.model_inputs(), inside.scored_index, request)
+
+
+def valued_scores(model: nn.Module, micro: PolicyMicro, *, temperature: float, want_entropy: bool) -> Valued:
+    """The same, with the values [N] that a value model expects before each token."""
+    inside = micro.answers.micro
+    request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
+    return model(inside.model_inputs(), inside.scored_index, ValuedRequest(request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class Passes:
         window = feed.window
         assert window is not None, "A rollout is at hand."
         asked = [name for name in ("old", "reference") if getattr(needs, name)]
+        if needs.values:
+            asked.append("values")
         if needs.top_entropy is not None:
             asked.append("entropy")
         if not asked:
@@ -63,6 +70,8 @@ class Passes:
             window.old_N = found["old"]
         if needs.reference:
             window.reference_N = found["reference"]
+        if needs.values:
+            window.value_N = found["values"]
         if needs.top_entropy is not None:
             window.is_kept_N = kept_tokens(window, found["entropy"], needs.top_entropy)
 
@@ -74,8 +83,10 @@ class Passes:
         settings = self.settings
         micros = feed.deal(
             answers,
-            micro_rows=NO_GRAD_FACTOR * settings.micro_rows,
-            micro_tokens=None if settings.micro_tokens is None else NO_GRAD_FACTOR * settings.micro_tokens,
+            micro_rows=settings.pass_factor * settings.micro_rows,
+            micro_tokens=None
+            if settings.micro_tokens is None
+            else settings.pass_factor * settings.micro_tokens,
         )
         rounds = -(-len(micros) // self.ranks.world)
         micros += [np.zeros(0, np.int64)] * (rounds * self.ranks.world - len(micros))
@@ -87,18 +98,23 @@ class Passes:
         found = {name: np.full(len(window.ids_N), np.nan, np.float32) for name in asked}
         for of_rank in self.ranks.gather(own):
             for micro, values in of_rank:
-                places = window.tokens_of(micro)
+                places = window.tokens_of(feed.answers_of(micro))
                 for name in asked:
                     found[name][places] = values[name]
         return found
 
     def _ask(self, micro: PolicyMicro, asked: list[str]) -> dict[str, NDArray[np.float32]]:
         found: dict[str, NDArray[np.float32]] = {}
-        if "old" in asked or "entropy" in asked:
+        if {"old", "entropy", "values"} & set(asked):
+            wants = "entropy" in asked
             with torch.no_grad(), evaluating(self.model):
-                made = answer_scores(
-                    self.model, micro, temperature=self.temperature, want_entropy="entropy" in asked
-                )
+                if "values" in asked:
+                    valued = valued_scores(
+                        self.model, micro, temperature=self.temperature, want_entropy=wants
+                    )
+                    made, found["values"] = valued.scored, _numbers(valued.value_N)
+                else:
+                    made = answer_scores(self.model, micro, temperature=self.temperature, want_entropy=wants)
             found["old"] = _numbers(made.logp_N)
             if made.entropy_N is not None:
                 found["entropy"] = _numbers(made.entropy_N)

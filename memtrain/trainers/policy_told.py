@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from memtrain.recipes.online import FromOwnCompletions
+from memtrain.recipes.completions import WithMismatch
 from memtrain.trainers.losses.policy_mismatch import Mismatch, mismatch, mismatch_facts
 from memtrain.trainers.policy_feed import PolicyMicro
 
@@ -34,7 +34,7 @@ class MismatchSeen:
 
 
 def corrected(
-    section: FromOwnCompletions, old_N: Tensor, micro: PolicyMicro, seen: MismatchSeen, *, want_stats: bool
+    section: WithMismatch, old_N: Tensor, micro: PolicyMicro, seen: MismatchSeen, *, want_stats: bool
 ) -> Mismatch:
     """The weights of the micro-batch's tokens, and with `want_stats` what is told of them later."""
     if want_stats:
@@ -49,7 +49,7 @@ def corrected(
     )
 
 
-def token_sums(logp_N: Tensor, outside: Mismatch, section: FromOwnCompletions) -> dict[str, Tensor]:
+def token_sums(logp_N: Tensor, outside: Mismatch, section: WithMismatch) -> dict[str, Tensor]:
     """The number of tokens, and of those whose ratio to the sampler is out of bounds."""
     sums = {"tokens": torch.tensor(float(len(logp_N)), device=logp_N.device)}
     if section.mismatch != "none":

@@ -27,8 +27,8 @@ from memtrain.trainers.losses.policy_answers import answer_log_ratio, sequence_c
 from memtrain.trainers.losses.policy_ratio import mean_per_answer
 from memtrain.trainers.losses.policy_surrogate import Clip, is_clipped
 from memtrain.trainers.method import Ahead, Loss
-from memtrain.trainers.online_method import Needs
-from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.online_method import Judged, Needs
+from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.policy_passes import answer_scores
 from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
 from memtrain.trainers.prompt_feed import PromptFeed
@@ -52,6 +52,7 @@ class Rloo:
     temperature: float = 1.0
     told: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
+    answer_feed: type[PolicyFeed] = PolicyFeed
     kl: float | None = None
     """Mean over completions of log p - log q, of the newest rollout."""
 
@@ -71,14 +72,15 @@ class Rloo:
         high = self.section.clip_high
         return Clip(self.section.clip_low, high if high is not None else self.section.clip_low)
 
-    def advantages(self, reward_AF: Tensor, weight_F: Tensor, group_size: int, kl_A: Tensor | None) -> Tensor:
+    def advantages(self, judged: Judged) -> Tensor:
         """Clipped rewards less the KL term, against the mean of the others [A]."""
-        total_A = weighted_rewards(reward_AF, weight_F)
+        group_size = judged.group_size
+        total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
         if self.section.reward_clip is not None:
             total_A = total_A.clamp(*self.section.reward_clip)
-        if kl_A is not None:
-            total_A = total_A - self.section.beta * kl_A
-            self.kl = kl_A.mean().item()
+        if judged.kl_A is not None:
+            total_A = total_A - self.section.beta * judged.kl_A
+            self.kl = judged.kl_A.mean().item()
         normalise = self.section.normalise_advantages
         advantage_A = leave_one_out_advantages(total_A, group_size, normalise=normalise)
         if normalise:

@@ -21,6 +21,8 @@ class Teller:
     """Takes events; on other ranks than the main one it does nothing."""
 
     tell: Callable[[Event], None]
+    say: Callable[[str], None]
+    """Puts a line on the terminal and into the log, and nowhere else."""
     sync: Callable[[], None]
     """Holds until the metrics are on the disk: a checkpoint must not outlive them."""
 
@@ -29,7 +31,7 @@ class Teller:
 def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: Position) -> Iterator[Teller]:
     """The teller of this rank, until the end of the run. Metrics after `position` are cut off."""
     if not ranks.is_main:
-        yield Teller(tell=lambda event: None, sync=lambda: None)
+        yield Teller(tell=lambda event: None, say=lambda text: None, sync=lambda: None)
         return
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(folder.metrics, resumed_at=position.step or None))
@@ -50,8 +52,8 @@ def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: Position)
             if isinstance(event, StepEvent):
                 progress.stepped(event)
             elif isinstance(event, EvalEvent):
-                progress.evaluated(event.step, event.loss)
+                progress.evaluated(event)
             elif isinstance(event, NoteEvent):
                 progress.say(event.text)
 
-        yield Teller(tell, metrics.sync)
+        yield Teller(tell, progress.say, metrics.sync)

@@ -180,7 +180,8 @@ def _recovery(plan: Plan, built: Built, position: Position, teller: Teller) -> R
     """What is done about memory that runs out, with what the run learnt before it was continued."""
 
     def treat(settings: Settings) -> None:
-        treat_activations(built.model, settings)
+        for model in built.models:
+            treat_activations(model, settings)
         treat_loss(built.scorer, settings)
 
     recovery = Recovery(

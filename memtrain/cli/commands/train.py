@@ -50,6 +50,8 @@ kto = _verb("kto", "KTO, from single answers that are desirable or not.")
 reward = _verb("reward", "A reward model, from pairs of answers.")
 grpo = _verb("grpo", "Group relative policy optimization, from completions judged by rewards.")
 rloo = _verb("rloo", "REINFORCE with a leave-one-out baseline, from completions judged by rewards.")
+online_dpo = _verb("online_dpo", "Online DPO, from the best and worst of a prompt's completions.")
+ppo = _verb("ppo", "Proximal policy optimization, from completions judged by rewards, with a value model.")
 train = _verb(None, "Train by the method that the recipe names.")
 
 

@@ -85,7 +85,9 @@ def _has(columns: Sequence[str]) -> str:
 
 
 def _load(recipe: RewardFunction, where: str) -> Function:
-    module_name, _, name = recipe.function.rpartition(":")
+    if recipe.model is not None:
+        return Function(recipe, _asked_apart, True, False, True, (), (), False)
+    module_name, _, name = str(recipe.function).rpartition(":")
     if not module_name:
         return _looked_at(recipe, BUILTINS[name], where, is_builtin=True)
     is_file = module_name.endswith(".py") or "/" in module_name
@@ -97,6 +99,11 @@ def _load(recipe: RewardFunction, where: str) -> Function:
             f"{module_name} has no function '{name}'", where, f"it has {', '.join(has) or 'no functions'}"
         )
     return _looked_at(recipe, call, where, is_builtin=False)
+
+
+def _asked_apart() -> None:
+    """Stands for a reward model, which is asked on all ranks (rewards/models.py)."""
+    raise AssertionError("A reward model is no function.")
 
 
 def _from_file(path: Path, where: str) -> ModuleType:
@@ -160,6 +167,12 @@ def _looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, 
             where,
             "give it a parameter `completions` (all at once) or `completion` (one by one)",
         )
+    if recipe.pairwise and not (is_batched or takes_all):
+        raise RecipeError(
+            f"judge '{recipe.label}' takes no completions ({', '.join(names) or 'nothing at all'})",
+            where,
+            "give it a parameter `completions`: a list of pairs, for each of which it returns 0, 1 or None",
+        )
     unknown = [name for name in (*recipe.args, *recipe.columns) if name not in names and not takes_all]
     if unknown:
         raise RecipeError(
@@ -169,7 +182,7 @@ def _looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, 
     return Function(
         recipe=recipe,
         call=call,
-        is_batched=is_batched,
+        is_batched=is_batched or recipe.pairwise,
         is_async=inspect.iscoroutinefunction(call),
         is_builtin=is_builtin,
         takes=tuple(one.name for one in left),

@@ -18,22 +18,15 @@ from torch import Tensor
 
 from memtrain.errors import DataError
 from memtrain.recipes.rewards import Rewards
+from memtrain.trainers.rewards.answer import Answer
 from memtrain.trainers.rewards.calls import Outcome, TookTooLong, call_all
 from memtrain.trainers.rewards.functions import Function, arguments
+from memtrain.trainers.rewards.pairwise import won_shares
+
+__all__ = ["Answer", "Scores", "score"]
 
 OURS = Path(__file__).parents[2]
 """The package, whose own lines are not where a reward fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One completion with all that a reward may want to know."""
-
-    prompt: str
-    completion: str
-    completion_ids: tuple[int, ...]
-    columns: Mapping[str, Any]
-    """Other columns of the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +39,31 @@ class Scores:
     """Means by function, of what functions report beside their score, and counts of faults."""
 
 
-def score(answers: Sequence[Answer], functions: Sequence[Function], rewards: Rewards) -> Scores:
-    """The rewards of `answers` by every function.
+def score(
+    answers: Sequence[Answer],
+    functions: Sequence[Function],
+    rewards: Rewards,
+    *,
+    group_size: int = 1,
+    known: Mapping[str, Sequence[float]] | None = None,
+) -> Scores:
+    """The rewards of `answers` by every function; those of one prompt stand next to each other.
+
+    `known`: verdicts of reward models, by label. A pairwise judge gives none in groups of one.
 
     Raises: DataError when a function fails (unless `rewards` says otherwise) or returns no list of numbers.
     """
     columns: list[list[float]] = []
     metrics: dict[str, float] = {}
     for function in functions:
-        outcomes = _outcomes(answers, function, rewards)
+        if function.recipe.model is not None:
+            assert known is not None, "Reward models were asked before."
+            outcomes = [Outcome(value) for value in known[function.label]]
+        elif function.recipe.pairwise:
+            ask = partial(_asked_whole, function=function, rewards=rewards)
+            outcomes = won_shares(answers, function, ask, group_size)
+        else:
+            outcomes = _outcomes(answers, function, rewards)
         values, told = _values(outcomes, function, rewards)
         columns.append(values)
         metrics |= told
@@ -64,24 +73,31 @@ def score(answers: Sequence[Answer], functions: Sequence[Function], rewards: Rew
 def _outcomes(answers: Sequence[Answer], function: Function, rewards: Rewards) -> list[Outcome]:
     """One outcome for each answer."""
     if function.is_batched:
-        bound = [partial(function.call, **arguments(function, _batch(answers)))]
-    else:
-        bound = [partial(function.call, **arguments(function, _single(answer))) for answer in answers]
+        return _asked_whole(_batch(answers), len(answers), function=function, rewards=rewards)
+    bound = [partial(function.call, **arguments(function, _single(answer))) for answer in answers]
     if function.is_builtin:
         return [Outcome(call()) for call in bound]
-    made = call_all(bound, is_async=function.is_async, timeout_s=rewards.timeout_s, at_once=rewards.at_once)
-    if not function.is_batched:
-        return made
-    (whole,) = made
+    return call_all(bound, is_async=function.is_async, timeout_s=rewards.timeout_s, at_once=rewards.at_once)
+
+
+def _asked_whole(given: dict[str, Any], count: int, *, function: Function, rewards: Rewards) -> list[Outcome]:
+    """The outcomes of one call about `count` completions, or pairs, together."""
+    call = partial(function.call, **arguments(function, given))
+    (whole,) = (
+        [Outcome(call())]
+        if function.is_builtin
+        else call_all([call], is_async=function.is_async, timeout_s=rewards.timeout_s, at_once=1)
+    )
     if whole.error is not None:
-        return [whole] * len(answers)
+        return [whole] * count
     values = whole.value.tolist() if hasattr(whole.value, "tolist") else whole.value
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(answers):
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
         got = f"{len(values)} values" if isinstance(values, Sequence) else f"a {type(values).__name__}"
+        what = "pairs" if function.recipe.pairwise else "completions"
         raise DataError(
-            f"reward '{function.label}' returned {got} for {len(answers)} completions",
+            f"reward '{function.label}' returned {got} for {count} {what}",
             _place(function),
-            "return a list with one number (or None) for each completion, in their order",
+            f"return a list with one number (or None) for each of the {what}, in their order",
         )
     return [Outcome(value) for value in values]
 
@@ -175,7 +191,7 @@ def _place(function: Function, error: Exception | None = None) -> str:
         if own:
             return f"{own[-1].filename}:{own[-1].lineno}"
     code = getattr(function.call, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else function.recipe.function
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else str(function.recipe.function)
 
 
 def _metrics(

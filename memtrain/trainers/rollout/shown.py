@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 COMPLETIONS_FILE = "completions.jsonl"
+SHOWN_CHARS = 160
+"""Letters of a prompt and of a completion on the terminal. Taste."""
 
 
 def cut_after(path: Path, step: int) -> None:
@@ -22,6 +24,27 @@ def show(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Append some completions."""
     with path.open("a") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def as_text(line: dict[str, Any]) -> str:
+    """One completion for a terminal: its prompt's end, itself, its rewards and its advantage."""
+    rewards = ", ".join(
+        f"{name} {'none' if value is None else format(value, '.3g')}"
+        for name, value in line["rewards"].items()
+    )
+    prompt, completion = _shortened(line["prompt"], from_end=True), _shortened(line["completion"])
+    return (
+        f"completion before step {line['step']}: {prompt} -> {completion}"
+        f"  ({rewards}; advantage {line['advantage']:+.2f})"
+    )
+
+
+def _shortened(text: str, *, from_end: bool = False) -> str:
+    """A text in one line and at most SHOWN_CHARS letters."""
+    line = json.dumps(text, ensure_ascii=False)[1:-1]
+    if len(line) <= SHOWN_CHARS:
+        return line
+    return f"...{line[-SHOWN_CHARS:]}" if from_end else f"{line[:SHOWN_CHARS]}..."
 
 
 def _step_of(line: str) -> int:

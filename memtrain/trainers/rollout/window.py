@@ -53,6 +53,13 @@ class Window:
     reference_N: Floats | None = None
     is_kept_N: NDArray[np.bool_] | None = None
     """Tokens that a top-entropy mask keeps."""
+    value_N: Floats | None = None
+    """What the value model expected before each token."""
+    token_advantage_N: Floats | None = None
+    return_N: Floats | None = None
+    """What came, from each token on: the value model's target."""
+    kept: dict[str, float] = field(default_factory=dict)
+    """Numbers of the method that follow the rollouts, as they are after this one."""
     norms: list[dict[str, float]] = field(default_factory=list)
     """By part: answers and tokens that the loss is divided by."""
     told: dict[str, float] = field(default_factory=dict)
@@ -62,6 +69,11 @@ class Window:
     def num_answers(self) -> int:
         """Answers of the rollout."""
         return len(self.prompt_A)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the rollout."""
+        return len(self.row_Q)
 
     @property
     def length_A(self) -> Ints:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from memtrain.memory.units import gib
-from memtrain.trainers.run.events import StepEvent, from_values
+from memtrain.trainers.run.events import EvalEvent, StepEvent, from_values
 
 WINDOW_STEPS = 20
 """Steps over which the speed is taken; taste."""
@@ -81,9 +81,12 @@ class Progress:
         if is_due:
             self._line(f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {told}", True)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Tell the held-out loss."""
-        self.say(f"step {step}  held-out loss {loss:.4f}")
+    def evaluated(self, event: EvalEvent) -> None:
+        """Tell the held-out loss, or the reward where completions were written and judged."""
+        told = f"loss {event.loss:.4f}"
+        if event.extra and "reward" in event.extra:
+            told = f"reward {event.extra['reward']:.4f}"
+        self.say(f"step {event.step}  held-out {told}")
 
     def say(self, text: str) -> None:
         """Tell something in a line of its own."""
@@ -94,6 +97,8 @@ class Progress:
         seconds = max(sum(taken for _, taken in self._recent), 1e-9)
         left_s = (self.total_steps - step.step) * seconds / len(self._recent)
         told = [f"loss {step.loss:.4f}", f"lr {step.lr:.2e}", f"{tokens / seconds:,.0f} tokens/s"]
+        if step.extra and "reward" in step.extra:
+            told.insert(1, f"reward {step.extra['reward']:.4f}")
         if step.peak_bytes:
             told.append(f"peak {gib(step.peak_bytes)}")
         return "  ".join([*told, f"{duration(left_s)} left"])

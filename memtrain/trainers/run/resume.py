@@ -29,6 +29,8 @@ FREE_KEYS = (
     "data.cache_dir",
     "data.processes",
     "memory.watch",
+    "generate.vllm",
+    "generate.mismatch_limit",
     "optim.in_backward",
 )
 """Recipe keys, or sections, that move no number of the training itself."""
@@ -57,6 +59,7 @@ FREE_SETTINGS = (
     "optimizer_offload",
     "rehearse",
     "recovery",
+    "sampler_sleep",
     "shard_offload",
     "checkpoint_layout",
 )
@@ -74,6 +77,10 @@ ROUNDING_SETTINGS = (
     "shared_prompts",
     "reference",
     "rollout_rows",
+    "pass_factor",
+    "sampler_bytes",
+    "sampler_keys_bytes",
+    "sampler_context",
     "micro_rows",
     "micro_tokens",
     "loss",
@@ -83,6 +90,7 @@ ROUNDING_SETTINGS = (
 2-core CPU with torch 2.13, a tiny Llama, float32."""
 
 RECIPE_SETTINGS = (
+    "value",
     "adapter",
     "quantize",
     "max_length",

@@ -1,0 +1,85 @@
+"""Models beside the policy: a value model that is trained with it, reward models that judge completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
+from memtrain.memory.budget import static_bytes
+from memtrain.memory.plan import Owned, PhasePeak, Prediction
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import ModelShape
+
+READ_TOKENS = 8192
+"""Tokens that a reward model reads at once, where no answer alone is longer (rewards/models.py)."""
+
+STEPS = ("first step", "steady step")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardShape:
+    """A reward model as the plan sees it."""
+
+    shape: ModelShape
+    dtype: str
+    """`auto`: the policy's."""
+
+    def weights_bytes(self, settings: Settings) -> int:
+        """Its weights, without a head over the vocabulary."""
+        dtype = settings.dtype if self.dtype == "auto" else self.dtype
+        return DTYPE_BYTES[dtype] * headless(self.shape).num_parameters
+
+
+def headless(shape: ModelShape) -> ModelShape:
+    """The same without an LM head of its own: one number comes out in its place."""
+    return replace(shape, tied=True)
+
+
+def with_beside(
+    prediction: Prediction, load: Load, activations: int, rewards: Sequence[RewardShape]
+) -> Prediction:
+    """The prediction with what the models beside the policy add to every phase.
+
+    A value model of its own holds weights, gradients, optimizer states and (in a step) as many activations
+    as the policy keeps, which are there while the policy's backward pass runs. One that shares the policy's
+    trunk is a row of numbers, and not counted. `activations`: bytes that the policy's layers keep.
+    Source: derived from the order of autograd, later parts first; held against measured peaks by
+    tests/runs/test_online_pairs.py.
+    """
+    judges = sum(one.weights_bytes(load.settings) for one in rewards)
+    if load.settings.value != "own" and not judges:
+        return prediction
+    static = static_bytes(load.settings, headless(load.shape))
+
+    def added(phase: str) -> dict[str, int]:
+        more = {"reward models": judges}
+        if load.settings.value == "own":
+            state = 0 if phase == "load" else static.optimizer + static.master
+            more["value model"] = static.weights + state
+            if phase in STEPS:
+                more["value model's step"] = activations + static.gradients
+        return more
+
+    return prediction.model_copy(
+        update={"phases": tuple(_with(phase, added(phase.phase)) for phase in prediction.phases)}
+    )
+
+
+def judging_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: int) -> int:
+    """Most that a reward model holds beside its weights while it reads, of all of them in turn."""
+    batch = HeaviestBatch(1, max(READ_TOKENS, longest), 1, longest)
+    loads = [
+        Load(settings.model_copy(update={"adapter": None, "quantize": "none"}), one.shape, batch)
+        for one in rewards
+    ]
+    return max((layer_forward(load) + rotary(load) for load in loads), default=0)
+
+
+def _with(phase: PhasePeak, more: dict[str, int]) -> PhasePeak:
+    owners = [*phase.owners, *(Owned(owner=name, num_bytes=size) for name, size in more.items() if size)]
+    return PhasePeak(
+        phase=phase.phase,
+        num_bytes=phase.num_bytes + sum(more.values()),
+        owners=tuple(sorted(owners, key=lambda one: -one.num_bytes)),
+    )

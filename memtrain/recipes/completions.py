@@ -1,0 +1,76 @@
+"""What the sections of methods that learn from their own completions have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from memtrain.recipes.base import PositiveInt, changes
+from memtrain.recipes.preference import WithReference
+
+
+class FromOwnCompletions(WithReference):
+    """What the methods that learn from their own completions have in common."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """How strongly the policy is held near the reference. 0: no reference is loaded. Higher: nearer."""
+
+    steps_per_rollout: PositiveInt = 1
+    """Optimizer steps that the completions of one rollout are divided over. Higher: the later ones learn from
+    a policy that is some steps old."""
+
+    updates_per_rollout: PositiveInt = 1
+    """Times that a rollout is learnt from. Higher: fewer rollouts, older completions."""
+
+    mask_truncated: bool = False
+    """Do not learn from completions that were cut at generate.max_tokens (DAPO's overlong filtering)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference is asked."""
+        return self.beta > 0
+
+    @property
+    def steps_in_window(self) -> int:
+        """Optimizer steps from one rollout to the next."""
+        return self.steps_per_rollout * self.updates_per_rollout
+
+    @model_validator(mode="after")
+    def _reference_is_live(self) -> FromOwnCompletions:
+        if self.reference == "precomputed":
+            raise ValueError(
+                "a reference cannot be precomputed for completions that are not written yet; "
+                "set reference: copy or adapter_off"
+            )
+        if self.reference != "auto" and not self.needs_reference:
+            raise ValueError(
+                f"beta is 0 and asks no reference; remove reference: {self.reference}, or set beta"
+            )
+        return self
+
+
+class WithMismatch(FromOwnCompletions):
+    """The methods whose loss weighs the sampler's probabilities against the trainer's."""
+
+    mismatch: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """Correct for the sampler's probabilities being another than the trainer's (another engine, or bfloat16):
+    weight each token, or answer, by their ratio; truncate the ratio, or leave out what lies outside the
+    bounds. Not together with top_k, top_p, min_p."""
+
+    mismatch_low: Annotated[float, Field(ge=0)] | None = 0.5
+    """Lower bound of that ratio. null: none."""
+
+    mismatch_high: Annotated[float, Field(gt=0)] | None = 2.0
+    """Upper bound of that ratio. null: none."""
+
+    @model_validator(mode="after")
+    def _bounds_are_bounds(self) -> WithMismatch:
+        low, high = self.mismatch_low, self.mismatch_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"mismatch_low {low} is not below mismatch_high {high}; swap them")
+        if self.mismatch == "none":
+            for name in ("mismatch_low", "mismatch_high"):
+                if changes(self, name):
+                    raise ValueError(f"{name} has no effect with mismatch: none; set mismatch, or remove it")
+        return self

@@ -1,0 +1,92 @@
+"""A value model beside the policy: a second head on its hidden states, or a model of its own."""
+
+# B rows, T tokens of a row, D hidden size, N scored tokens
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from memtrain.trainers.losses.linear import LogprobResult
+from memtrain.trainers.losses.request import LogprobRequest, Request
+from memtrain.trainers.model.head import Scorer, base_model, head_of
+from memtrain.trainers.model.reward_head import head_of_rewards
+from memtrain.trainers.model.save import save_final
+
+HEAD_FILE = "value_head.safetensors"
+"""A shared value model in the folder of the trained model: `weight` [1, D] and `bias` [1], in float32."""
+OWN_FOLDER = "value"
+"""A value model of its own in that folder: a sequence classifier with one number."""
+
+
+class Valued(NamedTuple):
+    """Log-probs, and values beside them."""
+
+    scored: LogprobResult
+    value_N: Tensor
+    """float32: what is expected of the rest of the answer before each scored token is written."""
+
+
+class ValuedRequest:
+    """A request for log-probs that asks for values too."""
+
+    def __init__(self, request: LogprobRequest) -> None:
+        self.request = request
+
+
+class ValueScorer(Scorer):
+    """A scorer whose policy has a value model: `own`, or a head on the policy's own hidden states.
+
+    The value of a token is read where the token is predicted: at the token before it. The head is kept and
+    computed in float32, and begins at 0, so that the first advantages are those of the rewards.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel | PeftModel, own: PreTrainedModel | PeftModel | None, **form: Any
+    ) -> None:
+        super().__init__(model, **form)
+        self.own = own
+        if own is None:
+            weight = head_of(base_model(model))
+            device = next(weight.parameters()).device
+            self.value_head = nn.Linear(base_model(model).config.get_text_config().hidden_size, 1).to(device)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+        else:
+            head = head_of_rewards(base_model(own)).float()
+            for parameter in head.parameters():
+                nn.init.zeros_(parameter)
+
+    def forward(
+        self, inputs: dict[str, Any], scored_index_N: Tensor, request: Request | ValuedRequest
+    ) -> Any:
+        """As that of a scorer; `Valued` for a request that asks for values too."""
+        if not isinstance(request, ValuedRequest):
+            return super().forward(inputs, scored_index_N, request)
+        if self.own is None:
+            hidden_ND = self.hidden(inputs, scored_index_N)
+            return Valued(self.answered(hidden_ND, request.request), self._values(hidden_ND))
+        backbone = base_model(self.own).get_decoder()
+        hidden_BTD = backbone(**inputs, use_cache=False).last_hidden_state
+        value_N = self._values(hidden_BTD.flatten(0, 1).index_select(0, scored_index_N))
+        return Valued(super().forward(inputs, scored_index_N, request.request), value_N)
+
+    def _values(self, hidden_ND: Tensor) -> Tensor:
+        head = self.value_head if self.own is None else head_of_rewards(base_model(self.own))
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            return head(hidden_ND.float())[:, 0]
+
+
+def save_value(scorer: ValueScorer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the value model into `folder`, beside the policy: its head, or a folder of its own."""
+    if scorer.own is not None:
+        save_final(scorer.own, tokenizer, folder / OWN_FOLDER)
+        return
+    tensors = {name: one.detach().cpu() for name, one in scorer.value_head.named_parameters()}
+    save_file(cast(dict[str, Tensor], tensors), folder / HEAD_FILE)

@@ -1,0 +1,110 @@
+"""Online DPO: pairs are made of the policy's own completions, the best and the worst of each prompt.
+
+    -log sigmoid(beta * (log p(best) / q(best) - log p(worst) / q(worst))), q the reference.
+
+Source: Guo et al. 2024, arXiv:2402.04792, algorithm 1; the losses: trainers/losses/online_pairs.py. Where it
+differs: rewards or a judge of any kind choose the pair, among two completions or more. Prompts whose
+completions are all alike have no pair: they are counted, and the mean is over the pairs that there are.
+Knobs: `online_dpo:`, `generate:` and `rewards:` in the recipe.
+What differs from the loop: its steps are those of trainers/online.py; a sequence is a pair.
+"""
+
+# A answers, N tokens of answers, F reward functions, G prompts, B pairs.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.recipes.online_pairs import OnlineDpo as OnlineDpoRecipe
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.advantages import weighted_rewards
+from memtrain.trainers.losses.answers import sum_per_answer
+from memtrain.trainers.losses.online_pairs import online_pair_loss
+from memtrain.trainers.method import Ahead, Loss
+from memtrain.trainers.online_method import Judged, Needs
+from memtrain.trainers.pair_feed import PairFeed
+from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.policy_passes import answer_scores
+from memtrain.trainers.prompt_feed import PromptFeed
+from memtrain.trainers.reference import Reference
+
+feed = PromptFeed
+"""Rows that are prompts."""
+
+
+def method(recipe: Recipe, reference: Reference | None = None) -> OnlineDpo:
+    """The method of a recipe, beside its reference."""
+    return OnlineDpo(recipe.online_dpo or OnlineDpoRecipe(), reference)
+
+
+@dataclass(slots=True)
+class OnlineDpo:
+    """The method `online_dpo`."""
+
+    section: OnlineDpoRecipe
+    reference: Reference | None
+    temperature: float = 1.0
+    """Log-probs are those of the model itself: only the completions were written at generate.temperature."""
+    told: dict[str, float] = field(default_factory=dict)
+    num_pairs: float = 1.0
+    """Of the whole step."""
+    answer_feed: type[PairFeed] = PairFeed
+    needs: Needs = field(default_factory=lambda: Needs(old=False, reference=True))
+
+    def advantages(self, judged: Judged) -> Tensor:
+        """1 for the chosen answer of each prompt, -1 for the rejected one, 0 for others [A]."""
+        return best_and_worst(judged, self.section.least_margin)
+
+    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+        """Count the pairs of the step."""
+        self.num_pairs = max(1.0, float(len(ahead.sequences)))
+
+    def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
+        """Sum of the pairs' losses over all pairs of the step (not over `denominator`); sums over pairs."""
+        scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=False)
+        assert micro.reference_N is not None, "The pass was made."
+        lengths_A = micro.answers.lengths_A
+        ratio_A = sum_per_answer(scored.logp_N - micro.reference_N, lengths_A)
+        chosen_B, rejected_B = ratio_A.view(-1, 2).unbind(1)
+        margin_B = chosen_B - rejected_B
+        value = online_pair_loss(
+            margin_B, loss=self.section.loss, beta=self.section.beta, num_pairs=self.num_pairs
+        )
+        if not want_stats:
+            return Loss(value, {})
+        beta, logp_A = self.section.beta, sum_per_answer(scored.logp_N, lengths_A).detach()
+        sums = {
+            "pairs/chosen": beta * chosen_B.sum(),
+            "pairs/rejected": beta * rejected_B.sum(),
+            "pairs/margin": beta * margin_B.sum(),
+            "pairs/accuracy": (margin_B > 0).float().sum(),
+            "logps/chosen": logp_A.view(-1, 2)[:, 0].sum(),
+            "logps/rejected": logp_A.view(-1, 2)[:, 1].sum(),
+            "pairs": torch.tensor(float(len(margin_B)), device=margin_B.device),
+        }
+        return Loss(value, {name: one.detach() for name, one in sums.items()})
+
+    def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
+        """Means over pairs, their number, and the facts of the rollout where it is new."""
+        pairs = sums.get("pairs", 0.0)
+        means = {name: value / pairs for name, value in sums.items() if name != "pairs"} if pairs else {}
+        return means | ({"pairs": pairs} if "pairs" in sums else {}) | self.told
+
+
+def best_and_worst(judged: Judged, least_margin: float = 0.0) -> Tensor:
+    """1 for the best answer of each group, -1 for the worst one, 0 for all others [A].
+
+    The first of several that are equally good. A group has no pair, and is 0, where best and worst do not
+    differ by more than `least_margin`, or fewer than two answers have a verdict and may be learnt.
+    """
+    total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
+    total_Gk = total_A.masked_fill(~judged.may_learn_A, torch.nan).view(-1, judged.group_size)
+    best_G = total_Gk.nan_to_num(nan=-torch.inf).argmax(1, keepdim=True)
+    worst_G = total_Gk.nan_to_num(nan=torch.inf).argmin(1, keepdim=True)
+    margin_G = total_Gk.gather(1, best_G) - total_Gk.gather(1, worst_G)
+    is_pair_G = (margin_G > least_margin).to(total_Gk.dtype)
+    chosen_Gk = torch.zeros_like(total_Gk).scatter(1, best_G, is_pair_G)
+    return chosen_Gk.scatter_add(1, worst_G, -is_pair_G).view(-1)

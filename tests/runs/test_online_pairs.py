@@ -1,0 +1,244 @@
+"""`memtrain online-dpo|ppo` from end to end, judges, and reward models: they learn, stop and go on."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from memtrain.cli.commands.train import run_recipe
+from memtrain.errors import DataError, RecipeError
+from memtrain.memory.plan import read_plan
+
+METHODS = ("online_dpo", "ppo")
+RECIPE = """
+method: {method}
+model:
+  config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
+  tokenizer: builtin:tiny
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.1, cache_dir: {cache}}}
+length: {{max_length: 128}}
+generate: {{completions: 4, max_tokens: 10}}
+rewards: {{functions: [{{function: "{rewards}:short"}}]}}
+optim: {{lr: 1e-2}}
+train: {{batch_rows: 16, max_steps: 4}}
+eval: {{every_steps: 2}}
+save: {{every_steps: 1, keep: 20}}
+memory: {{watch: false}}
+log: {{every_steps: 1}}
+cluster: {{device: cpu, threads: 1}}
+"""
+REWARDS = """
+def short(completions):
+    return [-len(text) / 50 for text in completions]
+
+def shorter(completions, prompts, answer):
+    assert len(completions) == len(prompts) == len(answer)
+    return [None if len(a) == len(b) else int(len(b) < len(a)) for a, b in completions]
+
+def first(completions):
+    return [0 for _ in completions]
+
+def wrong(completions):
+    return ["left" for _ in completions]
+"""
+OWN_VALUE = ("ppo.value=own",)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def run(folder: Path, method: str, cache: Path, *overrides: str, name: str = "run") -> list[dict]:
+    """Train to the end; the lines of the metrics."""
+    recipe = folder / f"{method}.yaml"
+    recipe.write_text(RECIPE.format(method=method, cache=cache, rewards=cache / "rewards.py"))
+    run_recipe(method, str(recipe), list(overrides), run_dir=str(folder / name))
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(told: list[dict]) -> list[dict]:
+    return [line for line in told if line["kind"] == "step"]
+
+
+def curve(told: list[dict]) -> list[tuple[float, ...]]:
+    return [(line["loss"], line["grad_norm"]) for line in steps(told)]
+
+
+def test_online_dpo_begins_at_log_2_and_tells_its_pairs(tmp_path: Path, cache: Path):
+    """Policy and reference are one at first: each pair's loss is log 2, and nothing else is in the mean."""
+    told = run(tmp_path, "online_dpo", cache)
+    first = steps(told)[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert first["pairs"] == pytest.approx(4 * (1 - first["groups_without_signal"]))
+    assert first["completions_learnt"] == pytest.approx(first["pairs"] * 2 / 16)
+    assert first["pairs/margin"] == pytest.approx(0, abs=1e-4)
+    assert steps(told)[-1]["pairs/margin"] != 0
+    assert [line["step"] for line in told if line["kind"] == "eval"] == [2, 4]
+
+
+def test_ppo_tells_its_values_and_saves_its_value_model(tmp_path: Path, cache: Path):
+    told = run(tmp_path, "ppo", cache)
+    first = steps(told)[0]
+    # The value head begins at 0, and policy and reference are one.
+    assert first["value/mean"] == 0
+    assert first["kl"] == pytest.approx(0, abs=1e-5)
+    assert first["beta"] == 0.05
+    assert ["reward" in line for line in steps(told)] == [True, False, False, False]
+    assert abs(steps(told)[3]["ratio"] - 1) > 1e-4
+    head = load_file(tmp_path / "run" / "final" / "value_head.safetensors")
+    assert head["weight"].shape == (1, 32)
+    assert head["weight"].abs().sum() > 0
+
+
+def test_a_value_model_of_its_own_leaves_the_policys_trunk_alone(tmp_path: Path, cache: Path):
+    """With advantages of 0 (no reward, no KL term) only the value model could move, and it is right at 0."""
+    given = (*OWN_VALUE, "ppo.beta=0", "rewards.functions.0.weight=1e-30", "ppo.normalise_advantages=false")
+    told = run(tmp_path, "ppo", cache, *given, "train.max_steps=2")
+    assert all(line["grad_norm"] < 1e-6 for line in steps(told))
+    assert read_plan(tmp_path / "run" / "plan.json").settings.value == "own"
+    assert (tmp_path / "run" / "final" / "value" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("online_dpo", ("length.shared_prompts=false",)),
+        ("online_dpo", ("train.micro_rows=1",)),
+        ("ppo", ("length.padding_free=false",)),
+        ("ppo", ("train.micro_rows=1",)),
+        ("ppo", ("memory.activation_checkpointing=on",)),
+    ],
+    ids=str,
+)
+def test_how_it_is_computed_does_not_move_the_curve(
+    method: str, overrides: tuple[str, ...], tmp_path: Path, cache: Path
+):
+    """Also defect C7 of TRL 1.16: Online DPO summed the gradients of micro-batches instead of averaging."""
+    plain = run(tmp_path, method, cache, name="plain")
+    other = run(tmp_path, method, cache, *overrides, name="other")
+    torch.testing.assert_close(torch.tensor(curve(plain)), torch.tensor(curve(other)), rtol=3e-4, atol=3e-6)
+
+
+def test_an_update_on_pairs_forwards_each_prompt_once(tmp_path: Path, cache: Path):
+    shared = steps(run(tmp_path, "online_dpo", cache, "train.max_steps=1"))[0]
+    apart = steps(
+        run(tmp_path, "online_dpo", cache, "train.max_steps=1", "length.shared_prompts=false", name="apart")
+    )[0]
+    prompts = shared["tokens"] - shared["learnt"]
+    assert apart["tokens"] == 2 * prompts + apart["learnt"]
+
+
+WINDOW = ("steps_per_rollout=2", "updates_per_rollout=2")
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("online_dpo", WINDOW),
+        ("ppo", (*WINDOW, "kl_target=0.01", "kl_horizon=40")),
+        ("ppo", (*WINDOW, "value=own")),
+    ],
+    ids=str,
+)
+def test_a_run_that_goes_on_in_the_middle_of_a_rollout_is_the_run_that_was_never_stopped(
+    method: str, given: tuple[str, ...], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    overrides = (*(f"{method}.{one}" for one in given), "train.max_steps=8")
+    whole = run(tmp_path, method, cache, *overrides, name="whole")
+
+    from memtrain.trainers import loop
+
+    plain = loop.one_step
+
+    def dies(run, work, *rest):
+        if work.step == 5:
+            raise KeyboardInterrupt
+        return plain(run, work, *rest)
+
+    monkeypatch.setattr(loop, "one_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, method, cache, *overrides, name="again")
+    monkeypatch.setattr(loop, "one_step", plain)
+    again = run(tmp_path, method, cache, *overrides, name="again")
+    assert curve(again) == curve(whole)
+    for file in ("final/model.safetensors", "completions.jsonl"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    if method == "ppo":
+        betas = [line["beta"] for line in steps(whole) if "beta" in line]
+        assert (betas[0] != betas[1]) == ("kl_target=0.01" in given)
+
+
+def test_a_pairwise_judge_chooses_as_the_reward_of_its_order_does(tmp_path: Path, cache: Path):
+    """The judge prefers the shorter of two: its best and worst are those of minus the length."""
+    judge = f'{{functions: [{{function: "{cache / "rewards.py"}:shorter", pairwise: true}}]}}'
+    by_reward = run(tmp_path, "online_dpo", cache, "data.held_out=0", "eval.every_steps=null", name="reward")
+    by_judge = run(
+        tmp_path,
+        "online_dpo",
+        cache,
+        f"rewards={judge}",
+        "data.held_out=0",
+        "eval.every_steps=null",
+        name="judge",
+    )
+    assert curve(by_judge) == curve(by_reward)
+    assert steps(by_judge)[0]["rewards/shorter"] == pytest.approx(0.5)
+
+
+def test_a_judge_that_likes_the_first_helps_nobody_when_asked_both_ways(tmp_path: Path, cache: Path):
+    judge = f'{{function: "{cache / "rewards.py"}:first", pairwise: true, both_orders: true}}'
+    given = (f"rewards={{functions: [{judge}]}}", "data.held_out=0", "eval.every_steps=null")
+    told = steps(run(tmp_path, "online_dpo", cache, *given, "train.max_steps=2"))
+    assert [line["groups_without_signal"] for line in told] == [1.0, 1.0]
+    assert [line["grad_norm"] for line in told] == [0.0, 0.0]
+
+
+def test_a_judge_that_gives_no_verdict_that_is_one_ends_the_run_in_words(tmp_path: Path, cache: Path):
+    judge = f'{{function: "{cache / "rewards.py"}:wrong", pairwise: true}}'
+    given = (f"rewards={{functions: [{judge}]}}", "data.held_out=0", "eval.every_steps=null")
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, "online_dpo", cache, *given)
+    assert "judge 'wrong' returned 'left' for pair 0" in caught.value.text()
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "words"),
+    [
+        ("online_dpo", ("generate.completions=1",), "generate.completions is 1"),
+        ("online_dpo", ("online_dpo.beta=0",), "beta"),
+        ("online_dpo", ("online_dpo.loss=hinge",), "sigmoid"),
+        ("ppo", ("ppo.kl_horizon=5",), "kl_horizon has no effect without kl_target"),
+        ("ppo", ("ppo.beta=0", "ppo.kl_target=1.0"), "kl_target adapts beta"),
+        ("ppo", ("rewards.functions.0.pairwise=true",), "held-out prompts get one each"),
+    ],
+)
+def test_a_recipe_that_cannot_be_meant_is_refused(
+    method: str, overrides: tuple[str, ...], words: str, tmp_path: Path, cache: Path
+):
+    with pytest.raises(RecipeError) as caught:
+        run(tmp_path, method, cache, *overrides)
+    assert words in caught.value.text()
+
+
+def test_one_completion_a_prompt_is_enough_for_ppo(tmp_path: Path, cache: Path):
+    told = steps(run(tmp_path, "ppo", cache, "generate.completions=1", "train.max_steps=2"))
+    assert told[0]["reward_std"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["shared", "own"])
+def test_ppo_learns_to_be_short(value: str, tmp_path: Path, cache: Path):
+    """Short completions are reached by ending early; 25 rollouts are enough to see it."""
+    given = (f"ppo.value={value}", "ppo.beta=0", "train.max_steps=50", "ppo.updates_per_rollout=2")
+    told = run(tmp_path, "ppo", cache, *given, "save.every_steps=50", "optim.schedule=constant")
+    rewards = [line["reward"] for line in steps(told) if "reward" in line]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
