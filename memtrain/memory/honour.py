@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from pydantic import ValidationError
+
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES, is_searched
 from memtrain.memory.rules import Asked
@@ -19,7 +21,8 @@ EMPTY: Mapping[str, Callable[[], Section]] = {"dpo": Dpo, "kto": Kto}
 def honoured(asked: Asked) -> Asked:
     """The same wish with the keys that its strategies stand for; strategies the search decides stay names.
 
-    Raises: RecipeError when a strategy is both used and never used, or the recipe's own keys say otherwise.
+    Raises: RecipeError when a strategy is both used and never used, the recipe's own keys say otherwise, or
+    the keys that strategies stand for do not go together.
     """
     memory = asked.recipe.memory
     faults = [
@@ -45,7 +48,21 @@ def honoured(asked: Asked) -> Asked:
             places |= dict.fromkeys(keys, asked.where(f"memory.{word}"))
             for key, value in keys.items():
                 recipe = with_key(recipe, key, value)
+    if recipe is not asked.recipe:
+        _check(recipe, asked)
     return Asked(recipe, lambda key: places.get(key) or asked.where(key))
+
+
+def _check(recipe: Recipe, asked: Asked) -> None:
+    """Raise RecipeError where the keys that strategies stand for do not go together, or with the method."""
+    named = "memory.use" if asked.recipe.memory.use else "memory.never"
+    try:
+        Recipe.model_validate(recipe.model_dump())
+    except ValidationError as error:
+        said = [str(fault["msg"]).removeprefix("Value error, ") for fault in error.errors()]
+        what = "what memory.use and memory.never stand for is no recipe"
+        fix = "name other strategies there"
+        raise RecipeError([Fault(f"{what}: {one}", asked.where(named), fix) for one in said]) from None
 
 
 def _keys(strategy: Strategy, recipe: Recipe, word: str) -> Mapping[str, object]:

@@ -146,8 +146,15 @@ def decide_attention(
     )
     wanted = recipe.model.attention
     wants_flat = recipe.length.padding_free or recipe.length.packing != "none"
-    if wanted == "auto" and recipe.length.padding_free is False and recipe.cluster.context_parallel == 1:
+    padded = padded_by(recipe)
+    if padded and wanted == "auto":
         wanted = "stock"
+    elif padded and wanted != "stock":
+        ledger.refuse(
+            f"attention {wanted} takes rows that lie end to end, and rows are padded ({padded})",
+            "model.attention",
+            f"leave model.attention out, or {padded.partition(':')[0]}",
+        )
     try:
         choice = choose_attention(facts, None if wanted == "auto" else AttentionBackend(wanted))
     except RecipeError as error:
@@ -166,6 +173,16 @@ def decide_attention(
         )
     ledger.decide("attention", choice.backend, choice.reason, "model.attention")
     return choice
+
+
+def padded_by(recipe: Recipe) -> str:
+    """The key that makes padded rows, as `name: value`; empty where rows may lie end to end."""
+    length = recipe.length
+    if recipe.cluster.context_parallel > 1 or length.packing != "none" or length.padding_free:
+        return ""
+    if length.padding_free is False:
+        return "length.padding_free: false"
+    return "length.group_by_length: true" if length.group_by_length else ""
 
 
 def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:

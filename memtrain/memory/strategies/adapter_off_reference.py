@@ -30,8 +30,8 @@ STRATEGY = Strategy(
     is_exact=True,
     is_used=lambda settings: settings.reference == "adapter_off",
     wish=lambda recipe: precomputed_reference.wish_of(recipe, "adapter_off"),
-    use_keys=lambda recipe: {f"{recipe.method}.reference": "adapter_off"},
-    never_keys=lambda recipe: {f"{recipe.method}.reference": "precomputed"},
+    use_keys=lambda recipe: precomputed_reference.keys_of(recipe, "adapter_off"),
+    never_keys=lambda recipe: precomputed_reference.keys_of(recipe, "precomputed"),
     without={"reference": "copy"},
     refusal=refusal,
 )

@@ -11,6 +11,8 @@ tests/equal/test_preferences_are_exact.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from memtrain.memory.strategy import Case, Strategy, Wish
 from memtrain.recipes.preference import Dpo, Kto, WithReference
 from memtrain.recipes.recipe import Recipe
@@ -32,6 +34,11 @@ def wish_of(recipe: Recipe, kind: str) -> Wish:
     return "auto" if section.reference == "auto" else "on" if section.reference == kind else "off"
 
 
+def keys_of(recipe: Recipe, kind: str) -> Mapping[str, object]:
+    """The key that names a source of the reference's log-probs; none where nothing is compared."""
+    return {} if reference_section(recipe) is None else {f"{recipe.method}.reference": kind}
+
+
 def refusal(case: Case) -> str | None:
     """Where nothing is compared with a reference."""
     if reference_section(case.recipe) is None:
@@ -48,10 +55,8 @@ STRATEGY = Strategy(
     is_exact=True,
     is_used=lambda settings: settings.reference == "precomputed",
     wish=lambda recipe: wish_of(recipe, "precomputed"),
-    use_keys=lambda recipe: {f"{recipe.method}.reference": "precomputed"},
-    never_keys=lambda recipe: {
-        f"{recipe.method}.reference": "copy" if recipe.model.adapter is None else "adapter_off"
-    },
+    use_keys=lambda recipe: keys_of(recipe, "precomputed"),
+    never_keys=lambda recipe: keys_of(recipe, "copy" if recipe.model.adapter is None else "adapter_off"),
     without={"reference": "copy"},
     refusal=refusal,
 )

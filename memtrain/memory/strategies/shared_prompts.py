@@ -12,6 +12,8 @@ tests/equal/test_shared_prompt_equals_duplicated.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from memtrain.memory.strategy import Case, Strategy, Wish
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 
@@ -20,6 +22,12 @@ def wish(recipe: Recipe) -> Wish:
     """What the recipe says; where it says nothing, prompts are shared wherever they can be."""
     shared = recipe.length.shared_prompts
     return "auto" if shared is None else "on" if shared else "off"
+
+
+def keys_of(recipe: Recipe, *, is_shared: bool) -> Mapping[str, object]:
+    """The key, where rows have answers; elsewhere it would have no effect."""
+    has_answers = recipe.method in HAS_ANSWERS or recipe.online is not None
+    return {"length.shared_prompts": is_shared} if has_answers else {}
 
 
 def refusal(case: Case) -> str | None:
@@ -38,7 +46,7 @@ STRATEGY = Strategy(
     is_exact=True,
     is_used=lambda settings: settings.shared_prompts,
     wish=wish,
-    use_keys=lambda recipe: {"length.shared_prompts": True},
-    never_keys=lambda recipe: {"length.shared_prompts": False},
+    use_keys=lambda recipe: keys_of(recipe, is_shared=True),
+    never_keys=lambda recipe: keys_of(recipe, is_shared=False),
     refusal=refusal,
 )

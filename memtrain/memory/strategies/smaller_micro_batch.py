@@ -18,9 +18,13 @@ from memtrain.recipes.recipe import Recipe
 
 
 def wish(recipe: Recipe) -> Wish:
-    """Open unless the recipe names the micro-batch."""
+    """Open unless the recipe names the micro-batch; a whole step is none."""
     train = recipe.train
-    return "auto" if train.micro_rows == "auto" and train.micro_tokens == "auto" else "on"
+    if train.micro_tokens != "auto":
+        return "on"
+    if train.micro_rows == "auto":
+        return "auto"
+    return "off" if train.micro_rows == (train.batch_rows or DEFAULT_BATCH_ROWS) else "on"
 
 
 def refusal(case: Case) -> str | None:

@@ -1,0 +1,74 @@
+"""What `memory.use` and `memory.never` stand for is a recipe, or refused with a reason: no exception."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memtrain.cli.planning import make_plan
+from memtrain.errors import RecipeError
+from memtrain.memory.settings import Settings
+from memtrain.recipes.load import load_recipe
+
+ONLINE = "rewards: {functions: [{function: length}]}\ngenerate: {completions: 3, max_tokens: 12}\n"
+MakeSettings = Callable[..., Settings]
+
+
+@pytest.fixture
+def settings_of(tmp_path: Path) -> MakeSettings:
+    """Factory of resolved settings: `settings_of("dpo", "memory.never=[packing]")`."""
+
+    def make(method: str, *overrides: str) -> Settings:
+        path = tmp_path / f"{method}.yaml"
+        path.write_text(
+            f"method: {method}\nmodel: {{path: builtin:tiny}}\n"
+            f"data: {{train: {{source: builtin:arithmetic, limit: 8}}, cache_dir: {tmp_path}/cache}}\n"
+            "length: {max_length: 256}\ntrain: {batch_rows: 6, max_steps: 2}\n"
+            f"cluster: {{device: cpu}}\n{ONLINE if method == 'grpo' else ''}"
+        )
+        return make_plan(load_recipe(str(path), list(overrides)), run_dir=str(tmp_path / "run")).plan.settings
+
+    return make
+
+
+def test_a_step_in_one_micro_batch_is_what_never_smaller_means(settings_of: MakeSettings):
+    settings = settings_of("sft", "memory.never=[smaller_micro_batch]")
+    assert (settings.micro_rows, settings.micro_tokens) == (6, None)
+
+
+@pytest.mark.parametrize("name", ["shared_prompts", "precomputed_reference", "adapter_off_reference"])
+def test_never_what_cannot_be_used_changes_nothing(settings_of: MakeSettings, name: str):
+    assert settings_of("sft", f"memory.never=[{name}]") == settings_of("sft")
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "reason"),
+    [
+        ("sft", "shared_prompts", "the rows of sft have no answers"),
+        ("sft", "precomputed_reference", "sft compares with no reference"),
+        ("reward", "adapter_off_reference", "reward compares with no reference"),
+        ("grpo", "packing", "no effect on grpo"),
+        ("dpo", "packing", "dpo lays prompts with their answers end to end"),
+    ],
+)
+def test_use_of_what_cannot_be_used_is_refused(
+    settings_of: MakeSettings, method: str, name: str, reason: str
+):
+    with pytest.raises(RecipeError, match=reason):
+        settings_of(method, f"memory.use=[{name}]")
+
+
+def test_packing_is_not_padded_against_never(settings_of: MakeSettings):
+    """The plan packed with rows end to end all the same, and said nothing."""
+    with pytest.raises(RecipeError, match="packed rows are never padded"):
+        settings_of("sft", "memory.use=[packing]", "memory.never=[padding_free]")
+
+
+@pytest.mark.parametrize("key", ["length.padding_free=false", "length.group_by_length=true"])
+def test_padded_rows_take_the_models_own_attention(settings_of: MakeSettings, key: str):
+    """A back end for rows end to end stopped such a run in its first step."""
+    assert settings_of("sft", key).attention == "stock"
+    with pytest.raises(
+        RecipeError, match="attention cpu takes rows that lie end to end, and rows are padded"
+    ):
+        settings_of("sft", key, "model.attention=cpu")
