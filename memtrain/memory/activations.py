@@ -9,12 +9,24 @@ a bytes of an activation (2 in half precision, 4 in float32).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Asks(StrEnum):
+    """What a loss asks of an LM head."""
+
+    NLL = "nll"
+    """A weighted sum, its weights known before: gradients may be made with it."""
+    LOGPS = "logps"
+    """Log-probs, from which the loss is computed."""
+    ENTROPIES = "entropies"
+    """Log-probs and entropies."""
 
 
 class HeaviestBatch(NamedTuple):
@@ -28,6 +40,8 @@ class HeaviestBatch(NamedTuple):
     """Tokens that the loss scores; `tokens` where it is not known."""
     longest: int
     """Tokens of the longest sequence: padded rows are all as long."""
+    asks: Asks = Asks.NLL
+    """What the loss asks of the scored tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +184,8 @@ def experts_kept(load: Load) -> int:
 def adapter_kept(load: Load) -> int:
     """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout.
 
+    The mask of what was dropped is a byte a number on CUDA, and a number on a CPU.
+
     In half precision also the float32 adapter weights as they are multiplied: rounded.
     """
     adapter = load.settings.adapter
@@ -180,7 +196,8 @@ def adapter_kept(load: Load) -> int:
     if load.is_half:
         kept += load.a * load.shape.num_adapter_per_layer(adapter)
     if adapter.dropout:
-        kept += (load.a + 1) * load.N * sum(part.num_inputs for part in parts)
+        mask = 1 if load.settings.device == "cuda" else load.a
+        kept += (load.a + mask) * load.N * sum(part.num_inputs for part in parts)
     if adapter.kind == "dora":
         # The outputs of the frozen map and of the adapter, for the gradient of the magnitudes.
         outputs = sum(part.num_outputs for part in parts)
@@ -285,6 +302,7 @@ def head_bytes(load: Load, *, trains_head: bool) -> HeadBytes:
     """The head under `settings.loss`, with statistics; S rows of the final norm's output enter it."""
     shape, a = load.shape, load.a
     picked, rows = a * load.S * shape.width, a * load.N * shape.width
+    trains_head = trains_head and shape.ends_in == "lm"
     weight_gradient = a * shape.vocab_size * shape.width if trains_head else 0
     form = _full_head if load.settings.loss == "full" else _chunked_head
     kept, forward, backward, evaluation = form(load, trains_head)
@@ -303,11 +321,17 @@ def _full_head(load: Load, trains_head: bool) -> tuple[int, int, int, int]:
     """Full logits, in units of 4*S*V: 1 is kept (the log-softmax), 2 with a soft cap.
 
     Forward: the logits beside it, and log-probs, probabilities and their product for the entropy. Backward:
-    the gradients of it and of the logits.
+    the gradients of it and of the logits. Log-probs alone: the logits in three steps (product, scale,
+    temperature). With entropies that may be learnt from, the probabilities are kept besides.
     """
     logits = 4 * load.S * load.shape.vocab_size
     cap = logits if load.shape.logit_softcap else 0
-    return logits + cap, 5 * logits + cap, 3 * logits + cap, 4 * logits
+    kept, forward, backward, evaluation = FULL_LOGITS[load.batch.asks]
+    return kept * logits + cap, forward * logits + cap, backward * logits + cap, evaluation * logits
+
+
+FULL_LOGITS = {Asks.NLL: (1, 5, 3, 4), Asks.LOGPS: (1, 3, 3, 3), Asks.ENTROPIES: (2, 4, 4, 4)}
+"""(kept, forward, backward, evaluation) of full logits, in copies of them."""
 
 
 def _chunked_head(load: Load, trains_head: bool) -> tuple[int, int, int, int]:
@@ -319,12 +343,17 @@ def _chunked_head(load: Load, trains_head: bool) -> tuple[int, int, int, int]:
     """
     shape, a, S, tile_bytes = load.shape, load.a, load.S, load.settings.loss_tile_bytes  # noqa: N806
     V, W = shape.vocab_size, shape.width  # noqa: N806
-    scored = _tile(load, V, buffers=2)
+    scored = _tile(load, V, buffers=1 if load.batch.asks is Asks.LOGPS else 2)
     if not trains_head or not load.is_half or tile_bytes >= 4 * V * W:
-        T, tile = _tile(load, V, buffers=2 + shape.logit_softcap)  # noqa: N806
+        is_plain = load.batch.asks is not Asks.NLL
+        T, tile = _tile(load, V, buffers=2 - is_plain + shape.logit_softcap)  # noqa: N806
         kept = a * S * W + (4 * V * W if trains_head else 0)
         narrowed = a * V * W if trains_head and load.is_half else 0
         scratch = tile + _beside_a_tile(load, T, V, min(4 * V * W, tile_bytes)) + 4 * T * W * load.is_half
+        if load.batch.asks is not Asks.NLL:
+            # The loss comes after the log-probs: its gradients are made in the backward pass, tile by tile.
+            forward = scored[1] + _widened(load, scored[0], V)
+            return 0, forward, kept + max(scratch, narrowed), forward
         return kept, kept + scratch, kept + narrowed, sum(scored[1:]) + _widened(load, scored[0], V)
     columns = min(V, max(256, tile_bytes // (8 * W)))
     R = min(S, max(1, tile_bytes // (8 * columns * (1 + shape.logit_softcap))))  # noqa: N806

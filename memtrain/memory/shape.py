@@ -148,6 +148,8 @@ class ModelShape:
     attention_softcap: bool
     note: str
     """What is uncertain about these numbers; empty when nothing is."""
+    ends_in: Literal["lm", "score"] = "lm"
+    """The LM head, or one number for a sequence."""
 
     @property
     def query_width(self) -> int:
@@ -166,7 +168,9 @@ class ModelShape:
 
     @property
     def num_head(self) -> int:
-        """Parameters of the LM head that are not the embedding's."""
+        """Parameters of the head that are not the embedding's."""
+        if self.ends_in == "score":
+            return self.width
         return 0 if self.tied else self.vocab_size * self.width
 
     @property
@@ -262,8 +266,8 @@ def read_config(folder: Path) -> ModelShape:
     return shape_of(json.loads(file.read_text()), where=str(file))
 
 
-def shape_of(config: Mapping[str, Any], where: str = "") -> ModelShape:
-    """The shape that a transformers config (as a mapping) describes.
+def shape_of(config: Mapping[str, Any], where: str = "", head: Literal["lm", "score"] = "lm") -> ModelShape:
+    """The shape that a transformers config (as a mapping) describes, with the `head` of a method.
 
     A model type that is not in FAMILIES is read like a Llama with what its config says, and noted.
 
@@ -302,7 +306,8 @@ def shape_of(config: Mapping[str, Any], where: str = "") -> ModelShape:
         head_dim=head_dim,
         mlp_width=mlp_width,
         vocab_size=vocab,
-        tied=bool(known.get("tie_word_embeddings", False)),
+        tied=head == "lm" and bool(known.get("tie_word_embeddings", False)),
+        ends_in=head,
         family=family,
         linears=_linears(family, known, width, heads * head_dim, kv_heads * head_dim, mlp_width),
         experts=experts,

@@ -14,6 +14,7 @@ from typing import Any
 from memtrain.errors import LaunchError
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.plan import Prediction
+from memtrain.memory.rules import installed
 from memtrain.memory.settings import Settings
 from memtrain.recipes.base import Section
 from memtrain.recipes.recipe import Recipe
@@ -34,6 +35,8 @@ class TraceJob(Section):
     scored_tokens: int
     longest: int
     """The heaviest micro-batch (see HeaviestBatch)."""
+    passes: HeaviestBatch | None = None
+    """The heaviest micro-batch of answers that are scored before they are learnt from; None: none are."""
     accumulates: bool
     """A step has several micro-batches."""
     is_whole: bool = False
@@ -51,27 +54,27 @@ class Traced(Section):
     prediction: Prediction
     reserved_bytes: int | None
     """What CUDA's caching allocator would reserve for the same allocations; None unless `is_whole`."""
+    host_bytes: dict[str, int] = {}
+    """What waits in the host's memory, by owner (CUDA)."""
     seconds: float
+
+
+TRACED_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 
 
 def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
-    if recipe.method != "sft":
-        return f"the batches of {recipe.method} are not traced"
+    if recipe.method not in TRACED_METHODS:
+        return f"the step of {recipe.method} is not traced yet"
     if settings.context_parallel > 1:
         return "a trace is of one process, and several hold each row"
     if settings.quantize != "none":
         return "quantized weights need bitsandbytes' own kernels"
-    if settings.optimizer in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
+    if settings.optimizer in BITSANDBYTES:
         return f"{settings.optimizer} needs bitsandbytes' own kernels"
-    if settings.liger:
-        return "Liger's kernels need a GPU"
-    if settings.loss == "liger":
-        return "Liger's loss needs a GPU"
-    if settings.offload != "none" or settings.optimizer_offload:
-        return "offloading depends on the timing of copies"
-    if settings.in_backward:
-        return "an update inside the backward pass is not traced"
+    if (settings.liger or settings.loss == "liger") and not installed("liger_kernel"):
+        return "liger-kernel is not installed here"
     return None
 
 
@@ -83,6 +86,7 @@ def job_of(
     *,
     accumulates: bool,
     is_whole: bool = False,
+    passes: HeaviestBatch | None = None,
 ) -> TraceJob:
     """The job that traces these settings."""
     return TraceJob(
@@ -95,6 +99,7 @@ def job_of(
         longest=batch.longest,
         accumulates=accumulates,
         is_whole=is_whole,
+        passes=passes,
     )
 
 

@@ -33,7 +33,7 @@ class RewardScorer(nn.Module):
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         super().__init__()
         self.model = model
-        head_of_rewards(base_model(model)).float()
+        in_float(model)
         self.context: ContextRanks | None = None
         """The ranks that hold each row together with this one; None: this rank holds whole rows."""
 
@@ -51,6 +51,14 @@ class RewardScorer(nn.Module):
         hidden_AD = hidden_BTD.flatten(0, 1).index_select(0, last_A)
         with torch.autocast(hidden_AD.device.type, enabled=False):
             return Rewards(head_of_rewards(base)(hidden_AD.float())[:, 0])
+
+
+def in_float(model: PreTrainedModel | PeftModel) -> None:
+    """Let the head of rewards be float32, in place."""
+    head = head_of_rewards(base_model(model))
+    # A trace's weights have no data and cannot be swapped; they are float32 already.
+    if any(weight.dtype != torch.float32 for weight in head.parameters()):
+        head.float()
 
 
 def head_of_rewards(base: PreTrainedModel) -> nn.Module:

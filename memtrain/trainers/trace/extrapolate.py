@@ -6,7 +6,7 @@ Source: measured, CPU, torch 2.13: exact for 30 of 30 recipes at 28 to 64 layers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from memtrain.memory.plan import Owned, PhasePeak
 from memtrain.memory.settings import Settings
@@ -15,19 +15,32 @@ from memtrain.trainers.trace.run import STEPS, Job, trace
 
 FEWEST = 3
 """A first, a last and a middle layer."""
-PHASES = ("load", *STEPS, "evaluation", "saving")
+PHASES = ("load", *STEPS, "evaluation", "passes", "saving")
 Owners = Mapping[str, int]
 
 
-def predict_by_trace(job: Job, *, is_whole: bool = False) -> tuple[tuple[PhasePeak, ...], Recorder | None]:
-    """(peak of each phase with its owners, the recorder of the whole model when `is_whole`)."""
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What traces say of a job."""
+
+    phases: tuple[PhasePeak, ...]
+    host: Owners
+    """Bytes in the host's memory, by owner."""
+    recorder: Recorder | None = None
+    """Of the whole model, where that was traced."""
+
+
+def predict_by_trace(job: Job, *, is_whole: bool = False) -> Traced:
+    """The peak of each phase with its owners, and what waits on the host."""
     depth = num_layers(job)
     depths = None if is_whole else shallow_depths(depth, job.settings)
     if depths is None:
-        recorder = trace(job)
-        return phases_of(named_owners(recorder)), recorder
-    low, high = (named_owners(trace(replace(job, num_layers=count))) for count in depths)
-    return phases_of(extrapolated(low, high, (depth - depths[0]) / (depths[1] - depths[0]))), None
+        found = trace(job)
+        return Traced(phases_of(named_owners(found.recorder)), found.host, found.recorder)
+    low, high = (trace(replace(job, num_layers=count)) for count in depths)
+    factor = (depth - depths[0]) / (depths[1] - depths[0])
+    parts = extrapolated(named_owners(low.recorder), named_owners(high.recorder), factor)
+    return Traced(phases_of(parts), extrapolated({"": low.host}, {"": high.host}, factor)[""])
 
 
 def num_layers(job: Job) -> int:
@@ -69,6 +82,8 @@ def phases_of(parts: Mapping[str, Owners]) -> tuple[PhasePeak, ...]:
     peaks: list[PhasePeak] = []
     for phase in PHASES:
         candidates = [owners for part, owners in parts.items() if part.split(".")[0] == phase]
+        if not candidates:
+            continue
         highest = max(candidates, key=lambda owners: sum(owners.values()))
         owned = sorted(((name, size) for name, size in highest.items() if size), key=lambda item: -item[1])
         peaks.append(

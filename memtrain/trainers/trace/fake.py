@@ -14,42 +14,49 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.settings import Settings
-from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, pad_right
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
-from memtrain.trainers.model.checkpointing import checkpoint_layers
-from memtrain.trainers.model.load import DTYPES
+from memtrain.trainers.model.load import AUTO, DTYPES
+from memtrain.trainers.model.reward_head import in_float
 
 PLAYED_BY = {AttentionBackend.FLASH: AttentionBackend.CUDA, AttentionBackend.FLEX: AttentionBackend.CUDA}
 """Back ends whose kernels need packages or a compiler: torch's own flash kernels keep the same tensors."""
 
 
 def bare_model(
-    config: Mapping[str, Any], settings: Settings, num_layers: int | None = None, device: str = "meta"
+    config: Mapping[str, Any],
+    settings: Settings,
+    num_layers: int | None = None,
+    device: str = "meta",
+    *,
+    head: str = "lm",
+    is_reference: bool = False,
 ) -> PreTrainedModel | PeftModel:
-    """The model of a run from its configuration, with its attention, adapter and checkpointing.
+    """The model of a run from its configuration, with its kernels, attention and adapter.
 
     `num_layers`: build only the first layers. On `meta` nothing has data; elsewhere weights are random.
+    `is_reference`: without an adapter.
     """
     made = AutoConfig.for_model(**config)
     if num_layers is not None:
         shorten(made, num_layers)
     made.use_cache = False
+    if head == "score":
+        made.num_labels = 1
     with torch.device(device):
-        base: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=DTYPES[settings.dtype])
+        base: PreTrainedModel = AUTO[head].from_config(made, dtype=DTYPES[settings.dtype])
         if settings.attention != "stock":
             backend = AttentionBackend(settings.attention)
             set_attention(base, PLAYED_BY.get(backend, backend))
-        model = base if settings.adapter is None else add_adapter(base, settings.adapter)
-    model.train()
-    if settings.checkpoint_every:
-        checkpoint_layers(model, settings.checkpoint_every)
-    return model
+        adapter = None if is_reference else settings.adapter
+        model = base if adapter is None else add_adapter(base, adapter, head=head)
+        if head == "score":
+            in_float(model)
+    return model.train()
 
 
 def shorten(config: Any, num_layers: int) -> None:
@@ -85,29 +92,6 @@ def fakeify(model: nn.Module, device: str = "cpu") -> None:
             for name, tensor in list(held.items()):
                 if tensor is not None:
                     held[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
-
-
-def dummy_micro(settings: Settings, batch: HeaviestBatch) -> MicroBatch:
-    """Real tokens (all zero) laid out like `batch`; the last `scored_tokens` of them are learnt."""
-    lengths = _lengths(batch)
-    budget = batch.scored_tokens
-    pieces: list[Piece] = []
-    for length in lengths:
-        learnt = max(0, min(length, budget))
-        budget -= learnt
-        is_learnt = torch.arange(length).numpy() >= length - learnt
-        pieces.append(Piece(torch.zeros(length, dtype=torch.int32).numpy(), is_learnt))
-    lay = lay_end_to_end if settings.padding_free else pad_right
-    return lay(pieces, pad_id=0, multiple=settings.pad_to_multiple_of)
-
-
-def _lengths(batch: HeaviestBatch) -> list[int]:
-    """Lengths of `rows` sequences, `longest` among them, that sum to `tokens`."""
-    if batch.rows == 1:
-        return [batch.tokens]
-    rest, rows = batch.tokens - batch.longest, batch.rows - 1
-    base, extra = divmod(max(rest, rows), rows)
-    return [batch.longest, *(base + (row < extra) for row in range(rows))]
 
 
 def without_data(value: Any, mode: FakeTensorMode) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,14 +10,15 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 
-def allocator_peak(model: nn.Module, work: Callable[[], Any]) -> int:
-    """Highest bytes of the c10 CPU allocator during `work()`, with the tensors of `model` that exist before.
+def allocator_peak(models: Sequence[nn.Module], work: Callable[[], Any]) -> int:
+    """Highest bytes of the c10 CPU allocator during `work()`, with the tensors of `models` that exist before.
 
     Every allocation is seen, those inside kernels too. What `work` returns is kept until the end.
     """
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in [*model.parameters(), *model.buffers()]
+        for model in models
+        for t in (*model.parameters(), *model.buffers())
     }
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = work()

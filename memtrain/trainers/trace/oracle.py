@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from memtrain.trainers.losses.spans import telling_spans
+from memtrain.trainers.trace.host import HOST
 
 aten = torch.ops.aten
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
@@ -89,6 +90,7 @@ def pretending(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
     """
     from transformers import masking_utils
 
+    from memtrain.trainers import optim_offload
     from memtrain.trainers.losses import gradients, linear_nll, linear_recompute, products, tiles
 
     undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
@@ -98,6 +100,8 @@ def pretending(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
     if device_kind == "cuda":
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))
         undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
+        undo.append(_replaced(optim_offload, "HOST", HOST))
+        undo.append(_replaced(torch.nn.functional, "dropout", _fused_dropout))
     try:
         yield
     finally:
@@ -107,6 +111,11 @@ def pretending(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
 
 def _kernel_without_temporaries(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
     out.add_(1.0)
+
+
+def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA's kernel keeps a mask of bytes; a CPU keeps one of numbers."""
+    return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 def _replaced(module: Any, name: str, value: Any) -> Callable[[], None]:

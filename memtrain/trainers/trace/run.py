@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -12,19 +12,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.trace.fake import bare_model, dummy_micro, fakeify, without_data
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.online_method import Needs
+from memtrain.trainers.trace.dummies import DUMMIES, Subject
+from memtrain.trainers.trace.fake import bare_model, fakeify, without_data
+from memtrain.trainers.trace.host import bytes_on_host
 from memtrain.trainers.trace.oracle import RULES, pretending
 from memtrain.trainers.trace.recorder import Recorder
+from memtrain.trainers.trace.stage import Stage, module_of, set_the_stage
 from memtrain.trainers.trace.steps import (
-    Stage,
     one_evaluation,
+    one_pass,
     one_step,
     own_gradients,
     own_states,
-    set_the_stage,
+    tensors_of,
     watch_layers,
 )
 
+NOTHING = Needs(old=False, reference=False)
 STEPS = ("first step", "steady step")
 """Optimizer states appear at the end of the first; the peak is mostly in the second."""
 
@@ -43,30 +49,80 @@ class Job:
     num_layers: int | None = None
     """Trace only the first layers; None: all."""
     want_stats: bool = False
+    passes: HeaviestBatch | None = None
+    """What an online method scores without gradients before it learns from it; None: it does not."""
 
 
-def trace(job: Job) -> Recorder:
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a trace saw."""
+
+    recorder: Recorder
+    host: Mapping[str, int]
+    """Bytes in the host's memory by owner, of a CUDA run."""
+
+
+def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
     """Every allocation of two steps and an evaluation of `job`."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pretending(job.settings.device):
+    device = job.settings.device
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pretending(device, skips_tiles=skips_tiles):
         with unset_fake_temporarily():
-            model = bare_model(job.config, job.settings, job.num_layers)
-            micro = dummy_micro(job.settings, job.batch)
-        fakeify(model)
+            cast = bare_cast(job, "meta")
+        for model in (cast.model, cast.copy):
+            if model is not None:
+                fakeify(model)
+        cast = replace(
+            cast,
+            micros=[without_data(micro, mode) for micro in cast.micros],
+            passes=without_data(cast.passes, mode),
+        )
         recorder = Recorder("cpu", rules=RULES)
         recorder.enter("load")
-        micros = [without_data(micro, mode) for _ in range(min(2, job.num_micros))]
-        play(model, job, micros, recorder)
+        stage = play(cast, job, recorder, is_fake=True)
+        host = _on_host(stage)
+        del cast, stage
     gc.collect()
-    return recorder
+    return Trace(recorder, host)
 
 
-def play(model: Any, job: Job, micros: list[Any], recorder: Recorder, *, is_marked: bool = True) -> Stage:
-    """Run the steps around `model`, real or fake, under `recorder`."""
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Models and micro-batches, real or without data."""
+
+    model: Any
+    copy: Any | None
+    """The reference that is held beside the policy."""
+    micros: list[Any]
+    passes: Any | None
+    """What an online method scores before it learns."""
+
+
+def bare_cast(job: Job, device: str) -> Cast:
+    """The models of a job on `device`, and its micro-batches on the CPU."""
+    recipe, settings = job.recipe, job.settings
+    head = METHODS[recipe.method].head
+    module = module_of(recipe)
+    model = bare_model(job.config, settings, job.num_layers, device, head=head)
+    copy = None
+    if settings.reference in ("copy", "synced"):
+        copy = bare_model(job.config, settings, job.num_layers, device, is_reference=True)
+    method: Any = module.method(recipe, None)
+    needs = method.needs if METHODS[recipe.method].is_online else NOTHING
+    subject, make = Subject(recipe, settings, needs), DUMMIES[module.feed]
+    micros = [make(subject, job.batch) for _ in range(min(2, job.num_micros))]
+    passes = None if job.passes is None else make(subject, job.passes)
+    return Cast(model, copy, micros, passes)
+
+
+def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_marked: bool = True) -> Stage:
+    """Run the steps around models, real or fake, under `recorder`."""
     with recorder:
-        recorder.own([*model.parameters(), *model.buffers()], "weights")
-        stage = set_the_stage(model, job.recipe, job.settings, micros)
+        recorder.own([*cast.model.parameters(), *cast.model.buffers()], "weights")
+        if cast.copy is not None:
+            recorder.own([*cast.copy.parameters(), *cast.copy.buffers()], "reference")
+        own_gradients(cast.model, recorder)
+        stage = set_the_stage(cast.model, cast.copy, job.recipe, job.settings, cast.micros, is_fake=is_fake)
         own_states(stage, recorder)
-        own_gradients(stage, recorder)
         current = [STEPS[0]]
         if is_marked:
             watch_layers(stage, recorder, lambda: current[0])
@@ -78,7 +134,19 @@ def play(model: Any, job: Job, micros: list[Any], recorder: Recorder, *, is_mark
                 enter=lambda part, name=name: recorder.enter(f"{name}.{part}"),
             )
             own_states(stage, recorder)
-        recorder.enter("evaluation")
-        one_evaluation(stage)
+        if cast.passes is not None:
+            recorder.enter("passes")
+            one_pass(stage, cast.passes)
+        elif not METHODS[job.recipe.method].is_online:
+            recorder.enter("evaluation")
+            one_evaluation(stage)
         recorder.enter("saving")
     return stage
+
+
+def _on_host(stage: Stage) -> dict[str, int]:
+    """Bytes by owner: the ring of offloaded activations, and the optimizer's states."""
+    ring = stage.offloader.pool.num_bytes if stage.offloader is not None else 0
+    states = bytes_on_host(tensors_of(stage.optimizer.state))
+    on_gpu = stage.settings.device == "cuda"
+    return {"offloaded activations": ring if on_gpu else 0, "optimizer states": states}

@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from memtrain.memory.settings import Settings
-from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.registry import METHODS
-from memtrain.trainers.data.collate import MicroBatch
-from memtrain.trainers.method import Method
-from memtrain.trainers.model.head import Scorer, base_model
-from memtrain.trainers.optim import build_optimizer
-from memtrain.trainers.step import Engine, forward_backward, update
+from memtrain.trainers.method import Ahead, LooksAhead
+from memtrain.trainers.model.head import base_model
+from memtrain.trainers.online_method import OnlineMethod
+from memtrain.trainers.policy_passes import answer_scores
+from memtrain.trainers.reference import evaluating
+from memtrain.trainers.step import forward_backward, update
+from memtrain.trainers.trace.dummies import DummyFeed
 from memtrain.trainers.trace.recorder import Recorder
+from memtrain.trainers.trace.stage import Stage
 
 Enter = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Everything a step needs."""
-
-    scorer: Scorer
-    method: Method
-    optimizer: Optimizer
-    recipe: Recipe
-    micros: Sequence[MicroBatch]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
-        return [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
-
-
-def set_the_stage(
-    model: nn.Module, recipe: Recipe, settings: Settings, micros: Sequence[MicroBatch]
-) -> Stage:
-    """Scorer, method and optimizer around a model, as a run builds them."""
-    scorer = Scorer(cast(Any, model), is_chunked=settings.loss != "full", tile_bytes=settings.loss_tile_bytes)
-    method: Method = import_module(METHODS[recipe.method].trainer).method(recipe)
-    return Stage(scorer, method, build_optimizer(scorer, recipe.optim, settings), recipe, micros)
-
-
 def one_step(stage: Stage, *, want_stats: bool, enter: Enter = lambda phase: None) -> None:
-    """Forward, backward and update; `enter` hears `forward`, `optimizer` and `end`."""
+    """Forward, backward and update, as the loop does them.
+
+    `enter` hears `ahead`, `forward`, `optimizer` and `end`.
+    """
+    enter("ahead")
+    look_ahead(stage)
     enter("forward")
     denominator = float(sum(micro.num_learnt for micro in stage.micros))
     sums = forward_backward(
@@ -58,25 +36,52 @@ def one_step(stage: Stage, *, want_stats: bool, enter: Enter = lambda phase: Non
         stage.method,
         stage.micros,
         denominator=max(1.0, denominator),
-        engine=Engine(),
+        engine=stage.engine,
         num_micros=len(stage.micros),
         want_stats=want_stats,
     )
     enter("optimizer")
     optim = stage.recipe.optim
     norm = update(
-        stage.optimizer, stage.parameters, lr=optim.lr, max_grad_norm=optim.max_grad_norm, engine=Engine()
+        stage.optimizer, stage.parameters, lr=optim.lr, max_grad_norm=optim.max_grad_norm, engine=stage.engine
     )
+    if stage.follower is not None:
+        stage.follower.stepped(0)
     del norm, sums
     enter("end")
 
 
+def look_ahead(stage: Stage) -> None:
+    """What a method does before the first micro-batch of a step."""
+    if isinstance(stage.method, LooksAhead):
+        feed = DummyFeed(stage.micros[0])
+        sequences = [np.array([number]) for number in range(len(stage.micros))]
+        device = next(stage.scorer.parameters()).device
+        stage.method.look_ahead(stage.scorer, Ahead(feed, np.concatenate(sequences), sequences, device, 1))
+
+
 def one_evaluation(stage: Stage) -> None:
-    """A forward pass of the first micro-batch without gradients, with statistics."""
-    stage.scorer.eval()
-    with torch.no_grad():
+    """A pass over the first micro-batch without gradients, with statistics."""
+    with torch.no_grad(), evaluating(stage.scorer):
+        look_ahead(stage)
         stage.method.loss(stage.scorer, stage.micros[0], denominator=1.0, want_stats=True)
-    stage.scorer.train()
+
+
+def one_pass(stage: Stage, micro: Any) -> None:
+    """The passes of an online method over answers that are written and not yet learnt from."""
+    method = stage.method
+    assert isinstance(method, OnlineMethod), "Only these methods score answers before they learn."
+    asks_policy = method.needs.old or method.needs.top_entropy is not None
+
+    def ask(model: nn.Module, batch: Any) -> Tensor:
+        wants = method.needs.top_entropy is not None
+        return answer_scores(model, batch, temperature=method.temperature, want_entropy=wants).logp_N
+
+    if asks_policy:
+        with torch.no_grad(), evaluating(stage.scorer):
+            ask(stage.scorer, micro)
+    if method.needs.reference and stage.reference is not None:
+        stage.reference.logps(micro, ask)
 
 
 def watch_layers(stage: Stage, recorder: Recorder, prefix: Callable[[], str]) -> None:
@@ -123,30 +128,33 @@ def watch_layers(stage: Stage, recorder: Recorder, prefix: Callable[[], str]) ->
     layers[-1].register_forward_hook(after_layers)
 
 
-def own_gradients(stage: Stage, recorder: Recorder) -> None:
-    """Gradients belong to `gradients` from the moment they are there."""
+def own_gradients(model: nn.Module, recorder: Recorder) -> None:
+    """Gradients belong to `gradients` from the moment they are there. Call it before hooks that free them."""
 
     def ready(parameter: Tensor) -> None:
         if parameter.grad is not None:
             recorder.own([parameter.grad], "gradients")
 
-    for parameter in stage.parameters:
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         parameter.register_post_accumulate_grad_hook(ready)
 
 
 def own_states(stage: Stage, recorder: Recorder) -> None:
     """Whatever the optimizer keeps belongs to `optimizer`, its float32 copies to `master copies`."""
-    recorder.own(_tensors_of(stage.optimizer.state), "optimizer")
+    recorder.own(tensors_of(stage.optimizer.state), "optimizer")
     masters = getattr(stage.optimizer, "_masters", [])
     weights = set(map(id, stage.parameters))
     recorder.own([m for group in masters for m in group if id(m) not in weights], "master copies")
 
 
-def _tensors_of(state: Any) -> list[Tensor]:
+def tensors_of(state: Any) -> list[Tensor]:
+    """The tensors in an optimizer's state."""
     if isinstance(state, Tensor):
         return [state]
     values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return [tensor for value in values for tensor in _tensors_of(value)]
+    return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def _layers(base: nn.Module) -> list[nn.Module]:

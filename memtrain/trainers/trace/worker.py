@@ -22,14 +22,16 @@ def answer(asked: TraceJob) -> Traced:
         batch=asked.batch,
         num_micros=2 if asked.accumulates else 1,
         want_stats=True,
+        passes=asked.passes,
     )
-    phases, recorder = predict_by_trace(job, is_whole=asked.is_whole)
+    found = predict_by_trace(job, is_whole=asked.is_whole)
     reserved = None
-    if recorder is not None and asked.settings.device == "cuda":
-        reserved = replay(recorder.events, expandable=asked.settings.expandable_segments).peak_reserved
+    if found.recorder is not None and asked.settings.device == "cuda":
+        reserved = replay(found.recorder.events, expandable=asked.settings.expandable_segments).peak_reserved
     return Traced(
-        prediction=Prediction(phases=phases, method="trace", budget_bytes=None),
+        prediction=Prediction(phases=found.phases, method="trace", budget_bytes=None),
         reserved_bytes=reserved,
+        host_bytes=dict(found.host),
         seconds=time.perf_counter() - started,
     )
 

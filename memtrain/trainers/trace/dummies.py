@@ -1,0 +1,171 @@
+"""The heaviest micro-batch of each method, without content: what its step is traced with."""
+
+# K answers of an item, A answers, N learnt tokens
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.settings import Settings
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.answer_feed import AnswerFeed
+from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
+from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, pad_right
+from memtrain.trainers.feeds import TokenFeed
+from memtrain.trainers.losses.policy import Norms
+from memtrain.trainers.online_method import Needs
+from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.prompt_feed import PromptFeed
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a micro-batch is made for."""
+
+    recipe: Recipe
+    settings: Settings
+    needs: Needs
+    """What the loss of an online method reads."""
+
+
+def token_micro(subject: Subject, batch: HeaviestBatch) -> MicroBatch:
+    """Rows of zeros laid out like `batch`; the last `scored_tokens` of them are learnt."""
+    lengths = spread(batch)
+    masks = _learnt(lengths, batch.scored_tokens)
+    pieces = [Piece(np.zeros(n, np.int32), mask) for n, mask in zip(lengths, masks, strict=True)]
+    settings = subject.settings
+    lay = lay_end_to_end if settings.padding_free else pad_right
+    return lay(pieces, pad_id=0, multiple=settings.pad_to_multiple_of)
+
+
+def answer_micro(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
+    """Items of one answer (KTO) or two, every prompt one token long; the last `scored_tokens` are learnt."""
+    is_unpaired = subject.recipe.method == "kto"
+    return _answers(subject, batch, num_answers=1 if is_unpaired else 2)
+
+
+def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
+    """Groups of completions with the numbers that the loss of the method reads."""
+    needs = subject.needs
+    answers = _answers(subject, batch, num_answers=subject.recipe.generation.completions)
+    num_answers, num_tokens = len(answers.lengths_A), answers.micro.num_learnt
+
+    def numbers(is_there: bool) -> torch.Tensor | None:
+        return torch.zeros(num_tokens) if is_there else None
+
+    is_masked = needs.top_entropy is not None
+    return PolicyMicro(
+        answers=answers,
+        advantage_A=torch.ones(num_answers),
+        sampler_N=torch.zeros(num_tokens),
+        old_N=numbers(needs.old),
+        reference_N=numbers(needs.reference),
+        is_kept_N=torch.ones(num_tokens, dtype=torch.bool) if is_masked else None,
+        norms=Norms(
+            num_answers=num_answers,
+            num_tokens=num_tokens,
+            rollout_tokens=num_tokens,
+            max_tokens=subject.recipe.generation.max_tokens,
+            kept_tokens=num_tokens if is_masked else None,
+        ),
+    )
+
+
+DUMMIES: dict[Any, Callable[[Subject, HeaviestBatch], Any]] = {
+    TokenFeed: token_micro,
+    AnswerFeed: answer_micro,
+    PromptFeed: policy_micro,
+}
+"""What makes the micro-batch of a method, by the feed that its module names."""
+
+
+@dataclass(frozen=True, slots=True)
+class DummyFeed:
+    """As much of a feed as a method looks at before a step: each micro-batch is one sequence."""
+
+    micro: Any
+
+    @property
+    def weights(self) -> Ints:
+        """Items of each sequence: of the only one there is, for all of them."""
+        return np.full(2, self.micro.num_learnt, np.int64)
+
+    @property
+    def num_items(self) -> int:
+        """Items of all sequences."""
+        return 2 * self.micro.num_learnt
+
+    @property
+    def prompts_of_items(self) -> Ints:
+        """Number of each item's prompt: all differ."""
+        return np.arange(self.num_items)
+
+    def items_of(self, sequences: Ints) -> Ints:
+        """Numbers of the items of some sequences."""
+        per = self.micro.num_learnt
+        return np.concatenate([np.arange(one * per, (one + 1) * per) for one in sequences.tolist()])
+
+    def learnt_of(self, sequences: Ints, answer: int) -> int:
+        """Learnt tokens of the n-th answers, roughly."""
+        return self.micro.micro.num_learnt // 2 * len(sequences)
+
+    def mismatched(self, items: Ints, partners: Ints) -> Any:
+        """Prompts with answers of others: as heavy as with their own."""
+        return self.micro
+
+
+def spread(batch: HeaviestBatch) -> list[int]:
+    """Lengths of `rows` sequences, `longest` among them, that sum to `tokens`."""
+    if batch.rows == 1:
+        return [batch.tokens]
+    rest, rows = batch.tokens - batch.longest, batch.rows - 1
+    base, extra = divmod(max(rest, rows), rows)
+    return [batch.longest, *(base + (row < extra) for row in range(rows))]
+
+
+def _learnt(lengths: Sequence[int], scored_tokens: int) -> list[NDArray[np.bool_]]:
+    """Masks of the last tokens of sequences: `scored_tokens` in all, where there are enough."""
+    masks: list[NDArray[np.bool_]] = []
+    for length in lengths:
+        learnt = min(length, scored_tokens)
+        scored_tokens -= learnt
+        masks.append(np.arange(length) >= length - learnt)
+    return masks
+
+
+def _answers(subject: Subject, batch: HeaviestBatch, *, num_answers: int) -> AnswerBatch:
+    settings = subject.settings
+    num_items = max(1, batch.rows // num_answers)
+    rows = num_items * num_answers
+    if settings.shared_prompts:
+        base, extra = divmod(max(batch.tokens - num_items, rows), rows)
+        lengths = [base + (row < extra) for row in range(rows)]
+    else:
+        lengths = [length - 1 for length in spread(batch._replace(rows=rows))]
+    lengths = [max(1, length) for length in lengths]
+    masks = _learnt(lengths, batch.scored_tokens or batch.tokens)
+    answers = [Answer(np.zeros(n, np.int32), mask) for n, mask in zip(lengths, masks, strict=True)]
+    prompt = np.zeros(1, np.int32)
+    groups = [
+        Group(prompt, tuple(answers[item * num_answers : (item + 1) * num_answers]))
+        for item in range(num_items)
+    ]
+    is_precomputed = settings.reference == "precomputed"
+    return collate_answers(
+        groups,
+        [1.0] * num_items,
+        [0.0] * rows if is_precomputed else None,
+        is_shared=settings.shared_prompts,
+        is_flat=settings.padding_free,
+        pad_id=0,
+        multiple=settings.pad_to_multiple_of,
+    )

@@ -1,0 +1,127 @@
+"""Everything around a model that a step needs, put together as a run puts it (see build.py and worker.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from memtrain.memory.preferences import section_of
+from memtrain.memory.settings import Settings
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.build import scorer_of
+from memtrain.trainers.method import FollowsSteps, Method
+from memtrain.trainers.model.activations import treat_activations
+from memtrain.trainers.model.head import Scorer
+from memtrain.trainers.model.noise import add_noise
+from memtrain.trainers.model.offload import Offloader
+from memtrain.trainers.model.reward_head import RewardScorer
+from memtrain.trainers.optim import build_optimizer
+from memtrain.trainers.optim_backward import InBackward
+from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
+from memtrain.trainers.step import Engine
+from memtrain.trainers.trace.host import TracedHost
+
+Model = PreTrainedModel | PeftModel
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Everything a step needs."""
+
+    scorer: Scorer | RewardScorer
+    method: Method
+    optimizer: Optimizer
+    recipe: Recipe
+    settings: Settings
+    micros: Sequence[Any]
+    engine: Engine
+    reference: Reference | None
+    offloader: Offloader | None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+
+    @property
+    def follower(self) -> FollowsSteps | None:
+        """A reference that follows the weights."""
+        return self.reference if isinstance(self.reference, FollowsSteps) else None
+
+
+def set_the_stage(
+    model: Model,
+    copy: Model | None,
+    recipe: Recipe,
+    settings: Settings,
+    micros: Sequence[Any],
+    *,
+    is_fake: bool,
+) -> Stage:
+    """Scorer, reference, method, optimizer and engine around `model`.
+
+    `copy`: the same model a second time, without an adapter, where the settings hold a reference beside the
+    policy. `is_fake`: the tensors have no data, and those of a CUDA run's host are played by others.
+    """
+    plays_host = is_fake and settings.device == "cuda"
+    treated = treat_activations(model, settings, TracedHost() if plays_host else None)
+    if recipe.optim.neftune_alpha is not None:
+        add_noise(model, recipe.optim.neftune_alpha)
+    scorer = scorer_of(model, METHODS[recipe.method].head, settings)
+    reference = reference_of(scorer, copy, recipe, settings)
+    module = module_of(recipe)
+    method: Method = module.method(recipe, reference)
+    optimizer = build_optimizer(scorer, recipe.optim, settings)
+    return Stage(
+        scorer=scorer,
+        method=method,
+        optimizer=optimizer,
+        recipe=recipe,
+        settings=settings,
+        micros=micros,
+        engine=_engine(optimizer, scorer, settings),
+        reference=reference,
+        offloader=treated.offloader,
+    )
+
+
+def module_of(recipe: Recipe) -> ModuleType:
+    """The module of a recipe's method."""
+    return import_module(METHODS[recipe.method].trainer)
+
+
+def reference_of(
+    scorer: nn.Module, copy: Model | None, recipe: Recipe, settings: Settings
+) -> Reference | None:
+    """As build_reference, with nothing loaded and nothing computed before."""
+    kind = settings.reference
+    if kind == "none":
+        return None
+    if kind == "precomputed":
+        return Precomputed()
+    if kind == "adapter_off":
+        model: Any = scorer.model
+        return without_adapter(scorer, model)
+    assert copy is not None, "These settings hold a reference beside the policy."
+    copy.requires_grad_(False).eval()
+    held = scorer_of(copy, "lm", settings).eval()
+    if kind == "copy":
+        return Live(held)
+    section = section_of(recipe)
+    assert section is not None, "A method with a reference has a section for it."
+    return Synced(held, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
+
+
+def _engine(optimizer: Optimizer, scorer: nn.Module, settings: Settings) -> Engine:
+    if not settings.in_backward:
+        return Engine()
+    return InBackward(optimizer, [p for p in scorer.parameters() if p.requires_grad]).engine()

@@ -1,0 +1,236 @@
+"""Recipes that traces are held against: every method, strategy and precision, and a dozen architectures."""
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+from memtrain.memory.activations import Asks, HeaviestBatch
+from memtrain.memory.estimate import estimate
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import shape_of
+from memtrain.recipes.model import Adapter
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS as METHOD_NAMES
+from memtrain.trainers.trace.measure import allocator_peak
+from memtrain.trainers.trace.recorder import Recorder
+from memtrain.trainers.trace.run import Job, bare_cast, play
+
+LLAMA = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = LLAMA | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+QWEN = LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+BATCH = HeaviestBatch(rows=4, tokens=512, scored_tokens=400, longest=200)
+LORA = Adapter(r=8)
+DORA = Adapter(r=8, kind="dora")
+RANDOM_STATE_BYTES = 5056
+"""torch's CPU random state, which each checkpointed layer keeps to draw again: no operator makes it. On a GPU
+run it lies in host memory."""
+
+BASE = {
+    "device": "cpu",
+    "num_processes": 1,
+    "threads": 1,
+    "dtype": "float32",
+    "attention": "cpu",
+    "liger": False,
+    "adapter": None,
+    "quantize": "none",
+    "max_length": 200,
+    "truncation": "keep_start",
+    "packing": "none",
+    "documents_see_each_other": False,
+    "padding_free": True,
+    "pad_to_multiple_of": None,
+    "group_by_length": False,
+    "batch_rows": 4,
+    "batch_tokens": None,
+    "micro_rows": 4,
+    "micro_tokens": None,
+    "max_steps": 2,
+    "checkpoint_every": 0,
+    "offload": "none",
+    "loss": "chunked",
+    "loss_tile_bytes": 1 << 19,
+    "optimizer": "adamw",
+    "master_weights": False,
+    "expandable_segments": True,
+}
+PADDED = {"attention": "stock", "padding_free": False}
+HALF = {"dtype": "bfloat16"}
+EVERY = {"checkpoint_every": 1}
+SHARED = {"shared_prompts": True}
+NO_CLIP = {"optim": {"max_grad_norm": None}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recipe: a method on a model under some settings."""
+
+    method: str = "sft"
+    config: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    changes: dict[str, Any] = field(default_factory=dict)
+    num_micros: int = 1
+    said: dict[str, Any] = field(default_factory=dict)
+    """What the recipe says beside the settings."""
+    batch: HeaviestBatch = BATCH
+
+    @property
+    def settings(self):
+        return Settings(**(BASE | self.changes))
+
+    @property
+    def job(self):
+        """The job that traces it."""
+        settings = self.settings
+        scores = self.method in ONLINE and settings.reference != "none"
+        passes = HeaviestBatch(8, 1024, 1024, 200) if scores else None
+        return Job(
+            self.recipe,
+            settings,
+            self.config,
+            self.batch,
+            num_micros=self.num_micros,
+            want_stats=True,
+            passes=passes,
+        )
+
+    def estimated(self):
+        """What the arithmetic says."""
+        head = METHOD_NAMES[self.method].head
+        shape = shape_of(self.config, head=head)
+        asks = Asks.ENTROPIES if self.method in ONLINE else Asks.NLL if self.method == "sft" else Asks.LOGPS
+        scored = 0 if head == "score" else self.batch.scored_tokens
+        batch = self.batch._replace(asks=asks, scored_tokens=scored)
+        return estimate(self.settings, shape, batch, accumulates=self.num_micros > 1)
+
+    @property
+    def recipe(self):
+        """The recipe, as far as a step looks at it."""
+        settings = self.settings
+        said: dict[str, Any] = {
+            "method": self.method,
+            "model": {"config": {"model_type": "llama"}, "tokenizer": "builtin:tiny"},
+            "data": {"train": ("rows.jsonl",)},
+            "optim": {"kind": settings.optimizer, "master_weights": settings.master_weights},
+        }
+        if settings.adapter is not None:
+            said["model"]["adapter"] = settings.adapter.model_dump()
+        if self.method in ONLINE:
+            said |= {"rewards": {"functions": ("builtin:length",)}}
+            said |= {"generate": {"completions": 2, "max_tokens": 64}}
+        for key, value in self.said.items():
+            said[key] = said.get(key, {}) | value
+        return Recipe.model_validate(said)
+
+
+ONLINE = ("grpo", "rloo")
+
+
+def sft(config, changes=None, num_micros=1, **said):
+    return Case("sft", config, changes or {}, num_micros, said)
+
+
+def arch(model_type, changes=None, **config):
+    return sft(SMALL | {"model_type": model_type} | config, HALF | (changes or {}))
+
+
+STRATEGIES = {
+    "plain": sft(LLAMA, {"loss": "full"} | PADDED),
+    "padding-free": sft(LLAMA, {"loss": "full"}),
+    "chunked": sft(LLAMA),
+    "checkpointed": sft(LLAMA, EVERY),
+    "checkpointed, accumulating": sft(LLAMA, EVERY, 2),
+    "every other layer": sft(LLAMA, {"checkpoint_every": 2}),
+    "bfloat16": sft(LLAMA, HALF),
+    "bfloat16, tied, checkpointed, accumulating": sft(QWEN, HALF | EVERY, 2),
+    "master weights": sft(QWEN, HALF | {"master_weights": True}),
+    "LoRA": sft(LLAMA, {"adapter": LORA} | HALF),
+    "LoRA, checkpointed": sft(QWEN, {"adapter": LORA} | EVERY),
+    "LoRA with dropout, padded": sft(LLAMA, {"adapter": Adapter(r=8, dropout=0.1)} | PADDED),
+    "DoRA": sft(QWEN, {"adapter": DORA} | HALF),
+    "norms on queries, padded": sft(QWEN, PADDED),
+    "dense attention": sft(LLAMA, {"attention": "dense"}),
+    "adafactor": sft(LLAMA, {"optimizer": "adafactor"} | HALF),
+    "muon": sft(LLAMA, {"optimizer": "muon"} | EVERY),
+    "SGD, noise on embeddings": sft(LLAMA, {"optimizer": "sgd"}, optim={"neftune_alpha": 5.0}),
+    "dft": sft(LLAMA, sft={"loss": "dft"}),
+    "offloading all": sft(LLAMA, {"offload": "all"}),
+    "offloading boundaries": sft(LLAMA, {"offload": "boundaries"} | EVERY | HALF),
+    "moments on the host": sft(LLAMA, {"optimizer_offload": True}),
+    "moments and masters on the host": sft(QWEN, {"optimizer_offload": True, "master_weights": True} | HALF),
+    "step in backward": sft(LLAMA, {"in_backward": True}, **NO_CLIP),
+    "step in backward, adafactor": sft(
+        QWEN, {"in_backward": True, "optimizer": "adafactor"} | EVERY | HALF, **NO_CLIP
+    ),
+}
+METHODS = {
+    "dpo, adapter off": Case("dpo", LLAMA, {"adapter": LORA, "reference": "adapter_off"} | SHARED),
+    "dpo, a copy": Case("dpo", LLAMA, {"reference": "copy"} | SHARED, 2),
+    "dpo, precomputed": Case("dpo", QWEN, {"reference": "precomputed"} | EVERY | HALF | SHARED),
+    "dpo, synced": Case("dpo", LLAMA, {"reference": "synced"}, said={"dpo": {"reference": "synced"}}),
+    "dpo, padded": Case("dpo", LLAMA, {"reference": "precomputed", "loss": "full"} | PADDED),
+    "kto, a copy": Case("kto", LLAMA, {"reference": "copy"} | SHARED),
+    "kto, adapter off": Case("kto", QWEN, {"adapter": LORA, "reference": "adapter_off"} | HALF),
+    "reward": Case("reward", LLAMA, SHARED),
+    "reward, LoRA": Case("reward", QWEN, {"adapter": LORA} | HALF | PADDED),
+    "grpo": Case("grpo", LLAMA, SHARED),
+    "grpo, a copy": Case("grpo", LLAMA, {"reference": "copy"} | SHARED, said={"grpo": {"beta": 0.04}}),
+    "grpo, LoRA": Case(
+        "grpo",
+        QWEN,
+        {"adapter": LORA, "reference": "adapter_off"} | EVERY | HALF | SHARED,
+        2,
+        {"grpo": {"beta": 0.04}},
+    ),
+    "grpo, all logits": Case("grpo", LLAMA, {"loss": "full"} | SHARED | HALF),
+    "rloo": Case("rloo", LLAMA, {"reference": "copy"} | SHARED, said={"rloo": {"beta": 0.05}}),
+    "rloo, no reference": Case("rloo", LLAMA, HALF | EVERY | SHARED, said={"rloo": {"beta": 0.0}}),
+}
+ARCHITECTURES = {
+    "qwen2": arch("qwen2"),
+    "qwen3, checkpointed": arch("qwen3", EVERY, head_dim=32),
+    "mistral": arch("mistral", sliding_window=None),
+    "gemma2": arch("gemma2", PADDED, head_dim=32, tie_word_embeddings=True, query_pre_attn_scalar=32),
+    "gemma3": arch("gemma3_text", head_dim=32, tie_word_embeddings=True, query_pre_attn_scalar=32),
+    "phi3": arch("phi3", sliding_window=None),
+    "phi3, LoRA": arch("phi3", {"adapter": LORA}, sliding_window=None),
+    "smollm3": arch("smollm3", EVERY),
+    "olmo2": arch("olmo2"),
+    "olmo3": arch("olmo3", EVERY, sliding_window=None),
+    "granite": arch("granite", logits_scaling=2.0),
+    "gemma": arch("gemma", head_dim=32, tie_word_embeddings=True),
+    "qwen3_moe": arch("qwen3_moe", head_dim=32, moe_intermediate_size=96, **EXPERTS),
+    "qwen3_moe, checkpointed": arch("qwen3_moe", EVERY, head_dim=32, moe_intermediate_size=96, **EXPERTS),
+    "qwen3_moe, LoRA": arch("qwen3_moe", {"adapter": LORA}, head_dim=32, moe_intermediate_size=96, **EXPERTS),
+    "mixtral": arch("mixtral", sliding_window=None, **EXPERTS),
+}
+CASES = STRATEGIES | METHODS | ARCHITECTURES
+
+
+class _Nobody(Recorder):
+    """Runs the steps and counts nothing."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *details):
+        return None
+
+    def own(self, tensors, owner):
+        return None
+
+
+def real_peak(job):
+    """Peak bytes of torch's own CPU allocator in the same steps, without the random states of checkpoints."""
+    cast = bare_cast(job, "cpu")
+    held = [model for model in (cast.model, cast.copy) if model is not None]
+    gc.collect()
+    peak = allocator_peak(held, lambda: play(cast, job, _Nobody(), is_marked=False))
+    return peak - random_states(job)
+
+
+def random_states(job):
+    """Bytes of the random states that the checkpointed layers of a job keep."""
+    every = job.settings.checkpoint_every
+    return RANDOM_STATE_BYTES * -(-job.config["num_hidden_layers"] // every) if every else 0
