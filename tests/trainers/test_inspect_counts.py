@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.trainers.data.inspect.counts import Counting, alike_answers, row_hashes
-from memtrain.trainers.data.inspect.reading import reservoir
+from memtrain.trainers.data.inspect.reading import one_thread_a_batch, reservoir, tokenizer_threads
 from memtrain.trainers.data.inspect.side import counted, spread_out
 from memtrain.trainers.data.inspect.stop import on_interrupt
 from memtrain.trainers.data.store import TokenRow, as_rows
@@ -117,3 +117,20 @@ def test_ctrl_c_ends_the_rows_and_a_second_one_the_program():
         assert taken == [0, 1, 2, 3]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "rayon", "expected"),
+    [("false", None, 1), ("0", "3", 1), ("true", "3", 3), (None, "5", 5)],
+)
+def test_rows_are_tokenized_on_as_many_threads_as_the_tokenizer_would_take(
+    parallelism: str | None, rayon: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in (("TOKENIZERS_PARALLELISM", parallelism), ("RAYON_NUM_THREADS", rayon)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert tokenizer_threads() == expected
+    with one_thread_a_batch():
+        assert tokenizer_threads() == 1
+    assert tokenizer_threads() == expected

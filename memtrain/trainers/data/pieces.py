@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +77,7 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: Length) -> Sequence
         profile=LengthProfile(
             report=_report(own, made, learnt_of_row, learnt, length),
             total_tokens=int(tokens.sum()),
-            longest=longest_first(np.sort(tokens)[::-1][:NUM_LONGEST]),
+            longest=longest_first(_largest(tokens, NUM_LONGEST)),
             longest_piece=int((tokens if length.documents_see_each_other else kept).max(initial=0)),
         ),
     )
@@ -136,9 +135,9 @@ def _wrapped(
     assert length.max_length is not None, "The recipe refuses packing without a max_length."
     sees = length.documents_see_each_other
     used = np.arange(len(tokens)) if sees else np.flatnonzero(learnt_of_row)
-    number, start, kept = _wrap(tokens[used], length.max_length)
+    number, start, kept, begins = _wrap(tokens[used], length.max_length)
     number = used[number]
-    bin_ptr = _greedy_bins(kept, length.max_length)
+    bin_ptr = np.append(np.flatnonzero(begins), len(begins))
     learnt = count_learnt(spans, rows[number], start, kept)
     if sees:
         learnt = learnt + _first_tokens_learnt(spans, rows[number], start, bin_ptr)
@@ -149,16 +148,21 @@ def _wrapped(
     return number[of_useful], start[of_useful], kept[of_useful], bin_ptr, learnt[of_useful]
 
 
-def _wrap(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
-    """Rows laid end to end and cut every `limit` tokens; a row that goes on repeats its last token."""
+def _wrap(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Rows laid end to end and cut every `limit` tokens; a row that goes on repeats its last token.
+
+    (number of the row, start, length, whether it begins a sequence) of every piece.
+    """
     stride = max(1, limit - 1)
     rooms = _room_at_each_row(tokens, limit, stride)
     beyond = np.maximum(tokens - rooms, 0)
     counts = 1 + -(-beyond // stride)
     number = np.repeat(np.arange(len(tokens)), counts)
     which = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = np.where(which == 0, 0, rooms[number] - 1 + (which - 1) * stride)
-    return number, start, np.minimum(np.where(which == 0, rooms[number], limit), tokens[number] - start)
+    goes_on, room = which > 0, rooms[number]
+    start = np.where(goes_on, room - 1 + (which - 1) * stride, 0)
+    kept = np.minimum(np.where(goes_on, limit, room), tokens[number] - start)
+    return number, start, kept, goes_on | (room == limit)
 
 
 def _room_at_each_row(tokens: Ints, limit: int, stride: int) -> Ints:
@@ -184,22 +188,19 @@ def _pack(kept: Ints, length: Length) -> tuple[Ints, Ints]:
     return best_fit_decreasing(kept, length.max_length)
 
 
-def _greedy_bins(kept: Ints, limit: int) -> Ints:
-    """Bins of consecutive pieces, as many as fit."""
-    ends: list[int] = np.cumsum(kept).tolist()
-    bounds, used = [0], 0
-    while bounds[-1] < len(ends):
-        bounds.append(bisect_right(ends, used + limit, lo=bounds[-1]))
-        used = ends[bounds[-1] - 1]
-    return np.array(bounds, np.int64)
-
-
 def _first_tokens_learnt(spans: Spans, row: Ints, start: Ints, bin_ptr: Ints) -> Ints:
     """1 where a piece's first token is learnt and the piece before it, in the same sequence, predicts it."""
     inner = np.ones(len(row), np.bool_)
     inner[bin_ptr[:-1]] = False
     one = np.ones_like(start)
     return np.where(inner, count_learnt(spans, row, start - 1, one + 1), 0)
+
+
+def _largest(values: Ints, count: int) -> Ints:
+    """The `count` largest values, largest first."""
+    if len(values) > count:
+        values = np.partition(values, len(values) - count)[-count:]
+    return np.sort(values)[::-1]
 
 
 def _sum_by_bin(values: Ints, bin_ptr: Ints) -> Ints:
