@@ -85,14 +85,6 @@ def _refuse_offload(ledger: Ledger) -> None:
 def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
     """(what, where, fix) of everything in a recipe that FSDP2 cannot honour."""
     faults: list[tuple[str, str, str]] = []
-    if recipe.cluster.context_parallel > 1:
-        faults.append(
-            (
-                "slices of rows and shards of weights were never tried together",
-                "cluster.context_parallel",
-                "remove it, or set cluster.engine: ddp",
-            )
-        )
     if recipe.model.quantize != "none":
         faults.append(
             (
@@ -131,6 +123,14 @@ def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
 def zero_faults(recipe: Recipe, dtype: str, *, has_deepspeed: bool) -> list[tuple[str, str, str]]:
     """(what, where, fix) of everything in a recipe that DeepSpeed's ZeRO cannot honour here."""
     faults = fsdp2_faults(recipe)
+    if recipe.cluster.context_parallel > 1:
+        faults.append(
+            (
+                "slices of rows and DeepSpeed's shards were never tried together",
+                "cluster.context_parallel",
+                "remove it, or set cluster.engine: fsdp2",
+            )
+        )
     if not has_deepspeed:
         faults.append(
             (

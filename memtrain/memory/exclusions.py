@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.context import NOT_SLICED, NOT_WITH_LIGER, SLICED
-from memtrain.memory.engines import is_sharded
+from memtrain.memory.engines import ZERO, is_sharded
 from memtrain.memory.settings import Settings
 
 
@@ -125,6 +125,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         NOT_SLICED,
     ),
     _with("context_parallel", "liger_loss", NOT_WITH_LIGER),
+    Exclusion(
+        "context_parallel",
+        "DeepSpeed's ZeRO",
+        lambda settings: settings.engine in ZERO,
+        "slices of rows and DeepSpeed's shards were never tried together",
+    ),
     _with("liger_loss", "shared_prompts", "Liger's kernel is cross-entropy of single rows"),
 )
 

@@ -172,6 +172,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("paged_adamw_8bit", SHARDED | {"optimizer": "paged_adamw_8bit"}),
     ("context_parallel", {"context_parallel": 2, "attention": "dense"}),
     ("context_parallel", {"context_parallel": 2, "loss": "liger"}),
+    ("context_parallel", {"context_parallel": 2, "engine": "zero3"}),
     ("liger_loss", {"loss": "liger", "shared_prompts": True}),
 ]
 

@@ -74,6 +74,13 @@ def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch):
     assert_the_same(runs.folder / "four", runs.done("one", *uneven))
 
 
+@pytest.mark.slow
+def test_slices_of_rows_and_shards_of_weights_go_together(runs):
+    ranks = runs.fork_ranks("two", 2, *PACKED, *STOPS, SLICED, "cluster.engine=fsdp2")
+    assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)
+    assert_the_same(runs.folder / "two", runs.done("one", *PACKED, *STOPS))
+
+
 def test_a_killed_run_goes_on_bit_for_bit(runs, two: Path, metrics, curve_of):
     ranks = runs.fork_ranks("run", 2, *PACKED, *STOPS, SLICED, *SAVED)
     while len(metrics(runs.folder / "run", "step")) < 4:
