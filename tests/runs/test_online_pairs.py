@@ -242,3 +242,29 @@ def test_ppo_learns_to_be_short(value: str, tmp_path: Path, cache: Path):
     told = run(tmp_path, "ppo", cache, *given, "save.every_steps=50", "optim.schedule=constant")
     rewards = [line["reward"] for line in steps(told) if "reward" in line]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+
+
+def test_a_reward_model_judges_and_is_counted_in_the_plan(tmp_path: Path, cache: Path):
+    """A sequence classifier with one number, of the policy's own kind and vocabulary."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from memtrain.recipes.model import Model
+    from memtrain.trainers.data.tokenizer import tokenizer_of
+
+    tokenizer = tokenizer_of(Model(path="builtin:tiny"))
+    widths = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1, "pad_token_id": 0}
+    config = AutoConfig.for_model("qwen3", vocab_size=len(tokenizer), **widths, **heads)
+    judge = AutoModelForSequenceClassification.from_config(config)
+    judge.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    given = f"rewards={{functions: [{{model: {tmp_path / 'judge'}}}]}}"
+    told = run(tmp_path, "online_dpo", cache, given, "train.max_steps=2", "eval.every_steps=null")
+    assert steps(told)[0]["rewards/judge"] == pytest.approx(steps(told)[0]["reward"])
+    assert steps(told)[0]["pairs"] == 4
+    owners = {
+        one.owner: one.num_bytes for one in read_plan(tmp_path / "run" / "plan.json").prediction.peak.owners
+    }
+    # A dtype of 4 bytes; the score's row of 16 is the only part that the estimate leaves out.
+    weights = sum(one.numel() for one in judge.parameters()) - 16
+    assert owners["reward models"] == 4 * weights
