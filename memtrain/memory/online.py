@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
-from memtrain.memory.estimate import phase_peak
-from memtrain.memory.lengths import LengthProfile
-from memtrain.memory.plan import Prediction
+from memtrain.memory.beside import judging_bytes
+from memtrain.memory.estimate import evaluation_moment, phase_peak
+from memtrain.memory.facts import Facts, heaviest
+from memtrain.memory.plan import PhasePeak, Prediction
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import MIB
+from memtrain.memory.vllm import longest_prompt, own_engine, with_engine
 from memtrain.recipes.generate import Generate
+from memtrain.recipes.online import Grpo
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
+from memtrain.recipes.vllm import Vllm
 
 READ_TOKENS = 8192
 """Prompt tokens that the sampler reads in one forward pass, where no prompt is longer. Taste."""
@@ -21,6 +26,9 @@ READ_TOKENS = 8192
 TILE_BYTES = 64 * MIB
 CHOICE_COPIES = 6
 """Copies of a tile of logits, in fp32, while tokens are chosen (rollout/choose.py)."""
+
+PASS_FACTORS = (4, 2, 1)
+"""How many times larger micro-batches without gradients may be; beyond, they are hardly faster. Taste."""
 
 MOST_ROWS = 512
 """Completions that are written at a time at most, unless the recipe says more: more is hardly faster."""
@@ -43,7 +51,7 @@ def refuse_uneven_groups(ledger: Ledger, rows: int | None) -> None:
 
 
 def with_generation(
-    ledger: Ledger, settings: Settings, prediction: Prediction, shape: ModelShape, profile: LengthProfile
+    ledger: Ledger, settings: Settings, prediction: Prediction, facts: Facts
 ) -> tuple[Settings, Prediction]:
     """Settings and prediction with who writes the completions, and the peak while they are written.
 
@@ -54,24 +62,60 @@ def with_generation(
         return settings, prediction
     # A rehearsal tries the heaviest rows of a feed, and the completions are not written yet.
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings), "rehearse": False})
-    longest_prompt = max(1, profile.longest_piece - recipe.generation.max_tokens)
     resting = next(phase for phase in prediction.phases if phase.phase == "saving")
+    if settings.sampler in ("vllm", "vllm_server"):
+        return _with_vllm(ledger, settings, prediction, facts, resting)
+    prompt = longest_prompt(facts, recipe.generation)
     room = prediction.peak.num_bytes - resting.num_bytes
 
     def moment(rows: int) -> dict[str, int]:
-        return generation_bytes(settings, shape, recipe.generation, longest_prompt, rows)
+        return generation_bytes(settings, facts.shape, recipe.generation, prompt, rows)
 
     rows = _decide_rows(ledger, recipe, settings, lambda rows: sum(moment(rows).values()) <= room)
     owners = {one.owner: one.num_bytes for one in resting.owners}
-    phases = (*prediction.phases, phase_peak("generation", owners | moment(rows)))
+    phases = [*prediction.phases, phase_peak("generation", owners | moment(rows))]
+    if facts.rewards:
+        longest = prompt + recipe.generation.max_tokens
+        reading = judging_bytes(settings, facts.rewards, longest)
+        phases.append(phase_peak("rewards", owners | {"activations": reading}))
+    factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes)
+    if has_passes(recipe):
+        phases.append(passes)
     return (
-        settings.model_copy(update={"rollout_rows": rows}),
-        prediction.model_copy(update={"phases": phases}),
+        settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor}),
+        prediction.model_copy(update={"phases": tuple(phases)}),
     )
 
 
+def has_passes(recipe: Recipe) -> bool:
+    """Whether a rollout is read without gradients before it is learnt from: log-probs, values, entropies."""
+    section = recipe.online
+    if section is None:
+        return False
+    is_masked = isinstance(section, Grpo) and section.top_entropy < 1
+    has_value = METHODS[recipe.method].has_value
+    moves = section.steps_in_window > 1 and not METHODS[recipe.method].in_pairs
+    return section.needs_reference or has_value or moves or is_masked
+
+
+def _decide_passes(settings: Settings, facts: Facts, peak: int) -> tuple[int, PhasePeak]:
+    """(how much larger micro-batches without gradients are than those with, their peak).
+
+    As large as need no more than the update: no activations are kept.
+    """
+    priced = [(factor, _pass_peak(settings, facts, factor)) for factor in PASS_FACTORS]
+    return next((one for one in priced if one[1].num_bytes <= peak), priced[-1])
+
+
+def _pass_peak(settings: Settings, facts: Facts, factor: int) -> PhasePeak:
+    tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
+    larger = settings.model_copy(update={"micro_rows": factor * settings.micro_rows, "micro_tokens": tokens})
+    load = Load(settings, facts.shape, heaviest(larger, facts))
+    return phase_peak("passes", evaluation_moment(load))
+
+
 def generation_bytes(
-    settings: Settings, shape: ModelShape, generate: Generate, longest_prompt: int, rows: int
+    settings: Settings, shape: ModelShape, generate: Generate, prompt: int, rows: int
 ) -> dict[str, int]:
     """Bytes by owner while `rows` completions are written at a time.
 
@@ -79,9 +123,9 @@ def generation_bytes(
     """
     of_token = 2 * shape.kv_width * shape.num_layers * DTYPE_BYTES[settings.dtype]
     prompts = rows if settings.sampler != "native" else -(-rows // generate.completions)
-    keys = of_token * (prompts * longest_prompt + rows * generate.max_tokens)
-    read = max(longest_prompt, min(READ_TOKENS, longest_prompt * prompts))
-    load = Load(settings, shape, HeaviestBatch(1, read, 1, longest_prompt))
+    keys = of_token * (prompts * prompt + rows * generate.max_tokens)
+    read = max(prompt, min(READ_TOKENS, prompt * prompts))
+    load = Load(settings, shape, HeaviestBatch(1, read, 1, prompt))
     reading = layer_forward(load) + rotary(load)
     logits = rows * shape.vocab_size * DTYPE_BYTES[settings.dtype]
     choosing = logits + CHOICE_COPIES * min(TILE_BYTES, 4 * rows * shape.vocab_size)
@@ -89,8 +133,30 @@ def generation_bytes(
     return {"keys and values": keys, "sampling": max(reading, choosing) + drawn}
 
 
+def _with_vllm(
+    ledger: Ledger, settings: Settings, prediction: Prediction, facts: Facts, resting: PhasePeak
+) -> tuple[Settings, Prediction]:
+    """Completions of another process: this one holds what rests, and a bucket of weights on their way."""
+    recipe = ledger.asked.recipe
+    if settings.sampler == "vllm":
+        settings = with_engine(ledger, settings, facts, resting.num_bytes)
+    else:
+        rows = _decide_rows(ledger, recipe, settings, lambda rows: True)
+        settings = settings.model_copy(update={"rollout_rows": rows})
+    bucket = (recipe.generation.vllm or Vllm()).bucket if settings.device == "cuda" else 0
+    owners = {one.owner: one.num_bytes for one in resting.owners} | {"weights on their way": bucket}
+    phases = (*prediction.phases, phase_peak("generation", owners))
+    return settings, prediction.model_copy(update={"phases": phases})
+
+
 def _decide_sampler(ledger: Ledger, settings: Settings) -> str:
     wanted, path = ledger.asked.recipe.generation.backend, "generate.backend"
+    if wanted == "vllm":
+        is_own = own_engine(ledger.asked.recipe) is not None
+        name = "vllm" if is_own else "vllm_server"
+        words = "in a process of its own" if is_own else "a server, which is given a checkpoint a rollout"
+        ledger.decide("sampler", name, words, path)
+        return name
     can = settings.attention != "stock"
     if wanted == "native" and not can:
         ledger.refuse(

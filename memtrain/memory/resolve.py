@@ -10,7 +10,7 @@ from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.deciding import decide_base
 from memtrain.memory.engines import decide_layout
 from memtrain.memory.exclusions import excluded
-from memtrain.memory.facts import CountSteps, Facts, Priced, budget_of, host_need, predict
+from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.host import host_shortage
 from memtrain.memory.lengths import LengthProfile
@@ -23,6 +23,7 @@ from memtrain.memory.search import Space, fastest, price_all, space
 from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case
 from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
+from memtrain.memory.vllm import refuse_vllm, training_budget
 
 LENGTH_STEP = 64
 """Lengths are searched in steps that tensor cores like."""
@@ -52,7 +53,7 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
     Raises: RecipeError with every refusal; DoesNotFit when no choice that is left open fits the budget.
     """
     ledger, case, choices = open_space(asked, facts)
-    budget = budget_of(case.recipe, facts.hardware)
+    budget = training_budget(case.recipe, facts, choices.groups[0][0])
     try:
         chosen, tried = _choose(choices, budget, case)
     except DoesNotFit:
@@ -69,7 +70,7 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
     )
     chosen = replace(chosen, settings=settings)
     explain(ledger, chosen, facts, budget)
-    settings, prediction = with_generation(ledger, settings, chosen.prediction, facts.shape, facts.profile)
+    settings, prediction = with_generation(ledger, settings, chosen.prediction, facts)
     return Resolved(
         settings=settings,
         decisions=tuple(ledger.decisions),
@@ -94,6 +95,7 @@ def open_space(asked: Asked, facts: Facts) -> tuple[Ledger, Case, Space]:
     if base is None:
         ledger.settle()
     assert base is not None, "A refusal was not noted."
+    refuse_vllm(ledger, base)
     wholes = in_backward_choices(ledger, (base.batch_rows, base.batch_tokens), base.num_processes)
     ledger.settle()
     choices = space(base, case, micros, wholes)

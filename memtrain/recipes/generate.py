@@ -7,14 +7,15 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from memtrain.recipes.base import Fraction, PositiveInt, Section, one_or_many
+from memtrain.recipes.vllm import Vllm
 
 
 class Generate(Section):
     """Completions for each prompt, and how their tokens are chosen."""
 
-    completions: Annotated[int, Field(ge=2)] = 8
-    """Completions of one prompt: the group that they are compared in. Their prompt is computed once. Higher:
-    a better baseline, more time."""
+    completions: PositiveInt = 8
+    """Completions of one prompt: the group that they are compared in, at least 2 (`ppo`: 1). Their prompt is
+    computed once. Higher: a better baseline, more time."""
 
     max_tokens: PositiveInt = 256
     """Longest completion in tokens; a longer one is cut. Higher: more time, more memory."""
@@ -37,9 +38,17 @@ class Generate(Section):
     stop: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
     """Texts that end a completion, beside the end-of-sequence token."""
 
-    backend: Literal["auto", "native", "transformers"] = "auto"
+    backend: Literal["auto", "native", "transformers", "vllm"] = "auto"
     """`native`: the module that is trained, each prompt read once for its group. `transformers`: its own
-    `generate`, for architectures that native cannot. `auto`: native wherever it can."""
+    `generate`, for architectures that native cannot. `vllm`: an engine with weights of its own, which are
+    renewed for each rollout (docs/generation.md). `auto`: native wherever it can, else transformers."""
+
+    vllm: Vllm | None = None
+    """`backend: vllm`: where it runs and what it may take."""
+
+    mismatch_limit: Annotated[float, Field(gt=0)] | None = 0.3
+    """End the run when the sampler's log-probs are this far from the trainer's, in nats, on average over a
+    step: its weights are old ones, or another model's. null: never."""
 
     rows: PositiveInt | Literal["auto"] = "auto"
     """Completions that are written at a time. Higher: faster, more memory for keys. Same completions.
@@ -55,6 +64,14 @@ class Generate(Section):
     def _stops_are_texts(self) -> Generate:
         if any(not text for text in self.stop):
             raise ValueError("generate.stop has an empty text, which would end every completion; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_is_asked(self) -> Generate:
+        if self.vllm is not None and self.backend != "vllm":
+            raise ValueError(
+                f"generate.vllm has no effect with backend: {self.backend}; set backend: vllm, or remove it"
+            )
         return self
 
     @property

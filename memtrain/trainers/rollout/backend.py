@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from memtrain.memory.attention import AttentionBackend
@@ -10,7 +11,32 @@ from memtrain.memory.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.rollout.fallback import TransformersSampler
 from memtrain.trainers.rollout.native import NativeSampler
-from memtrain.trainers.rollout.protocol import Sampling
+from memtrain.trainers.rollout.protocol import Sampler, Sampling
+from memtrain.trainers.rollout.vllm_open import open_vllm
+from memtrain.trainers.run.ranks import Ranks
+
+
+def sampler_source(
+    plan: Plan, built: Built, ranks: Ranks, *, version: Callable[[], int], tell: Callable[[str], None]
+) -> Callable[[int], Sampler]:
+    """A function from completions at a time to the sampler of the plan.
+
+    `version` grows whenever the weights change. Engines of their own are opened here, once, and choose
+    themselves how many they write at a time.
+    """
+    if plan.settings.sampler not in ("vllm", "vllm_server"):
+        return lambda rows: build_sampler(plan, built, max_rows=rows)
+    feeds = [feed for feed in (built.train, built.eval) if feed is not None]
+    engine = open_vllm(
+        plan,
+        built,
+        ranks,
+        longest_prompt=max(int(feed.tokens.max()) for feed in feeds),
+        version=version,
+        tell=tell,
+        native=lambda: build_sampler(plan, built, max_rows=plan.settings.rollout_rows),
+    )
+    return lambda rows: engine
 
 
 def build_sampler(plan: Plan, built: Built, *, max_rows: int) -> NativeSampler | TransformersSampler:
@@ -20,7 +46,7 @@ def build_sampler(plan: Plan, built: Built, *, max_rows: int) -> NativeSampler |
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
-    if settings.sampler == "native":
+    if settings.sampler != "transformers" and settings.attention != "stock":
         backend = AttentionBackend(settings.attention)
         return NativeSampler(built.model, backend, max_rows, read_tokens=READ_TOKENS, decode=decode)
     pad_id = cast(int | None, tokenizer.pad_token_id)

@@ -46,7 +46,7 @@ class TransformersSampler:
         was_training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            with _own_attention(base_model(self.model)):
+            with own_attention(base_model(self.model)):
                 for start in range(0, len(wanted), self.max_rows):
                     rows = wanted[start : start + self.max_rows]
                     for (number, sample), made in zip(rows, self._chunk(rows, groups, sampling), strict=True):
@@ -88,7 +88,7 @@ class TransformersSampler:
         return [chooser.sample(row, stops.finish[row], stops.ends[row]) for row in range(len(rows))]
 
 
-def _own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
+def own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Padded rows with a cache need attention that takes a mask: the model's own."""
     if model.config._attn_implementation not in NAMES.values():
         return nullcontext()

@@ -1,0 +1,7 @@
+"""A fake of vLLM's names."""
+
+from enum import Enum
+
+
+class RequestOutputKind(Enum):
+    FINAL_ONLY = 2
