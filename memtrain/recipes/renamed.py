@@ -7,16 +7,15 @@ _MICRO = "`train.micro_rows` (rows that one device takes at once; auto by defaul
 _CHECKPOINTING = "`memory.activation_checkpointing` (on, off or auto; on by default)"
 _CHUNKED = "`memory.loss` (the chunked loss is taken by default)"
 _RESUME = "remove it: a run continues from its run folder by itself; `--no-resume` starts anew"
-_PLANNED = "remove it: the plan chooses how devices share the work; see `cluster.processes`"
+_ENGINE = "`cluster.engine` (auto, ddp, fsdp2, zero1, zero2 or zero3)"
 _PRECISION = "`model.dtype` (bfloat16 where the device computes in it, by default)"
-_NO_SAMPLING = "remove it: the methods of this version do not sample"
 _NO_ULYSSES = (
     "`cluster.context_parallel`: processes that hold a row gather keys; heads are not dealt out (Ulysses)"
 )
 
 RENAMED_KEYS: dict[str, str] = {
     # model
-    "model_name_or_path": "`model.path`",
+    "model_name_or_path": "`model.path` (memtrain import-trl reads a whole file of TRL)",
     "model_name": "`model.path`",
     "base_model": "`model.path`",
     "pretrained_model_name_or_path": "`model.path`",
@@ -86,8 +85,8 @@ RENAMED_KEYS: dict[str, str] = {
     "cutoff_len": "`length.max_length`",
     "model_max_length": "`length.max_length`",
     "block_size": "`length.max_length`",
-    "max_prompt_length": "`length.max_length` (prompt and completion together)",
-    "max_completion_length": "`length.max_length` (prompt and completion together)",
+    "max_prompt_length": "`length.max_prompt`",
+    "max_completion_length": "`generate.max_tokens`, or `length.max_completion` of answers that are there",
     "truncation_mode": "`length.truncation`",
     "packing_strategy": "`length.packing` (none, bfd, bfd_split or wrapped)",
     "sample_packing": "`length.packing: bfd`",
@@ -160,19 +159,19 @@ RENAMED_KEYS: dict[str, str] = {
     "sequence_parallel_size": _NO_ULYSSES,
     "sequence_parallel_degree": _NO_ULYSSES,
     "ulysses_sequence_parallel_size": _NO_ULYSSES,
-    "deepspeed": _PLANNED,
-    "fsdp": _PLANNED,
-    "fsdp_config": _PLANNED,
-    "accelerate_config": _PLANNED,
+    "deepspeed": _ENGINE,
+    "fsdp": _ENGINE,
+    "fsdp_config": _ENGINE,
+    "accelerate_config": _ENGINE,
     "stage": "`method`",
     "rl": "`method`",
     # sampling
-    "use_vllm": _NO_SAMPLING,
-    "vllm_mode": _NO_SAMPLING,
-    "vllm_sleep_enabled": _NO_SAMPLING,
-    "vllm_enable_sleep_mode": _NO_SAMPLING,
-    "vllm_gpu_memory_utilization": _NO_SAMPLING,
-    "num_generations": _NO_SAMPLING,
+    "use_vllm": "`generate.backend: vllm`",
+    "vllm_mode": "`generate.vllm.server`; not given: a process of the run",
+    "vllm_sleep_enabled": "`generate.vllm.sleep`",
+    "vllm_enable_sleep_mode": "`generate.vllm.sleep`",
+    "vllm_gpu_memory_utilization": "`generate.vllm.memory_share`",
+    "num_generations": "`generate.completions`",
 }
 """What replaces a key of another tool; the way-out line of the error says `write <this>`."""
 

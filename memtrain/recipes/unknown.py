@@ -29,8 +29,10 @@ def unknown_key(key: str, section: type[Section], path: Path) -> Unknown:
     if old is not None:
         fix = old if old.startswith("remove") else f"write {old}"
         return Unknown(f"{shown}: not a key of memtrain", fix, tuple(re.findall(r"`([\w.]+)", old)))
-    elsewhere = [name for name in every_key(Recipe) if name.split(".")[-1] == key][:3]
+    elsewhere = [name for name in every_key(Recipe) if name.split(".")[-1] == key]
     if elsewhere:
+        highest = min(name.count(".") for name in elsewhere)
+        elsewhere = [name for name in elsewhere if name.count(".") == highest][:3]
         return _did_you_mean(shown, elsewhere, elsewhere)
     near = difflib.get_close_matches(key.lower(), legal, n=2, cutoff=0.6)
     if near:
