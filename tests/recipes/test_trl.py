@@ -132,6 +132,30 @@ def test_a_rollout_is_as_many_steps_as_it_was():
     assert recipe.grpo.steps_per_rollout == 4
 
 
+def test_vllm_is_corrected_for_as_trl_does():
+    recipe, made = recipe_of(
+        "grpo", use_vllm=True, vllm_gpu_memory_utilization=0.4, vllm_tensor_parallel_size=2
+    )
+    assert recipe.generate is not None
+    assert recipe.generate.vllm is not None
+    assert recipe.grpo is not None
+    assert (recipe.generate.backend, recipe.generate.vllm.memory_share) == ("vllm", 0.4)
+    assert (recipe.grpo.mismatch, recipe.grpo.mismatch_low, recipe.grpo.mismatch_high) == (
+        "sequence_mask",
+        None,
+        3.0,
+    )
+    assert lost(made) == {"vllm_tensor_parallel_size"}
+    assert recipe_of("rloo", use_vllm=True)[0].rloo is None
+
+
+def test_a_server_keeps_its_address():
+    recipe, _ = recipe_of("rloo", use_vllm=True, vllm_mode="server", vllm_server_port=9000)
+    assert recipe.generate is not None
+    assert recipe.generate.vllm is not None
+    assert recipe.generate.vllm.server == "http://localhost:9000"
+
+
 def test_an_adapter_of_pairs_has_no_dropout_as_trl_switches_it_off():
     assert recipe_of("sft", use_peft=True)[0].model.adapter.dropout == 0.05
     assert recipe_of("dpo", use_peft=True)[0].model.adapter.dropout == 0.0

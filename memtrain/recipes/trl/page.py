@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memtrain.recipes.trl import keys
+from memtrain.recipes.trl.groups import NO_VLLM_KEY
 from memtrain.recipes.trl.rules import Decided, Gone, Rule, To
 
 _HEAD = """\
@@ -92,7 +93,23 @@ _TOGETHER: Mapping[str, str] = {
         "`grpo.steps_per_rollout`, `rloo.steps_per_rollout`",
     ),
     "max_prompt_length": "`length.max_prompt`",
-    "use_vllm": "see `generate.backend`",
+    "use_vllm": "`generate.backend: vllm`",
+    **dict.fromkeys(
+        ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
+        "`generate.vllm.server`",
+    ),
+    "vllm_gpu_memory_utilization": "`generate.vllm.memory_share`",
+    "vllm_enable_sleep_mode": "`generate.vllm.sleep`",
+    **dict.fromkeys(
+        ("vllm_server_timeout", "vllm_group_port"), "not needed: a server is asked over HTTP alone"
+    ),
+    "vllm_importance_sampling_correction": "`grpo.mismatch: none`, where it is false",
+    "vllm_importance_sampling_mode": "`grpo.mismatch`",
+    "vllm_importance_sampling_clip_min": "`grpo.mismatch_low`",
+    **dict.fromkeys(
+        ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), "`grpo.mismatch_high`"
+    ),
+    **{key: f"no counterpart: {why}" for key, why in NO_VLLM_KEY.items()},
     "ds3_gather_for_generation": "weights are gathered as `cluster.engine` needs it",
 }
 
