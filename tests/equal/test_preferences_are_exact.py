@@ -5,78 +5,26 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
-from memtrain.cli.planning import make_plan
 from memtrain.memory.plan import Plan
-from memtrain.recipes.load import load_recipe
-from memtrain.trainers.build import Built, build
-from memtrain.trainers.feed import Steps
-from memtrain.trainers.method import Ahead, LooksAhead
-from memtrain.trainers.step import Engine, forward_backward
+from memtrain.trainers.verify.compare import gradient_difference
+from memtrain.trainers.verify.record import Side
+from memtrain.trainers.verify.rollout import Rollouts
+from memtrain.trainers.verify.sides import built_side
 
-MODEL = (
-    "{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,"
-    " num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, tie_word_embeddings: false}"
-)
-RECIPE = """
-method: {method}
-model: {{config: {model}, tokenizer: builtin:tiny}}
-data: {{train: {{source: builtin:arithmetic, limit: 12}}, cache_dir: {cache}}}
-length: {{max_length: 160}}
-train: {{batch_rows: 6, max_steps: 2}}
-cluster: {{device: cpu, threads: 1}}
-"""
 PLAIN = ("length.shared_prompts=false", "length.padding_free=false", "train.micro_rows=1")
 METHODS = ("dpo", "kto", "reward")
 
-Step = tuple[float, dict[str, Tensor]]
 MakePlan = Callable[..., Plan]
-
-
-@pytest.fixture(scope="module")
-def plan_of(tmp_path_factory: pytest.TempPathFactory) -> MakePlan:
-    """Factory of plans: `plan_of("dpo", "length.shared_prompts=false")`."""
-    tmp_path = tmp_path_factory.mktemp("preferences")
-
-    def make(method: str, *overrides: str) -> Plan:
-        path = tmp_path / f"{method}.yaml"
-        path.write_text(RECIPE.format(method=method, model=MODEL, cache=tmp_path / "cache"))
-        return make_plan(load_recipe(str(path), list(overrides)), run_dir=str(tmp_path / "run")).plan
-
-    return make
-
-
-def stirred(built: Built) -> Built:
-    """Away from the reference, and adapters from zero: at the start many terms vanish."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in built.scorer.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return built
+Step = tuple[float, dict[str, Tensor]]
 
 
 def step_of(plan: Plan, step: int = 1) -> Step:
     """Loss and gradients of one optimizer step of a plan, away from its start."""
-    built = stirred(build(plan))
-    steps = Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle)
-    work = steps.work(step, rank=0, num_ranks=1)
-    if isinstance(built.method, LooksAhead):
-        cpu = torch.device("cpu")
-        built.method.look_ahead(built.scorer, Ahead(built.train, work.sequences, work.micros, cpu, 1))
-    sums = forward_backward(
-        built.scorer,
-        built.method,
-        (built.train.micro_batch(sequences) for sequences in work.micros),
-        denominator=work.denominator,
-        engine=Engine(),
-        num_micros=len(work.micros),
-        want_stats=True,
-    )
-    named = {name: p.grad for name, p in built.scorer.named_parameters() if p.grad is not None}
-    return float(sums["loss"]), named
+    side = Side(plan, built_side(plan, is_plain=False), Rollouts(), is_plain=False)
+    recorded = side.step(step, want_stats=True)
+    return recorded.loss, recorded.gradients
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +36,8 @@ def plain(plan_of: MakePlan) -> Callable[[str], Step]:
 def assert_same(found: Step, expected: Step) -> None:
     """Log-probs of answers are sums of up to a hundred: rounding them in float32 moves a loss by 1e-5."""
     assert found[0] == pytest.approx(expected[0], abs=2e-5)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        error = float((found[1][name] - gradient).norm() / gradient.norm().clamp_min(1e-12))
-        assert error < 5e-5, f"{name} is off by {error:.1e}"
+    error, name = gradient_difference(found[1], expected[1])
+    assert error < 5e-5, f"{name} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -88,6 +88,11 @@ def verify_isolation(
     return Isolation(*packed, *shared)
 
 
+def seen_bound(model: PreTrainedModel, hidden_TD: Tensor) -> float:
+    """How far changing one row may move the hidden states of another, over the largest one."""
+    return _bound(model, hidden_TD, SEEN_REGROUPED if _regroups(model) else SEEN)
+
+
 def verify_slices(model: nn.Module, backend: AttentionBackend, ranks: ContextRanks) -> float:
     """Run `model` on two short documents, whole and in the slices of `ranks`, without gradients.
 
@@ -153,10 +158,9 @@ def _measured(
     seen = _distance([first_beside_other, second_beside_other], [first, second], largest)
     different = _distance([first, second], alone, largest)
     # A NaN is neither below nor above: `not <=` makes it a fault.
-    regroups = _regroups(model)
-    if not seen <= _bound(model, first, SEEN_REGROUPED if regroups else SEEN):
+    if not seen <= seen_bound(model, first):
         fault = f"the rows of {kind} see each other (one moves the other by {seen:.1e})"
-    elif not different <= _bound(model, first, ALONE_REGROUPED if regroups else ALONE):
+    elif not different <= _bound(model, first, ALONE_REGROUPED if _regroups(model) else ALONE):
         fault = f"{kind} is not what its rows are alone (off by {different:.1e})"
     else:
         return seen, different

@@ -103,7 +103,8 @@ class Offloader:
         self.traffic = Traffic()
         self._engine = engine
         self._keep_last = keep_last
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
+        """Storages below this many bytes stay."""
         self._keeps = keeps
         self._disk = disk
         self._host_limit_bytes = host_limit_bytes
@@ -144,7 +145,7 @@ class Offloader:
         return (
             type(tensor) in (Tensor, FakeTensor)
             and tensor.layout is torch.strided
-            and tensor.untyped_storage().nbytes() >= self._min_bytes
+            and tensor.untyped_storage().nbytes() >= self.min_bytes
             and not self._keeps(tensor)
         )
 

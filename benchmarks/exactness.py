@@ -1,0 +1,370 @@
+"""Every exact strategy, and their pairs and triples, by method and attention back end: exact, or refused why?
+
+    python benchmarks/exactness.py                      # all cells: minutes; writes the results and the page
+    python benchmarks/exactness.py --method dpo         # those of one method; the others' results stay
+    python benchmarks/exactness.py --page               # docs/exactness.md again, from the results
+
+A cell is a recipe that must use the strategies of the cell (`memory.use`) and none of the others
+(`memory.never`); the back ends cpu and dense take rows that lie end to end, so padding_free is theirs. It is
+exact when losses, log-probs, gradients and updates of a step stay within the limits of `memtrain verify`,
+no row sees another, and each strategy was seen at work; or its plan refuses it, with a reason. Cells whose
+plans are the same are made once. Results: benchmarks/results/exactness.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from memtrain.cli.planning import make_plan, versions
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.all_strategies import STRATEGIES
+from memtrain.memory.plan import Plan
+from memtrain.recipes.load import load_recipe
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.verify.contamination import probe_contamination
+from memtrain.trainers.verify.rollout import Rollouts
+from memtrain.trainers.verify.sides import on_one_process, repeatable
+from memtrain.trainers.verify.verifying import build_pair, compare_steps
+from memtrain.trainers.verify.witness import traces
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"
+PAGE = ROOT / "docs" / "exactness.md"
+METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+BACKENDS = ("cpu", "dense", "stock")
+"""The attention back ends that a CPU has."""
+FLAT = {"cpu": ("padding_free",), "dense": ("padding_free",)}
+"""What a back end brings along: these two take rows that lie end to end."""
+LARGEST = 3
+"""Strategies of the largest combinations."""
+STEPS = 1
+"""`memtrain verify` makes more; here every cell has fresh optimizer states."""
+OF_SEVERAL_PROCESSES = ("context_parallel",)
+"""Strategies that one process has not; their exactness is shown by tests of their own."""
+EXACT = tuple(
+    one.name for one in STRATEGIES.values() if one.is_exact and one.name not in OF_SEVERAL_PROCESSES
+)
+
+MODEL = (
+    "{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 3,"
+    " num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, tie_word_embeddings: false}"
+)
+RECIPE = """
+method: {method}
+model: {{config: {model}, tokenizer: builtin:tiny}}
+data: {{train: {{source: builtin:arithmetic, limit: 24}}, cache_dir: {folder}/cache}}
+length: {{max_length: 160}}
+train: {{batch_rows: 6, max_steps: 2}}
+memory: {{loss_tile: 32KiB}}
+cluster: {{device: cpu, threads: 1}}
+"""
+ONLINE = """
+rewards: {functions: [{function: length}]}
+generate: {completions: 3, max_tokens: 12}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One recipe of the matrix."""
+
+    method: str
+    backend: str
+    strategies: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.method} {self.backend} {'+'.join(self.strategies)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a cell."""
+
+    cell: Cell
+    kind: str
+    """exact, refused, or broken."""
+    says: str
+    """The reason of a refusal, or what is broken."""
+    worst: float | None = None
+    """The largest difference over its limit."""
+
+
+@dataclass(slots=True)
+class Matrix:
+    """Makes cells in a folder; what was made is known by its plan."""
+
+    folder: Path
+    made: dict[str, tuple[str, str, float | None]] = field(default_factory=dict)
+
+    def outcome(self, cell: Cell) -> Outcome:
+        """The outcome of one cell. Any error that is no refusal of the plan is one of the caller's."""
+        try:
+            plan = self.plan(cell)
+        except (RecipeError, DoesNotFit) as error:
+            return Outcome(cell, "refused", error.faults[0].what)
+        missing = sorted(set(cell.strategies) - used(plan))
+        if missing:
+            return Outcome(cell, "broken", f"the plan leaves out {', '.join(missing)} without a word")
+        besides = sorted((used(plan) & set(EXACT)) - {*cell.strategies, *FLAT.get(cell.backend, ())})
+        if besides:
+            return Outcome(cell, "broken", f"the plan uses {', '.join(besides)} against memory.never")
+        key = f"{cell.method} {plan.settings.model_dump_json()}"
+        if key not in self.made:
+            self.made[key] = proven(plan)
+        return Outcome(cell, *self.made[key])
+
+    def plan(self, cell: Cell) -> Plan:
+        """The plan of a cell.
+
+        Raises: RecipeError, DoesNotFit where the resolver refuses.
+        """
+        path = self.folder / f"{cell.method}.yaml"
+        online = METHODS[cell.method].is_online
+        text = RECIPE.format(method=cell.method, model=MODEL, folder=self.folder)
+        path.write_text(text + (ONLINE if online else ""))
+        return make_plan(load_recipe(str(path), words_of(cell)), run_dir=str(self.folder / "run")).plan
+
+
+def words_of(cell: Cell) -> list[str]:
+    """The overrides that ask for a cell.
+
+    A strategy's own precondition is given to it, so that cells show what strategies do to each other: an
+    adapter to switch off, gradients that nothing scales.
+    """
+    used_here = dict.fromkeys((*cell.strategies, *FLAT.get(cell.backend, ())))
+    others = [name for name, one in STRATEGIES.items() if one.is_exact and name not in used_here]
+    words = [f"memory.use=[{', '.join(used_here)}]", f"memory.never=[{', '.join(others)}]"]
+    words.append(f"model.attention={cell.backend}")
+    if "adapter_off_reference" in cell.strategies:
+        words.append("model.adapter={r: 4, target_modules: [q_proj, v_proj, down_proj]}")
+    if "optimizer_in_backward" in cell.strategies:
+        words.append("optim.max_grad_norm=null")
+    return words
+
+
+def used(plan: Plan) -> set[str]:
+    """Names of the strategies of a plan."""
+    return {name for name, one in STRATEGIES.items() if one.is_used(plan.settings)}
+
+
+def proven(plan: Plan) -> tuple[str, str, float | None]:
+    """(exact or broken, what is broken, the largest difference over its limit)."""
+    pair = build_pair(repeatable(on_one_process(plan, steps=STEPS)), Rollouts())
+    found = compare_steps(pair, STEPS)
+    named = [(name, one) for step in found.steps for name, one in step.named().items()]
+    worst = max(one.value / one.limit for _, one in named)
+    faults = [f"{name} {one.value:.1e} at {one.where}" for name, one in named if not one.is_within]
+    seen = probe_contamination(pair.planned, pair.plain, np.concatenate(found.work.micros))
+    faults += [seen.fault] if seen is not None and seen.fault else []
+    faults += [
+        f"{name} did not act"
+        for name, trace in traces(pair.planned, found.ran, found.plainly, found.work).items()
+        if trace.had_work and not trace.acted
+    ]
+    return ("broken" if faults else "exact"), "; ".join(faults), worst
+
+
+def cells(largest: int = LARGEST) -> Iterator[Cell]:
+    """All cells: single strategies first."""
+    for size in range(1, largest + 1):
+        for strategies in itertools.combinations(EXACT, size):
+            for method in METHODS_SHOWN:
+                for backend in BACKENDS:
+                    yield Cell(method, backend, strategies)
+
+
+def spread(count: int) -> list[Cell]:
+    """`count` cells spread over the matrix, the same ones always."""
+    every = list(cells())
+    stride = max(1, len(every) // count)
+    # A stride that shares no factor with the methods and back ends visits them all.
+    while any(stride % factor == 0 for factor in (2, 3, 13)):
+        stride += 1
+    return every[::stride]
+
+
+def main() -> None:
+    """Make the cells, or the page alone."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="write the page from the results")
+    parser.add_argument("--method", choices=METHODS_SHOWN, help="one method; the others' results stay")
+    asked = parser.parse_args()
+    if not asked.page:
+        torch.set_num_threads(1)
+        parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+        for method in [asked.method] if asked.method else METHODS_SHOWN:
+            parts[method] = made_of(method)
+            RESULTS.write_text(json.dumps(parts))
+    parts = json.loads(RESULTS.read_text())
+    PAGE.write_text(page(parts))
+    sys.exit(any(one[3] == "broken" for part in parts.values() for one in part["cells"]))
+
+
+def made_of(method: str) -> dict[str, object]:
+    """The cells of a method, with where they were made."""
+    started = time.time()
+    with TemporaryDirectory() as folder:
+        matrix = Matrix(Path(folder))
+        found: list[Outcome] = []
+        for cell in cells():
+            if cell.method != method:
+                continue
+            found.append(matrix.outcome(cell))
+            if found[-1].kind == "broken":
+                print("broken:", found[-1].cell.name, found[-1].says, flush=True)
+    print(f"{method}: {len(found):,} cells, {len(matrix.made):,} plans, {time.time() - started:.0f} s")
+    return as_json(found, len(matrix.made), time.time() - started)
+
+
+def as_json(found: list[Outcome], num_made: int, seconds: float) -> dict[str, object]:
+    """The results of a method. A cell: back end, strategies by number, difference over limit, kind, reason by
+    number."""
+    reasons = list(dict.fromkeys(one.says for one in found))
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "command": f"python benchmarks/exactness.py --method {found[0].cell.method}",
+        "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "steps": STEPS,
+        "distinct_plans": num_made,
+        "seconds": round(seconds),
+        "strategies": EXACT,
+        "reasons": reasons,
+        "cells": [
+            [
+                one.cell.backend,
+                [EXACT.index(name) for name in one.cell.strategies],
+                None if one.worst is None else round(one.worst, 4),
+                one.kind,
+                reasons.index(one.says),
+            ]
+            for one in found
+        ],
+    }
+
+
+def read(parts: dict) -> list[dict]:
+    """The cells of all methods, in words."""
+    return [
+        {
+            "method": method,
+            "backend": backend,
+            "strategies": [part["strategies"][number] for number in numbers],
+            "worst": worst,
+            "kind": kind,
+            "says": part["reasons"][reason],
+        }
+        for method, part in parts.items()
+        for backend, numbers, worst, kind, reason in part["cells"]
+    ]
+
+
+def page(parts: dict) -> str:
+    """docs/exactness.md."""
+    found = read(parts)
+    counts = Counter(one["kind"] for one in found)
+    worst = max((one for one in found if one["worst"] is not None), key=lambda one: one["worst"])
+    lines = [
+        "# Exactness: every strategy with every other",
+        "",
+        "Written by `python benchmarks/exactness.py`; do not edit. A cell asks for its strategies and for",
+        "none of the others, on a tiny Qwen3-shaped model in float32. It is **exact** when the losses,",
+        "log-probs, gradients and update of an optimizer step are those of the plain run within the",
+        "limits of `memtrain verify` (plain: padded rows, whole logits, every activation kept, eager",
+        "attention), no row sees another, each strategy was seen at work; or **refused** by the plan, with",
+        "the reason below. No cell may end in any other way. The back ends cpu and dense take rows that lie",
+        "end to end, so `padding_free` is in each of their cells.",
+        "",
+        f"{len(found):,} cells ({len(EXACT)} strategies alone, in pairs and in triples; {len(parts)} "
+        "methods; "
+        f"attention back ends {', '.join(BACKENDS)}): **{counts['exact']:,} exact, {counts['refused']:,} "
+        f"refused, {counts['broken']:,} broken**. {sum(part['distinct_plans'] for part in parts.values()):,} "
+        "different plans stand behind the exact ones; each was made once. The largest difference is "
+        f"{worst['worst']:.0%} of its limit ({worst['method']}, {worst['backend']}, "
+        f"{' + '.join(worst['strategies'])}).",
+        "",
+        "Back ends that need a GPU (flash, cuda, flex), and what has nothing to do on a CPU",
+        f"(`optimizer_offload`) or in one process (`{'`, `'.join(OF_SEVERAL_PROCESSES)}`), are not measured",
+        "here.",
+        "",
+        "| method | cells | plans made | seconds | device | date | commit | torch |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {method} | {len(part['cells']):,} | {part['distinct_plans']:,} | {part['seconds']:,} | "
+        f"{part['device']} | {part['date']} | {part['commit']} | {part['versions']['torch']} |"
+        for method, part in parts.items()
+    ]
+    lines += [
+        "",
+        "## Strategies alone and in pairs",
+        "",
+        "The number of back ends, of cpu, dense and stock, on which the cell is exact; `-` where the plan",
+        "refuses all three. On the diagonal a strategy alone.",
+        "",
+    ]
+    for method in parts:
+        lines += [f"### {method}", "", *_table(found, method), ""]
+    lines += ["## Triples", "", *_triples(found), "", "## Why cells are refused", "", *_reasons(found), ""]
+    return "\n".join(lines)
+
+
+def _table(found: list[dict], method: str) -> list[str]:
+    exact = Counter(
+        frozenset(one["strategies"]) for one in found if one["method"] == method and one["kind"] == "exact"
+    )
+    numbers = {name: number for number, name in enumerate(EXACT, start=1)}
+    lines = ["| | " + " | ".join(str(number) for number in numbers.values()) + " |"]
+    lines.append("|---" * (len(EXACT) + 1) + "|")
+    for row in EXACT:
+        cells_of = [
+            str(exact[frozenset((row, column))] or "-") if numbers[column] >= numbers[row] else ""
+            for column in EXACT
+        ]
+        lines.append(f"| {numbers[row]} `{row}` | " + " | ".join(cells_of) + " |")
+    return lines
+
+
+def _triples(found: list[dict]) -> list[str]:
+    lines = ["| method | back end | exact | refused | broken |", "|---|---|---|---|---|"]
+    for method, backend in itertools.product(METHODS_SHOWN, BACKENDS):
+        kinds = Counter(
+            one["kind"]
+            for one in found
+            if (one["method"], one["backend"], len(one["strategies"])) == (method, backend, 3)
+        )
+        lines.append(f"| {method} | {backend} | {kinds['exact']} | {kinds['refused']} | {kinds['broken']} |")
+    return lines
+
+
+def _reasons(found: list[dict]) -> list[str]:
+    reasons = Counter(one["says"] for one in found if one["kind"] == "refused")
+    first: dict[str, str] = {}
+    for one in found:
+        if one["kind"] == "refused":
+            first.setdefault(one["says"], f"{one['method']}: {' + '.join(one['strategies'])}")
+    lines = ["| cells | reason in the plan | for example |", "|---|---|---|"]
+    return lines + [f"| {count:,} | {reason} | {first[reason]} |" for reason, count in reasons.most_common()]
+
+
+if __name__ == "__main__":
+    main()

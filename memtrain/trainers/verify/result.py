@@ -1,0 +1,60 @@
+"""The verdict of a verification: every check with what it found, as JSON of a stated version."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memtrain.recipes.base import Section
+
+VERSION = 1
+"""Of the JSON: raised when a key changes its meaning or goes."""
+
+
+class Check(Section):
+    """One check."""
+
+    name: str
+    """loss, log-probs, gradients, update, contamination, resume, or ran."""
+    outcome: Literal["pass", "fail", "not run"]
+    found: float | None
+    """The largest value of all steps."""
+    limit: float | None
+    """What it may be."""
+    where: str
+    """The parameter, token or strategy that is furthest off."""
+    says: str
+    """The check and its outcome in words."""
+
+
+class Ran(Section):
+    """What one side ran, counted in one step."""
+
+    attention: str
+    attention_ops: dict[str, int]
+    layer_passes: float
+    largest_logits_rows: int
+    micro_batches: int
+    forwarded_tokens: int
+    offloaded_bytes: int
+    optimizer: str
+    kernels: tuple[str, ...]
+
+
+class Verification(Section):
+    """What `memtrain verify` found."""
+
+    version: int = VERSION
+    is_exact: bool
+    """Whether every check that could run passed."""
+    recipe: str
+    method: str
+    dtype: str
+    device: str
+    steps: int
+    strategies: tuple[str, ...]
+    """Strategies of the plan."""
+    checks: tuple[Check, ...]
+    planned: Ran
+    plain: Ran
+    notes: tuple[str, ...]
+    versions: dict[str, str]

@@ -1,0 +1,243 @@
+"""`memtrain verify` passes what is exact, and every one of its checks catches a strategy that is not."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.cli.app import run
+from memtrain.memory.plan import Plan
+from memtrain.trainers import build as build_module
+from memtrain.trainers.data import answer_batch, collate
+from memtrain.trainers.losses import request as request_module
+from memtrain.trainers.model import activations as activations_module
+from memtrain.trainers.model.checkpointing import recompute
+from memtrain.trainers.model.layout import packed_layout
+from memtrain.trainers.optim_backward import InBackward
+from memtrain.trainers.verify import resuming
+from memtrain.trainers.verify.contamination import Seen
+from memtrain.trainers.verify.result import Verification
+from memtrain.trainers.verify.shrink import shrunk_config
+from memtrain.trainers.verify.verifying import verify
+
+MakePlan = Callable[..., Plan]
+EVERYTHING = (
+    "memory.loss=chunked",
+    "memory.loss_tile=32KiB",
+    "memory.activation_checkpointing=on",
+    "memory.activation_offloading=on",
+    "train.micro_rows=3",
+)
+
+
+def outcomes(made: Verification) -> dict[str, str]:
+    return {check.name: check.outcome for check in made.checks}
+
+
+def failed(made: Verification) -> set[str]:
+    assert made.is_exact == ("fail" not in outcomes(made).values())
+    return {name for name, outcome in outcomes(made).items() if outcome == "fail"}
+
+
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("reward", "rloo")]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo", *SLOW])
+def test_a_plan_with_all_strategies_is_exact(plan_of: MakePlan, method: str):
+    made = verify(plan_of(method, *EVERYTHING))
+    assert set(outcomes(made).values()) == {"pass"}, [check.says for check in made.checks]
+    assert made.planned.layer_passes == 2
+    assert made.planned.offloaded_bytes > 0
+    if method != "reward":
+        assert made.planned.largest_logits_rows < made.plain.largest_logits_rows
+
+
+def test_bfloat16_is_held_to_the_plain_run_in_bfloat16(plan_of: MakePlan):
+    made = verify(plan_of("dpo", "model.dtype=bfloat16"))
+    assert made.is_exact
+    gradients = next(check for check in made.checks if check.name == "gradients")
+    assert gradients.limit is not None
+    assert 1e-4 < gradients.limit < 0.2, "of the size of bfloat16's rounding"
+
+
+def one_segment(lengths: Any) -> Any:
+    return packed_layout([sum(lengths)])
+
+
+def test_rows_that_see_each_other_are_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
+    """The layout says that two rows are one: found by the probe, and by the numbers."""
+    plan = plan_of("sft")
+
+    def mixed(lengths: list[int]) -> Any:
+        layout, whole = packed_layout(lengths), one_segment(lengths)
+        vars_of = {"position_ids": layout.position_ids}
+        return _replaced(whole, layout, vars_of)
+
+    monkeypatch.setattr(collate, "packed_layout", mixed)
+    assert {"contamination", "gradients", "loss"} <= failed(verify(plan))
+
+
+def _replaced(whole: Any, layout: Any, changes: dict[str, Any]) -> Any:
+    return replace(
+        whole,
+        **changes,
+        predicting_rows=layout.predicting_rows,
+        predicted_rows=layout.predicted_rows,
+    )
+
+
+def test_answers_that_see_each_other_are_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
+    real = answer_batch.shared_layout
+
+    def chained(groups: Any) -> Any:
+        """The answers of a group as one that goes on: the second sees the first."""
+        layout = real(groups)
+        joined = real([(prompt, [sum(answers)]) for prompt, answers in groups])
+        return _replaced(joined, layout, {"position_ids": layout.position_ids})
+
+    monkeypatch.setattr(answer_batch, "shared_layout", chained)
+    assert "contamination" in failed(verify(plan_of("dpo")))
+
+
+def test_a_wrong_log_prob_is_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
+    """One nat in 300 on every token: a loss of differences does not see it, and its gradients neither."""
+    real = request_module.linear_logprob
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        made = real(*args, **kwargs)
+        # The start-up check of the head, which makes no gradients, would find it first.
+        return made._replace(logp_N=made.logp_N + 1 / 300) if torch.is_grad_enabled() else made
+
+    plan = plan_of("kto", "memory.loss=chunked", "kto.reference=copy")
+    monkeypatch.setattr(request_module, "linear_logprob", shifted)
+    assert "log-probs" in failed(verify(plan))
+
+
+def test_a_wrong_loss_is_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
+    real = request_module.linear_nll
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        made = real(*args, **kwargs)
+        return made._replace(loss=made.loss * 1.001)
+
+    plan = plan_of("sft", "memory.loss=chunked")
+    monkeypatch.setattr(request_module, "linear_nll", scaled)
+    assert failed(verify(plan)) == {"loss", "gradients"}
+
+
+class _Louder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 1.001
+
+
+def test_a_gradient_that_is_wrong_alone_is_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
+    """Checkpointing whose backward pass is off by a thousandth: no loss and no log-prob moves."""
+    real = activations_module.checkpoint_layers
+
+    def broken(model: nn.Module, every: int) -> Any:
+        return real(model, every, lambda layer, *inputs: _Louder.apply(recompute(layer, *inputs)))
+
+    plan = plan_of("sft", "memory.activation_checkpointing=on")
+    monkeypatch.setattr(activations_module, "checkpoint_layers", broken)
+    assert failed(verify(plan)) == {"gradients"}
+
+
+def test_an_update_that_is_wrong_alone_is_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
+    """Steps in the backward pass that forget every tenth of a gradient."""
+    real = InBackward._made
+
+    def forgetful(self: InBackward, parameter: Any) -> None:
+        parameter.grad.view(-1)[::10] = 0
+        real(self, parameter)
+
+    plan = plan_of("sft", "optim.in_backward=on", "optim.max_grad_norm=null", "train.micro_rows=6")
+    monkeypatch.setattr(InBackward, "_made", forgetful)
+    assert "update" in failed(verify(plan))
+
+
+def test_a_checkpoint_that_forgets_the_optimizer_is_caught(
+    plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch
+):
+    real = resuming.restore
+
+    def without_optimizer(checkpoint: Any, model: nn.Module, optimizer: Any, *rest: Any, **more: Any) -> None:
+        real(checkpoint, model, optimizer, *rest, **more)
+        optimizer.state.clear()
+
+    monkeypatch.setattr(resuming, "restore", without_optimizer)
+    assert failed(verify(plan_of("sft"))) == {"resume"}
+
+
+def test_a_strategy_that_never_acts_is_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
+    plan = plan_of("sft", "memory.activation_checkpointing=on")
+    monkeypatch.setattr(build_module, "treat_activations", lambda model, settings: None)
+    made = verify(plan)
+    assert failed(made) == {"ran"}
+    assert "activation_checkpointing did not act" in made.checks[-2].says
+
+
+def test_a_probe_that_sees_nothing_move_is_blind():
+    assert Seen(0.0, 1e-6, 0.5, 2, 2).fault == ""
+    assert "blind" in Seen(0.0, 1e-6, 0.0, 2, 2).fault
+    assert "sees another" in Seen(float("nan"), 1e-6, 0.5, 2, 2).fault
+
+
+def test_one_row_is_not_called_free_of_contamination(plan_of: MakePlan):
+    made = verify(plan_of("sft", "train.batch_rows=1"))
+    assert outcomes(made)["contamination"] == "not run"
+    assert made.is_exact
+
+
+def test_a_shrunk_model_has_a_layer_of_each_kind():
+    config = {
+        "num_hidden_layers": 8,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 3,
+        "num_experts": 64,
+        "vocab_size": 1000,
+    }
+    small = shrunk_config(config)
+    assert small["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
+    assert small["num_hidden_layers"] == 3
+    assert small["num_attention_heads"] == 4 * small["num_key_value_heads"]
+    assert small["hidden_size"] == 64
+    assert small["num_experts"] == 4
+    assert small["vocab_size"] == 1000
+    assert shrunk_config({"text_config": config, "other": 1}) == {"text_config": small, "other": 1}
+
+
+RECIPE = """
+method: sft
+model: {{path: builtin:tiny}}
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, cache_dir: {folder}/cache}}
+length: {{max_length: 256, packing: bfd}}
+cluster: {{device: cpu, threads: 1}}
+"""
+
+
+def test_the_command_ends_with_1_where_a_check_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "my.yaml").write_text(RECIPE.format(folder=tmp_path))
+    words = ["verify", str(tmp_path / "my.yaml"), "--shrink"]
+    assert run(words) == 0
+    assert "gives the numbers of the plain run" in capsys.readouterr().out
+    monkeypatch.setattr(collate, "packed_layout", one_segment)
+    assert run([*words, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["version"] == 1
+    assert told["is_exact"] is False
