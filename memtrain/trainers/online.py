@@ -35,7 +35,7 @@ from memtrain.trainers.policy_passes import Passes
 from memtrain.trainers.position import Position
 from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.rewards.functions import check_columns
-from memtrain.trainers.rollout.backend import sampler_source, sampling_of
+from memtrain.trainers.rollout.backend import open_generating, sampling_of
 from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
 from memtrain.trainers.rollout.shown import cut_after
@@ -262,12 +262,7 @@ def online_steps(
     def note(text: str) -> None:
         teller.tell(NoteEvent(step=position.step, text=text))
 
-    generating = Generating(
-        make=sampler_source(plan, built, ranks, version=lambda: position.step, tell=note),
-        max_rows=plan.settings.rollout_rows,
-        ranks=ranks,
-        tell=note,
-    )
+    generating = open_generating(plan, built, ranks, version=lambda: position.step, tell=note)
     judging = build_judging(plan, built, ranks, teller.say)
     check_columns(judging.functions, list(built.train.columns(0)), "rewards.functions")
     steps = OnlineSteps(

@@ -87,6 +87,8 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         recovery = _recovery(plan, built, position, teller)
         watch = _watch(plan, built, teller.tell, ranks, position)
         online = online_steps(plan, built, ranks, watch, teller, position, found.checkpoint)
+        if online is not None:
+            stack.callback(online.generating.close)
         run = Run(
             plan=plan,
             model=built.scorer,

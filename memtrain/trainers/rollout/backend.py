@@ -10,33 +10,35 @@ from memtrain.memory.online import READ_TOKENS
 from memtrain.memory.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.rollout.fallback import TransformersSampler
+from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.native import NativeSampler
-from memtrain.trainers.rollout.protocol import Sampler, Sampling
-from memtrain.trainers.rollout.vllm_open import open_vllm
+from memtrain.trainers.rollout.protocol import Sampling
+from memtrain.trainers.rollout.vllm_open import open_engine
 from memtrain.trainers.run.ranks import Ranks
 
 
-def sampler_source(
+def open_generating(
     plan: Plan, built: Built, ranks: Ranks, *, version: Callable[[], int], tell: Callable[[str], None]
-) -> Callable[[int], Sampler]:
-    """A function from completions at a time to the sampler of the plan.
+) -> Generating:
+    """Who writes the completions of a run, as its plan says.
 
     `version` grows whenever the weights change. Engines of their own are opened here, once, and choose
     themselves how many they write at a time.
     """
+    rows = plan.settings.rollout_rows
     if plan.settings.sampler not in ("vllm", "vllm_server"):
-        return lambda rows: build_sampler(plan, built, max_rows=rows)
+        return Generating(lambda rows: build_sampler(plan, built, max_rows=rows), rows, ranks, tell)
     feeds = [feed for feed in (built.train, built.eval) if feed is not None]
-    engine = open_vllm(
+    engine = open_engine(
         plan,
         built,
         ranks,
         longest_prompt=max(int(feed.tokens.max()) for feed in feeds),
         version=version,
         tell=tell,
-        native=lambda: build_sampler(plan, built, max_rows=plan.settings.rollout_rows),
+        native=lambda: build_sampler(plan, built, max_rows=rows),
     )
-    return lambda rows: engine
+    return Generating(lambda rows: engine, rows, ranks, tell, engine.close)
 
 
 def build_sampler(plan: Plan, built: Built, *, max_rows: int) -> NativeSampler | TransformersSampler:

@@ -20,6 +20,8 @@ class Generating:
     max_rows: int
     ranks: Ranks
     tell: Callable[[str], None] = lambda text: None
+    close: Callable[[], None] = lambda: None
+    """Ends what the sampler started beside this process."""
 
     def all(self, groups: Sequence[Group], sampling: Sampling) -> list[list[Sample]]:
         """The completions of all groups, on every rank; called by all of them together.

@@ -20,6 +20,7 @@ from memtrain.trainers.model.head import base_model
 from memtrain.trainers.rollout.protocol import Sampler
 from memtrain.trainers.rollout.vllm_process import Launch
 from memtrain.trainers.rollout.vllm_sampler import VllmSampler
+from memtrain.trainers.rollout.vllm_server import ServerSampler
 from memtrain.trainers.rollout.vllm_weights import open_transport
 from memtrain.trainers.run.ranks import Ranks
 
@@ -32,6 +33,44 @@ PREFILL_TOKENS = 8192
 SLEEP_LEVELS = {"none": 0, "level1": 1, "level2": 2}
 
 
+def open_engine(
+    plan: Plan,
+    built: Built,
+    ranks: Ranks,
+    *,
+    longest_prompt: int,
+    version: Callable[[], int],
+    tell: Callable[[str], None],
+    native: Callable[[], Sampler],
+) -> VllmSampler | ServerSampler:
+    """The sampler of this rank: a process of its own, or a server that is there.
+
+    `longest_prompt`: of training and held-out rows, in tokens. `version`: grows whenever the weights change.
+    `native`: who may go on where it fails too often.
+    Raises: LaunchError when there is no such interpreter.
+    """
+    generate = plan.recipe.generation
+    section = generate.vllm or Vllm()
+    if section.server is None:
+        return open_vllm(
+            plan, built, ranks, longest_prompt=longest_prompt, version=version, tell=tell, native=native
+        )
+    return ServerSampler(
+        model=built.model,
+        address=section.server,
+        folder=Path(section.shared_dir or Path(plan.run_dir) / FOLDER),
+        version=version,
+        ranks=ranks,
+        tell=tell,
+        deadline_s=section.deadline_s,
+        start_deadline_s=section.start_deadline_s,
+        restarts=section.restarts,
+        fallback=native if section.on_failure == "native" else None,
+        has_logprobs=logprobs_mode(plan) is not None,
+        limit=generate.mismatch_limit,
+    )
+
+
 def open_vllm(
     plan: Plan,
     built: Built,
@@ -42,11 +81,7 @@ def open_vllm(
     tell: Callable[[str], None],
     native: Callable[[], Sampler],
 ) -> VllmSampler:
-    """The sampler of this rank; its process is started when it is first asked.
-
-    `longest_prompt`: of training and held-out rows, in tokens. `native`: who may go on without it.
-    Raises: LaunchError when there is no such interpreter.
-    """
+    """The sampler of this rank with a process of its own, which is started when it is first needed."""
     generate, settings = plan.recipe.generation, plan.settings
     section = generate.vllm or Vllm()
     device = next(built.model.parameters()).device
