@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import memtrain
+from memtrain.errors import LaunchError
 from memtrain.memory.beside import RewardShape
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware, detect
@@ -115,7 +116,7 @@ def model_config(model: Model) -> Mapping[str, object]:
     """
     from memtrain.trainers.data.tokenizer import tokenizer_of
     from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
-    from memtrain.trainers.model.where import find_origin, read_config, read_config_file
+    from memtrain.trainers.model.where import find_origin, read_config, read_config_file, unknown_type
 
     if model.path == BUILTIN_TINY:
         return tiny_config(len(tokenizer_of(model)))
@@ -125,6 +126,8 @@ def model_config(model: Model) -> Mapping[str, object]:
         from transformers import AutoConfig
 
         given = {"vocab_size": len(tokenizer_of(model)), **model.config}
+        if "model_type" in given and (fault := unknown_type(str(given["model_type"]))):
+            raise LaunchError(fault, "model.config")
         return AutoConfig.for_model(**given).to_dict() if "model_type" in given else given
     assert model.path is not None, "A recipe has model.path or model.config."
     file = Path(model.path).expanduser() / "config.json"

@@ -75,6 +75,10 @@ class Length(Section):
             raise ValueError(
                 "packing wrapped cuts nothing out, so truncation drop has no effect; remove one of them"
             )
+        if self.group_by_length and self.padding_free:
+            raise ValueError(
+                "group_by_length saves padding, and padding_free rows have none; remove one of them"
+            )
         if self.group_by_length and self.packing != "none":
             raise ValueError(
                 "group_by_length has no effect on packed rows; remove it or set length.packing to none"

@@ -28,7 +28,8 @@ class Adapter(Section):
     """Module names that get an adapter; `all-linear` is every linear layer but the LM head."""
 
     modules_to_save: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
-    """Module names that are trained in full and saved beside the adapter (`embed_tokens`, `lm_head`)."""
+    """Module names that are trained in full and saved beside the adapter (`embed_tokens`, `lm_head`). Where
+    a model ties the two, what is named is trained apart from the other, and the merged model is untied."""
 
     rslora: bool = False
     """Rank-stabilised scale, alpha / sqrt(r) (arXiv:2312.03732)."""

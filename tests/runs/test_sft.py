@@ -202,6 +202,12 @@ def test_the_best_weights_are_kept_though_no_checkpoint_is_due(runs, metrics):
     assert metrics(folder, "final")[-1]["best_step"] == best
 
 
+def test_a_family_that_transformers_does_not_know_is_told_with_those_near(runs):
+    ended = runs.run("run", "model.config={model_type: lama}")
+    assert ended.code == 5
+    assert ended.err.startswith("error: model.config: transformers has no model_type lama; near it are llama")
+
+
 def test_evaluation_happens_when_asked(runs, metrics):
     folder = runs.done("run", "eval.every_steps=4", "eval.at_start=true", "eval.max_rows=3")
     assert [event["step"] for event in metrics(folder, "eval")] == [0, 4, 6]

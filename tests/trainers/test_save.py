@@ -151,6 +151,18 @@ def test_merging_a_run_gives_a_model_that_transformers_reads(tmp_path: Path):
         merge_run(tmp_path / "run")
 
 
+def test_a_head_trained_apart_from_its_tied_embedding_is_merged_as_untied(
+    tiny_llama: TinyModel, tmp_path: Path
+):
+    adapted = trained(tiny_llama(tie_word_embeddings=True), Adapter(r=2, modules_to_save=("lm_head",)))
+    expected = adapted(input_ids=IDS).logits
+    model, _ = fold(adapted, torch.float32)
+    save_final(model, load_tokenizer("builtin:tiny"), tmp_path / "final")
+    assert json.loads((tmp_path / "final" / "config.json").read_text())["tie_word_embeddings"] is False
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    assert torch.allclose(read(input_ids=IDS).logits, expected, atol=1e-5)
+
+
 def test_what_cannot_be_merged_is_told(tmp_path: Path):
     with pytest.raises(LaunchError, match="there is no plan"):
         merge_run(tmp_path)

@@ -61,6 +61,8 @@ def add_adapter(
     with warnings.catch_warnings():
         # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
+        # Tied weights that are adapted or saved apart: merging unties them.
+        warnings.filterwarnings("ignore", ".*ensure_weight_tying.*")
         adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     assert isinstance(adapted, PeftModel), "PEFT wraps the model."
     compute_in_input_dtype(adapted)

@@ -20,7 +20,7 @@ from memtrain.memory.settings import Settings
 from memtrain.recipes.model import Model
 from memtrain.trainers.model.quantize import quantization_config
 from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
-from memtrain.trainers.model.where import Origin, find_origin, read_config, read_config_file
+from memtrain.trainers.model.where import Origin, find_origin, read_config, read_config_file, unknown_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtype of each `Settings.dtype`."""
@@ -97,7 +97,7 @@ def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
     except (
         Exception
     ) as error:  # an unknown type is a ValueError, a wrong value a dataclass error of the hub's
-        raise LaunchError(_unknown_type(model_type) or f"model.config: {error}", "model.config") from None
+        raise LaunchError(unknown_type(model_type) or f"model.config: {error}", "model.config") from None
     unknown = sorted(set(given) - set(known) - READ_BY_MODELS)
     if unknown and not isinstance(recipe.config, str):
         near = difflib.get_close_matches(unknown[0], known, n=3)
@@ -111,17 +111,6 @@ def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
 
 READ_BY_MODELS = {"architectures", "torch_dtype", "transformers_version", "head_dim"}
 """Keys of a configuration that its class need not know: the models of Qwen3-MoE read `head_dim`."""
-
-
-def _unknown_type(model_type: str) -> str | None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if model_type in CONFIG_MAPPING:
-        return None
-    near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
-    return f"model.config: transformers has no model_type {model_type}" + (
-        f"; near it are {', '.join(near)}" if near else ""
-    )
 
 
 def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head: str) -> PreTrainedModel:

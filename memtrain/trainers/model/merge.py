@@ -82,4 +82,7 @@ def fold(adapted: PeftModel, dtype: torch.dtype) -> tuple[PreTrainedModel, int]:
         base.to(dtype)
     model = adapted.unload()
     assert isinstance(model, PreTrainedModel), "A run adapts a transformers model."
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False
     return model.to(dtype), len(layers)  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,3 +138,15 @@ def adapter_of(origin: Origin) -> AdapterFacts | None:
         return None
     config = json.loads(Path(found).read_text())
     return AdapterFacts(str(config.get("base_model_name_or_path") or ""), str(config.get("task_type") or ""))
+
+
+def unknown_type(model_type: str) -> str | None:
+    """What is wrong with a name that transformers does not know, with those near it; None where it does."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type in CONFIG_MAPPING:
+        return None
+    near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
+    return f"model.config: transformers has no model_type {model_type}" + (
+        f"; near it are {', '.join(near)}" if near else ""
+    )
