@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from memtrain.cli.looking import LookedAt, facts_without_data, look_at_devices, look_at_model
+from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.budget import needed
 from memtrain.memory.facts import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.hardware import Hardware
@@ -154,13 +155,30 @@ def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
         return None, why_not
     batch = heaviest(settings, resolved.case.facts)
     _, num_micros = typical_micro(settings, resolved.case.facts)
+    passes = passes_batch(resolved)
     job = job_of(
-        recipe, settings, made.question.looked.config, batch, accumulates=num_micros > 1, is_whole=is_whole
+        recipe,
+        settings,
+        made.question.looked.config,
+        batch,
+        accumulates=num_micros > 1,
+        is_whole=is_whole,
+        passes=passes,
     )
     try:
         return traced(job), ""
     except LaunchError as error:
         return None, error.faults[0].what
+
+
+def passes_batch(resolved: Resolved) -> HeaviestBatch | None:
+    """The heaviest micro-batch of answers that are read before they are learnt from; None where none are."""
+    if not any(phase.phase == "passes" for phase in resolved.prediction.phases):
+        return None
+    settings, factor = resolved.settings, resolved.settings.pass_factor
+    tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
+    larger = settings.model_copy(update={"micro_rows": factor * settings.micro_rows, "micro_tokens": tokens})
+    return heaviest(larger, resolved.case.facts)
 
 
 def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]:

@@ -67,6 +67,10 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
     if recipe.method not in TRACED_METHODS:
         return f"the step of {recipe.method} is not traced yet"
+    if recipe.rewards is not None and recipe.rewards.models:
+        return "reward models beside the policy are not traced yet"
+    if settings.num_processes > 1 and settings.engine != "ddp":
+        return f"shards ({settings.engine}) are not traced yet"
     if settings.context_parallel > 1:
         return "a trace is of one process, and several hold each row"
     if settings.quantize != "none":

@@ -1,0 +1,129 @@
+"""How far the trace is from the real allocator and the arithmetic from the trace: tables of docs/memory.md.
+
+    python benchmarks/memory_tables.py    writes benchmarks/results/memory_tables.json and the tables
+
+Every recipe of tests/trainers/trace_cases.py: its steps on the CPU under torch's profiler, a trace of the
+same steps on tensors without data, and the arithmetic. Rows of a GPU are written by `make bench-gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memtrain.trainers.trace.run import trace
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "trainers"))
+RESULTS = ROOT / "benchmarks" / "results" / "memory_tables.json"
+PAGE = ROOT / "docs" / "memory.md"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+COMMAND = "python benchmarks/memory_tables.py"
+
+
+def row(name: str, case: Any, group: str) -> dict[str, Any]:
+    """Peaks of one recipe in bytes, and the seconds of its trace."""
+    from trace_cases import real_peak
+
+    job = case.job
+    started = time.process_time()
+    traced = trace(job).recorder.peak_bytes
+    seconds = time.process_time() - started
+    priced = traced
+    if job.settings.offload != "none":
+        # On a CPU what travels stays in the same memory: the arithmetic is of a GPU, as is its trace.
+        case = type(case)(**{**vars(case), "changes": case.changes | {"device": "cuda", "attention": "cuda"}})
+        priced = trace(case.job).recorder.peak_bytes
+    return {
+        "recipe": name,
+        "group": group,
+        "model": case.config["model_type"],
+        "real_bytes": real_peak(job),
+        "traced_bytes": traced,
+        "arithmetic_error": case.estimated().peak.num_bytes / priced - 1,
+        "seconds": round(seconds, 2),
+    }
+
+
+def main() -> int:
+    from trace_cases import ARCHITECTURES, METHODS, STRATEGIES
+
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for group, cases in (
+        ("strategies", STRATEGIES),
+        ("methods", METHODS),
+        ("architectures", ARCHITECTURES),
+    ):
+        for name, case in cases.items():
+            rows.append(row(name, case, group))
+            print(rows[-1], flush=True)
+    made = {"made": time.strftime("%Y-%m-%d"), "commit": commit(), "torch": torch.__version__, "rows": rows}
+    RESULTS.write_text(json.dumps(made, indent=1) + "\n")
+    write_page(made)
+    return 0
+
+
+def commit() -> str:
+    """The commit that is checked out."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def write_page(made: dict[str, Any]) -> None:
+    """Put the tables between the markers of the page."""
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{tables(made)}\n{END}{after}")
+
+
+def tables(made: dict[str, Any]) -> str:
+    """Errors by group, then recipe by recipe, as Markdown."""
+    rows: list[dict[str, Any]] = made["rows"]
+    lines = [
+        f"`{COMMAND}` at commit {made['commit']}, {made['made']}, torch {made['torch']}; two layers each.",
+        "",
+        "| | recipes | trace to real CPU allocator: median, worst | arithmetic to trace: mean, worst |",
+        "|---|---|---|---|",
+    ]
+    names = ("strategies", "methods", "architectures")
+    groups = [(name, [one for one in rows if one["group"] == name]) for name in names]
+    for name, some in [*groups, ("all", rows)]:
+        real = [abs(error_of(one)) for one in some]
+        told = [abs(one["arithmetic_error"]) for one in some]
+        lines.append(
+            f"| {name} | {len(some)} | {statistics.median(real):.3%}, {max(real):.2%} "
+            f"| {statistics.mean(told):.1%}, {max(told):.1%} |"
+        )
+    lines += [
+        "| `max_memory_allocated` and reserved on a GPU | | not measured | not measured |",
+        "",
+        "| recipe | model | real MiB | trace | arithmetic |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one['recipe']} | {one['model']} | {one['real_bytes'] / 2**20:.2f} | {error_of(one):+.3%} "
+        f"| {one['arithmetic_error']:+.1%} |"
+        for one in rows
+    ]
+    return "\n".join(lines)
+
+
+def error_of(one: dict[str, Any]) -> float:
+    """How far the trace is from what was measured."""
+    return one["traced_bytes"] / one["real_bytes"] - 1
+
+
+if __name__ == "__main__":
+    if "--page" in sys.argv:
+        write_page(json.loads(RESULTS.read_text()))
+        sys.exit(0)
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Sixty plans against the trace of the run they plan: does one that "fits" fit by its trace too?
+
+    python benchmarks/plans_against_traces.py [--most N]   writes benchmarks/results/plans_against_traces.json
+
+Five models and fourteen recipes (methods, full and LoRA, packed and padded, precisions, optimizers,
+offloading), each planned for the smallest card that holds it, without its data. Made without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from memtrain.cli.answering import passes_batch
+from memtrain.cli.looking import LookedAt, facts_without_data
+from memtrain.cli.plan_tables import settings_words
+from memtrain.errors import DoesNotFit
+from memtrain.memory.budget import needed
+from memtrain.memory.facts import heaviest, typical_micro
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.known_models import known_config
+from memtrain.memory.resolve import Resolved, resolve
+from memtrain.memory.rules import Asked
+from memtrain.memory.traced import can_trace, job_of
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.trace.worker import answer
+
+RESULTS = Path(__file__).parent / "results" / "plans_against_traces.json"
+MODELS = ("qwen3-0.6b", "llama-3.2-1b", "smollm3-3b", "mistral-7b", "llama-3.1-8b")
+WRITES: dict[str, Any] = {
+    "rewards": {"functions": ["builtin:length"]},
+    "generate": {"completions": 8, "max_tokens": 512},
+}
+FORMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"length": {"max_length": 4096, "packing": "bfd"}},
+    {"model": {"adapter": {"r": 16}}},
+    {"model": {"adapter": {"r": 64, "target_modules": ["q_proj", "v_proj"]}}, "length": {"max_length": 8192}},
+    {"optim": {"kind": "adafactor"}},
+    {"optim": {"master_weights": True}, "memory": {"loss": "full"}},
+    {"memory": {"activation_checkpointing": "on", "activation_offloading": "boundaries"}},
+    {"length": {"max_length": 1024, "padding_free": False}},
+    {"method": "dpo", "model": {"adapter": {"r": 16}}},
+    {"method": "dpo", "dpo": {"reference": "copy"}},
+    {"method": "kto", "model": {"adapter": {"r": 16}}},
+    {"method": "reward"},
+    {"method": "grpo", "model": {"adapter": {"r": 16}}, "grpo": {"beta": 0.04}} | WRITES,
+    {"method": "rloo", "rloo": {"beta": 0.0}} | WRITES,
+)
+CARDS = ("4090", "a100-40", "h100", "h200")
+TRACED = ("load", "first step", "steady step", "evaluation", "passes", "saving")
+"""Phases that a trace has; completions are written by other code."""
+
+
+def recipe_of(form: dict[str, Any]) -> Recipe:
+    """The recipe of a form; steps of 16 rows."""
+    said: dict[str, Any] = {"method": "sft", "length": {"max_length": 2048}, "train": {"batch_rows": 16}}
+    said |= {"data": {"train": ["rows.jsonl"]}} | form
+    said["model"] = {"path": "a/model", "liger": "off"} | form.get("model", {})
+    return Recipe.model_validate(json_lists(said))
+
+
+def json_lists(value: Any) -> Any:
+    """Lists as recipes hold them."""
+    if isinstance(value, dict):
+        return {name: json_lists(one) for name, one in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def planned(recipe: Recipe, config: dict[str, Any]) -> tuple[Hardware, Resolved] | None:
+    """The plan for the smallest card that holds it."""
+    asked = Asked(recipe, lambda key: "default")
+    for card in CARDS:
+        hardware = Hardware.named(card)
+        try:
+            return hardware, resolve(asked, facts_without_data(asked, LookedAt(config), hardware))
+        except DoesNotFit:
+            continue
+    return None
+
+
+def row(model: str, form: dict[str, Any]) -> dict[str, Any] | None:
+    """One plan and its trace; None where no card holds it, or it cannot be traced."""
+    config = known_config(model)
+    assert config is not None
+    recipe = recipe_of(form)
+    found = planned(recipe, dict(config))
+    if found is None or can_trace(recipe, found[1].settings) is not None:
+        return None
+    hardware, resolved = found
+    settings, facts = resolved.settings, resolved.case.facts
+    _, num_micros = typical_micro(settings, facts)
+    batch, passes = heaviest(settings, facts), passes_batch(resolved)
+    traced = answer(job_of(recipe, settings, config, batch, accumulates=num_micros > 1, passes=passes))
+    told = max(phase.num_bytes for phase in resolved.prediction.phases if phase.phase in TRACED)
+    seen = traced.prediction.peak.num_bytes
+    return {
+        "model": model,
+        "form": form,
+        "card": hardware.name,
+        "how": settings_words(settings),
+        "arithmetic_bytes": told,
+        "traced_bytes": seen,
+        "error": told / seen - 1,
+        "fits_by_trace": needed(seen, settings) <= hardware.memory_bytes,
+        "host_bytes": traced.host_bytes,
+        "seconds": round(traced.seconds, 1),
+    }
+
+
+def main() -> int:
+    most = int(sys.argv[sys.argv.index("--most") + 1]) if "--most" in sys.argv else 10**6
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
+    rows: list[dict[str, Any]] = []
+    for form, model in product(FORMS, MODELS):
+        if len(rows) >= most:
+            break
+        found = row(model, form)
+        if found is None:
+            continue
+        rows.append(found)
+        print(f"{model} {form}: {found['error']:+.2%} on {found['card']}, {found['seconds']} s", flush=True)
+        RESULTS.parent.mkdir(exist_ok=True)
+        made = {"made": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip(), "device": "CPU, no GPU"}
+        RESULTS.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
+    wrong = [one for one in rows if not one["fits_by_trace"]]
+    worst = max((abs(one["error"]) for one in rows), default=0.0)
+    mean = sum(abs(one["error"]) for one in rows) / max(1, len(rows))
+    print(
+        f"{len(rows)} plans, {len(wrong)} contradicted by the trace; error mean {mean:.2%}, worst {worst:.2%}"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
