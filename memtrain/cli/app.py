@@ -55,6 +55,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("methods", "methods:methods", "List the methods that a recipe may ask for."),
     Verb("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
     Verb("merge", "merge:merge", "Fold the adapter of a run into its base model."),
+    Verb("export", "export:export", "Write the model of a checkpoint in the Hugging Face format."),
     Verb("doctor", "doctor:doctor", "Say what is installed and what of it really works here."),
 )
 """Every verb, in the order of `memtrain --help`."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.activations import DTYPE_BYTES
+from memtrain.memory.engines import is_sharded
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
+from memtrain.memory.sharded import share
 from memtrain.memory.units import GIB, MIB
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -81,30 +83,42 @@ def reference_bytes(settings: Settings, shape: ModelShape) -> int:
     """Weights of a reference model that is held beside the policy: a copy without an adapter, or none."""
     if settings.reference not in ("copy", "synced"):
         return 0
-    return weights_bytes(settings.model_copy(update={"adapter": None}), shape)
+    whole = weights_bytes(settings.model_copy(update={"adapter": None}), shape)
+    # DeepSpeed is given the policy alone.
+    return share(whole, settings, of="weights") if settings.engine == "fsdp2" else whole
 
 
 def static_bytes(settings: Settings, shape: ModelShape) -> Static:
-    """Weights, gradients, moments and master copies of one process (data parallel: each has all of them)."""
+    """Weights, gradients, moments and master copies of one process: all of them, or its shards."""
     parts = trained_parts(settings, shape)
     gradients = sum(count * size for count, size in parts)
     copied = sum(count for count, size in parts if size < 4)
+    is_away = settings.device == "cuda" and settings.shard_offload == "parameters"
+    weights = share(weights_bytes(settings, shape), settings, of="weights")
+    own_gradients = share(gradients, settings, of="gradients")
+    master = share(4 * copied, settings, of="states") if settings.master_weights else 0
+    sums_whole = settings.num_processes > 1 and not is_sharded(settings)
     return Static(
-        weights=weights_bytes(settings, shape),
-        gradients=gradients,
+        weights=0 if is_away else weights,
+        gradients=0 if is_away else own_gradients,
         optimizer=0 if waits_on_host(settings) else optimizer_bytes(settings, shape),
-        master=4 * copied if settings.master_weights else 0,
-        reduce=min(gradients, SMALL_GRADIENTS) if settings.num_processes > 1 else 0,
+        master=0 if waits_on_host(settings) and settings.shard_offload != "none" else master,
+        reduce=min(gradients, SMALL_GRADIENTS) if sums_whole else 0,
     )
 
 
 def waits_on_host(settings: Settings) -> bool:
     """Whether optimizer states are in another memory than the weights. On a CPU it is the same one."""
-    return settings.optimizer_offload and settings.device == "cuda"
+    return settings.device == "cuda" and (settings.optimizer_offload or settings.shard_offload != "none")
 
 
 def optimizer_bytes(settings: Settings, shape: ModelShape) -> int:
-    """Moments, wherever they wait.
+    """Moments of one process: all of them, or its shards; see `moments_bytes`."""
+    return share(moments_bytes(settings, shape), settings, of="states")
+
+
+def moments_bytes(settings: Settings, shape: ModelShape) -> int:
+    """Moments of all trained weights, wherever they wait.
 
     adamw: 2 numbers a trained weight, in its dtype, or float32 beside master copies. 8-bit: 2 bytes and
     scales. paged: on the host until they are used. adafactor: a row and a column for each matrix. muon: 1

@@ -20,6 +20,7 @@ from memtrain.memory.activations import (
     num_gathered,
 )
 from memtrain.memory.budget import num_trained, optimizer_bytes, static_bytes, trains_head
+from memtrain.memory.engines import shards_weights
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
@@ -64,7 +65,7 @@ def step_time(
     launch = rates.launch_s * (
         num_micros * (_layer_operators(load) + _tile_operators(load)) + _optimizer_operators(settings, shape)
     )
-    copy = num_micros * _copied(load) / rates.host_bytes_per_s
+    copy = num_micros * (_copied(load) + _gathered_bytes(settings, shape)) / rates.host_bytes_per_s
     gathering = num_micros * gathered_bytes(load) / rates.host_bytes_per_s
     states = _moved_states(settings, shape) / rates.host_bytes_per_s
     # A kernel is not done before its last block is: the shorter the kernels, the more of them is waiting.
@@ -75,6 +76,17 @@ def step_time(
     device = again + _overlapped(forward, copy) + _overlapped(computing - forward, copy) + gathering
     seconds = _overlapped(device + _overlapped(optimizer, states), launch)
     return StepTime(seconds, products, traffic, optimizer, launch, 2 * copy + states)
+
+
+def _gathered_bytes(settings: Settings, shape: ModelShape) -> float:
+    """Bytes that reach a rank in one direction of a pass where weights are in shards: all others' parts.
+
+    The link is taken to be as fast as the one to the host: what is between devices is not known.
+    """
+    if not shards_weights(settings):
+        return 0.0
+    whole = settings.num_processes * static_bytes(settings, shape).weights
+    return whole * (settings.num_processes - 1) / settings.num_processes
 
 
 def _overlapped(one: float, other: float) -> float:

@@ -31,7 +31,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     refuse_what_cannot_run(ledger, hardware)
     processes = decide_device(ledger, hardware)
     dtype = decide_dtype(ledger, hardware)
-    refuse_engine(ledger, processes, dtype)
+    refuse_engine(ledger, processes)
     refuse_context(ledger, processes, facts.config)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
     sharing = recipe.cluster.context_parallel
@@ -56,15 +56,12 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     )
     max_steps = _max_steps(ledger, facts, rows, tokens)
     passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
-    threads = recipe.cluster.threads
     settings = Settings.model_validate(
         _said(recipe)
         | {
             "device": hardware.device,
             "num_processes": processes,
-            "threads": max(1, hardware.num_nodes * hardware.num_cores // processes)
-            if threads == "auto"
-            else threads,
+            "threads": _threads(recipe, hardware, processes),
             "engine": open_engines(recipe, processes)[0],
             "context_parallel": sharing,
             "dtype": dtype,
@@ -82,6 +79,13 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
         }
     )
     return settings, micros
+
+
+def _threads(recipe: Recipe, hardware: Hardware, processes: int) -> int:
+    """CPU threads of one process."""
+    if recipe.cluster.threads != "auto":
+        return recipe.cluster.threads
+    return max(1, hardware.num_nodes * hardware.num_cores // processes)
 
 
 def _said(recipe: Recipe) -> dict[str, object]:

@@ -31,7 +31,7 @@ def open_engines(recipe: Recipe, processes: int) -> tuple[EngineName, ...]:
     return ("ddp", "fsdp2") if processes > 1 and not fsdp2_faults(recipe) else ("ddp",)
 
 
-def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
+def refuse_engine(ledger: Ledger, processes: int) -> None:
     """Note what the engine that is asked for cannot honour."""
     recipe = ledger.asked.recipe
     asked = recipe.cluster.engine
@@ -46,7 +46,11 @@ def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
         )
     faults = fsdp2_faults(recipe) if asked == "fsdp2" else []
     if asked in ZERO:
-        faults = zero_faults(recipe, dtype, has_deepspeed=ledger.has("deepspeed"))
+        ledger.refuse(
+            f"cluster.engine {asked}: this version of memtrain does not run DeepSpeed's engine",
+            PATH,
+            "set cluster.engine: fsdp2, which shares out weights, gradients and optimizer states",
+        )
     for what, path, fix in faults:
         ledger.refuse(f"cluster.engine {asked}: {what}", path, fix)
 
@@ -78,13 +82,21 @@ def _refuse_offload(ledger: Ledger) -> None:
             f"cluster.offload {cluster.offload} needs an engine that moves them, and cluster.engine is "
             f"{cluster.engine}",
             "cluster.offload",
-            f"set cluster.engine to one of {able}; or memory.optimizer_offload: on, with any engine but ZeRO",
+            f"set cluster.engine to one of {able}; or memory.optimizer_offload: on, with any engine",
         )
 
 
 def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
     """(what, where, fix) of everything in a recipe that FSDP2 cannot honour."""
     faults: list[tuple[str, str, str]] = []
+    if recipe.method == "ppo":
+        faults.append(
+            (
+                "the value model of PPO was never cut into shards",
+                "method",
+                "set cluster.engine: ddp",
+            )
+        )
     if recipe.model.quantize != "none":
         faults.append(
             (
@@ -115,44 +127,6 @@ def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
                 "what a layer saves would take the gathered weights along to the host",
                 "memory.activation_offloading",
                 "set memory.activation_checkpointing: on (its inputs travel then), or cluster.engine: ddp",
-            )
-        )
-    return faults
-
-
-def zero_faults(recipe: Recipe, dtype: str, *, has_deepspeed: bool) -> list[tuple[str, str, str]]:
-    """(what, where, fix) of everything in a recipe that DeepSpeed's ZeRO cannot honour here."""
-    faults = fsdp2_faults(recipe)
-    if recipe.cluster.context_parallel > 1:
-        faults.append(
-            (
-                "slices of rows and DeepSpeed's shards were never tried together",
-                "cluster.context_parallel",
-                "remove it, or set cluster.engine: fsdp2",
-            )
-        )
-    if not has_deepspeed:
-        faults.append(
-            (
-                "DeepSpeed is not installed",
-                PATH,
-                "pip install 'memtrain[deepspeed]', or set cluster.engine: fsdp2",
-            )
-        )
-    if dtype != "float32" and not recipe.optim.master_weights:
-        faults.append(
-            (
-                "DeepSpeed keeps float32 copies of half-precision weights, whether they are wanted or not",
-                "optim.master_weights",
-                "set it to true, or cluster.engine: fsdp2, which does without",
-            )
-        )
-    if recipe.memory.optimizer_offload == "on":
-        faults.append(
-            (
-                "DeepSpeed moves optimizer states itself",
-                "memory.optimizer_offload",
-                "set cluster.offload: optimizer in its place",
             )
         )
     return faults

@@ -27,10 +27,13 @@ from memtrain.memory.budget import (
     reference_bytes,
     static_bytes,
     trains_head,
+    weights_bytes,
 )
+from memtrain.memory.engines import shards_weights
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
+from memtrain.memory.sharded import gathered
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""
@@ -49,7 +52,7 @@ def estimate(
     """
     load = Load(settings, shape, heaviest)
     phases = {
-        "load": [_resting(load, has_state=False) | {"batch": 0}],
+        "load": [_loading(load)],
         "first step": step_moments(load, has_state=False, accumulates=accumulates),
         "steady step": step_moments(load, has_state=True, accumulates=accumulates),
         "evaluation": [evaluation_moment(load)],
@@ -60,6 +63,14 @@ def estimate(
         method="arithmetic",
         budget_bytes=None,
     )
+
+
+def _loading(load: Load) -> Moment:
+    """The model as it is loaded: whole on every rank, also where it is cut into shards afterwards."""
+    resting = _resting(load, has_state=False) | {"batch": 0}
+    if not shards_weights(load.settings):
+        return resting
+    return resting | {"weights": weights_bytes(load.settings, load.shape)}
 
 
 def total(moment: Moment) -> int:
@@ -80,6 +91,8 @@ def phase_peak(phase: str, moment: Moment) -> PhasePeak:
 def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Moment]:
     """The moments of one optimizer step at which memory can be highest, in the order of the step."""
     settings, shape = load.settings, load.shape
+    if shards_weights(settings):
+        return _sharded_moments(load, has_state=has_state)
     static = static_bytes(settings, shape)
     trains_all = settings.adapter is None
     head = head_bytes(load, trains_head=trains_head(settings))
@@ -128,6 +141,27 @@ def reference_pass(load: Load, head: HeadBytes) -> int:
     return max(layer_forward(load), head.evaluation) + rotary(load)
 
 
+def _sharded_moments(load: Load, *, has_state: bool) -> list[Moment]:
+    """The same where weights are in shards: layers are gathered, and gradients leave as they are made."""
+    settings, shape = load.settings, load.shape
+    whole = gathered(settings, shape)
+    head = head_bytes(load, trains_head=trains_head(settings))
+    kept, last, first = _kept(load)
+    resting = _resting(load, has_state=has_state) | {"gradients": static_bytes(settings, shape).gradients}
+    forward = resting | {"gathered weights": whole.forward, "activations": kept + head.norm}
+    backward = resting | {"gathered weights": whole.backward, "reduce buffers": whole.gradients}
+    recomputed = {"recomputation": layer_backward(load)}
+    return [
+        forward | {"logits": head.forward},
+        forward | {"logits": head.backward, "gathered weights": whole.backward},
+        backward | {"activations": kept + head.norm, "logits": norm_backward(load)},
+        backward | {"activations": kept - last} | recomputed,
+        backward | {"activations": first} | recomputed,
+        _resting(load, has_state=True)
+        | {"gradients": resting["gradients"], "optimizer scratch": optimizer_scratch(load)},
+    ]
+
+
 def _resting(load: Load, *, has_state: bool) -> Moment:
     """What is there from the start of a step: weights, master copies, batch, and states but for the first."""
     static = static_bytes(load.settings, load.shape)
@@ -174,6 +208,7 @@ def evaluation_moment(load: Load) -> Moment:
     """A forward pass without gradients between two steps."""
     head = head_bytes(load, trains_head=trains_head(load.settings))
     base = _resting(load, has_state=True)
+    base |= {"gathered weights": gathered(load.settings, load.shape).forward}
     layer = base | {"activations": layer_forward(load) + rotary(load)}
     scores = base | {"activations": 0, "logits": head.evaluation}
     return max(layer, scores, key=total)

@@ -29,8 +29,8 @@ def nothing_fits(closest: Priced, budget: int, asked: Asked, facts: Facts) -> Do
     fix = "\n   or: ".join(way.words() for way in ways)
     if ways and ways[0].peak_bytes > _limit(closest, budget):
         fix = f"a larger device; the furthest that changes of the recipe go is {fix}"
-    if facts.hardware.device == "cuda":
-        fix += "\n  note: more GPUs do not help yet: each holds all weights, gradients and moments"
+    if facts.hardware.device == "cuda" and closest.settings.engine == "ddp":
+        fix += "\n  note: several GPUs share gradients and moments with cluster.engine: fsdp2"
     return DoesNotFit(
         [
             Fault(

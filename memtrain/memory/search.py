@@ -8,7 +8,7 @@ from typing import get_args
 
 from memtrain.memory.all_strategies import STRATEGIES, is_searched, wish_of
 from memtrain.memory.batching import Micro
-from memtrain.memory.engines import open_engines
+from memtrain.memory.engines import is_sharded, open_engines
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, Priced, fits_host, price
 from memtrain.memory.settings import Settings
@@ -104,7 +104,10 @@ def price_all(choices: Iterable[Settings], facts: Facts) -> list[Priced]:
 
 
 def fastest(priced: Sequence[Priced], budget: int, facts: Facts) -> Priced | None:
-    """The fastest that fits budget and host; among equally fast ones the least moved, then the smallest."""
+    """The fastest that fits budget and host; among equally fast ones the least moved, then the smallest.
+
+    Whole weights go before shards: what travels between devices is priced by a guess.
+    """
     fitting = [one for one in priced if one.need_bytes <= budget]
     if facts.hardware.device == "cuda":
         fitting = [one for one in fitting if _moved(one) == 0 or fits_host(one, facts)]
@@ -115,7 +118,7 @@ def fastest(priced: Sequence[Priced], budget: int, facts: Facts) -> Priced | Non
     limit = min(one.token_s for one in fitting) * (1 + TIE)
     return min(
         (one for one in fitting if one.token_s <= limit),
-        key=lambda one: (_moved(one), one.need_bytes, one.token_s),
+        key=lambda one: (_moved(one), is_sharded(one.settings), one.need_bytes, one.token_s),
     )
 
 

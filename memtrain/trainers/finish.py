@@ -20,6 +20,8 @@ from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.snapshot import load_weights
 
 SAMPLE_TOKENS = 48
+GATHERED_TOKENS = 16
+"""Tokens of a sample where each one gathers every layer from the other ranks. Taste."""
 
 
 def finish(run: Run, built: Built, folder: RunFolder) -> None:
@@ -76,7 +78,7 @@ def sample(run: Run, built: Built) -> str:
         written = cast(Any, built.model).generate(
             input_ids=prompt_T[None],
             attention_mask=torch.ones_like(prompt_T)[None],
-            max_new_tokens=SAMPLE_TOKENS,
+            max_new_tokens=GATHERED_TOKENS if built.spread.is_sharded else SAMPLE_TOKENS,
             do_sample=False,
             use_cache=True,
             pad_token_id=built.tokenizer.pad_token_id or built.tokenizer.eos_token_id,

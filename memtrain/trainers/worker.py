@@ -55,6 +55,7 @@ from memtrain.trainers.snapshot import parts_of, restore
 from memtrain.trainers.spread import local_of
 from memtrain.trainers.step import Engine
 from memtrain.trainers.telling import Teller, open_teller
+from memtrain.trainers.trace.resized import counting_mode
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"
 """Set by a launcher that works in its own process and holds the lock of the run folder."""
@@ -233,7 +234,13 @@ def _watch(
     state = resident(
         [t for held in built.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     )
-    watch = MemoryWatch(local_device(plan.settings), weights + state, note, is_on=plan.recipe.memory.watch)
+    watch = MemoryWatch(
+        local_device(plan.settings),
+        weights + state,
+        note,
+        is_on=plan.recipe.memory.watch,
+        counting=counting_mode(in_shards=built.spread.is_sharded),
+    )
     if watch.is_on and ranks.is_main:
         note("load", weights, 0, psutil.Process().memory_info().rss)
     return watch

@@ -19,6 +19,10 @@ class Engine(StrEnum):
 
     ALONE = "alone"
     DDP = "ddp"
+    FSDP2 = "fsdp2"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,22 @@ class Topology:
     threads: int
     """CPU threads of one process."""
     expandable_segments: bool = True
+    shares: Engine = Engine.DDP
+    """What several processes do together."""
 
     @staticmethod
     def of(settings: Settings, num_nodes: int = 1) -> Topology:
         """The topology that a plan's settings describe, on so many nodes."""
         per_node, rest = divmod(settings.num_processes, num_nodes)
         assert rest == 0, f"{settings.num_processes} processes do not fill {num_nodes} nodes evenly."
-        return Topology(num_nodes, per_node, settings.device, settings.threads, settings.expandable_segments)
+        return Topology(
+            num_nodes,
+            per_node,
+            settings.device,
+            settings.threads,
+            settings.expandable_segments,
+            Engine(settings.engine),
+        )
 
     @property
     def num_processes(self) -> int:
@@ -47,13 +60,15 @@ class Topology:
     @property
     def engine(self) -> Engine:
         """What keeps the processes together."""
-        return Engine.DDP if self.num_processes > 1 else Engine.ALONE
+        return self.shares if self.num_processes > 1 else Engine.ALONE
 
 
 def accelerate_config(topology: Topology) -> dict[str, object]:
     """The configuration for `accelerate launch` on one node.
 
     Also for CPU processes: `MULTI_CPU` would quietly start a single one; the worker asks for the CPU itself.
+    The same for every engine: accelerate starts the processes, and the worker shards (accelerate's FSDP would
+    quietly be plain data parallel on a CPU).
     """
     return {
         "compute_environment": "LOCAL_MACHINE",

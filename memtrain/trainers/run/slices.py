@@ -38,7 +38,13 @@ def is_there(checkpoint: Checkpoint, part: str) -> bool:
 
 
 def fill_from(
-    checkpoint: Checkpoint, part: str, tensors: Mapping[str, Tensor], *, rank: int, world: int
+    checkpoint: Checkpoint,
+    part: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int,
+    world: int,
+    may_hold_more: bool = False,
 ) -> None:
     """Fill each tensor with its saved rows, in place: those of shard `rank` of `world` (0 of 1 is all)."""
     files = _files(checkpoint, part)
@@ -48,9 +54,8 @@ def fill_from(
             if not _has_any(shapes, number, len(files), rank, world):
                 continue
             saved = load_state(checkpoint.part(name))
-            assert saved.keys() == tensors.keys(), (
-                "A checkpoint of this recipe has the weights that it trains."
-            )
+            is_whole = saved.keys() == tensors.keys() or (may_hold_more and saved.keys() >= tensors.keys())
+            assert is_whole, "A checkpoint of this recipe has the weights that it trains."
             for key, tensor in tensors.items():
                 _copy(saved[key], local_of(tensor), tensor.shape, number, len(files), rank, world)
 

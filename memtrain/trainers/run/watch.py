@@ -30,6 +30,8 @@ class MemoryWatch:
     note: Callable[[str, int, int, int], None]
     """Takes (phase, allocated, reserved, resident memory of the process) of every new highest peak."""
     is_on: bool = True
+    counting: type[TensorPeak] = TensorPeak
+    """Counts live tensors on a CPU."""
     peak_bytes: int = 0
     """Highest peak of any phase so far."""
     phases: dict[str, int] = field(default_factory=dict)
@@ -45,7 +47,7 @@ class MemoryWatch:
             with self._cuda_phase(name):
                 yield
         elif self._is_worth_counting(tokens):
-            with TensorPeak() as counted:
+            with self.counting() as counted:
                 yield
             self._note(name, self.resident_bytes + counted.peak_bytes, 0)
             self.resident_bytes += counted.left_bytes

@@ -1,0 +1,116 @@
+"""A model for Hugging Face from any checkpoint of a run, whatever engine and layout wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from memtrain.errors import LaunchError, ResumeError
+from memtrain.memory.plan import PLAN_FILE, Plan, read_plan
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.build import build_model
+from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.model.load import DTYPES
+from memtrain.trainers.model.reward_head import head_of_rewards
+from memtrain.trainers.model.save import MOST_BYTES, refuse_to_overwrite, save_final
+from memtrain.trainers.run.checkpoint import Checkpoint, complete_steps, newest_complete
+from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.manifest import fault_of, read_manifest
+from memtrain.trainers.run.slices import fill_from
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    step: int
+    dtype: str
+    num_files: int
+    """Files of weights."""
+    is_adapter: bool
+
+
+@torch.no_grad()
+def export_run(
+    run: Path,
+    output: Path | None = None,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = MOST_BYTES,
+) -> Exported:
+    """Write `output` (`run/export` when not given): the model of the newest checkpoint, or of `step`'s.
+
+    Works on the CPU, without the engine that trained it; the host holds the whole model once. An adapter
+    stays one. Weights are rounded once to `dtype` (the run's own when not given). The run is not touched.
+
+    Raises: LaunchError when there is no plan or `output` holds something; ResumeError when there is no sound
+    checkpoint of that step.
+    """
+    plan = read_plan(run / PLAN_FILE)
+    output = output or run / "export"
+    refuse_to_overwrite(output)
+    to = dtype or plan.settings.dtype
+    if to not in DTYPES:
+        raise LaunchError(f"{to} is no precision of weights", "--dtype", f"one of {', '.join(DTYPES)}")
+    checkpoint = _checkpoint(RunFolder(run), step)
+    tokenizer = tokenizer_of(plan.recipe.model)
+    model = build_model(_on_host(plan), vocab_size=len(tokenizer))
+    if METHODS[plan.recipe.method].head == "score":
+        head_of_rewards(_base(model)).float()
+    # A checkpoint names weights as the scorer does, which holds the model; PPO's holds a value head besides.
+    trained = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
+    fill_from(checkpoint, "weights", trained, rank=0, world=1, may_hold_more=True)
+    if not isinstance(model, PeftModel):
+        model = model.to(DTYPES[to])  # pyright: ignore[reportArgumentType]
+    save_final(model, tokenizer, output, max_shard_bytes=max_shard_bytes)
+    return Exported(
+        output,
+        checkpoint.manifest.facts.step,
+        "float32" if isinstance(model, PeftModel) else to,
+        len(list(output.glob("*.safetensors"))),
+        isinstance(model, PeftModel),
+    )
+
+
+def _on_host(plan: Plan) -> Plan:
+    """The plan for one process on a CPU, with nothing done to activations."""
+    changes = {
+        "device": "cpu",
+        "num_processes": 1,
+        "engine": "ddp",
+        "quantize": "none",
+        "attention": "stock",
+        "liger": False,
+        "checkpoint_every": 0,
+        "offload": "none",
+    }
+    return plan.model_copy(update={"settings": plan.settings.model_copy(update=changes)})
+
+
+def _base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel), "A run trains a transformers model."
+    return base
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
+    """The newest sound checkpoint, or that of a step. Raises: ResumeError."""
+    known = complete_steps(folder.checkpoints)
+    there = f"it has those of steps {', '.join(map(str, known))}" if known else "let the run save first"
+    if step is None:
+        found = newest_complete(folder).checkpoint
+        if found is None:
+            raise ResumeError("the run has no sound checkpoint", str(folder.checkpoints), there)
+        return found
+    if step not in known:
+        raise ResumeError(f"the run has no checkpoint of step {step}", str(folder.checkpoints), there)
+    reason = fault_of(known[step])
+    if reason:
+        raise ResumeError(f"the checkpoint of step {step} is damaged: {reason}", str(known[step]), there)
+    return Checkpoint(known[step], read_manifest(known[step]))
