@@ -40,6 +40,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("train", "train:train", "Train by the method that the recipe names."),
     Verb("plan", "plan:plan", "What a run will do and need, without starting it; for any GPU."),
     Verb("verify", "verify:verify", "Show that the plan of a recipe gives the numbers of the plain run."),
+    Verb("bench", "bench:bench", "What each strategy of a plan saves and costs, measured."),
     Verb("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),
     Verb("status", "status:status", "How a run stands: step, loss, job."),
     Verb("logs", "status:logs", "The log of a run; -f follows it."),

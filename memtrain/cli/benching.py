@@ -1,0 +1,194 @@
+"""`memtrain bench`: the variants of a plan measured in turns, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memtrain.cli.planning import Planned, facts_of, make_plan, model_config
+from memtrain.cli.variants import Variant, ablations, variant, waterfall
+from memtrain.memory.facts import Facts
+from memtrain.memory.hardware import detect
+from memtrain.memory.plan import Plan
+from memtrain.recipes.load import load_recipe
+
+VERSION = 1
+"""Of the JSON: raised when a key changes its meaning or goes."""
+LIMIT_S = 3600
+"""Seconds after which a variant is given up."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Measured:
+    """One variant, and every time it was measured."""
+
+    variant: Variant
+    peaks: list[int] = field(default_factory=list[int])
+    reserved: list[int] = field(default_factory=list[int])
+    rss: list[int] = field(default_factory=list[int])
+    speeds: list[float] = field(default_factory=list[float])
+    """Tokens a second."""
+    losses: tuple[float, ...] = ()
+    fault: str = ""
+    """Why it was not measured: out of memory, or what else ended its process."""
+
+    def take(self, told: dict[str, Any]) -> None:
+        """One measurement, as `memtrain.trainers.bench` prints it."""
+        self.peaks.append(int(told["peak_bytes"]))
+        self.reserved.append(int(told["reserved_bytes"]))
+        self.rss.append(int(told["rss_bytes"]))
+        self.speeds.append(told["tokens"] / max(1e-9, told["seconds"]))
+        self.losses = tuple(told["losses"])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant in the result; bytes, seconds, tokens a second. None where it was not measured."""
+
+    name: str
+    strategies: tuple[str, ...]
+    peak_bytes: int | None
+    reserved_bytes: int | None
+    rss_bytes: int | None
+    tokens_per_s: float | None
+    tokens_per_s_all: tuple[float, ...]
+    """One a repetition, in their order."""
+    loss_difference_first: float | None
+    """From the first row, in the first step: rounding."""
+    loss_difference: float | None
+    """The largest of all steps: rounding that training has carried on."""
+    predicted_bytes: int
+    predicted_step_s: float
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """All rows of a benchmark."""
+
+    recipe: str
+    method: str
+    device: str
+    steps: int
+    repeats: int
+    versions: dict[str, str]
+    rows: tuple[Row, ...]
+    ablations: tuple[Row, ...]
+    against: tuple[Row, ...]
+    version: int = VERSION
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def bench_recipe(
+    recipe: str,
+    overrides: list[str],
+    place: Path,
+    *,
+    ablate: bool,
+    against: str | None,
+    steps: int,
+    repeats: int,
+    progress: Progress = lambda text: None,
+) -> Bench:
+    """Plan a recipe, and measure its variants in turns; `place`: a folder for their plans.
+
+    Raises: RecipeError, DataError, LaunchError, DoesNotFit for plans that cannot be made.
+    """
+    from memtrain.trainers.verify.sides import on_one_process, plain_side
+
+    def planned(name: str, words: list[str]) -> tuple[Plan, Facts]:
+        made = make_plan(load_recipe(name, words), run_dir=str(place / "run"))
+        return on_one_process(made.plan, steps=steps + 2), _facts(made)
+
+    plan, facts = planned(recipe, overrides)
+    bare = plain_side(plan)
+    groups = [
+        waterfall(plan, bare, facts),
+        ablations(plan, bare, facts) if ablate else [],
+        [variant(against, *planned(against, overrides))] if against is not None else [],
+    ]
+    measured = [[Measured(one) for one in group] for group in groups]
+    in_turns([one for group in measured for one in group], place, steps, repeats, progress)
+    plainly = measured[0][0].losses
+    from memtrain.trainers.run.manifest import device_name
+
+    rows, left_out, others = (tuple(row(one, plainly) for one in group) for group in measured)
+    return Bench(
+        recipe=recipe,
+        method=plan.recipe.method,
+        device=device_name(plan.settings.device),
+        steps=steps,
+        repeats=repeats,
+        versions=plan.versions,
+        rows=rows,
+        ablations=left_out,
+        against=others,
+    )
+
+
+def in_turns(measured: Sequence[Measured], place: Path, steps: int, repeats: int, progress: Progress) -> None:
+    """Measure every variant once, then every one again: a change of the machine's load meets all."""
+    for repeat in range(repeats):
+        for number, one in enumerate(measured):
+            if one.fault:
+                continue
+            progress(f"{repeat + 1} of {repeats}: {one.variant.name}")
+            folder = place / f"variant-{number}"
+            folder.mkdir(exist_ok=True)
+            told = measure_apart(one.variant.plan.write(folder), steps)
+            if isinstance(told, str):
+                one.fault = told
+            else:
+                one.take(told)
+
+
+def measure_apart(plan: Path, steps: int) -> dict[str, Any] | str:
+    """The steps of a plan in a process of its own; or why there is no figure, in a line."""
+    command = [sys.executable, "-m", "memtrain.trainers.bench", str(plan), str(steps)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not done after {LIMIT_S} s"
+    if done.returncode == 7:
+        return "out of memory"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return lines[0] if lines[0].startswith("error:") else lines[-1]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def row(one: Measured, plainly: Sequence[float]) -> Row:
+    """A variant with the medians of its measurements, its losses held against the first row's."""
+    apart = [abs(mine - theirs) for mine, theirs in zip(one.losses, plainly, strict=False)]
+    is_measured = bool(one.peaks)
+    return Row(
+        name=one.variant.name,
+        strategies=one.variant.strategies,
+        peak_bytes=max(one.peaks) if is_measured else None,
+        reserved_bytes=max(one.reserved) if is_measured else None,
+        rss_bytes=round(statistics.median(one.rss)) if is_measured else None,
+        tokens_per_s=statistics.median(one.speeds) if is_measured else None,
+        tokens_per_s_all=tuple(one.speeds),
+        loss_difference_first=apart[0] if apart else None,
+        loss_difference=max(apart) if apart else None,
+        predicted_bytes=one.variant.predicted_bytes,
+        predicted_step_s=one.variant.predicted_step_s,
+        fault=one.fault,
+    )
+
+
+def _facts(made: Planned) -> Facts:
+    plan = made.plan
+    hardware = detect(plan.recipe.cluster.device)
+    return facts_of(plan.recipe, plan.data, model_config(plan.recipe.model), hardware)

@@ -1,0 +1,58 @@
+"""`memtrain bench`: what each strategy of a plan saves and costs, measured on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.arguments import OverridesArgument, RecipeArgument
+
+
+def bench(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Also measure the plan without each of its strategies.")
+    ] = False,
+    against: Annotated[
+        str | None, typer.Option("--against", help="Another recipe to measure beside.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of each variant.")] = 4,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns; the spread is told.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page of its own.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure a recipe from the plain run to its plan, one strategy at a time.
+
+    Each variant runs in a process of its own, on the same rows, and all take turns: peak memory, tokens a
+    second and losses, with what the planner predicts beside them. Completions of online methods are fixed
+    ones.
+    """
+    from tempfile import TemporaryDirectory
+
+    from memtrain.cli.bench_tables import page, print_bench
+    from memtrain.cli.benching import bench_recipe
+    from memtrain.cli.printing import write_text
+
+    with TemporaryDirectory(prefix="memtrain-bench-") as place:
+        made = bench_recipe(
+            recipe,
+            overrides or [],
+            Path(place),
+            ablate=ablate,
+            against=against,
+            steps=steps,
+            repeats=repeats,
+            progress=lambda text: typer.echo(text, err=True),
+        )
+    if html is not None:
+        write_text(page(made), html, says_aside=as_json)
+    if as_json:
+        typer.echo(json.dumps(made.as_json(), indent=1))
+    elif html is None:
+        print_bench(made)

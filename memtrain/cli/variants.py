@@ -1,0 +1,111 @@
+"""The variants of a benchmark: from the plain run to the plan, a strategy at a time, or each left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memtrain.memory.all_strategies import used_in
+from memtrain.memory.exclusions import excluded
+from memtrain.memory.facts import Facts, price
+from memtrain.memory.plan import Plan
+from memtrain.memory.resolve import plain
+from memtrain.memory.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Settings that change together."""
+
+    name: str
+    fields: tuple[str, ...]
+    with_it: tuple[str, ...] = ()
+    """Stages that cannot be without this one."""
+
+
+STAGES = (
+    Stage("rows end to end", ("attention", "padding_free", "pad_to_multiple_of"), ("a prompt once",)),
+    Stage("a prompt once", ("shared_prompts",)),
+    Stage("the reference", ("reference",)),
+    Stage("Liger's kernels", ("liger",)),
+    Stage("the loss", ("loss", "loss_tile_bytes")),
+    Stage("checkpointing", ("checkpoint_every",), ("offloading",)),
+    Stage("offloading", ("offload",)),
+    Stage("optimizer states on the host", ("optimizer_offload",)),
+    Stage("steps in the backward pass", ("in_backward",)),
+)
+"""In the order in which the waterfall goes down: what costs least first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One plan to measure, and what is predicted of it."""
+
+    name: str
+    plan: Plan
+    strategies: tuple[str, ...]
+    predicted_bytes: int
+    predicted_step_s: float
+
+
+def waterfall(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
+    """From the plain run `bare` to `plan`, one stage at a time; stages that change nothing are left out."""
+    made = [variant("plain", bare, facts)]
+    settings = bare.settings
+    for stage in STAGES:
+        changed = _taken(settings, plan.settings, stage.fields)
+        if changed != settings:
+            settings = changed
+            made.append(variant(f"+ {_words(made[-1], settings, stage)}", _with(plan, settings), facts))
+    if settings != plan.settings:
+        made.append(variant("+ the rest of the plan", plan, facts))
+    return made
+
+
+def ablations(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
+    """`plan` without each of its stages, where the rest can be without it."""
+    made: list[Variant] = []
+    for stage in STAGES:
+        also = [other for other in STAGES if other.name in stage.with_it]
+        fields = (*stage.fields, *(name for other in also for name in other.fields))
+        settings = _taken(plan.settings, bare.settings, fields)
+        needs_flat = plan.settings.packing != "none" and "padding_free" in fields
+        if settings != plan.settings and (needs_flat or excluded(settings) is None):
+            gone = [one.name for one in used_in(plan.settings) if not one.is_used(settings)]
+            made.append(variant(f"without {', '.join(gone) or stage.name}", _with(plan, settings), facts))
+    return made
+
+
+def variant(name: str, plan: Plan, facts: Facts) -> Variant:
+    """A plan with what is predicted of it, on the rows as it lays them."""
+    settings, scaled = plan.settings, plan.settings
+    if not settings.padding_free:
+        rows = plain(settings, facts.rows_of(settings))
+        scaled = settings.model_copy(
+            update={
+                name: getattr(rows, name) for name in ("packing", "batch_rows", "micro_rows", "micro_tokens")
+            }
+        )
+    priced = price(scaled, facts)
+    return Variant(
+        name,
+        plan,
+        tuple(one.name for one in used_in(settings)),
+        priced.prediction.peak.num_bytes,
+        priced.step_s,
+    )
+
+
+def _words(before: Variant, settings: Settings, stage: Stage) -> str:
+    """The strategies that a stage switches on, or its own name."""
+    is_new: Callable[[str], bool] = lambda name: name not in before.strategies  # noqa: E731
+    return ", ".join(one.name for one in used_in(settings) if is_new(one.name)) or stage.name
+
+
+def _taken(settings: Settings, other: Settings, fields: tuple[str, ...]) -> Settings:
+    """Settings with some fields of others."""
+    return settings.model_copy(update={name: getattr(other, name) for name in fields})
+
+
+def _with(plan: Plan, settings: Settings) -> Plan:
+    return plan.model_copy(update={"settings": settings})

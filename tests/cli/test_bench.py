@@ -1,0 +1,116 @@
+"""`memtrain bench`: which variants are measured, and what is told of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtrain.cli import benching
+from memtrain.cli.app import run
+from memtrain.cli.bench_tables import page, table
+from memtrain.cli.benching import Bench, Measured, row
+from memtrain.cli.variants import ablations, variant, waterfall
+from memtrain.memory.facts import Facts
+from memtrain.memory.plan import Plan
+from memtrain.recipes.load import load_recipe
+from memtrain.trainers.verify.sides import plain_side
+
+RECIPE = """
+method: {method}
+model: {{path: builtin:tiny}}
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, cache_dir: {folder}/cache}}
+length: {{max_length: 256{packing}}}
+train: {{batch_rows: 4, max_steps: 6}}
+memory: {{activation_checkpointing: "on", activation_offloading: "on", loss: chunked}}
+cluster: {{device: cpu, threads: 1}}
+"""
+Case = tuple[Plan, Facts]
+
+
+@pytest.fixture
+def case_of(tmp_path: Path) -> Callable[[str], Case]:
+    """Factory of (plan, facts) of a method."""
+
+    def make(method: str) -> Case:
+        path = tmp_path / f"{method}.yaml"
+        packing = ", packing: bfd" if method == "sft" else ""
+        path.write_text(RECIPE.format(method=method, folder=tmp_path, packing=packing))
+        made = benching.make_plan(load_recipe(str(path), []), run_dir=str(tmp_path / "run"))
+        return made.plan, benching._facts(made)
+
+    return make
+
+
+def test_the_waterfall_goes_from_plain_to_the_plan_a_strategy_at_a_time(case_of: Callable[[str], Case]):
+    plan, facts = case_of("dpo")
+    made = waterfall(plan, plain_side(plan), facts)
+    assert [one.name for one in made] == [
+        "plain",
+        "+ padding_free",
+        "+ shared_prompts",
+        "+ precomputed_reference",
+        "+ chunked_loss",
+        "+ activation_checkpointing",
+        "+ boundary_offloading",
+    ]
+    assert made[-1].plan.settings == plan.settings
+    assert made[0].plan.settings == plain_side(plan).settings
+
+
+def test_what_needs_a_strategy_goes_with_it(case_of: Callable[[str], Case]):
+    plan, facts = case_of("dpo")
+    names = [one.name for one in ablations(plan, plain_side(plan), facts)]
+    assert "without padding_free, shared_prompts" in names
+    assert "without activation_checkpointing, boundary_offloading" in names
+    assert "without chunked_loss" in names
+
+
+def test_each_strategy_of_the_waterfall_is_predicted_to_need_less(case_of: Callable[[str], Case]):
+    plan, facts = case_of("sft")
+    predicted = [one.predicted_bytes for one in waterfall(plan, plain_side(plan), facts)]
+    assert predicted[-1] < predicted[0]
+
+
+def test_variants_take_turns_and_a_fault_is_a_row(
+    case_of: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plan, facts = case_of("sft")
+    asked: list[str] = []
+
+    def measured(path: Path, steps: int) -> dict[str, Any] | str:
+        asked.append(path.parent.name)
+        if path.parent.name == "variant-0":
+            return "out of memory"
+        return dict(peak_bytes=100, reserved_bytes=0, rss_bytes=7, tokens=50, seconds=2.0, losses=[1.0, 2.0])
+
+    monkeypatch.setattr(benching, "measure_apart", measured)
+    both = [Measured(variant(name, plan, facts)) for name in ("plain", "planned")]
+    benching.in_turns(both, tmp_path, 1, 2, lambda text: None)
+    assert asked == ["variant-0", "variant-1", "variant-1"], "what ran out of memory is not tried again"
+    plain, planned = (row(one, [1.5, 2.0]) for one in both)
+    assert (plain.peak_bytes, plain.fault) == (None, "out of memory")
+    assert (planned.tokens_per_s, planned.tokens_per_s_all) == (25.0, (25.0, 25.0))
+    assert (planned.loss_difference_first, planned.loss_difference) == (0.5, 0.5)
+    told = table([plain, planned], plain)
+    assert told[0][1] == "not measured"
+    html = page(Bench("r", "sft", "cpu", 1, 2, {"torch": "2"}, (plain, planned), (), ()))
+    assert "out of memory" in html
+    assert "http" not in html, "the page loads nothing"
+
+
+@pytest.mark.slow
+def test_a_recipe_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "my.yaml"
+    path.write_text(RECIPE.format(method="sft", folder=tmp_path, packing=", packing: bfd"))
+    words = ["bench", str(path), "--ablate", "--steps", "1", "--repeats", "1", "--json"]
+    assert run([*words, "--html", str(tmp_path / "bench.html")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = {one["name"]: one for one in told["rows"]}
+    planned = rows["+ boundary_offloading"]
+    assert planned["peak_bytes"] < rows["plain"]["peak_bytes"]
+    assert planned["loss_difference_first"] < 1e-5
+    assert planned["tokens_per_s"] > 0
+    assert told["version"] == 1
+    assert (tmp_path / "bench.html").read_text().startswith("<!doctype html>")
