@@ -119,7 +119,7 @@ def heaviest(settings: Settings, facts: Facts) -> HeaviestBatch:
     longest = profile.longest[0] if profile.longest else 1
     if profile.rows_per_sequence > 1:
         longest = profile.longest_piece
-    scored = 0 if METHODS[facts.method].head == "score" else tokens
+    scored = 0 if METHODS[facts.method].head == "score" else profile.most_scored(sequences, tokens)
     return HeaviestBatch(rows, tokens, scored, longest, asks_of(facts.method))
 
 

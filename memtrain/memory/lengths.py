@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from memtrain.recipes.base import Section
@@ -65,6 +66,10 @@ class LengthProfile(Section):
     """Tokens of the longest sequences, longest first, at most NUM_LONGEST of them."""
     longest_piece: int
     """Tokens of the longest piece within a sequence: attention never looks back further."""
+    most_learnt: tuple[int, ...] = ()
+    """Learnt tokens of the sequences that have most of them, most first; none where it is not known."""
+    learnt_share: float = 1.0
+    """Highest share of learnt tokens in a sequence."""
     rows_per_sequence: int = 1
     """Most rows of a sequence where rows are padded: as many as it has answers."""
 
@@ -82,6 +87,13 @@ class LengthProfile(Section):
         if tokens is not None:
             total = max(min(total, tokens), self.longest[0])
         return min(rows, self.report.num_sequences), total
+
+    def most_scored(self, sequences: int, tokens: int) -> int:
+        """Most learnt tokens of a micro-batch of so many sequences and tokens: a bound on every real one."""
+        most = min(tokens, math.ceil(self.learnt_share * tokens))
+        if len(self.most_learnt) < min(sequences, self.report.num_sequences):
+            return most
+        return min(most, sum(self.most_learnt[:sequences]))
 
 
 def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from memtrain.errors import RecipeError
 from memtrain.memory.shape import FAMILIES, read_config, shape_of
@@ -36,6 +36,17 @@ CASES = [(model_type, {}) for model_type in FAMILIES] + [
     ("granite", {"attention_bias": True, "mlp_bias": True}),
     ("gemma2", {"attention_bias": True}),
 ]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_scorer_has_one_row_of_weights_for_a_head(tied):
+    made = AutoConfig.for_model("qwen3", **SMALL, tie_word_embeddings=tied, num_labels=1)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(made)
+    shape = shape_of(made.to_dict(), "", "score")
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.num_head == SMALL["hidden_size"]
+    assert not shape.tied
 
 
 def built(model_type, **more):

@@ -223,3 +223,43 @@ def test_a_reference_held_beside_the_policy_is_predicted_and_measured(tmp_path: 
     owners = {one["owner"]: one["num_bytes"] for one in load["owners"]}
     assert owners["reference"] == owners["weights"]
     assert measured == pytest.approx(load["num_bytes"], rel=0.01)
+
+
+PAIR = {
+    "prompt": "Ana has 3 pens and buys 4 more. " * 6,
+    "chosen": " 3 + 4 = 7" * 8,
+    "rejected": " 3 * 4 = 12" * 8,
+}
+
+
+PADDED = ("length.padding_free=false", "length.shared_prompts=false")
+
+
+@pytest.mark.parametrize(("method", "forms"), [("dpo", ()), ("dpo", PADDED), ("kto", ()), ("reward", ())])
+def test_the_predicted_peak_is_the_measured_one(
+    method: str, forms: tuple[str, ...], tmp_path: Path, cache: Path
+):
+    """Rows that are all the same leave no doubt which micro-batch is heaviest."""
+    row = {"prompt": PAIR["prompt"], "completion": PAIR["chosen"], "label": True} if method == "kto" else PAIR
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    told = run(
+        tmp_path,
+        method,
+        cache,
+        f"data.train={tmp_path}/rows.jsonl",
+        "data.held_out=0",
+        "eval.every_steps=null",
+        "length.max_length=null",
+        "train.max_steps=2",
+        "train.micro_rows=4",
+        "model.config.hidden_size=96",
+        "model.config.intermediate_size=256",
+        "model.config.num_hidden_layers=3",
+        *forms,
+    )
+    measured = next(one for one in told if one["kind"] == "memory" and one["phase"] == "steady step")[
+        "allocated"
+    ]
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    steady = next(one for one in plan["prediction"]["phases"] if one["phase"] == "steady step")["num_bytes"]
+    assert measured == pytest.approx(steady, rel=0.06)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport, longest_first
 from memtrain.recipes.length import Length
-from memtrain.trainers.data.pieces import Spans, count_learnt
+from memtrain.trainers.data.pieces import Spans, count_learnt, highest_share
 from memtrain.trainers.data.store import TokenStore
 
 Ints = NDArray[np.int64]
@@ -88,6 +88,8 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: Length, *, is_shared:
     at = at[order]
     prompt, answer = kept.prompt[at], kept.answer[at]
     tokens = _tokens(prompt, answer, item_ptr, is_shared=is_shared)
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(learnt[at].sum(axis=1))])
+    learnt_each = np.diff(sums[item_ptr])
     longest_row = int((prompt + answer.max(axis=1)).max(initial=0)) if len(at) else 0
     return AnswerSequences(
         row=rows[at],
@@ -104,6 +106,8 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: Length, *, is_shared:
             total_tokens=int(tokens.sum()),
             longest=longest_first(np.sort(tokens)[::-1][:NUM_LONGEST]),
             longest_piece=longest_row,
+            most_learnt=longest_first(np.sort(learnt_each)[::-1][:NUM_LONGEST]),
+            learnt_share=highest_share(learnt_each, tokens),
             rows_per_sequence=int(np.diff(item_ptr).max(initial=1)) * whole.shape[1],
         ),
     )

@@ -78,9 +78,16 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: Length) -> Sequence
             report=_report(own, made, learnt_of_row, learnt, length),
             total_tokens=int(tokens.sum()),
             longest=longest_first(_largest(tokens, NUM_LONGEST)),
+            most_learnt=longest_first(_largest(learnt, NUM_LONGEST)),
+            learnt_share=highest_share(learnt, tokens),
             longest_piece=int((tokens if length.documents_see_each_other else kept).max(initial=0)),
         ),
     )
+
+
+def highest_share(learnt: Ints, tokens: Ints) -> float:
+    """The highest share of learnt tokens in a sequence; 1 where there is none."""
+    return float((learnt / np.maximum(tokens, 1)).max()) if len(tokens) else 1.0
 
 
 def count_learnt(spans: Spans, row: Ints, start: Ints, length: Ints) -> Ints:
