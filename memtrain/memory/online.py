@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
 from memtrain.memory.beside import judging_bytes
+from memtrain.memory.budget import weights_bytes
+from memtrain.memory.engines import shards_weights
 from memtrain.memory.estimate import evaluation_moment, phase_peak
 from memtrain.memory.facts import Facts, heaviest
 from memtrain.memory.plan import PhasePeak, Prediction
@@ -73,6 +75,8 @@ def with_generation(
 
     rows = _decide_rows(ledger, recipe, settings, lambda rows: sum(moment(rows).values()) <= room)
     owners = {one.owner: one.num_bytes for one in resting.owners}
+    if shards_weights(settings):
+        owners["gathered weights"] = weights_bytes(settings, facts.shape)
     phases = [*prediction.phases, phase_peak("generation", owners | moment(rows))]
     if facts.rewards:
         longest = prompt + recipe.generation.max_tokens

@@ -101,3 +101,15 @@ def test_what_shards_cannot_be_is_refused_with_a_way_out(ask, facts_of, profile_
     with pytest.raises(RecipeError, match=words) as caught:
         ask(known, cluster__processes=2, **said)
     assert all(fault.fix for fault in caught.value.faults)
+
+
+def test_completions_are_written_with_whole_weights_and_these_are_counted(ask, facts_of, profile_of):
+    """On two ranks: half of the weights rests there, and all of them are gathered beside."""
+    known = facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), method="grpo")
+    said = {"method": "grpo", "rewards__functions": ["length"], "generate__completions": 4}
+    made = ask(known, **said, train__batch_rows=16, cluster__processes=2, cluster__engine="fsdp2")
+    owners = {
+        phase.phase: {one.owner: one.num_bytes for one in phase.owners} for phase in made.prediction.phases
+    }
+    assert owners["generation"]["gathered weights"] == owners["load"]["weights"]
+    assert owners["generation"]["weights"] * 2 == owners["load"]["weights"]
