@@ -9,7 +9,7 @@ import pytest
 
 PACKED = ("length.packing=bfd", "train.batch_rows=4", "train.micro_rows=2", "train.max_steps=12")
 STOPS = ("save.every_steps=3", "eval.every_steps=6")
-SAVED = ("memory.activation_checkpointing=on", "memory.activation_offloading=on")
+SAVED = ("memory.activation_checkpointing=on", "memory.activation_offloading=on", "memory.rehearse=on")
 SLICED = "cluster.context_parallel=2"
 ANSWERS = """\
 method: {method}
