@@ -43,7 +43,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"model": {"adapter": {"r": 64, "target_modules": ["q_proj", "v_proj"]}}, "length": {"max_length": 8192}},
     {"optim": {"kind": "adafactor"}},
     {"optim": {"master_weights": True}, "memory": {"loss": "full"}},
-    {"memory": {"activation_checkpointing": "on", "activation_offloading": "boundaries"}},
+    {"memory": {"activation_checkpointing": "on", "activation_offloading": "on"}},
     {"length": {"max_length": 1024, "padding_free": False}},
     {"method": "dpo", "model": {"adapter": {"r": 16}}},
     {"method": "dpo", "dpo": {"reference": "copy"}},

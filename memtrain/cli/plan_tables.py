@@ -194,7 +194,11 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
         return
     resolved = made.resolved
     found = traced.prediction.model_copy(update={"budget_bytes": resolved.prediction.budget_bytes})
-    say(f"Checked on the run's own step: {difference(resolved.prediction, found)} ({traced.seconds:.1f} s).")
+    took = "remembered" if traced.is_remembered else f"{traced.seconds:.1f} s"
+    say(f"Checked on the run's own step: {difference(resolved.prediction, found)} ({took}).")
+    waiting = [f"{owner} {gib(size)}" for owner, size in traced.host_bytes.items() if size]
+    if waiting:
+        say(f"In the host's memory meanwhile: {', '.join(waiting)}.")
     if not explain:
         return
     typer.echo()

@@ -20,7 +20,8 @@ SHORT = {
 def owner_table(prediction: Prediction, plain: Prediction) -> tuple[list[str], list[list[str]]]:
     """(headers, rows): an owner a row, a phase a column, in GiB or MiB; the plain run's highest phase last.
 
-    Owners are in the order of their largest share; the last row is the sum of each column.
+    Owners are in the order of their largest share, without those too small to be shown; the last row is the
+    sum of each column.
     """
     columns = [*prediction.phases, plain.peak]
     held = [{owned.owner: owned.num_bytes for owned in phase.owners} for phase in columns]
@@ -29,6 +30,8 @@ def owner_table(prediction: Prediction, plain: Prediction) -> tuple[list[str], l
     )
     is_large = max(phase.num_bytes for phase in columns) >= GIB
     unit, digits = (GIB, 2) if is_large else (MIB, 1)
+    # What would be a row of zeros is not told apart.
+    names = [name for name in names if max(o.get(name, 0) for o in held) >= 0.5 * unit / 10**digits]
     headers = [
         "GiB" if is_large else "MiB",
         *(SHORT.get(phase.phase, phase.phase) for phase in prediction.phases),

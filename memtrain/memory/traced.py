@@ -14,7 +14,6 @@ from typing import Any
 from memtrain.errors import LaunchError
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.plan import Prediction
-from memtrain.memory.rules import installed
 from memtrain.memory.settings import Settings
 from memtrain.recipes.base import Section
 from memtrain.recipes.recipe import Recipe
@@ -57,6 +56,8 @@ class Traced(Section):
     host_bytes: dict[str, int] = {}
     """What waits in the host's memory, by owner (CUDA)."""
     seconds: float
+    is_remembered: bool = False
+    """It was found before, and comes from disk."""
 
 
 TRACED_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
@@ -77,8 +78,8 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
         return "quantized weights need bitsandbytes' own kernels"
     if settings.optimizer in BITSANDBYTES:
         return f"{settings.optimizer} needs bitsandbytes' own kernels"
-    if (settings.liger or settings.loss == "liger") and not installed("liger_kernel"):
-        return "liger-kernel is not installed here"
+    if settings.liger or settings.loss == "liger":
+        return "Liger's kernels ask which device they are on, and a trace has none"
     return None
 
 
@@ -115,7 +116,7 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
     text = job.model_dump_json()
     file = (cache or cache_folder()) / f"{_key(text)}.json"
     if file.is_file():
-        return Traced.model_validate_json(file.read_text())
+        return Traced.model_validate_json(file.read_text()).model_copy(update={"is_remembered": True})
     # Tracing moves no data: one thread, no GPU.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -73,7 +73,7 @@ def plan(
     words = list(overrides or [])
     num_bytes = None if budget is None else read_size(budget, "--budget")
     if num_bytes is not None:
-        words.append(f"memory.budget={num_bytes}B")
+        words.append(f"memory.budget={budget}")
     question = ask(load_recipe(recipe, words), gpu, num_gpus, num_bytes)
     with reading_progress() as progress:
         facts, note = facts_of_question(question, reads_data=not without_data, progress=progress)
