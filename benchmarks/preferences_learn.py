@@ -48,13 +48,15 @@ def main() -> None:
     words = argparse.ArgumentParser()
     words.add_argument("data", type=Path)
     words.add_argument("-o", "--output", type=Path)
+    words.add_argument("--work", type=Path, help="keep the runs here, and read those that have ended before")
+    words.add_argument("--methods", nargs="+", default=list(FORMS), choices=list(FORMS))
     words.add_argument("--seeds", type=int, default=3)
     words.add_argument("--sft-steps", type=int, default=160)
     words.add_argument("--steps", type=int, default=30)
     asked = words.parse_args()
-    begun = time.process_time()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = asked.work or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         tuned = run(folder, "sft", sft_recipe(asked.data, asked.sft_steps))
         start = folder / "sft" / "final"
         found = {
@@ -62,7 +64,7 @@ def main() -> None:
                 run(folder, f"{method}-{seed}", recipe_of(method, seed, start, asked.data, asked.steps))
                 for seed in range(asked.seeds)
             ]
-            for method in FORMS
+            for method in asked.methods
         }
         example = recipe_of("dpo", 0, Path("SFT/final"), Path("DATA"), asked.steps)
     for method, curves in found.items():
@@ -75,7 +77,6 @@ def main() -> None:
             "commit": commit(),
             "command": "python benchmarks/preferences_learn.py DATA -o FILE",
             "versions": {one: version(one) for one in ("torch", "transformers")},
-            "cpu_s": round(time.process_time() - begun),
             "model": MODEL,
             "recipe": example,
             "summary": {method: summary(curves) for method, curves in found.items()},
@@ -126,7 +127,8 @@ def run(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
     path = folder / f"{name}.yaml"
     recipe = recipe | {"data": recipe["data"] | {"cache_dir": str(folder / "cache")}}
     path.write_text(json.dumps(recipe))
-    run_recipe(recipe["method"], str(path), [], run_dir=str(folder / name))
+    if not (folder / name / "final").is_dir():
+        run_recipe(recipe["method"], str(path), [], run_dir=str(folder / name))
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     kept = ("step", "loss", "calibration")
     return {
