@@ -92,9 +92,9 @@ class Runs:
             code = main(self.arguments(name, *overrides, verb=verb, recipe=recipe))
         return Ended(code, out.getvalue(), err.getvalue())
 
-    def done(self, name: str, *overrides: str, recipe: str = "") -> Path:
+    def done(self, name: str, *overrides: str, verb: str = "sft", recipe: str = "") -> Path:
         """Train to the end; the run folder."""
-        ended = self.run(name, *overrides, recipe=recipe)
+        ended = self.run(name, *overrides, verb=verb, recipe=recipe)
         assert ended.code == 0, ended.err
         return self.folder / name
 
