@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test test-all test-slurm test-vllm check format docs docs-reference clean
+.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-vllm check format docs docs-reference clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +58,26 @@ docs-reference: setup
 	$(BIN)/memtrain schema --reference -o docs/recipe.md
 	$(BIN)/memtrain schema --strategies -o docs/strategies.md
 	$(BIN)/memtrain schema --trl -o docs/coming-from-trl.md
+
+# TRL for the comparisons: an environment of its own, never imported by memtrain.
+TRL_ENV ?= .trl-env
+$(TRL_ENV)/.installed:
+	$(PYTHON) -m venv $(TRL_ENV)
+	$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check trl==1.16.0 torch==2.13.0 peft
+	@touch $@
+
+# Every question that a CPU answers, with small settings (under 30 minutes on 2 cores); resumable.
+bench: setup $(TRL_ENV)/.installed
+	$(BIN)/python benchmarks/suite.py --trl-env $(TRL_ENV) --out bench-results
+
+# What needs a CUDA GPU; the same command goes on where it was ended. Results in bench-gpu/.
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu.py --out bench-gpu
+
+# docs/benchmarks.md and docs/exactness.md from the committed results.
+bench-page: setup
+	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/exactness.py --page
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

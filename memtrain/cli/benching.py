@@ -105,18 +105,14 @@ def bench_recipe(
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit for plans that cannot be made.
     """
-    from memtrain.trainers.verify.sides import on_one_process, plain_side
+    from memtrain.trainers.verify.sides import plain_side
 
-    def planned(name: str, words: list[str]) -> tuple[Plan, Facts]:
-        made = make_plan(load_recipe(name, words), run_dir=str(place / "run"))
-        return on_one_process(made.plan, steps=steps + 2), _facts(made)
-
-    plan, facts = planned(recipe, overrides)
+    plan, facts = _planned(recipe, overrides, place, steps)
     bare = plain_side(plan)
     groups = [
         waterfall(plan, bare, facts),
         ablations(plan, bare, facts) if ablate else [],
-        [variant(against, *planned(against, overrides))] if against is not None else [],
+        [variant(against, *_planned(against, overrides, place, steps))] if against is not None else [],
     ]
     measured = [[Measured(one) for one in group] for group in groups]
     in_turns([one for group in measured for one in group], place, steps, repeats, progress)
@@ -135,6 +131,17 @@ def bench_recipe(
         ablations=left_out,
         against=others,
     )
+
+
+def bench_plan(recipe: str, overrides: list[str], place: Path, *, steps: int, repeats: int) -> Row:
+    """One plan alone, measured several times; its losses are held against nothing.
+
+    Raises: RecipeError, DataError, LaunchError, DoesNotFit for a plan that cannot be made.
+    """
+    plan, facts = _planned(recipe, overrides, place, steps)
+    one = Measured(variant("planned", plan, facts))
+    in_turns([one], place, steps, repeats, lambda text: None)
+    return row(one, ())
 
 
 def in_turns(measured: Sequence[Measured], place: Path, steps: int, repeats: int, progress: Progress) -> None:
@@ -186,6 +193,14 @@ def row(one: Measured, plainly: Sequence[float]) -> Row:
         predicted_step_s=one.variant.predicted_step_s,
         fault=one.fault,
     )
+
+
+def _planned(recipe: str, overrides: list[str], place: Path, steps: int) -> tuple[Plan, Facts]:
+    """One process's share of a recipe's plan, and what its predictions are made of."""
+    from memtrain.trainers.verify.sides import on_one_process
+
+    made = make_plan(load_recipe(recipe, overrides), run_dir=str(place / "run"))
+    return on_one_process(made.plan, steps=steps + 2), _facts(made)
 
 
 def _facts(made: Planned) -> Facts:

@@ -203,10 +203,10 @@ def _most_pieces(side: Side) -> int:
 
 
 def _has_groups(side: Side) -> bool:
-    """Whether a prompt has several answers in one sequence, or in one rollout."""
+    """Whether a prompt has several answers in one sequence, or in one micro-batch of a rollout."""
     feed = side.built.train
     if not isinstance(feed, AnswerFeed):
-        return side.plan.recipe.online is not None
+        return side.plan.recipe.online is not None and side.plan.settings.micro_rows > 1
     return feed.sequences.num_answers > 1 or int(feed.weights.max(initial=0)) > 1
 
 

@@ -1,0 +1,440 @@
+"""docs/benchmarks.md from the results: every question with its figures, or "not measured".
+
+    python benchmarks/page.py [RESULTS [PAGE]]
+
+RESULTS is a folder of JSON files, one a script; without it benchmarks/results. Each table names the device,
+command and commit of its figures. Rows where memtrain loses stay.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+Result = Mapping[str, Any]
+MIB = 2**20
+
+INTRODUCTION = """\
+# Benchmarks
+
+Written by `python benchmarks/page.py` from `benchmarks/results/`; do not edit. `make bench` measures the
+same questions on your machine with small settings, and `make bench-gpu` those that need a GPU; a question
+without a result says so. Where a ratio is given, it is TRL's figure over memtrain's: above 1 memtrain
+needs less, below 1 it needs more. Figures of a shared machine are told as ratios of runs that took turns,
+with their spread; peaks of tensors do not depend on the machine.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One question."""
+
+    title: str
+    file: str
+    """Of the result, without `.json`."""
+    says: str
+    """What is compared, in a sentence or two."""
+    rows: Callable[[Result], list[str]]
+    command: str = ""
+    """Where the result does not name its own."""
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(headers)} |", "|---" * len(headers) + "|"]
+    return lines + [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+
+
+def start_up(result: Result) -> list[str]:
+    """A row for each command."""
+    rows: list[list[object]] = []
+    for task, told in result["tasks"].items():
+        ours, theirs = told["memtrain"], told.get("trl")
+        rows.append(
+            [
+                f"`{task}`",
+                f"{ours['cpu_s']:.2f} s",
+                f"{theirs['cpu_s']:.2f} s" if theirs else "no counterpart",
+                spread(told["ratio"]["cpu_s"]) if theirs else "",
+                f"{ours['wall_s']:.2f} s",
+                f"{theirs['wall_s']:.2f} s" if theirs else "",
+            ]
+        )
+    said = result["tasks"].get("wrong recipe", {}).get("says", {})
+    lines = table(("command", "CPU, memtrain", "CPU, TRL", "ratio", "wall, memtrain", "wall, TRL"), rows)
+    lines += [""] if said else []
+    for side, words in said.items():
+        lines.append(
+            f"{side} answers the wrong recipe with {words['lines']} lines (exit code {words['code']}):"
+        )
+        lines += ["", "```", *[line[:160] for line in words["last"]], "```", ""]
+    return lines
+
+
+def packing(result: Result) -> list[str]:
+    """A row for each size and strategy."""
+    rows: list[list[object]] = []
+    for size, strategies in result["rows"].items():
+        for strategy, told in strategies.items():
+            ours, theirs = told["memtrain"], told.get("trl")
+            rows.append(
+                [
+                    f"{int(size):,}",
+                    strategy,
+                    f"{ours['cpu_s']:.3f} s",
+                    f"{theirs['cpu_s']:.3f} s" if theirs else "not measured",
+                    spread(told["ratio"]) if theirs else "",
+                    f"{ours['fill']:.2%}",
+                    f"{theirs['fill']:.2%}" if theirs else "",
+                    mib(ours["peak_bytes"]),
+                    mib(theirs["peak_bytes"]) if theirs else "",
+                ]
+            )
+    headers = (
+        "rows",
+        "strategy",
+        "CPU, memtrain",
+        "CPU, TRL",
+        "ratio",
+        "fill, memtrain",
+        "fill, TRL",
+        "memory, memtrain",
+        "memory, TRL",
+    )
+    return table(headers, rows)
+
+
+def data_preparation(result: Result) -> list[str]:
+    """A row for each figure."""
+    names = {
+        "cpu_s": "CPU time",
+        "wall_s": "wall time",
+        "peak_bytes": "memory",
+        "cache_bytes": "cache on disk",
+    }
+    rows: list[list[object]] = []
+    for key, name in names.items():
+        show = (lambda value: f"{value:.1f} s") if key.endswith("_s") else mib
+        theirs = result.get("trl")
+        rows.append(
+            [
+                name,
+                show(result["memtrain"][key]),
+                show(theirs[key]) if theirs else "not measured",
+                spread(result["ratio"][key]) if theirs else "",
+            ]
+        )
+    size = f"{result['rows']:,} rows, {mib(result['bytes_of_jsonl'])} of JSONL."
+    return [size, "", *table(("", "memtrain", "TRL", "ratio"), rows)]
+
+
+def sft_vs_trl(result: Result) -> list[str]:
+    """A row for each model, data and mode."""
+    rows: list[list[object]] = []
+    for row in result["rows"]:
+        speed = row["speed_ratio"]
+        rss = row["rss_growth_mib"]
+        rows.append(
+            [
+                row["model"],
+                row["data"],
+                row["mode"],
+                f"{row['largest_loss_difference']:.1e}",
+                f"{speed['median']:.2f} ({min(speed['all']):.2f}-{max(speed['all']):.2f})",
+                f"{rss['memtrain']:.0f} MiB",
+                f"{rss['trl']:.0f} MiB",
+                f"{rss['trl'] / rss['memtrain']:.2f}",
+            ]
+        )
+    headers = ("model", "data", "mode", "losses differ by", "speed over TRL's", "memory", "TRL's", "ratio")
+    return table(headers, rows)
+
+
+def preferences(result: Result) -> list[str]:
+    """A row for each method."""
+    rows = [
+        (method, result["steps"], f"{curve['largest_difference']:.1e}")
+        for method, curve in result["curves"].items()
+    ]
+    return table(("method", "steps", "losses differ by at most"), rows)
+
+
+def pairs(result: Result) -> list[str]:
+    """A row for each share and form."""
+    rows: list[list[object]] = []
+    for share, forms in result["prompt:answer"].items():
+        for form, told in forms.items():
+            cells = [f"{told['resident_mib']:.0f} MiB", f"{told['step_s']:.2f} s"]
+            trl = forms.get("trl")
+            of_trl = f"{told['resident_mib'] / trl['resident_mib']:.2f}" if trl else ""
+            rows.append([share, form, *cells, of_trl])
+    return table(("prompt : answer", "form", "memory", "CPU time of a step", "memory over TRL's"), rows)
+
+
+def shared_prompts(result: Result) -> list[str]:
+    """A row for each share and form."""
+    rows = [
+        (share, form, f"{told['tokens']:,}", f"{told['activations_mib']:.1f} MiB", f"{told['seconds']:.2f} s")
+        for share, forms in result["prompt:answer"].items()
+        for form, told in forms.items()
+    ]
+    return table(("prompt : answer", "form", "tokens", "activations", "CPU time"), rows)
+
+
+def waterfall(result: Result) -> list[str]:
+    """A row for each variant."""
+    lines: list[str] = []
+    for title, key in (("", "rows"), ("Left out one at a time:", "ablations")):
+        if not result.get(key):
+            continue
+        lines += ["", title, ""] if title else []
+        first = result["rows"][0]
+        rows: list[list[object]] = []
+        for row in result[key]:
+            if row["peak_bytes"] is None:
+                rows.append([row["name"], "not measured", mib(row["predicted_bytes"]), row["fault"], "", ""])
+                continue
+            speeds = row["tokens_per_s_all"]
+            rows.append(
+                [
+                    row["name"],
+                    mib(row["peak_bytes"]),
+                    f"{mib(row['predicted_bytes'])} ({row['predicted_bytes'] / row['peak_bytes'] - 1:+.0%})",
+                    f"{row['tokens_per_s']:,.0f} ({min(speeds):,.0f}-{max(speeds):,.0f})",
+                    f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}" if first["tokens_per_s"] else "",
+                    f"{row['loss_difference_first']:.0e}, {row['loss_difference']:.0e}",
+                ]
+            )
+        headers = ("variant", "peak", "predicted", "tokens/s", "of plain", "loss differs: first step, any")
+        lines += table(headers, rows)
+    return lines
+
+
+def memory_tables(result: Result) -> list[str]:
+    """The errors in a line; the tables are in docs/memory.md."""
+    errors = sorted(abs(row["arithmetic_error"]) for row in result["rows"])
+    traced = sorted(abs(row["traced_bytes"] / row["real_bytes"] - 1) for row in result["rows"])
+    rows = [
+        (
+            name,
+            len(found),
+            f"{statistics.median(found):.2%}",
+            f"{found[int(0.95 * len(found))]:.2%}",
+            f"{found[-1]:.2%}",
+        )
+        for name, found in (("trace against the allocator", traced), ("arithmetic against the trace", errors))
+    ]
+    return table(("", "recipes", "median error", "95th percentile", "worst"), rows)
+
+
+def plans(result: Result) -> list[str]:
+    """The errors in a line."""
+    errors = sorted(abs(row["error"]) for row in result["rows"])
+    misses = sum(not row["fits_by_trace"] for row in result["rows"])
+    cells = (len(errors), f"{statistics.median(errors):.2%}", f"{errors[int(0.95 * len(errors))]:.2%}")
+    return table(
+        ("plans", "median error", "95th percentile", "worst", "false fits"),
+        [(*cells, f"{errors[-1]:.2%}", misses)],
+    )
+
+
+def inspect_lengths(result: Result) -> list[str]:
+    """A line of figures."""
+    row = (
+        f"{result['megabytes']:,.0f} MB, {result['rows']:,} rows",
+        f"{result['speed_of_raw_wall']:.0%}",
+        f"{result['speed_of_raw_cpu']:.0%}",
+        f"{result['peak_above_tokenizer_mib']:.0f} MiB",
+    )
+    return table(("data", "speed of raw encoding (wall)", "(CPU)", "memory above the tokenizer's"), [row])
+
+
+def kills(result: Result) -> list[str]:
+    """A line of figures."""
+    lines = sum(run["lines"] for run in result["runs"])
+    differ = sum(run["lines_that_differ"] for run in result["runs"])
+    equal = all(run["final_weights_are_equal"] for run in result["runs"])
+    row = (len(result["kills"]), lines, differ, "yes" if equal else "NO")
+    return table(("kills", "lines of metrics", "that differ", "final weights equal"), [row])
+
+
+def exactness(result: Result) -> list[str]:
+    """The counts; the matrix is on its own page."""
+    kinds = [cell[3] for part in result.values() for cell in part["cells"]]
+    row = [len(kinds), *(kinds.count(kind) for kind in ("exact", "refused", "broken"))]
+    lines = table(("cells", "exact", "refused by the plan", "broken"), [row])
+    return [*lines, "", "The matrix, with every reason: [exactness.md](exactness.md)."]
+
+
+def policy_peak(result: Result) -> list[str]:
+    """The figures as they are: a row for each number of completions."""
+    found = result.get("k") or result.get("rows") or result.get("completions") or {}
+    pairs_of = found.items() if isinstance(found, Mapping) else enumerate(found)
+    return table(("k", "figures"), [(key, f"`{json.dumps(value)}`") for key, value in pairs_of])
+
+
+SECTIONS = (
+    Section(
+        "Start-up",
+        "start_up",
+        "What a person waits for. TRL checks no configuration without training. The first step: until its "
+        "loss is said, a tiny model and rows.",
+        start_up,
+    ),
+    Section(
+        "Packing",
+        "packing",
+        "The same lengths into sequences of 512. Ours is an index of pieces (tokens are read in training); "
+        "TRL's is a new table with all tokens.",
+        packing,
+    ),
+    Section(
+        "Data preparation",
+        "data_preparation",
+        "From JSONL to packed rows: reading, tokenizing, storing, packing (bfd).",
+        data_preparation,
+    ),
+    Section(
+        "SFT against TRL",
+        "sft_vs_trl",
+        "The same weights, rows, order, batch and schedule; tokens a second of CPU time.",
+        sft_vs_trl,
+        "python benchmarks/sft_vs_trl.py --trl PYTHON",
+    ),
+    Section(
+        "Losses of preferences against TRL",
+        "preferences_against_trl",
+        "The same weights, rows and order.",
+        preferences,
+    ),
+    Section(
+        "A DPO step against TRL",
+        "pairs_against_trl",
+        "Resident memory of the steps, and CPU time, by prompt : answer; TRL pads, and computes it twice.",
+        pairs,
+    ),
+    Section(
+        "A prompt computed once",
+        "shared_prompts",
+        "The same DPO step in three forms, by prompt : answer.",
+        shared_prompts,
+    ),
+    Section(
+        "Group size: one long prompt, k completions",
+        "policy_peak",
+        "Peak of a GRPO update, ours, duplicated, and TRL's.",
+        policy_peak,
+    ),
+    Section(
+        "SFT, a strategy at a time", "waterfall_sft", "`memtrain bench smoke/sft-packed --ablate`.", waterfall
+    ),
+    Section("DPO, a strategy at a time", "waterfall_dpo", "`memtrain bench smoke/dpo`.", waterfall),
+    Section(
+        "GRPO, a strategy at a time",
+        "waterfall_grpo",
+        "`memtrain bench smoke/grpo`, fixed completions.",
+        waterfall,
+    ),
+    Section(
+        "Exactness of strategies with each other",
+        "exactness",
+        "`memtrain verify`'s checks, cell by cell.",
+        exactness,
+    ),
+    Section(
+        "The planner",
+        "memory_tables",
+        "On a CPU: predicted peaks against the real allocator; tables in [memory.md](memory.md).",
+        memory_tables,
+        "python benchmarks/memory_tables.py",
+    ),
+    Section(
+        "Plans for GPUs against their traces",
+        "plans_against_traces",
+        "Plans for real models and cards, against traces without data. No GPU.",
+        plans,
+        "python benchmarks/plans_against_traces.py",
+    ),
+    Section(
+        "inspect-lengths", "inspect_lengths", "Beside the tokenizer's own batch encoding.", inspect_lengths
+    ),
+    Section("Killed and continued", "kill_and_resume", "Runs killed at random moments.", kills),
+    Section(
+        "On a GPU",
+        "gpu",
+        "Sizes 0.6B to 8B: peak and tokens/s of SFT, DPO and GRPO, longest context, offloading, attention "
+        "back ends, the planner's error (`make bench-gpu`).",
+        lambda result: table(tuple(result), [tuple(str(value) for value in result.values())]),
+    ),
+)
+
+
+def page(results: Mapping[str, Result]) -> str:
+    """The whole page."""
+    lines = [INTRODUCTION]
+    for section in SECTIONS:
+        lines += [f"## {section.title}", "", section.says, ""]
+        result = results.get(section.file)
+        if result is None:
+            lines += ["Not measured.", ""]
+            continue
+        lines += [*section.rows(result), "", where(result, section), ""]
+    return "\n".join(lines)
+
+
+def where(result: Result, section: Section) -> str:
+    """Device, date, commit and command of a result; else those of the file's last commit."""
+    told: Result = result.get("environment") or next(
+        (value for value in result.values() if isinstance(value, Mapping) and "commit" in value), result
+    )
+    if "commit" not in told and "commit" in result:
+        told = result
+    device = told.get("device", "CPU, 2 cores, one thread")
+    committed = last_commit(section.file)
+    date = str(told.get("date") or told.get("made") or committed[1])[:10]
+    commit = str(told.get("commit") or committed[0])[:7]
+    command = told.get("command") or section.command
+    if not command and section.file.startswith("waterfall"):
+        command = f"{section.says.strip('.').split(',')[0].strip('`')}"
+    return f"Measured on {device}, {date}, commit {commit}: `{command}`."
+
+
+def last_commit(file: str) -> tuple[str, str]:
+    """(commit, date) in which a committed result was last written; dashes where there is none."""
+    command = ["git", "log", "-1", "--format=%h %as", "--", f"results/{file}.json"]
+    said = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False).stdout.split()
+    return (said[0], said[1]) if len(said) == 2 else ("-", "-")
+
+
+def read_results(folder: Path) -> dict[str, Result]:
+    """The results of a folder by their names."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def spread(ratio: Mapping[str, float]) -> str:
+    """A ratio with its spread."""
+    return f"{ratio['median']:.2f} ({ratio['lowest']:.2f}-{ratio['highest']:.2f})"
+
+
+def mib(num_bytes: float) -> str:
+    """Bytes in MiB."""
+    return f"{num_bytes / MIB:,.1f} MiB"
+
+
+def main() -> None:
+    """Write the page."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results"
+    out = Path(sys.argv[2]) if len(sys.argv) > 2 else HERE.parent / "docs" / "benchmarks.md"
+    out.write_text(page(read_results(folder)))
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()

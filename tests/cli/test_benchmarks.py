@@ -1,0 +1,135 @@
+"""The scripts of `make bench` and `make bench-gpu`: what of them needs no GPU and no TRL."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from memtrain.cli.planning import make_plan
+from memtrain.recipes.load import load_recipe
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Loads a script of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    loaded: list[str] = []
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        loaded.append(spec.name)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in loaded:
+        del sys.modules[name]
+
+
+def test_every_gpu_task_has_a_file_of_its_own_and_there_are_sixty_plans(script: Any):
+    gpu = script("gpu")
+    names = [task.name for task in gpu.tasks()]
+    assert len(names) == len(set(names))
+    assert sum(task.kind == "point" for task in gpu.tasks()) >= 60
+    assert {task.size for task in gpu.tasks()} == {"0.6B", "1.7B", "4B", "8B"}
+
+
+def test_gpu_tasks_go_on_where_they_were_ended(script: Any, tmp_path: Path):
+    gpu = script("gpu")
+    wanted = gpu.tasks()[:3]
+    (tmp_path / f"{wanted[0].name}.json").write_text("{}")
+    made: list[str] = []
+
+    def act(task: Any) -> dict[str, Any]:
+        made.append(task.name)
+        return {"row": 1}
+
+    assert gpu.make(wanted, tmp_path, act, limit_s=60) == []
+    assert made == [task.name for task in wanted[1:]]
+    assert gpu.make(gpu.tasks()[:4], tmp_path, act, limit_s=-1) == gpu.tasks()[3:4], "no time: none is begun"
+    assert json.loads((tmp_path / f"{wanted[2].name}.json").read_text())["row"] == 1
+
+
+def test_the_planners_error_is_that_of_all_rows(script: Any):
+    """Two plans of 110 and 80 for 100 measured, and one that was said to fit and did not."""
+    gpu = script("gpu")
+    found = [
+        {"row": {"predicted_bytes": 110, "peak_bytes": 100, "fault": ""}},
+        {"result": {"rows": [{"predicted_bytes": 80, "peak_bytes": 100, "fault": ""}]}},
+        {"row": {"predicted_bytes": 90, "peak_bytes": None, "fault": "out of memory"}},
+        {"refused": "no plan fits"},
+        {"fault": "error", "task": {"name": "broken"}},
+    ]
+    told = gpu.summary(found)
+    assert (told["rows"], told["measured"], told["false_fits"], told["refused"]) == (3, 2, 1, 1)
+    assert told["median_error"] == pytest.approx(0.15)
+    assert told["worst_error"] == pytest.approx(-0.2)
+    assert told["faults"] == ["broken"]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_gpu_recipes_are_planned_here_for_a_card(script: Any, tmp_path: Path, method: str):
+    gpu = script("gpu")
+    task = gpu.Task("one", "point", method, "0.6B", (gpu.LORA,))
+    path = gpu.write_recipe(task, tmp_path)
+    words = [*task.words, "model.dtype=float32", "cluster.device=cpu"]
+    plan = make_plan(load_recipe(str(path), words), run_dir=str(tmp_path / "run")).plan
+    assert plan.settings.adapter is not None
+    assert plan.data.train.longest_tokens > 500
+
+
+def test_a_page_of_no_results_says_not_measured(script: Any):
+    page = script("page")
+    text = page.page({})
+    assert text.count("Not measured.") == len(page.SECTIONS)
+
+
+def test_the_page_shows_every_committed_result(script: Any):
+    page = script("page")
+    results = page.read_results(BENCHMARKS / "results")
+    text = page.page(results)
+    known = {section.file for section in page.SECTIONS}
+    assert text.count("Not measured.") == len(known - results.keys())
+    assert text.count("Measured on ") == len(known & results.keys())
+
+
+def test_a_ratio_is_theirs_over_ours(script: Any):
+    turns = script("turns")
+    found = turns.ratios([1.0, 2.0, 4.0], [2.0, 2.0, 2.0])
+    assert found == {"median": 1.0, "lowest": 0.5, "highest": 2.0}
+
+
+def test_what_is_answered_is_not_asked_again(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    suite = script("suite")
+    prints = suite.Question("prints", ("-c", "print('{\"a\": 1}')"), is_stdout=True)
+    assert suite.answered(prints, tmp_path, None, again=False)
+    assert json.loads((tmp_path / "prints.json").read_text()) == {"a": 1}
+    assert suite.answered(prints, tmp_path, None, again=False)
+    assert "there already" in capsys.readouterr().out
+    fails = suite.Question("fails", ("-c", "raise SystemExit(3)"), is_stdout=True)
+    assert not suite.answered(fails, tmp_path, None, again=False)
+    assert not (tmp_path / "fails.json").exists()
+    needs = suite.Question("needs", ("x.py", "--trl", "TRL"))
+    assert suite.answered(needs, tmp_path, None, again=False), "left out is no failure"
+
+
+def test_the_matrix_has_every_single_pair_and_triple(script: Any):
+    exactness = script("exactness")
+    count = len(exactness.EXACT)
+    combinations = count + count * (count - 1) // 2 + count * (count - 1) * (count - 2) // 6
+    every = list(exactness.cells())
+    assert len(every) == combinations * len(exactness.METHODS_SHOWN) * len(exactness.BACKENDS)
+    few = exactness.spread(40)
+    assert {cell.method for cell in few} == set(exactness.METHODS_SHOWN)
+    assert {cell.backend for cell in few} == set(exactness.BACKENDS)

@@ -1,0 +1,46 @@
+"""Every exact strategy with every other: each cell is exact, or the plan refuses it with a reason."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "benchmarks" / "exactness.py"
+SPEC = importlib.util.spec_from_file_location("benchmark_exactness", PATH)
+assert SPEC is not None
+assert SPEC.loader is not None
+exactness: Any = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = exactness
+SPEC.loader.exec_module(exactness)
+FEW = 40
+"""Cells of the fast suite; about a fifth of them are exact, and take a third of a second each."""
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes cells; plans that are the same are made once."""
+    return exactness.Matrix(tmp_path_factory.mktemp("matrix"))
+
+
+def broken(matrix: Any, cells: Any) -> list[str]:
+    found = [matrix.outcome(cell) for cell in cells]
+    assert all(one.says for one in found if one.kind == "refused"), "a refusal has a reason"
+    return [f"{one.cell.name}: {one.says}" for one in found if one.kind == "broken"]
+
+
+def test_cells_spread_over_the_matrix_are_exact_or_refused(matrix: Any):
+    assert broken(matrix, exactness.spread(FEW)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", exactness.METHODS_SHOWN)
+def test_every_cell_is_exact_or_refused(matrix: Any, method: str):
+    assert broken(matrix, (cell for cell in exactness.cells() if cell.method == method)) == []
+
+
+def test_a_strategy_that_does_not_act_breaks_its_cell(matrix: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("memtrain.trainers.build.treat_activations", lambda model, settings: None)
+    cell = exactness.Cell("sft", "dense", ("activation_checkpointing",))
+    assert "activation_checkpointing did not act" in broken(matrix, [cell])[0]
