@@ -4,7 +4,7 @@ python benchmarks/online_rewards.py sft --work /tmp/online
 python benchmarks/online_rewards.py run --work /tmp/online --method grpo --seed 0    (each method, each seed)
 python benchmarks/online_rewards.py collect --work /tmp/online -o benchmarks/results/online_rewards.json
 
-`sft` teaches a tiny model problems of at most 64 tokens of builtin:arithmetic. Every method and seed trains
+`sft` teaches a tiny model the problems of one step of builtin:arithmetic. Every method and seed trains
 from it on the same problems; the reward is 1 for a right answer and 0 for any other: before, during and after
 on problems that neither has seen, one likeliest completion each. `all` does everything, one after another.
 """
@@ -24,7 +24,7 @@ from memtrain.cli.commands.train import run_recipe
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"grpo": {}},
     "rloo": {"rloo": {"beta": 0.0}},
-    "online_dpo": {"online_dpo": {"beta": 0.1}, "optim": {"lr": 3e-4}},
+    "online_dpo": {"online_dpo": {"beta": 0.1}},
     "ppo": {"ppo": {"beta": 0.0, "updates_per_rollout": 1}},
 }
 """What each method's recipe says beside what all have in common."""
@@ -40,11 +40,11 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 COMMON: dict[str, Any] = {
-    "length": {"max_length": 64, "truncation": "drop"},
+    "length": {"max_length": 40, "truncation": "drop"},
     "memory": {"watch": False},
     "cluster": {"device": "cpu", "threads": 1},
 }
-SFT_STEPS, STEPS, SEEDS = 200, 60, 3
+SFT_STEPS, STEPS, SEEDS = 200, 80, 3
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def fine_tuned(work: Path) -> None:
         "method": "sft",
         "model": {"config": MODEL, "tokenizer": "builtin:tiny"},
         "data": {"train": "builtin:arithmetic"},
-        "optim": {"lr": 2e-3, "warmup_steps": 20},
+        "optim": {"lr": 3e-3, "warmup_steps": 20},
         "train": {"batch_rows": 32, "max_steps": SFT_STEPS},
         "save": {"every_steps": SFT_STEPS},
         "log": {"every_steps": 100},
@@ -85,15 +85,15 @@ def fine_tuned(work: Path) -> None:
 def recipe_of(method: str, seed: int, model: Path) -> dict[str, Any]:
     """The recipe of one online run."""
     own = dict(METHODS[method])
-    optim = {"lr": 3e-4, "warmup_steps": 5, "schedule": "constant"} | own.pop("optim", {})
+    optim = {"lr": 2e-4, "warmup_steps": 5, "schedule": "constant"} | own.pop("optim", {})
     return {
         "method": method,
         "model": {"path": str(model)},
         "data": {"train": "builtin:arithmetic", "eval": {"source": "builtin:arithmetic", "split": "test"}},
-        "generate": {"completions": 8, "max_tokens": 24},
+        "generate": {"completions": 8, "max_tokens": 16},
         "rewards": {"functions": "exact_answer"},
         "optim": optim,
-        "train": {"batch_rows": 64, "max_steps": STEPS, "seed": seed},
+        "train": {"batch_rows": 128, "max_steps": STEPS, "seed": seed},
         "eval": {"at_start": True, "every_steps": STEPS // 6, "max_rows": 200},
         "save": {"every_steps": STEPS},
         "log": {"every_steps": 10},
