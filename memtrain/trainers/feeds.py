@@ -101,11 +101,13 @@ def data_event(split: str, report: LengthReport, lengths: Ints) -> DataEvent:
         fill=report.fill,
         rows_cut=report.rows_cut,
         rows_dropped=report.rows_dropped,
-        tokens_cut=report.tokens_cut + report.tokens_idle,
+        tokens_cut=report.tokens_cut,
         learnt_cut=report.learnt_cut,
         tokens_dropped=report.tokens_dropped,
         learnt_dropped=report.learnt_dropped,
-        fragments=report.pieces if report.rows_split else 0,
+        tokens_idle=report.tokens_idle,
+        rows_split=report.rows_split,
+        fragments=report.pieces - (report.num_rows - report.rows_dropped - report.rows_split),
         lengths=length_histogram(lengths),
     )
 

@@ -87,3 +87,8 @@ def test_splitting_loses_no_learnt_token(runs, metrics, tmp_path: Path):
         0,
     )
     assert sum(step["learnt"] for step in metrics(folder, "step")) == sum(sum(row) for row in rows)
+    # A piece repeats the last token of the one before it, if that one is there.
+    seen = sum(step["tokens"] for step in metrics(folder, "step"))
+    num_whole = told["rows"] - told["rows_split"]
+    assert seen - (told["fragments"] - told["rows_split"]) <= told["tokens"] - told["tokens_idle"] <= seen
+    assert told["fragments"] + num_whole >= told["sequences"]

@@ -37,7 +37,7 @@ from memtrain.trainers.run.events import (
 )
 from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.run.metrics import MetricsWriter
-from memtrain.trainers.run.report import figures_of, load_report, phases_of, summary
+from memtrain.trainers.run.report import figures_of, load_report, lost_words, phases_of, summary
 from memtrain.trainers.run.report_html import write_report
 
 MakePlan = Callable[..., Plan]
@@ -270,3 +270,12 @@ def test_a_chart_of_nothing_is_left_out(drawn: str):
 
 def test_a_chart_of_one_step_is_drawn():
     assert "polyline" in line_chart([Line("a", [(1.0, 2.0)], "c1")], "one")
+
+
+def test_tokens_left_out_of_split_rows_are_told():
+    split = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, tokens_idle=400, rows_split=2, fragments=5)
+    assert lost_words(split) == (
+        "400 tokens with pieces in which nothing is learnt (2 rows split into 5 pieces)"
+    )
+    whole = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, rows_split=1, fragments=2)
+    assert lost_words(whole) == "nothing (1 row split into 2 pieces)"

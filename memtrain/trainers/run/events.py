@@ -79,6 +79,10 @@ class DataEvent:
     tokens_dropped: int = 0
     """Tokens lost by leaving rows out."""
     learnt_dropped: int = 0
+    tokens_idle: int = 0
+    """Tokens left out with pieces of split rows in which nothing is learnt."""
+    rows_split: int = 0
+    """Rows that go on in another sequence."""
     fragments: int = 0
     """Pieces that split rows were made into."""
     lengths: tuple[tuple[int, int], ...] = ()

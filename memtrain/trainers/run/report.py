@@ -200,9 +200,12 @@ def lost_words(data: DataEvent) -> str:
     if data.rows_dropped:
         dropped = f"{data.tokens_dropped:,} tokens, {data.learnt_dropped:,} of them learnt"
         lost.append(f"{_rows(data.rows_dropped)} dropped ({dropped})")
-    if data.fragments:
-        lost.append(f"long rows split into {data.fragments:,} pieces")
-    return "; ".join(lost) or "nothing"
+    if data.tokens_idle:
+        lost.append(f"{data.tokens_idle:,} tokens with pieces in which nothing is learnt")
+    words = "; ".join(lost) or "nothing"
+    if data.rows_split:
+        words += f" ({_rows(data.rows_split)} split into {data.fragments:,} pieces)"
+    return words
 
 
 def _figures_table(report: Report) -> Table:
