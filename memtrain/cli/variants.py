@@ -79,7 +79,8 @@ def ablations(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
 def variant(name: str, plan: Plan, facts: Facts) -> Variant:
     """A plan with what is predicted of it, on the rows as it lays them."""
     settings, scaled = plan.settings, plan.settings
-    if not settings.padding_free:
+    if not settings.padding_free and settings.packing != "none":
+        # The pieces of a packed sequence, a padded row each.
         rows = plain(settings, facts.rows_of(settings))
         scaled = settings.model_copy(
             update={

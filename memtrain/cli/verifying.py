@@ -72,10 +72,11 @@ def print_verification(made: Verification) -> None:
 
 
 def _ran(ran: Ran) -> list[tuple[str, str]]:
-    calls = ", ".join(f"{name.removeprefix('aten.')} x{count}" for name, count in ran.attention_ops.items())
+    forward = [name for name in ran.attention_ops if not name.endswith("_backward")]
+    calls = [f"{name.rpartition('scaled_dot_product_')[2]} x{ran.attention_ops[name]}" for name in forward]
     return [
         ("attention", ran.attention),
-        ("its operators", calls or "matrix products and a softmax"),
+        ("its operators", ", ".join(calls) or "matrix products"),
         ("passes of a layer", f"{ran.layer_passes:.2f}"),
         ("rows of logits at once", f"{ran.largest_logits_rows:,}"),
         ("micro-batches", f"{ran.micro_batches:,}"),
