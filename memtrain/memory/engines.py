@@ -44,7 +44,8 @@ def refuse_engine(ledger: Ledger, processes: int) -> None:
             PATH,
             "remove it, or set cluster.processes",
         )
-    faults = fsdp2_faults(recipe) if asked == "fsdp2" else []
+    of_engine = {"fsdp2": fsdp2_faults, "zero3": vllm_faults}
+    faults = of_engine[asked](recipe) if asked in of_engine else []
     if asked in ZERO:
         ledger.refuse(
             f"cluster.engine {asked}: this version of memtrain does not run DeepSpeed's engine",
@@ -86,9 +87,23 @@ def _refuse_offload(ledger: Ledger) -> None:
         )
 
 
+def vllm_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """(what, where, fix) where a vLLM sampler is to be given weights that every process holds a part of."""
+    if recipe.online is None or recipe.generation.backend != "vllm":
+        return []
+    return [
+        (
+            "vLLM takes whole weights, and every process holds a part of each; gathering them for it would "
+            "need the memory that the shards save",
+            "generate.backend",
+            "set generate.backend: native, or cluster.engine: ddp",
+        )
+    ]
+
+
 def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
     """(what, where, fix) of everything in a recipe that FSDP2 cannot honour."""
-    faults: list[tuple[str, str, str]] = []
+    faults = vllm_faults(recipe)
     if recipe.method == "ppo":
         faults.append(
             (

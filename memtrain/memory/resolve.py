@@ -23,7 +23,7 @@ from memtrain.memory.search import Space, fastest, price_all, space
 from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case
 from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
-from memtrain.memory.vllm import refuse_vllm, training_budget
+from memtrain.memory.vllm import leaves_room, refuse_vllm, training_budget
 
 LENGTH_STEP = 64
 """Lengths are searched in steps that tensor cores like."""
@@ -165,15 +165,18 @@ def _choose(choices: Space, budget: int, case: Case) -> tuple[Priced, list[Price
     for group in choices.groups:
         priced = price_all(group, case.facts)
         tried += priced
-        chosen = fastest(priced, budget, case.facts)
+        roomy = [one for one in priced if leaves_room(case.recipe, case.facts, one)]
+        chosen = fastest(roomy, budget, case.facts)
         if chosen is not None:
             return chosen, tried
     smallest = min(tried, key=lambda one: one.need_bytes)
     if smallest.need_bytes > budget:
         raise nothing_fits(smallest, budget, case.asked, case.facts)
     shortage = host_shortage(host_need(smallest, case.facts), case.facts.hardware)
-    assert shortage is not None, "A plan that fits device and host was not chosen."
-    raise shortage
+    if shortage is not None:
+        raise shortage
+    # vLLM has no room beside any plan: what decides its memory says so.
+    return smallest, tried
 
 
 def _refuse_used(ledger: Ledger, case: Case) -> None:

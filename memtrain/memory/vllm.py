@@ -8,7 +8,7 @@ from typing import Literal
 from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.activations import DTYPE_BYTES
 from memtrain.memory.budget import needed
-from memtrain.memory.facts import Facts, budget_of
+from memtrain.memory.facts import Facts, Priced, budget_of
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
@@ -138,13 +138,6 @@ def refuse_vllm(ledger: Ledger, settings: Settings) -> None:
             path,
             "set generate.backend: native, or model.quantize: 4bit or none",
         )
-    if settings.num_processes > 1 and settings.engine in ("fsdp2", "zero3"):
-        ledger.refuse(
-            f"cluster.engine {settings.engine} with vLLM: every process holds a part of each weight, and "
-            "vLLM takes whole ones; gathering them for it would need the memory that the shards save",
-            path,
-            "set generate.backend: native, or cluster.engine: ddp",
-        )
     section = own_engine(recipe)
     if section is not None:
         _refuse_process(ledger, section, settings)
@@ -192,6 +185,18 @@ def training_budget(recipe: Recipe, facts: Facts, settings: Settings) -> int:
     standing = need.standing if need.sleep != "none" else need.standing + standing_keys(need, budget)
     per_device = settings.num_processes if settings.device == "cpu" else 1
     return max(0, budget - standing * per_device)
+
+
+def leaves_room(recipe: Recipe, facts: Facts, priced: Priced) -> bool:
+    """Whether one completion at least can be written beside what a plan keeps meanwhile."""
+    if not shares_device(recipe):
+        return True
+    settings = priced.settings
+    assert settings.batch_rows is not None, "A step is said in completions."
+    need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_rows)
+    resting = next(phase for phase in priced.prediction.phases if phase.phase == "saving")
+    least = need.weights + need.process + need.least_keys
+    return needed(resting.num_bytes, settings) + least <= budget_of(recipe, facts.hardware)
 
 
 def standing_keys(need: EngineNeed, budget: int) -> int:

@@ -151,6 +151,18 @@ class Recipe(Section):
                 "mismatch compares the sampler's probabilities with the trainer's, and top_k, top_p and "
                 "min_p leave the sampler fewer tokens; remove them, or set mismatch: none"
             )
+        generate = self.generation
+        if (
+            is_corrected
+            and generate.backend == "vllm"
+            and generate.repetition_penalty != 1
+            and generate.temperature != 1
+        ):
+            raise ValueError(
+                "mismatch needs the sampler's probabilities before its repetition_penalty, and vLLM says "
+                "those only at temperature 1; remove repetition_penalty, or set temperature: 1, or mismatch: "
+                "none"
+            )
         if self.optim.neftune_alpha is not None:
             raise ValueError(
                 f"optim.neftune_alpha makes the policy another one in training than in sampling; remove it "

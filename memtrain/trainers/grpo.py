@@ -105,7 +105,7 @@ class Grpo:
         wants_entropy = want_stats or self.section.entropy_coef != 0
         scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=wants_entropy)
         old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
-        outside = corrected(self.section, old_N, micro, self.seen, want_stats=want_stats)
+        outside = corrected(self.section, old_N, micro, self.seen)
         batch = PolicyBatch(
             logp_N=scored.logp_N,
             lengths_A=micro.answers.lengths_A,

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from memtrain.memory.plan import Plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.advantages import weighted_rewards
-from memtrain.trainers.build import Built
+from memtrain.trainers.build import Built, has_dropout
 from memtrain.trainers.feed import Steps, StepWork
 from memtrain.trainers.losses.policy import Norms
+from memtrain.trainers.mismatch_alarm import MismatchAlarm
 from memtrain.trainers.model.load import local_device
 from memtrain.trainers.online_judge import Judging, build_judging
 from memtrain.trainers.online_method import OnlineMethod, WeighsTokens
@@ -70,6 +71,7 @@ class OnlineSteps:
     position: Position
     feed: PolicyFeed = field(init=False)
     base: Steps = field(init=False)
+    alarm: MismatchAlarm = field(init=False)
     num_watched: int = 0
     """Rollouts whose memory was measured."""
 
@@ -84,6 +86,13 @@ class OnlineSteps:
             }
         )
         self.base = Steps(self.prompts, each, recipe.train.seed, recipe.train.shuffle)
+        # Dropout moves the trainer's log-probs where they are those of the update itself.
+        is_blurred = has_dropout(self.built.model) and not self.method.needs.old
+        self.alarm = MismatchAlarm(
+            None if is_blurred else recipe.generation.mismatch_limit,
+            lambda text: self.tell(NoteEvent(step=self.position.step, text=text)),
+            self.plan.run_dir,
+        )
 
     @property
     def method(self) -> OnlineMethod:
@@ -96,6 +105,7 @@ class OnlineSteps:
 
         Called by all ranks together.
         """
+        self.alarm.heed(self.method, self.ranks)
         section = self.method.section
         number, place = divmod(step, section.steps_in_window)
         if self.feed.window is None or self.feed.window.number != number:

@@ -32,13 +32,20 @@ class MismatchSeen:
         old, sampler = (torch.cat(parts).cpu() for parts in zip(*self.pairs, strict=True))
         return mismatch_facts(old, sampler)
 
+    def difference(self) -> tuple[float, int]:
+        """(sum of |log p trainer - log p sampler|, tokens that have both), and forget them."""
+        if not self.pairs:
+            return 0.0, 0
+        old, sampler = (torch.cat(parts) for parts in zip(*self.pairs, strict=True))
+        known = (old - sampler).abs().double()
+        known = known[~known.isnan()]
+        self.clear()
+        return known.sum().item(), len(known)
 
-def corrected(
-    section: WithMismatch, old_N: Tensor, micro: PolicyMicro, seen: MismatchSeen, *, want_stats: bool
-) -> Mismatch:
-    """The weights of the micro-batch's tokens, and with `want_stats` what is told of them later."""
-    if want_stats:
-        seen.pairs.append((old_N.detach(), micro.sampler_N))
+
+def corrected(section: WithMismatch, old_N: Tensor, micro: PolicyMicro, seen: MismatchSeen) -> Mismatch:
+    """The weights of the micro-batch's tokens; its log-probs are kept until the next step begins."""
+    seen.pairs.append((old_N.detach(), micro.sampler_N))
     return mismatch(
         old_N,
         micro.sampler_N,

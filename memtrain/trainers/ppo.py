@@ -139,7 +139,7 @@ class Ppo:
         assert micro.return_N is not None, "The tokens were weighed."
         assert micro.value_N is not None, "The pass was made."
         old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
-        outside = corrected(section, old_N, micro, self.seen, want_stats=want_stats)
+        outside = corrected(section, old_N, micro, self.seen)
         ratio_N = (scored.logp_N - old_N).exp()
         loss_N = clipped_loss(ratio_N, micro.token_advantage_N, self.clip)
         if section.mismatch != "none":

@@ -97,7 +97,7 @@ class Rloo:
         scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=want_stats)
         old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
         lengths_A = micro.answers.lengths_A
-        outside = corrected(self.section, old_N, micro, self.seen, want_stats=want_stats)
+        outside = corrected(self.section, old_N, micro, self.seen)
         log_ratio_A = answer_log_ratio(scored.logp_N, old_N, lengths_A)
         value = sequence_clipped_loss(
             log_ratio_A,

@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memtrain.trainers.rollout.vllm_weights import Bucket, Transport
+if TYPE_CHECKING:
+    # They bring torch, which a process needs none of to be started and asked.
+    from memtrain.trainers.rollout.vllm_weights import Bucket, Transport
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 

@@ -1,0 +1,140 @@
+"""What vLLM adds to a plan: its memory beside training, asleep and awake, and what it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.facts import Facts
+from memtrain.memory.hardware import Hardware
+from memtrain.memory.resolve import Resolved
+from memtrain.memory.units import GIB, MIB
+from memtrain.memory.vllm import CPU_PROCESS, CUDA_ASLEEP, CUDA_PROCESS
+
+Ask = Callable[..., Resolved]
+
+GRPO: dict[str, Any] = {
+    "method": "grpo",
+    "rewards__functions": "exact_answer",
+    "generate__backend": "vllm",
+    "generate__max_tokens": 128,
+    "train__batch_rows": 64,
+    "train__max_steps": 10,
+}
+PYTHON = {"python": "/envs/vllm/bin/python"}
+
+
+@pytest.fixture
+def on_h100(facts_of: Callable[..., Facts]) -> Facts:
+    return facts_of(Hardware.named("h100"))
+
+
+def decision(found: Resolved, setting: str) -> str:
+    return next(f"{one.value}: {one.reason}" for one in found.decisions if one.setting == setting)
+
+
+def test_keys_are_those_of_the_rollout_with_each_prompt_once(ask: Ask, on_h100: Facts):
+    """64 completions of 8 prompts. Prompt 512 - 128 = 384; answer 128 and a block of 32 to end in.
+
+    A token: 2 (keys, values) x 256 x 16 layers x 2 bytes = 16,384; (8 x 384 + 64 x 160) of them.
+    """
+    found = ask(on_h100, generate__vllm=PYTHON, **GRPO)
+    settings = found.settings
+    assert settings.sampler == "vllm"
+    assert settings.sampler_keys_bytes == 16_384 * (8 * 384 + 64 * 160)
+    assert settings.sampler_context == 512
+    assert settings.rollout_rows == 64
+    weights = 2 * on_h100.shape.num_parameters
+    logits = 3 * 4 * 64 * 32_000
+    assert settings.sampler_bytes == weights + CUDA_PROCESS + logits + settings.sampler_keys_bytes
+
+
+def test_a_sleeping_engine_takes_from_training_what_it_keeps(ask: Ask, on_h100: Facts):
+    native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
+    found = ask(on_h100, generate__vllm=PYTHON, **GRPO)
+    assert found.settings.sampler_sleep == "level2"
+    budgets = [one.prediction.budget_bytes or 0 for one in (native, found)]
+    assert budgets[0] - budgets[1] == CUDA_ASLEEP
+    assert "stay while the policy trains" in decision(found, "sampler_sleep")
+
+
+def test_an_engine_that_never_sleeps_takes_all_of_its_memory_from_training(ask: Ask, on_h100: Facts):
+    native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
+    found = ask(on_h100, generate__vllm=PYTHON | {"sleep": "off"}, **GRPO)
+    budgets = [one.prediction.budget_bytes or 0 for one in (native, found)]
+    assert budgets[0] - budgets[1] == found.settings.sampler_bytes
+
+
+def test_an_engine_with_devices_of_its_own_takes_nothing(ask: Ask, on_h100: Facts):
+    native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
+    found = ask(on_h100, generate__vllm=PYTHON | {"devices": 1}, **GRPO)
+    assert found.prediction.budget_bytes == native.prediction.budget_bytes
+    assert found.settings.sampler_sleep == "none"
+
+
+def test_on_a_cpu_the_engine_stays_awake_beside_training(ask: Ask, facts_of: Callable[..., Facts]):
+    found = ask(facts_of(), generate__vllm=PYTHON, **GRPO)
+    assert found.settings.sampler_sleep == "none"
+    assert found.settings.sampler_bytes > CPU_PROCESS + 4 * facts_of().shape.num_parameters
+    assert "vLLM's sleep is for CUDA" in decision(found, "sampler_sleep")
+
+
+def test_less_room_means_fewer_keys_and_then_a_refusal(ask: Ask, on_h100: Facts):
+    roomy = ask(on_h100, generate__vllm=PYTHON, **GRPO).settings
+    fixed = roomy.sampler_bytes - roomy.sampler_keys_bytes
+    share = (fixed + 100 * MIB) / on_h100.hardware.memory_bytes
+    tight = ask(on_h100, generate__vllm=PYTHON | {"memory_share": share}, **GRPO)
+    assert 99 * MIB < tight.settings.sampler_keys_bytes <= 100 * MIB
+    assert "more wait" in decision(tight, "sampler_bytes")
+    with pytest.raises(DoesNotFit, match="vLLM needs") as caught:
+        ask(on_h100, generate__vllm=PYTHON | {"memory_share": 0.01}, **GRPO)
+    assert "generate.backend: native" in caught.value.faults[0].fix
+
+
+def test_generation_beside_training_must_fit_the_budget(ask: Ask, on_h100: Facts):
+    """Moments stay on the device while vLLM writes: with less they wait on the host; then nothing helps."""
+    roomy = ask(on_h100, generate__vllm=PYTHON, memory__budget=5 * GIB, **GRPO)
+    tight = ask(on_h100, generate__vllm=PYTHON, memory__budget=int(4.5 * GIB), **GRPO)
+    assert (roomy.settings.optimizer_offload, tight.settings.optimizer_offload) == (False, True)
+    with pytest.raises(DoesNotFit, match="training keeps"):
+        ask(on_h100, generate__vllm=PYTHON, memory__budget=int(3.5 * GIB), **GRPO)
+
+
+def test_a_server_needs_no_memory_here(ask: Ask, on_h100: Facts):
+    native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
+    found = ask(on_h100, generate__vllm={"server": "http://localhost:8000"}, **GRPO)
+    assert found.settings.sampler == "vllm_server"
+    assert found.settings.sampler_bytes == 0
+    assert found.prediction.budget_bytes == native.prediction.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"model__quantize": "8bit", "model__adapter": {}, "generate__vllm": PYTHON}, "8bit with vLLM"),
+        ({"generate__vllm": PYTHON | {"devices": (1, 2)}}, "generate.vllm.devices names 2"),
+        ({"generate__vllm": PYTHON | {"devices": 1, "sleep": "level1"}}, "nobody else is on"),
+        ({}, "vLLM is not installed beside memtrain"),
+    ],
+)
+def test_what_vllm_cannot_honour_is_refused(ask: Ask, on_h100: Facts, said: dict[str, Any], words: str):
+    with pytest.raises(RecipeError) as caught:
+        ask(on_h100, **GRPO, **said)
+    assert any(words in fault.what for fault in caught.value.faults), caught.value.text()
+
+
+@pytest.mark.parametrize("key", [{"devices": 0}, {"memory_share": 0.5}, {"sleep": "level2"}])
+def test_what_is_about_cuda_is_refused_on_a_cpu(
+    ask: Ask, facts_of: Callable[..., Facts], key: dict[str, Any]
+):
+    with pytest.raises(RecipeError, match="is about CUDA devices"):
+        ask(facts_of(), generate__vllm=PYTHON | key, **GRPO)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_weights_in_shards_are_refused(ask: Ask, facts_of: Callable[..., Facts], engine: str):
+    facts = facts_of(Hardware.named("h100", 2), presumed=frozenset({"deepspeed"}))
+    with pytest.raises(RecipeError) as caught:
+        ask(facts, cluster__engine=engine, generate__vllm=PYTHON, **GRPO)
+    assert any("vLLM takes whole weights" in fault.what for fault in caught.value.faults)
