@@ -15,7 +15,7 @@ from memtrain.recipes.data import source_of
 from memtrain.recipes.fields import describe, field_types, item_of, section_of
 from memtrain.recipes.formats import detect
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.rewards import functions_of
+from memtrain.recipes.rewards import functions_of, model_of
 
 SCHEMA_FILE = "recipe.schema.json"
 """Name of the schema among the shipped recipes, which name it relative to themselves."""
@@ -34,6 +34,8 @@ class _Generator(GenerateJsonSchema):
             return {"anyOf": [inner, _SIZE]}
         if reader is one_or_many:
             return {"anyOf": [inner["items"], inner]}
+        if reader is model_of:
+            return {"anyOf": [{"type": "string"}, inner]}
         if reader in (source_of, functions_of):
             one: list[JsonSchemaValue] = [{"type": "string"}, inner["items"]]
             return {"anyOf": [*one, {**inner, "items": {"anyOf": one}}]}

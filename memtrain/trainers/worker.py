@@ -97,8 +97,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             optimizer=built.optimizer,
             parameters=list(built.trained.values()),
             lr_at=lambda step: lr_at(step, optim=plan.recipe.optim, max_steps=plan.settings.max_steps),
-            steps=online
-            or Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle),
+            steps=online or _steps(plan, built),
             eval_feed=built.eval,
             ranks=ranks,
             engine=_engine(plan, built),
@@ -121,6 +120,11 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         finish(run, built, folder)
         ranks.barrier()
         accelerator.end_training()
+
+
+def _steps(plan: Plan, built: Built) -> Steps:
+    """The optimizer steps over rows that are there."""
+    return Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle)
 
 
 def _stop_before_loading(ranks: Ranks, stop: StopRequest, folder: RunFolder) -> None:

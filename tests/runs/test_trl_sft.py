@@ -22,7 +22,7 @@ def made(warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     folder = tmp_path_factory.mktemp("made")
-    benchmark.save_model(folder / "model", RECORDED["shape"])
+    benchmark.save_model(folder / "model", RECORDED["shape"], is_wave=True)
     benchmark.write_rows(benchmark.counting_rows(40), folder / "rows.jsonl", 40)
     return folder
 

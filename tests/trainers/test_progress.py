@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memtrain.trainers.run.events import StepEvent
+from memtrain.trainers.run.events import EvalEvent, StepEvent
 from memtrain.trainers.run.progress import Progress, duration
 
 
@@ -18,7 +18,7 @@ def tell(progress: Progress, steps: int) -> None:
                     step=number, loss=2.0, lr=1e-4, tokens=10, learnt=5, seconds=0.1, peak_bytes=3 * 2**30
                 )
             )
-        progress.evaluated(steps, 1.5)
+        progress.evaluated(EvalEvent(step=steps, loss=1.5, tokens=10))
 
 
 def test_a_file_has_plain_lines_every_few_steps(tmp_path: Path):

@@ -1,7 +1,7 @@
 """A changed recipe is refused by name; a changed machine is said; what moves no number passes."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -139,10 +139,10 @@ def test_every_setting_has_a_rule():
 
 def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
-        kind = field.annotation
         yield prefix + name
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from leaves(kind, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from leaves(kind, f"{prefix}{name}.")
 
 
 def test_every_key_of_the_tables_is_a_recipe_key(make_plan: MakePlan):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memtrain.recipes.trl import keys
-from memtrain.recipes.trl.groups import NO_VLLM_KEY
 from memtrain.recipes.trl.rules import Decided, Gone, Rule, To
+from memtrain.recipes.trl.sampling import NO_VLLM_KEY
 
 _HEAD = """\
 # Coming from TRL

@@ -1,0 +1,57 @@
+"""Keys of TRL that say what writes the completions, and how its probabilities are corrected for."""
+
+from __future__ import annotations
+
+from memtrain.recipes.trl.keys import VLLM
+from memtrain.recipes.trl.translate import Translation
+
+ONLINE = ("grpo", "rloo")
+"""Methods that write completions."""
+
+
+def sampling(made: Translation) -> None:
+    """What writes the completions: vLLM as a process of the run, or a server that is there."""
+    written = [key for key in VLLM if key.startswith("vllm_") and key in made.config]
+    if made.config.get("ds3_gather_for_generation") is False:
+        made.lose("ds3_gather_for_generation", "weights are gathered as `cluster.engine` needs it")
+    if made.config.get("use_vllm") is not True or made.method not in ONLINE:
+        for key in written:
+            made.lose(key, "use_vllm is not true: TRL reads it nowhere")
+        return
+    made.say("generate.backend", "vllm")
+    if made.get("vllm_mode", "colocate") == "server":
+        host, port = made.get("vllm_server_host", "0.0.0.0"), made.get("vllm_server_port", 8000)
+        address = made.get("vllm_server_base_url", f"http://{host}:{port}")
+        made.say("generate.vllm.server", str(address).replace("//0.0.0.0", "//localhost"))
+        made.notes.append(
+            "TRL's server is `trl vllm-serve`; here it is vLLM's own, started as docs/generation.md says"
+        )
+    else:
+        made.say("generate.vllm.memory_share", made.get("vllm_gpu_memory_utilization", 0.3), of=written[:0])
+        made.say("generate.vllm.sleep", "level2" if made.get("vllm_enable_sleep_mode", False) else "off")
+    _mismatch(made)
+    for key in written:
+        if key in NO_VLLM_KEY and made.config[key] not in (None, 1, "vllm"):
+            made.lose(key, NO_VLLM_KEY[key])
+
+
+NO_VLLM_KEY = {
+    "vllm_model_impl": "vLLM's own models are taken",
+    "vllm_structured_outputs_regex": "completions of a given form",
+    "vllm_max_model_length": "it follows from the rows and `generate.max_tokens`",
+    "vllm_tensor_parallel_size": "vLLM runs on one device for each process of the run",
+}
+"""Keys of vLLM without a counterpart, and why."""
+
+
+def _mismatch(made: Translation) -> None:
+    """TRL corrects for vLLM's probabilities in GRPO alone, by default."""
+    if made.method != "grpo" or not made.get("vllm_importance_sampling_correction", True):
+        return
+    of = ["vllm_importance_sampling_mode"]
+    made.say("grpo.mismatch", made.get(of[0], "sequence_mask"), of=of)
+    made.say("grpo.mismatch_low", made.config.get("vllm_importance_sampling_clip_min"), of=of)
+    highest = made.config.get("vllm_importance_sampling_cap") or made.get(
+        "vllm_importance_sampling_clip_max", 3.0
+    )
+    made.say("grpo.mismatch_high", highest, of=of)
