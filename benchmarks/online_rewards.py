@@ -6,7 +6,8 @@ python benchmarks/online_rewards.py collect --work /tmp/online -o benchmarks/res
 
 `sft` teaches a tiny model the problems of one step of builtin:arithmetic. Every method and seed trains
 from it on the same problems; the reward is 1 for a right answer and 0 for any other: before, during and after
-on problems that neither has seen, one likeliest completion each. `all` does everything, one after another.
+on problems that neither has seen, one completion each, sampled as in training. `all` does everything, one
+after another.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ COMMON: dict[str, Any] = {
     "memory": {"watch": False},
     "cluster": {"device": "cpu", "threads": 1},
 }
-SFT_STEPS, STEPS, SEEDS = 200, 80, 3
+SFT_STEPS, STEPS, SEEDS = 300, 300, 3
 
 
 def main() -> None:
@@ -85,16 +86,16 @@ def fine_tuned(work: Path) -> None:
 def recipe_of(method: str, seed: int, model: Path) -> dict[str, Any]:
     """The recipe of one online run."""
     own = dict(METHODS[method])
-    optim = {"lr": 2e-4, "warmup_steps": 5, "schedule": "constant"} | own.pop("optim", {})
+    optim = {"lr": 1e-4, "warmup_steps": 5, "schedule": "constant"} | own.pop("optim", {})
     return {
         "method": method,
         "model": {"path": str(model)},
         "data": {"train": "builtin:arithmetic", "eval": {"source": "builtin:arithmetic", "split": "test"}},
-        "generate": {"completions": 8, "max_tokens": 16},
+        "generate": {"completions": 8, "max_tokens": 16, "eval_temperature": 1.0},
         "rewards": {"functions": "exact_answer"},
         "optim": optim,
         "train": {"batch_rows": 128, "max_steps": STEPS, "seed": seed},
-        "eval": {"at_start": True, "every_steps": STEPS // 6, "max_rows": 200},
+        "eval": {"at_start": True, "every_steps": STEPS // 6, "max_rows": 400},
         "save": {"every_steps": STEPS},
         "log": {"every_steps": 10},
         **own,
@@ -137,7 +138,7 @@ def collect(work: Path, output: Path) -> None:
         for method in METHODS
     }
     told = {
-        "what": "held-out reward (share of right answers of 200 problems, greedy) by optimizer step",
+        "what": "held-out reward (share of right answers, one sampled completion each) by optimizer step",
         "device": f"CPU, {platform.machine()}, one thread",
         "command": "python benchmarks/online_rewards.py all --work FOLDER -o FILE",
         "versions": {one: version(one) for one in ("torch", "transformers")},
