@@ -11,7 +11,7 @@ import typer
 
 from memtrain.cli.planning import Planned
 from memtrain.cli.printing import print_table, say, whole
-from memtrain.memory.lengths import LengthReport
+from memtrain.memory.lengths import LengthReport, by_answer_words
 from memtrain.memory.plan import Decision
 from memtrain.memory.units import gib
 from memtrain.trainers.run.folder import RunFolder
@@ -69,9 +69,9 @@ def rows_words(report: LengthReport) -> str:
     """What truncation and packing did, in one paragraph: nothing is lost that is not said here."""
     said = [f"{report.num_rows:,} rows, {report.num_tokens:,} tokens, {report.num_learnt:,} of them learnt"]
     if report.rows_cut:
-        said.append(
-            f"{report.rows_cut:,} rows are cut ({report.tokens_cut:,} tokens, {report.learnt_cut:,} learnt)"
-        )
+        sides = by_answer_words(report.learnt_cut_by_answer)
+        learnt = f"{report.learnt_cut:,} learnt{sides}"
+        said.append(f"{report.rows_cut:,} rows are cut ({report.tokens_cut:,} tokens, {learnt})")
     if report.rows_dropped:
         said.append(
             f"{report.rows_dropped:,} rows are left out "

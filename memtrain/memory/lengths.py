@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from memtrain.recipes.base import Section
 
@@ -99,3 +99,8 @@ class LengthProfile(Section):
 def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:
     """The NUM_LONGEST longest, longest first."""
     return tuple(sorted((int(length) for length in lengths), reverse=True)[:NUM_LONGEST])
+
+
+def by_answer_words(learnt: Sequence[int]) -> str:
+    """Learnt tokens of chosen and of rejected answers, in words; empty where rows have no two answers."""
+    return f": {learnt[0]:,} of chosen, {learnt[1]:,} of rejected answers" if len(learnt) == 2 else ""

@@ -103,6 +103,7 @@ def data_event(split: str, report: LengthReport, lengths: Ints) -> DataEvent:
         rows_dropped=report.rows_dropped,
         tokens_cut=report.tokens_cut,
         learnt_cut=report.learnt_cut,
+        learnt_cut_by_answer=report.learnt_cut_by_answer,
         tokens_dropped=report.tokens_dropped,
         learnt_dropped=report.learnt_dropped,
         tokens_idle=report.tokens_idle,

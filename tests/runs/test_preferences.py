@@ -207,6 +207,21 @@ def test_conversations_with_a_common_beginning_are_pairs(tmp_path: Path, cache: 
     assert next(line for line in told if line["kind"] == "data")["rows_dropped"] == 0
 
 
+def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The rejected answers lose their ends; in the plan, the metrics and the report."""
+    row = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c " * 60})
+    (tmp_path / "pairs.jsonl").write_text(f"{row}\n" * 8)
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    told = run(tmp_path, "dpo", cache, *overrides, "length.max_length=40", "train.max_steps=1")
+    data = next(line for line in told if line["kind"] == "data")
+    assert data["learnt_cut_by_answer"] == [0, data["learnt_cut"]]
+    words = f"learnt: 0 of chosen, {data['learnt_cut']} of rejected answers"
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count(words) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_smoke_recipe_trains(method: str, tmp_path: Path, cache: Path):

@@ -76,6 +76,8 @@ class DataEvent:
     tokens_cut: int = 0
     """Tokens lost by cutting rows."""
     learnt_cut: int = 0
+    learnt_cut_by_answer: tuple[int, ...] = ()
+    """Of pairs: `learnt_cut` of the chosen and of the rejected answers."""
     tokens_dropped: int = 0
     """Tokens lost by leaving rows out."""
     learnt_dropped: int = 0

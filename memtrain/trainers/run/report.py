@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memtrain.memory.lengths import by_answer_words
 from memtrain.memory.plan import PhasePeak, Plan, read_plan
 from memtrain.memory.units import gib
 from memtrain.trainers.run.events import DataEvent, EvalEvent, FinalEvent, MemoryEvent, NoteEvent, StepEvent
@@ -195,7 +196,8 @@ def lost_words(data: DataEvent) -> str:
     if data.rows_skipped:
         lost.append(f"{_rows(data.rows_skipped, 'bad row')} left out")
     if data.rows_cut:
-        cut = f"{data.tokens_cut:,} tokens, {data.learnt_cut:,} of them learnt"
+        sides = by_answer_words(data.learnt_cut_by_answer)
+        cut = f"{data.tokens_cut:,} tokens, {data.learnt_cut:,} of them learnt{sides}"
         lost.append(f"{_rows(data.rows_cut)} cut ({cut})")
     if data.rows_dropped:
         dropped = f"{data.tokens_dropped:,} tokens, {data.learnt_dropped:,} of them learnt"
