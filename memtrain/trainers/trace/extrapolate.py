@@ -5,11 +5,15 @@ Source: measured, CPU, torch 2.13: exact for 30 of 30 recipes at 28 to 64 layers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import AutoConfig
 
 from memtrain.memory.plan import Owned, PhasePeak
-from memtrain.memory.settings import Settings
+from memtrain.trainers.trace.fake import KINDS
 from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.run import STEPS, Job, trace
 
@@ -33,7 +37,8 @@ class Traced:
 def predict_by_trace(job: Job, *, is_whole: bool = False) -> Traced:
     """The peak of each phase with its owners, and what waits on the host."""
     depth = num_layers(job)
-    depths = None if is_whole else shallow_depths(depth, job.settings)
+    period = math.lcm(max(1, job.settings.checkpoint_every), kinds_period(job.config))
+    depths = None if is_whole else shallow_depths(depth, period)
     if depths is None:
         found = trace(job)
         return Traced(phases_of(named_owners(found.recorder)), found.host, found.recorder)
@@ -49,10 +54,21 @@ def num_layers(job: Job) -> int:
     return int(config["num_hidden_layers"])
 
 
-def shallow_depths(depth: int, settings: Settings) -> tuple[int, int] | None:
-    """Two depths whose checkpointed layers repeat as those of `depth`; None: tracing all is cheaper."""
-    period = max(1, settings.checkpoint_every)
-    low = FEWEST + (depth - FEWEST) % period
+def kinds_period(config: Mapping[str, Any]) -> int:
+    """After how many layers their kinds repeat (sliding and full attention, dense and expert layers)."""
+    known = AutoConfig.for_model(**config).get_text_config()
+    lists = (getattr(known, name, None) for name in KINDS)
+    return math.lcm(*(_period(kinds) for kinds in lists if isinstance(kinds, list) and kinds))
+
+
+def _period(kinds: list[str]) -> int:
+    return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[: len(kinds) - p])
+
+
+def shallow_depths(depth: int, period: int) -> tuple[int, int] | None:
+    """Two depths with every kind of layer, which repeat as those of `depth`; None: tracing all is cheaper."""
+    least = max(FEWEST, period)
+    low = least + (depth - least) % period
     high = low + period
     return (low, high) if high < depth else None
 
@@ -65,9 +81,10 @@ def extrapolated(low: Mapping[str, Owners], high: Mapping[str, Owners], factor: 
         names = {*owners, *start}
         line = {n: start.get(n, 0) + factor * (owners.get(n, 0) - start.get(n, 0)) for n in names}
         found[phase] = {name: max(0, round(size)) for name, size in line.items()}
-    # While states appear one by one, the highest moment moves with depth; with all states there it does not.
+    # While states appear one by one, the highest moment moves with depth. With all states there it does not,
+    # and it is no lower.
     first, steady = (f"{step}.optimizer" for step in STEPS)
-    if first in found and sum(found[steady].values()) < sum(found[first].values()):
+    if first in found:
         found[first] = found[steady]
     return found
 

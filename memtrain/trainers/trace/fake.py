@@ -26,6 +26,9 @@ from memtrain.trainers.model.reward_head import in_float
 PLAYED_BY = {AttentionBackend.FLASH: AttentionBackend.CUDA, AttentionBackend.FLEX: AttentionBackend.CUDA}
 """Back ends whose kernels need packages or a compiler: torch's own flash kernels keep the same tensors."""
 
+KINDS = ("layer_types", "no_rope_layers", "mlp_layer_types")
+"""Lists of a configuration that say what each layer is."""
+
 
 def bare_model(
     config: Mapping[str, Any],
@@ -62,7 +65,7 @@ def bare_model(
 def shorten(config: Any, num_layers: int) -> None:
     """Leave the first `num_layers` layers in a configuration, with their kinds."""
     config.num_hidden_layers = num_layers
-    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
+    for name in KINDS:
         kinds = getattr(config, name, None)
         if isinstance(kinds, list):
             setattr(config, name, kinds[:num_layers])
