@@ -39,6 +39,12 @@ MODEL = {
 }
 
 
+def commit() -> str:
+    """The commit that is measured."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     """Measure every side at every k and write the figures; or, as a child, one of them."""
     words = argparse.ArgumentParser()
@@ -58,6 +64,7 @@ def main() -> None:
         "device": f"CPU, {platform.machine()}, one thread",
         "command": "python benchmarks/policy_peak.py --trl TRL_PYTHON -o FILE"
         + (" --checkpointing on" if asked.checkpointing == "on" else ""),
+        "commit": commit(),
         "versions": {one: version(one) for one in ("torch", "transformers")} | {"trl": "1.16.0"},
         "prompt_tokens": PROMPT,
         "completion_tokens": COMPLETION,
