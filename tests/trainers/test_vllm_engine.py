@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.cli.commands.train import run_recipe
 from memtrain.memory.attention import AttentionBackend
+from memtrain.trainers.data.tokenizer import load_tokenizer
 from memtrain.trainers.rollout.native import NativeSampler
 from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
 from memtrain.trainers.rollout.vllm_process import Launch
@@ -64,10 +65,10 @@ def groups(count: int) -> list[Group]:
     return [Group(prompt, count, seed=1000 + i) for i, prompt in enumerate(prompts())]
 
 
-def model_of(*, tied: bool) -> torch.nn.Module:
+def model_of(*, tied: bool, vocabulary: int = 256) -> torch.nn.Module:
     config = AutoConfig.for_model(
         "qwen3",
-        vocab_size=256,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -166,9 +167,9 @@ def test_log_probs_are_of_the_temperature_that_was_asked(engine):
 
 def test_a_killed_engine_gives_identical_samples(engine):
     sampler, _, _ = engine
-    sampling = Sampling(max_tokens=24)
+    sampling = Sampling(max_tokens=24, temperature=2.0)
     undisturbed = sampler.generate(groups(4), sampling)
-    assert len(set(tokens(undisturbed))) == 32
+    assert len(set(tokens(undisturbed))) > 16, "Samples of a group are not the same one."
     seen: list[int] = []
 
     def kill(number: int, samples: list[Sample]) -> None:
@@ -205,7 +206,7 @@ def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
         "--generation-config": "vllm",
     }
     words = [str(word) for pair in arguments.items() for word in pair]
-    more = ["--enforce-eager", "--skip-tokenizer-init", "--no-enable-chunked-prefill"]
+    more = ["--enforce-eager", "--no-enable-chunked-prefill"]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / "server.log").open("ab") as log:
         return subprocess.Popen(
@@ -219,7 +220,9 @@ def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
 
 def test_a_stock_server_is_given_weights_and_survived_when_it_is_killed(tmp_path):
     """Untied: on a CPU a stock server keeps the old head of a tied model, which the sampler refuses."""
-    model = model_of(tied=False)
+    tokenizer = load_tokenizer("builtin:tiny")
+    tokenizer.save_pretrained(tmp_path)
+    model = model_of(tied=False, vocabulary=len(tokenizer))
     model.save_pretrained(tmp_path)
     move(model)
     with socket.socket() as one:
