@@ -40,6 +40,7 @@ EVENTS: list[Event] = [
     ),
     EvalEvent(step=3, loss=2.0, tokens=7),
     DataEvent(rows=10, tokens=100, learnt=50, sequences=3, fill=0.98, rows_cut=1, lengths=((16, 4), (32, 6))),
+    DataEvent(rows=1, tokens=9, learnt=5, sequences=1, learnt_cut=3, learnt_cut_by_answer=(1, 2)),
     MemoryEvent(step=1, phase="load", allocated=5, reserved=6, rss=7, owners={"weights": 5}),
     NoteEvent(step=0, text="resumed"),
     FinalEvent(step=9, state="done", seconds=1.5, model="final", best_step=6),

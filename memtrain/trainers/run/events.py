@@ -189,6 +189,8 @@ def from_values(values: Mapping[str, Any]) -> Event:
     taken = {key: value for key, value in heard.items() if key in known}
     if "lengths" in taken:
         taken["lengths"] = tuple((bound, count) for bound, count in taken["lengths"])
+    if "learnt_cut_by_answer" in taken:
+        taken["learnt_cut_by_answer"] = tuple(taken["learnt_cut_by_answer"])
     unknown = {key: heard[key] for key in heard if key not in known and key not in COMMON}
     if "extra" in known:
         taken["extra"] = unknown
