@@ -19,7 +19,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from turns import QUIET, Done, in_turns, medians, ratios, run, where, write
+from turns import QUIET, RESULTS, Done, in_turns, medians, ratios, run, where, write
 
 MEMTRAIN = [sys.executable, "-m", "memtrain"]
 RECIPE = """\
@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--trl", required=True, help="the command `trl` of its environment")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", help="some of them; the others' figures stay")
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -59,8 +60,12 @@ def main() -> None:
         prepare(folder)
         tasks = commands(folder, asked.trl)
         result = where("python benchmarks/start_up.py --trl TRL")
-        result |= {"repeats": asked.repeats, "tasks": {}}
+        path = asked.output or RESULTS / "start_up.json"
+        known = json.loads(path.read_text())["tasks"] if asked.tasks and path.is_file() else {}
+        result |= {"repeats": asked.repeats, "tasks": known}
         for task, sides in tasks.items():
+            if asked.tasks and task not in asked.tasks:
+                continue
             for side, command in sides.items():
                 ended = run(command, folder=folder)
                 assert ended.code == (0 if task not in ("wrong recipe", "wrong value") else ended.code), (
@@ -83,7 +88,7 @@ def main() -> None:
                 }
             result["tasks"][task] = told
             print(task, json.dumps(told.get("ratio", told["memtrain"])), flush=True)
-        write("start_up", result, asked.output)
+            write("start_up", result, asked.output)
 
 
 def prepare(folder: Path) -> None:
@@ -120,7 +125,7 @@ def timed(task: str, command: list[str], folder: Path) -> dict[str, float]:
     """Wall and CPU time of a command; of the first step, the wall time until its loss is said."""
     if task != "first step":
         ended = run(command, folder=folder)
-        return {"wall_s": ended.wall_s, "cpu_s": ended.cpu_s, "peak_bytes": float(ended.peak_bytes)}
+        return {"wall_s": ended.wall_s, "cpu_s": ended.cpu_s}
     return first_loss(command, folder)
 
 
@@ -150,7 +155,7 @@ def first_loss(command: list[str], folder: Path) -> dict[str, float]:
         wall = time.perf_counter() - started
         process.wait(600)
     assert process.returncode == 0, log.read_text(errors="replace")[-2000:]
-    return {"wall_s": wall, "cpu_s": cpu, "peak_bytes": 0.0}
+    return {"wall_s": wall, "cpu_s": cpu}
 
 
 def cpu_of(process) -> float:

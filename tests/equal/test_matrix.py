@@ -35,6 +35,7 @@ def test_cells_spread_over_the_matrix_are_exact_or_refused(matrix: Any):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", exactness.METHODS_SHOWN)
 def test_every_cell_is_exact_or_refused(matrix: Any, method: str):
     assert broken(matrix, (cell for cell in exactness.cells() if cell.method == method)) == []
