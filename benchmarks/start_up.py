@@ -110,8 +110,8 @@ def commands(folder: Path, trl: str) -> dict[str, dict[str, list[str]]]:
     """By task, the command of each side."""
     ours = [*MEMTRAIN, "sft", str(folder / "memtrain.yaml"), "--run-dir", str(folder / "run"), "--no-resume"]
     return {
-        "--help": {"memtrain": [*MEMTRAIN, "--help"], "trl": [trl, "--help"]},
-        "sft --help": {"memtrain": [*MEMTRAIN, "sft", "--help"], "trl": [trl, "sft", "--help"]},
+        "help": {"memtrain": [*MEMTRAIN, "--help"], "trl": [trl, "--help"]},
+        "help of sft": {"memtrain": [*MEMTRAIN, "sft", "--help"], "trl": [trl, "sft", "--help"]},
         "check": {"memtrain": [*MEMTRAIN, "check", str(folder / "memtrain.yaml")]},
         "wrong recipe": {
             "memtrain": [*MEMTRAIN, "sft", str(folder / "memtrain-wrong.yaml")],
