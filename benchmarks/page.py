@@ -274,10 +274,59 @@ def exactness(result: Result) -> list[str]:
 
 
 def policy_peak(result: Result) -> list[str]:
-    """The figures as they are: a row for each number of completions."""
-    found = result.get("k") or result.get("rows") or result.get("completions") or {}
-    pairs_of = found.items() if isinstance(found, Mapping) else enumerate(found)
-    return table(("k", "figures"), [(key, f"`{json.dumps(value)}`") for key, value in pairs_of])
+    """A row for each number of completions: peak and CPU time of the three forms."""
+    forms = ("ours", "duplicated", "trl")
+    rows = [
+        (
+            k,
+            *(f"{told[form]['peak_mib']:,.0f} MiB" if form in told else "not measured" for form in forms),
+            *(f"{told[form]['cpu_s']:.2f} s" if form in told else "" for form in forms),
+            f"{1 - told['ours']['peak_mib'] / told['duplicated']['peak_mib']:.0%}",
+        )
+        for k, told in result["completions"].items()
+    ]
+    headers = (
+        "k",
+        "memtrain",
+        "duplicated",
+        "TRL",
+        "CPU, memtrain",
+        "duplicated",
+        "TRL",
+        "less than duplicated",
+    )
+    size = f"A prompt of {result['prompt_tokens']:,} tokens, completions of {result['completion_tokens']:,}."
+    return [size, "", *table(headers, rows)]
+
+
+def many_ranks(result: Result) -> list[str]:
+    """A row for each cell."""
+    rows: list[list[object]] = []
+    for cell, told in result["cells"].items():
+        if "refused" in told:
+            rows.append([cell, "refused", "", "", told["refused"]])
+            continue
+        apart = told.get("furthest_from_one_process")
+        peak, predicted = told.get("peak_bytes_of_the_largest_rank"), told.get("predicted_bytes")
+        rows.append(
+            [
+                cell,
+                mib(peak) if peak else "not measured",
+                mib(predicted) if predicted else "",
+                f"{apart:.1e}" if apart is not None else "",
+                told.get("resume", ""),
+            ]
+        )
+    headers = ("method, engine, ranks", "peak of a rank", "predicted", "from one process", "after a kill")
+    return table(headers, rows)
+
+
+def vllm(result: Result) -> list[str]:
+    """The figures as they are."""
+    return table(
+        ("", "found"),
+        [(key.replace("_", " "), f"`{json.dumps(told)}`") for key, told in result["found"].items()],
+    )
 
 
 SECTIONS = (
@@ -367,6 +416,15 @@ SECTIONS = (
     ),
     Section("Killed and continued", "kill_and_resume", "Runs killed at random moments.", kills),
     Section(
+        "Several processes",
+        "many_ranks",
+        "Losses against one process, the peak of the largest rank beside its prediction, and going on.",
+        many_ranks,
+    ),
+    Section(
+        "vLLM as sampler", "vllm_cpu", "On a CPU: the same samples, pushed weights, a killed engine.", vllm
+    ),
+    Section(
         "On a GPU",
         "gpu",
         "Sizes 0.6B to 8B: peak and tokens/s of SFT, DPO and GRPO, longest context, offloading, attention "
@@ -391,12 +449,16 @@ def page(results: Mapping[str, Result]) -> str:
 
 def where(result: Result, section: Section) -> str:
     """Device, date, commit and command of a result; else those of the file's last commit."""
-    told: Result = result.get("environment") or next(
-        (value for value in result.values() if isinstance(value, Mapping) and "commit" in value), result
+    told: Result = (
+        result.get("environment")
+        or result.get("about")
+        or next(
+            (value for value in result.values() if isinstance(value, Mapping) and "commit" in value), result
+        )
     )
     if "commit" not in told and "commit" in result:
         told = result
-    device = told.get("device", "CPU, 2 cores, one thread")
+    device = told.get("device") or told.get("machine") or "CPU, 2 cores, one thread"
     committed = last_commit(section.file)
     date = str(told.get("date") or told.get("made") or committed[1])[:10]
     commit = str(told.get("commit") or committed[0])[:7]
