@@ -51,7 +51,7 @@ class Forked:
     pid: int
     output: Path
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 250.0) -> int:
         """Its exit code, or minus the signal that ended it."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
@@ -150,7 +150,7 @@ class Runs:
         code = 99
         try:
             os.setsid()
-            faulthandler.dump_traceback_later(40, exit=True, file=2)
+            faulthandler.dump_traceback_later(240, exit=True, file=2)
             descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)

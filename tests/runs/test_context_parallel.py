@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_slices_of_rows_and_shards_of_weights_go_together(runs):
 def test_a_killed_run_goes_on_bit_for_bit(runs, two: Path, metrics, curve_of):
     ranks = runs.fork_ranks("run", 2, *PACKED, *STOPS, SLICED, *SAVED)
     while len(metrics(runs.folder / "run", "step")) < 4:
-        pass
+        time.sleep(0.02)
     ranks[1].send(signal.SIGKILL)
     assert ranks[1].wait() == -signal.SIGKILL
     assert ranks[0].wait() != 0
