@@ -1,8 +1,8 @@
 """FSDP2: every weight in shards over the ranks, gathered a layer at a time while it computes.
 
-torch's `fully_shard` on the scorer itself, without accelerate's plugin: that one takes CPU processes for plain
-data parallel and says nothing. Gradients are summed, not averaged: losses are divided by what the whole step
-counts already.
+torch's `fully_shard` on the scorer itself, without accelerate's plugin: that one takes CPU processes for
+plain data parallel and says nothing. Gradients are summed, not averaged: losses are divided by what the whole
+step counts already.
 
 Every pass through the model is a collective: all ranks must make as many passes, in the same order.
 """
