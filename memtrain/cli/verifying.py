@@ -35,10 +35,7 @@ def verified(
     plan = make_plan(load_recipe(recipe, overrides), run_dir=place, progress=progress).plan
     notes: list[str] = []
     if is_shrunk:
-        from memtrain.trainers.data.tokenizer import tokenizer_of
-
-        vocab_size = len(tokenizer_of(plan.recipe.model))
-        plan, notes = shrunk(plan, model_config(plan.recipe.model), vocab_size, Path(place))
+        plan, notes = shrunk(plan, model_config(plan.recipe.model), Path(place))
     return verify(plan, steps=steps, notes=notes)
 
 

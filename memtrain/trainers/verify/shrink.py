@@ -54,13 +54,14 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in made.items() if key not in ("quantization_config", "architectures")}
 
 
-def shrunk(plan: Plan, config: Mapping[str, Any], vocab_size: int, folder: Path) -> tuple[Plan, list[str]]:
+def shrunk(plan: Plan, config: Mapping[str, Any], folder: Path) -> tuple[Plan, list[str]]:
     """(the plan for a shrunk model with random weights and for short rows, what a reader must know of it).
 
     The settings are those planned for the model as it is; tiles are smaller, so that a small step has
     several. The new configuration is written into `folder`.
     """
     small = shrunk_config(config)
+    vocab_size = int(_text(small)["vocab_size"])
     file = folder / "config.json"
     file.write_text(json.dumps(small))
     recipe, settings, data = plan.recipe, plan.settings, plan.data.train
