@@ -212,9 +212,7 @@ def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
 def look_ahead(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
     """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
     if isinstance(run.method, LooksAhead):
-        ahead = Ahead(
-            feed, sequences, micros, run.device, run.ranks.world, num_sharing=run.ranks.num_sharing
-        )
+        ahead = Ahead(feed, sequences, micros, run.device, run.ranks.world, num_sharing=run.ranks.num_sharing)
         run.method.look_ahead(run.model, ahead)
 
 
