@@ -137,7 +137,7 @@ def gradients_by_columns(
         for grad_VD, sum_KD in zip(weight_grads, sums.weight, strict=True):
             if grad_VD is not None and sum_KD is not None:
                 grad_VD[first:last] = sum_KD
-        if bias_V is not None:
+        if bias_V is not None and sums.bias_V is not None:
             bias_V[first:last] = sums.bias_V
     pairs = zip(totals.narrow(operands), weight_grads, strict=True)
     return [g for pair in pairs for g in pair], bias_V

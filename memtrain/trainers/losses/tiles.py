@@ -124,7 +124,7 @@ def empty_scores(
 def put_scores(into: TileScores, tile: TileScores, low: int, high: int) -> None:
     """Write the scores of the tokens `low` to `high`."""
     for all_N, part_T in zip(into, tile, strict=True):
-        if all_N is not None:
+        if all_N is not None and part_T is not None:
             all_N[low:high] = part_T
 
 
