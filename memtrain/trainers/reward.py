@@ -3,7 +3,7 @@
     -log sigmoid(R(chosen) - R(rejected) - margin) + c (R(chosen) + R(rejected))^2
 
 Source: Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023 (Llama 2),
-arXiv:2307.09288, eq. 2; centring: Eisenstein et al. 2023, arXiv:2312.09244, section 2.
+arXiv:2307.09288, eq. 2; centring: Eisenstein et al. 2023, arXiv:2312.09244, its regularizer.
 Knobs: `reward:` in the recipe.
 What differs from the loop: sequences are prompts with their pairs, and the model ends in a score, read at the
 last token of each answer. Evaluation also tells how well calibrated the probabilities are.

@@ -28,7 +28,7 @@ def desensitised_logps(logp_N: Tensor, lengths_A: Tensor, shared_A: Tensor, *, a
     """Log-probs of answers with the tokens past `shared_A`, the pair's shorter length, scaled by `alpha`.
 
     alpha 1 is DPO, 0 cuts the longer answer to the length of the shorter.
-    Source: Liu et al. 2024 (LD-DPO), arXiv:2409.06411, section 3.2.
+    Source: Liu et al. 2024 (LD-DPO), arXiv:2409.06411, the likelihood of LD-DPO.
     """
     answer_N, place_N = place_in_answer(lengths_A, len(logp_N))
     is_tail_N = place_N >= shared_A[answer_N]

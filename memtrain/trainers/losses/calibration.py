@@ -33,7 +33,7 @@ def calibration_error(sums: Mapping[str, float], count: float) -> tuple[dict[str
     """(the other sums, the error): sum over bins of |sum of (confidence - win)| over `count` pairs.
 
     None where the bins were not asked for. Source: Naeini et al. 2015, "Obtaining well calibrated
-    probabilities using Bayesian binning", section 3 (ECE); equal bins of the confidence.
+    probabilities using Bayesian binning" (ECE); equal bins of the confidence.
     """
     bins = [value for name, value in sums.items() if name.startswith(PREFIX)]
     rest = {name: value for name, value in sums.items() if not name.startswith(PREFIX)}

@@ -25,8 +25,8 @@ def sigmoid(logps: PairLogps, knobs: PairKnobs) -> Tensor:
 def sigmoid_norm(logps: PairLogps, knobs: PairKnobs) -> Tensor:
     """DPO on scores per token: -log sigmoid(beta * (chosen / its tokens - rejected / its tokens)).
 
-    Source: Lambert et al. 2024 (Tulu 3), arXiv:2411.15124, section 5.1. Reads beta, label_smoothing,
-    divergence.
+    Source: Lambert et al. 2024 (Tulu 3), arXiv:2411.15124, length-normalized DPO. Reads beta,
+    label_smoothing, divergence.
     """
     return smoothed_logistic(knobs.beta * _margin_per_token(logps, knobs), knobs.label_smoothing)
 
@@ -34,8 +34,8 @@ def sigmoid_norm(logps: PairLogps, knobs: PairKnobs) -> Tensor:
 def hinge(logps: PairLogps, knobs: PairKnobs) -> Tensor:
     """max(0, 1 - beta * margin).
 
-    Source: Zhao et al. 2023 (SLiC-HF), arXiv:2305.10425, eq. 1; on DPO's margin Liu et al. 2023 (RSO),
-    arXiv:2309.06657, section 3.3. Reads beta, divergence.
+    Source: Zhao et al. 2023 (SLiC-HF), arXiv:2305.10425, section 2, the calibration loss; on DPO's margin
+    Liu et al. 2023 (RSO), arXiv:2309.06657, the hinge-norm loss. Reads beta, divergence.
     """
     return F.relu(1.0 - knobs.beta * _margin(logps, knobs))
 
@@ -65,7 +65,7 @@ def exo_pair(logps: PairLogps, knobs: PairKnobs) -> Tensor:
 def robust(logps: PairLogps, knobs: PairKnobs) -> Tensor:
     """DPO made unbiased under flipped labels: ((1 - eps) l(margin) - eps l(-margin)) / (1 - 2 eps).
 
-    Source: Chowdhury et al. 2024 (rDPO), arXiv:2403.00409, section 3.2. Reads beta, label_smoothing
+    Source: Chowdhury et al. 2024 (rDPO), arXiv:2403.00409, section 3.1. Reads beta, label_smoothing
     (below 1/2), divergence.
     """
     eps = knobs.label_smoothing

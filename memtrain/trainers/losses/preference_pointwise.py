@@ -13,7 +13,7 @@ from memtrain.trainers.losses.pairs import PairKnobs, PairLogps
 def nca_pair(logps: PairLogps, knobs: PairKnobs) -> Tensor:
     """-log sigmoid(beta r_w) - 1/2 log sigmoid(-beta r_w) - 1/2 log sigmoid(-beta r_l).
 
-    Source: Chen et al. 2024 (NCA), arXiv:2402.05369, the NCA loss for K = 2. Reads beta.
+    Source: Chen et al. 2024 (NCA), arXiv:2402.05369, section 4.1, the NCA loss for K = 2. Reads beta.
     """
     chosen_B, rejected_B = _rewards(logps, knobs)
     return -F.logsigmoid(chosen_B) - 0.5 * F.logsigmoid(-chosen_B) - 0.5 * F.logsigmoid(-rejected_B)

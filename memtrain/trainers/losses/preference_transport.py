@@ -15,7 +15,7 @@ from memtrain.trainers.losses.pairs import PairKnobs, PairLogps, smoothed_logist
 def aot(logps: PairLogps, knobs: PairKnobs) -> Tensor:
     """-log sigmoid(beta * (sorted policy log-ratios - sorted reference log-ratios)), log-ratio w - l.
 
-    Source: Melnyk et al. 2024 (AOT), arXiv:2406.05882, the paired form of section 4. Reads beta,
+    Source: Melnyk et al. 2024 (AOT), arXiv:2406.05882, the paired form of section 3. Reads beta,
     label_smoothing.
     """
     assert logps.chosen_reference_B is not None, "aot needs reference log-probs"
@@ -28,7 +28,7 @@ def aot(logps: PairLogps, knobs: PairKnobs) -> Tensor:
 def aot_unpaired(logps: PairLogps, knobs: PairKnobs) -> Tensor:
     """-log sigmoid(beta * (sorted r_w - sorted r_l)), r = log policy - log reference.
 
-    Source: Melnyk et al. 2024 (AOT), arXiv:2406.05882, the unpaired form of section 4. Reads beta,
+    Source: Melnyk et al. 2024 (AOT), arXiv:2406.05882, the unpaired form of section 3. Reads beta,
     label_smoothing.
     """
     chosen_B, rejected_B = logps.chosen_ratio_B.sort().values, logps.rejected_ratio_B.sort().values

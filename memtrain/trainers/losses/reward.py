@@ -21,7 +21,7 @@ def bradley_terry_loss(
 
     Rewards are one number an answer. `num_pairs` counts the whole optimizer step over all ranks.
     Source: Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023
-    (Llama 2), arXiv:2307.09288, eq. 2; centring: Eisenstein et al. 2023, arXiv:2312.09244, section 2.
+    (Llama 2), arXiv:2307.09288, eq. 2; centring: Eisenstein et al. 2023, arXiv:2312.09244, its regularizer.
     """
     gap_B = chosen_B - rejected_B if margin_B is None else chosen_B - rejected_B - margin_B
     loss_B = -F.logsigmoid(gap_B)
