@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,11 @@ def ask(recipe: Recipe) -> AskLogps:
     """What is asked of a reference."""
     ld_alpha = (recipe.dpo or DpoRecipe()).ld_alpha
     return lambda model, batch: answer_logps(model, batch, ld_alpha=ld_alpha).logp_A
+
+
+def changes_answers(recipe: Recipe) -> dict[str, Any]:
+    """What of the recipe changes the reference's log-probs of an answer: part of the key they are kept by."""
+    return {"ld_alpha": (recipe.dpo or DpoRecipe()).ld_alpha}
 
 
 def precompute(feed: AnswerFeed, steps: Sequence[Ints], answered: Answered) -> None:

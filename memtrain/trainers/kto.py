@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,11 @@ def method(recipe: Recipe, reference: Reference | None = None) -> Kto:
 def ask(recipe: Recipe) -> AskLogps:
     """What is asked of a reference."""
     return ask_logps
+
+
+def changes_answers(recipe: Recipe) -> dict[str, Any]:
+    """What of the recipe changes the reference's log-probs of an answer: nothing."""
+    return {}
 
 
 def precompute(feed: AnswerFeed, steps: Sequence[Ints], answered: Answered) -> None:

@@ -29,7 +29,7 @@ from memtrain.trainers.spread import full_of
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-VERSION = 1
+VERSION = 2
 """Changes whenever the same question would have another answer."""
 VALUES_FILE = "values.npy"
 SAMPLED = 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -72,8 +73,9 @@ def _precompute(plan: Plan, reference: Live, method: ModuleType, train: Feed, he
     """Ask the reference for every answer of the steps to come, and of the held-out rows."""
 
     def answered(question: Question) -> Floats:
+        kept_by = question.made_of | {"asked": method.changes_answers(plan.recipe)}
         return asked_once(
-            question,
+            replace(question, made_of=kept_by),
             reference,
             method.ask(plan.recipe),
             settings=plan.settings,

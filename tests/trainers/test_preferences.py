@@ -166,6 +166,16 @@ def test_reference_log_probs_are_made_once_and_found_again(tmp_path: Path):
     assert len(list((tmp_path / "cache" / "reference").glob("*/values.npy"))) == 2
 
 
+def test_a_kept_reference_answers_only_what_it_was_asked(tmp_path: Path):
+    """LD-DPO weighs the tails of longer answers: its reference is not DPO's, though all else is the same."""
+    plain, _ = built_of(tmp_path, "dpo")
+    weighed, _ = built_of(tmp_path, "dpo", "dpo.ld_alpha=0.5")
+    assert not np.array_equal(plain.train.reference_IK, weighed.train.reference_IK)  # type: ignore[attr-defined]
+    other_loss, _ = built_of(tmp_path, "dpo", "dpo.ld_alpha=0.5", "dpo.loss=ipo", "dpo.beta=0.2")
+    assert np.array_equal(weighed.train.reference_IK, other_loss.train.reference_IK)  # type: ignore[attr-defined]
+    assert len(list((tmp_path / "cache" / "reference").glob("*/values.npy"))) == 2
+
+
 def test_calibration_is_the_distance_of_confidence_from_wins():
     """Two pairs at confidence 0.8, one won and one lost: |2 * 0.8 - 1| / 2 = 0.3. A win at 0.5 + is a bin."""
     gap = math.log(4.0)
