@@ -6,6 +6,7 @@ DATA holds `gsm8k/train.jsonl` (question, answer) and `gsm8k_solutions/{preferen
 wrong solutions that models wrote). One small random model is fine-tuned on the worked solutions; then every
 method trains from it with every seed, which also draws the rows, what is held out (rows of one question
 together), and the head of the reward model. Everything goes through the command line's own functions.
+With `--work FOLDER` the runs are kept, and a call that was ended goes on with the next of them.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ MODEL = {
 }
 SHARED: dict[str, Any] = {
     "length": {"max_length": 512},
-    "eval": {"at_start": True, "every_steps": 10},
     "memory": {"activation_checkpointing": "off", "watch": False},
     "cluster": {"device": "cpu", "threads": 1},
 }
-LEARNING_RATES = {"dpo": 3e-4, "kto": 1e-4, "reward": 3e-4}
+LEARNING_RATES = {"dpo": 2e-4, "kto": 1e-4, "reward": 3e-4}
+STEPS = {"sft": 160, "dpo": 30, "kto": 30, "reward": 60}
 FORMS = {"dpo": "preference", "kto": "unpaired", "reward": "preference"}
 
 
@@ -51,22 +52,20 @@ def main() -> None:
     words.add_argument("--work", type=Path, help="keep the runs here, and read those that have ended before")
     words.add_argument("--methods", nargs="+", default=list(FORMS), choices=list(FORMS))
     words.add_argument("--seeds", type=int, default=3)
-    words.add_argument("--sft-steps", type=int, default=160)
-    words.add_argument("--steps", type=int, default=30)
     asked = words.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = asked.work or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        tuned = run(folder, "sft", sft_recipe(asked.data, asked.sft_steps))
+        tuned = run(folder, "sft", sft_recipe(asked.data))
         start = folder / "sft" / "final"
         found = {
             method: [
-                run(folder, f"{method}-{seed}", recipe_of(method, seed, start, asked.data, asked.steps))
+                run(folder, f"{method}-{seed}", recipe_of(method, seed, start, asked.data))
                 for seed in range(asked.seeds)
             ]
             for method in asked.methods
         }
-        example = recipe_of("dpo", 0, Path("SFT/final"), Path("DATA"), asked.steps)
+        example = recipe_of("dpo", 0, Path("SFT/final"), Path("DATA"))
     for method, curves in found.items():
         print(method, summary(curves))
     if asked.output:
@@ -77,6 +76,7 @@ def main() -> None:
             "commit": commit(),
             "command": "python benchmarks/preferences_learn.py DATA -o FILE",
             "versions": {one: version(one) for one in ("torch", "transformers")},
+            "cpu_s": tuned["cpu_s"] + sum(curve["cpu_s"] for curves in found.values() for curve in curves),
             "model": MODEL,
             "recipe": example,
             "summary": {method: summary(curves) for method, curves in found.items()},
@@ -93,7 +93,7 @@ def commit() -> str:
     return subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 
 
-def sft_recipe(data: Path, steps: int) -> dict[str, Any]:
+def sft_recipe(data: Path) -> dict[str, Any]:
     """Worked solutions, packed."""
     own = {
         "method": "sft",
@@ -104,34 +104,40 @@ def sft_recipe(data: Path, steps: int) -> dict[str, Any]:
             "held_out": 0.02,
         },
         "optim": {"lr": 2e-3},
-        "train": {"batch_rows": 8, "max_steps": steps},
+        "train": {"batch_rows": 8, "max_steps": STEPS["sft"]},
+        "eval": {"at_start": True, "every_steps": STEPS["sft"]},
     }
-    return SHARED | own | {"eval": {"at_start": True, "every_steps": steps}}
+    return SHARED | own
 
 
-def recipe_of(method: str, seed: int, start: Path, data: Path, steps: int) -> dict[str, Any]:
+def recipe_of(method: str, seed: int, start: Path, data: Path) -> dict[str, Any]:
     """The recipe of one run of a method."""
     source = data / "gsm8k_solutions" / f"{FORMS[method]}.jsonl"
     own = {
         "method": method,
         "model": {"path": str(start)},
-        "data": {"train": {"source": str(source), "limit": 700}, "held_out": 0.15},
+        "data": {"train": {"source": str(source), "limit": 1400}, "held_out": 0.15},
         "optim": {"lr": LEARNING_RATES[method]},
-        "train": {"batch_rows": 16, "max_steps": steps, "seed": seed},
+        "train": {"batch_rows": 16, "max_steps": STEPS[method], "seed": seed},
+        "eval": {"at_start": True, "every_steps": STEPS[method] // 3},
     }
     return SHARED | own
 
 
 def run(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Losses of the steps, and what evaluation told, by step."""
+    """Losses of the steps, what evaluation told, by step, and the processor time of it all."""
     path = folder / f"{name}.yaml"
     recipe = recipe | {"data": recipe["data"] | {"cache_dir": str(folder / "cache")}}
     path.write_text(json.dumps(recipe))
-    if not (folder / name / "final").is_dir():
-        run_recipe(recipe["method"], str(path), [], run_dir=str(folder / name))
+    spent = folder / name / "cpu_s.txt"
+    if not spent.exists():
+        begun = time.process_time()
+        run_recipe(recipe["method"], str(path), [], run_dir=str(folder / name), resume=False)
+        spent.write_text(f"{time.process_time() - begun:.0f}")
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     kept = ("step", "loss", "calibration")
     return {
+        "cpu_s": int(spent.read_text()),
         "losses": [line["loss"] for line in lines if line["kind"] == "step"],
         "held_out": [
             {key: value for key, value in line.items() if key in kept or key.startswith("rewards/")}
@@ -142,7 +148,7 @@ def run(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(curves: list[dict[str, Any]]) -> dict[str, Any]:
-    """First and last of every held-out metric: of each seed, and their mean."""
+    """First and last of every held-out metric: of each seed, their mean and standard deviation."""
     names = [name for name in curves[0]["held_out"][-1] if name != "step"]
     told: dict[str, Any] = {}
     for name in names:
@@ -151,6 +157,7 @@ def summary(curves: list[dict[str, Any]]) -> dict[str, Any]:
             "before": ends[0],
             "after": ends[1],
             "mean": [round(statistics.mean(end), 4) for end in ends],
+            "deviation": [round(statistics.stdev(end), 4) if len(end) > 1 else 0.0 for end in ends],
         }
     return told
 
