@@ -38,7 +38,7 @@ from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.rewards.functions import check_columns
 from memtrain.trainers.rollout.backend import open_generating, sampling_of
 from memtrain.trainers.rollout.generating import Generating
-from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
+from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.rollout.shown import cut_after
 from memtrain.trainers.rollout.window import Window, new_window, window_of
 from memtrain.trainers.run.checkpoint import Checkpoint
@@ -165,12 +165,17 @@ class OnlineSteps:
         groups = [
             Group(prompt, count, self._seed("rollout", number, place)) for place, prompt in enumerate(prompts)
         ]
+        early = self.judging.early()
+
+        def begin(number: int, samples: list[Sample]) -> None:
+            self.judging.begin(early, self.prompts, number, rows[number], samples)
+
         started = time.perf_counter()
-        samples = self._written(groups, sampling_of(self.plan, self.built))
+        samples = self._written(groups, sampling_of(self.plan, self.built), begin)
         generated = time.perf_counter()
         window = new_window(number, rows, parts, prompts, samples, len(self.judging.functions))
         with self._watched("rewards"):
-            window.reward_AF, window.told = self.judging.verdicts(self.prompts, rows, samples)
+            window.reward_AF, window.told = self.judging.verdicts(self.prompts, rows, samples, early)
         judged = time.perf_counter()
         weighing = Weighing(self.method, self.feed, self._passes, self.judging.weight_F, count)
         with self._watched("passes"):
@@ -187,9 +192,11 @@ class OnlineSteps:
             self.judging.show(window, step + 1, self.plan.recipe.generation.show)
         return window
 
-    def _written(self, groups: Sequence[Group], sampling: Sampling) -> list[list[Sample]]:
+    def _written(
+        self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[list[Sample]]:
         with self._watched("generation"), self.built.spread.whole(self.built.scorer):
-            return self.generating.all(groups, sampling)
+            return self.generating.all(groups, sampling, on_done)
 
     def _watched(self, phase: str) -> AbstractContextManager[object]:
         # On a CPU every tensor is counted, which costs more than sampling does.

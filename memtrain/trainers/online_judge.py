@@ -19,6 +19,7 @@ from memtrain.recipes.rewards import Rewards
 from memtrain.trainers.build import Built
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.prompt_feed import PromptFeed
+from memtrain.trainers.rewards.early import Early
 from memtrain.trainers.rewards.functions import Function, load_functions
 from memtrain.trainers.rewards.models import RewardJudge, load_reward_model
 from memtrain.trainers.rewards.score import Answer, score
@@ -49,27 +50,36 @@ class Judging:
         """What each verdict is multiplied by."""
         return torch.tensor([function.recipe.weight for function in self.functions], dtype=torch.float64)
 
+    def early(self) -> Early:
+        """Takes the groups of one rollout as they are written."""
+        return Early(self.functions, self.rewards)
+
+    def begin(self, early: Early, feed: PromptFeed, number: int, row: int, samples: Sequence[Sample]) -> None:
+        """Begin what can be asked about group `number`, completions of `row`; on the main rank alone."""
+        if self.ranks.is_main and early.callers:
+            early.begin(number, self._answers(feed, row, samples))
+
     def verdicts(
-        self, feed: PromptFeed, rows: Sequence[int], samples: Sequence[Sequence[Sample]]
+        self,
+        feed: PromptFeed,
+        rows: Sequence[int],
+        samples: Sequence[Sequence[Sample]],
+        early: Early | None = None,
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
-        """(rewards [A, F], what is told of them), the same on every rank; called by all together."""
+        """(rewards [A, F], what is told of them), the same on every rank; called by all together.
+
+        `early` has what was begun while the completions were written.
+        """
         answers = [
-            Answer(
-                prompt=self._text(prompt),
-                completion=self._answer_text(sample),
-                completion_ids=sample.token_ids,
-                columns=feed.columns(row),
-                prompt_ids=prompt,
-            )
+            answer
             for row, group in zip(rows, samples, strict=True)
-            for prompt in [feed.ids(row)]
-            for sample in group
+            for answer in self._answers(feed, row, group)
         ]
         known = {label: self._shared(model, answers) for label, model in self.models.items()}
 
         def ask() -> tuple[NDArray[np.float64], dict[str, float]]:
             count = len(samples[0]) if samples else 1
-            made = score(answers, self.functions, self.rewards, group_size=count, known=known)
+            made = score(answers, self.functions, self.rewards, group_size=count, known=known, early=early)
             return made.value_RF.numpy(), made.metrics
 
         return self.ranks.broadcast(ask() if self.ranks.is_main else (np.zeros((0, 0)), {}))
@@ -95,6 +105,21 @@ class Judging:
         ]
         show(self.path, lines)
         self.say(as_text(lines[0]))
+
+    def _answers(self, feed: PromptFeed, row: int, samples: Sequence[Sample]) -> list[Answer]:
+        """The completions of one row with all that a reward may want to know."""
+        ids, columns = feed.ids(row), feed.columns(row)
+        prompt = self._text(ids)
+        return [
+            Answer(
+                prompt=prompt,
+                completion=self._answer_text(sample),
+                completion_ids=sample.token_ids,
+                columns=columns,
+                prompt_ids=ids,
+            )
+            for sample in samples
+        ]
 
     def _shared(self, model: RewardJudge, answers: Sequence[Answer]) -> list[float]:
         """The verdicts of a reward model, each rank's on its share."""

@@ -234,6 +234,24 @@ def test_a_reward_that_fails_ends_the_run_in_words(tmp_path: Path, cache: Path):
     assert f"{tmp_path / 'bad.py'}:2" in caught.value.text()
 
 
+def test_completions_are_judged_as_soon_as_their_group_is_written(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One group at a time is written; when all are, the calls about each have begun. Held-out ones wait."""
+    from memtrain.trainers.online_judge import Judging
+
+    begun = []
+    plain = Judging.verdicts
+
+    def verdicts(self, feed, rows, samples, early=None):
+        begun.append(sorted(early.begun) if early is not None else [])
+        return plain(self, feed, rows, samples, early)
+
+    monkeypatch.setattr(Judging, "verdicts", verdicts)
+    run(tmp_path, "grpo", cache, "generate.rows=4", "train.max_steps=2")
+    assert begun == [[("has_k", number) for number in range(4)]] * 2 + [[]]
+
+
 @pytest.mark.parametrize(("method", "passes"), [("grpo", 0), ("rloo", 0)])
 def test_no_pass_is_made_that_nothing_needs(
     method: str, passes: int, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from memtrain.errors import DataError, RecipeError
 from memtrain.recipes.rewards import Rewards
 from memtrain.trainers.rewards.builtin import exact_answer, matches_format, plain, repetition, soft_length
+from memtrain.trainers.rewards.early import Early
 from memtrain.trainers.rewards.functions import check_columns, load_functions
 from memtrain.trainers.rewards.score import Answer, Scores, score
 
@@ -58,6 +59,18 @@ def empty(completion):
 
 def own_timeout(completion):
     raise TimeoutError("the judge is busy")
+
+seen = []
+
+def noted(completion):
+    seen.append(completion)
+    return float(len(completion))
+
+kept = []
+
+async def keeps_its_loop(completion):
+    kept.append(asyncio.get_running_loop())
+    return float(kept[0] is kept[-1])
 """
 
 
@@ -102,6 +115,32 @@ def test_a_mapping_is_a_score_and_what_is_reported_beside_it(reward_file):
     made = scored(reward_file, "everything", "a")
     assert made.value_RF.tolist() == [[3.0]]  # prompt, completion_ids, answer
     assert made.metrics["rewards/everything/seen"] == 2.0
+
+
+def test_a_group_is_judged_while_others_are_written_and_never_twice(reward_file: Path):
+    names = ("noted", "many", "breaks")
+    rewards = Rewards.model_validate(
+        {"functions": [f"{reward_file}:{name}" for name in names], "on_error": "skip"}
+    )
+    functions = load_functions(rewards)
+    early, written = Early(functions, rewards), answers("a", "bb", "", "dddd")
+    early.begin(1, written[2:])
+    early.begin(1, written[2:])
+    until = time.monotonic() + 5
+    while len(functions[0].call.__globals__["seen"]) < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+    assert sorted(functions[0].call.__globals__["seen"]) == ["", "dddd"]
+    made = score(written, functions, rewards, group_size=2, early=early)
+    alone = score(written, functions, rewards, group_size=2)
+    assert made.value_RF.nan_to_num(-1).tolist() == alone.value_RF.nan_to_num(-1).tolist()
+    assert made.value_RF[:, 0].tolist() == [1, 2, 0, 4]
+    assert made.metrics["rewards/breaks/errors"] == 1
+    assert sorted(functions[0].call.__globals__["seen"]) == sorted(2 * ["a", "bb", "", "dddd"])
+
+
+def test_what_an_async_function_keeps_between_calls_stays_of_one_event_loop(reward_file: Path):
+    for _ in range(2):
+        assert scored(reward_file, "keeps_its_loop", "a", "b").value_RF.flatten().tolist() == [1, 1]
 
 
 def test_an_exception_stops_the_run_and_says_where(reward_file):

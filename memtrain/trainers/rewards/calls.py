@@ -1,11 +1,14 @@
-"""Calls of foreign functions: several at once, each with a deadline, in order. No torch."""
+"""Calls of foreign functions: several at once, each with a deadline, begun now, waited for later. No torch."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 
@@ -25,32 +28,58 @@ Call = Callable[[], Any]
 """A call with its arguments bound; what it returns may be awaitable."""
 
 
-def call_all(calls: Sequence[Call], *, is_async: bool, timeout_s: float, at_once: int) -> list[Outcome]:
-    """The outcome of every call, in their order; at most `at_once` run at a time.
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Begins the calls of one function; at most `at_once` of them run at a time.
 
     A plain function runs in a thread of its own, which is left behind when it takes too long: Python cannot
     end a thread. Such threads do not keep the process alive.
     """
-    return asyncio.run(_all(calls, is_async=is_async, timeout_s=timeout_s, at_once=at_once))
 
+    is_async: bool
+    timeout_s: float
+    """Of each call, from its own beginning."""
+    at_once: int
+    room: asyncio.Semaphore = field(init=False)
 
-async def _all(calls: Sequence[Call], *, is_async: bool, timeout_s: float, at_once: int) -> list[Outcome]:
-    room = asyncio.Semaphore(at_once)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "room", asyncio.Semaphore(self.at_once))
 
-    async def one(call: Call) -> Outcome:
-        async with room:
-            waited = asyncio.ensure_future(call() if is_async else _in_thread(call))
+    def begin(self, call: Call) -> Future[Outcome]:
+        """Begin a call as soon as there is room; returns at once."""
+        return asyncio.run_coroutine_threadsafe(self._one(call), _loop(os.getpid()))
+
+    async def _one(self, call: Call) -> Outcome:
+        async with self.room:
+            waited = asyncio.ensure_future(call() if self.is_async else _in_thread(call))
             # Not wait_for: a TimeoutError of the function's own would look like ours.
-            done, _ = await asyncio.wait({waited}, timeout=timeout_s)
+            done, _ = await asyncio.wait({waited}, timeout=self.timeout_s)
             if not done:
                 waited.cancel()
-                return Outcome(error=TookTooLong(f"took longer than {timeout_s:g} s"))
+                return Outcome(error=TookTooLong(f"took longer than {self.timeout_s:g} s"))
             error = waited.exception()
             if error is not None and not isinstance(error, Exception):
                 raise error
             return Outcome(error=error) if error is not None else Outcome(value=waited.result())
 
-    return list(await asyncio.gather(*(one(call) for call in calls)))
+
+def call_all(calls: Sequence[Call], *, is_async: bool, timeout_s: float, at_once: int) -> list[Outcome]:
+    """The outcome of every call, in their order; at most `at_once` run at a time."""
+    caller = Caller(is_async, timeout_s, at_once)
+    begun = [caller.begin(call) for call in calls]
+    return [one.result() for one in begun]
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of this process's calls, in a thread of its own for the whole run.
+
+    One for all calls: a client that an async function keeps between calls belongs to a loop. By process: a
+    fork has no threads of its parent's.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
+    return loop
 
 
 def _in_thread(call: Call) -> asyncio.Future[Any]:
@@ -67,8 +96,7 @@ def _in_thread(call: Call) -> asyncio.Future[Any]:
             value, set_it = call(), future.set_result
         except Exception as error:
             value, set_it = error, future.set_exception
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, set_it, value)
+        loop.call_soon_threadsafe(settle, set_it, value)
 
     threading.Thread(target=work, daemon=True).start()
     return future

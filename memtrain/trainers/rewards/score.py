@@ -20,6 +20,7 @@ from memtrain.errors import DataError
 from memtrain.recipes.rewards import Rewards
 from memtrain.trainers.rewards.answer import Answer
 from memtrain.trainers.rewards.calls import Outcome, TookTooLong, call_all
+from memtrain.trainers.rewards.early import Early, given_of
 from memtrain.trainers.rewards.functions import Function, arguments
 from memtrain.trainers.rewards.pairwise import won_shares
 
@@ -46,15 +47,18 @@ def score(
     *,
     group_size: int = 1,
     known: Mapping[str, Sequence[float]] | None = None,
+    early: Early | None = None,
 ) -> Scores:
     """The rewards of `answers` by every function; those of one prompt stand next to each other.
 
-    `known`: verdicts of reward models, by label. A pairwise judge gives none in groups of one.
+    `known`: verdicts of reward models, by label. `early`: calls that were begun while completions were
+    written. A pairwise judge gives none in groups of one.
 
     Raises: DataError when a function fails (unless `rewards` says otherwise) or returns no list of numbers.
     """
     columns: list[list[float]] = []
     metrics: dict[str, float] = {}
+    early = early or Early(functions, rewards)
     for function in functions:
         if function.recipe.model is not None:
             assert known is not None, "Reward models were asked before."
@@ -63,21 +67,22 @@ def score(
             ask = partial(_asked_whole, function=function, rewards=rewards)
             outcomes = won_shares(answers, function, ask, group_size)
         else:
-            outcomes = _outcomes(answers, function, rewards)
+            outcomes = _outcomes(answers, function, rewards, early, group_size)
         values, told = _values(outcomes, function, rewards)
         columns.append(values)
         metrics |= told
     return Scores(torch.tensor(columns, dtype=torch.float64).T.reshape(len(answers), len(functions)), metrics)
 
 
-def _outcomes(answers: Sequence[Answer], function: Function, rewards: Rewards) -> list[Outcome]:
+def _outcomes(
+    answers: Sequence[Answer], function: Function, rewards: Rewards, early: Early, group_size: int
+) -> list[Outcome]:
     """One outcome for each answer."""
     if function.is_batched:
         return _asked_whole(_batch(answers), len(answers), function=function, rewards=rewards)
-    bound = [partial(function.call, **arguments(function, _single(answer))) for answer in answers]
     if function.is_builtin:
-        return [Outcome(call()) for call in bound]
-    return call_all(bound, is_async=function.is_async, timeout_s=rewards.timeout_s, at_once=rewards.at_once)
+        return [Outcome(function.call(**arguments(function, given_of(answer)))) for answer in answers]
+    return early.outcomes(function, answers, group_size)
 
 
 def _asked_whole(given: dict[str, Any], count: int, *, function: Function, rewards: Rewards) -> list[Outcome]:
@@ -110,15 +115,6 @@ def _batch(answers: Sequence[Answer]) -> dict[str, Any]:
         "completions": [answer.completion for answer in answers],
         "completion_ids": [list(answer.completion_ids) for answer in answers],
     }
-
-
-def _single(answer: Answer) -> dict[str, Any]:
-    own = {
-        "prompt": answer.prompt,
-        "completion": answer.completion,
-        "completion_ids": list(answer.completion_ids),
-    }
-    return {**answer.columns, **own}
 
 
 def _values(

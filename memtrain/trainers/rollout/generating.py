@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memtrain.errors import OutOfMemory
 from memtrain.trainers.memory_errors import attempt, free
-from memtrain.trainers.rollout.protocol import Group, Sample, Sampler, Sampling
+from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampler, Sampling
 from memtrain.trainers.run.ranks import Ranks
 
 
@@ -23,17 +23,26 @@ class Generating:
     close: Callable[[], None] = lambda: None
     """Ends what the sampler started beside this process."""
 
-    def all(self, groups: Sequence[Group], sampling: Sampling) -> list[list[Sample]]:
+    def all(
+        self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[list[Sample]]:
         """The completions of all groups, on every rank; called by all of them together.
 
+        `on_done` is told of each group that this rank writes when it is there, and again where memory ran out
+        and it was written again: the same completions.
         Raises: OutOfMemory, on every rank, when not even one row at a time can be written.
         """
         rank, world = self.ranks.rank, self.ranks.world
         # Neighbours are dealt to different ranks, so that no rank gets all the long ones.
         own = groups[rank::world]
         made: list[list[Sample]] | None = None
+
+        def told(place: int, samples: list[Sample]) -> None:
+            if on_done is not None:
+                on_done(rank + place * world, samples)
+
         while made is None and self.max_rows:
-            made, is_whole = attempt(lambda: self.make(self.max_rows).generate(own, sampling))
+            made, is_whole = attempt(lambda: self.make(self.max_rows).generate(own, sampling, told))
             if not is_whole:
                 free()
                 self._halve()

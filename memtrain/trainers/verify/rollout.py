@@ -28,6 +28,7 @@ from memtrain.trainers.online_judge import Judging
 from memtrain.trainers.position import Position
 from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.reference import evaluating
+from memtrain.trainers.rewards.early import Early
 from memtrain.trainers.rewards.functions import load_functions
 from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampling
@@ -97,7 +98,11 @@ class FixedJudging(Judging):
     """Gives every answer a reward that only its tokens decide; calls none of the recipe's rewards."""
 
     def verdicts(
-        self, feed: PromptFeed, rows: Sequence[int], samples: Sequence[Sequence[Sample]]
+        self,
+        feed: PromptFeed,
+        rows: Sequence[int],
+        samples: Sequence[Sequence[Sample]],
+        early: Early | None = None,
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
         """(rewards [A, 1] between -1 and 1, nothing that is told)."""
         flat = [sample for group in samples for sample in group]
