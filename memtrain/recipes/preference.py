@@ -157,8 +157,9 @@ class Dpo(WithReference):
                 "use_weighting weights pairs, and aot sorts them apart; remove use_weighting or change loss"
             )
         if not self.needs_reference and self.reference != "auto":
+            verb = "use" if len(self.loss) > 1 else "uses"
             raise ValueError(
-                f"{' and '.join(self.loss)} use no reference; remove reference: {self.reference}"
+                f"{' and '.join(self.loss)} {verb} no reference; remove reference: {self.reference}"
             )
         return self
 
