@@ -133,7 +133,7 @@ def test_a_reference_free_loss_has_no_reference(tmp_path: Path, cache: Path):
     recipe = written(tmp_path, "dpo", cache)
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe, ["dpo.loss=simpo", "dpo.reference=copy"])
-    assert "simpo use no reference" in caught.value.text()
+    assert "simpo uses no reference" in caught.value.text()
 
 
 @pytest.mark.parametrize(
