@@ -39,7 +39,7 @@ SHARED: dict[str, Any] = {
     "memory": {"activation_checkpointing": "off", "watch": False},
     "cluster": {"device": "cpu", "threads": 1},
 }
-LEARNING_RATES = {"dpo": 2e-4, "kto": 1e-4, "reward": 3e-4}
+LEARNING_RATES = {"dpo": 3e-4, "kto": 1e-4, "reward": 3e-4}
 STEPS = {"sft": 160, "dpo": 30, "kto": 30, "reward": 60}
 FORMS = {"dpo": "preference", "kto": "unpaired", "reward": "preference"}
 
