@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from memtrain.recipes.renamed import RENAMED_VALUES
 from memtrain.recipes.trl.sampling import ONLINE, sampling
-from memtrain.recipes.trl.translate import Translation
+from memtrain.recipes.trl.translation import Translation
 
 _NO_DROPOUT = ("dpo", "kto", "reward")
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 from memtrain.errors import Fault, RecipeError
 from memtrain.recipes.load import load_text, read_mapping
 from memtrain.recipes.tree import plain
-from memtrain.recipes.trl.translate import Translation, translate
+from memtrain.recipes.trl.translate import translate
+from memtrain.recipes.trl.translation import Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memtrain.recipes.trl.keys import VLLM
-from memtrain.recipes.trl.translate import Translation
+from memtrain.recipes.trl.translation import Translation
 
 ONLINE = ("grpo", "rloo")
 """Methods that write completions."""

@@ -4,55 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from memtrain.recipes.fields import field_types, section_of
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.trl import groups
 from memtrain.recipes.trl.keys import KEYS
 from memtrain.recipes.trl.rules import Gone, To
+from memtrain.recipes.trl.translation import Translation
 
 IMPORTED: tuple[str, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 """Methods whose configurations are read: those of TRL 1.16's command line."""
-
-TRLS_DEFAULT = "TRL's default"
-"""The comment beside a value that nobody wrote."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A key of TRL that is not carried over."""
-
-    key: str
-    value: object
-    why: str
-
-
-@dataclass(slots=True)
-class Translation:
-    """What has been read so far: `said` by dotted key of the recipe, each with a comment (or "")."""
-
-    config: Mapping[str, Any]
-    method: str
-    processes: int
-    said: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
-    lost: list[Lost] = field(default_factory=list[Lost])
-    notes: list[str] = field(default_factory=list[str])
-
-    def get(self, key: str, default: Any) -> Any:
-        """The value that TRL would take."""
-        value = self.config.get(key)
-        return default if value is None else value
-
-    def say(self, key: str, value: object, *, of: Sequence[str] = (), comment: str = "") -> None:
-        """Write a value; where none of the keys `of` is in the file, it is TRL's default."""
-        if not comment and of and not any(one in self.config for one in of):
-            comment = TRLS_DEFAULT
-        self.said[key] = (value, comment)
-
-    def lose(self, key: str, why: str) -> None:
-        """Note that a key which is written has no counterpart."""
-        self.lost.append(Lost(key, self.config.get(key), why))
 
 
 def translate(config: Mapping[str, Any], method: str, processes: int) -> Translation:
@@ -61,8 +23,6 @@ def translate(config: Mapping[str, Any], method: str, processes: int) -> Transla
     What TRL takes by default and memtrain does not (three epochs, a linear schedule, seed 42, ...) is written
     out, so that the recipe trains what the configuration did.
     """
-    from memtrain.recipes.trl import groups
-
     made = Translation(config, method, processes)
     made.say("method", method)
     for read in groups.ALL:

@@ -12,7 +12,7 @@ from memtrain.recipes.base import Section
 from memtrain.recipes.fields import field_types, section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.schema import SCHEMA_FILE
-from memtrain.recipes.trl.translate import Translation
+from memtrain.recipes.trl.translation import Translation
 
 
 def default_of(key: str) -> object:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError
 from memtrain.trainers.memory_errors import free
 from memtrain.trainers.rollout.canary import CANARY_SAMPLING, canary_group, difference
+from memtrain.trainers.rollout.progress import Progress
 from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampler, Sampling
 from memtrain.trainers.rollout.vllm_process import Faulty, Frame, Launch, Process
 from memtrain.trainers.rollout.vllm_weights import Transport, in_buckets, vllm_weights
@@ -63,23 +64,24 @@ class VllmSampler:
 
         Raises: LaunchError when the engine does not start, or fails more often than it may.
         """
-        done: dict[int, list[Sample]] = {}
+        progress = Progress(groups, on_done)
         faults: list[str] = []
         self.acts.clear()
-        while len(done) < len(groups) and not self.is_given_up:
+        while progress.missing and not self.is_given_up:
             try:
                 self._prepare(groups)
-                self._write(groups, sampling, done, on_done)
+                self._write(progress, sampling)
                 self._rest()
             except Faulty as fault:
                 self._end()
                 if not self.has_started:
                     raise self._cannot_start(fault) from None
                 faults.append(str(fault))
-                self._replace_or_give_up(faults, missing=len(groups) - len(done))
-        if self.is_given_up and len(done) < len(groups):
-            self._fall_back(groups, sampling, done, on_done)
-        return [done[number] for number in range(len(groups))]
+                self._replace_or_give_up(faults, missing=len(progress.missing))
+        if self.is_given_up:
+            assert self.fallback is not None, "Given up with somebody to go on."
+            progress.finish_with(self.fallback(), sampling)
+        return progress.in_order()
 
     def close(self) -> None:
         """End the process."""
@@ -112,9 +114,9 @@ class VllmSampler:
         Raises: LaunchError.
         """
         group = canary_group(groups)
-        done: dict[int, list[Sample]] = {}
-        self._write_all(process, [group], CANARY_SAMPLING, {"logprobs": 0}, done, None)
-        found = difference(self.model, group, done[0][0])
+        progress = Progress([group])
+        self._write_all(process, progress, CANARY_SAMPLING, {"logprobs": 0})
+        found = difference(self.model, group, progress.done[0][0])
         if not found <= limit:
             raise LaunchError(
                 f"vLLM's log-probs are {found:.2f} nats from the trainer's for the same weights "
@@ -146,29 +148,15 @@ class VllmSampler:
         self.process.ask(frame)
         self.acts.append(act)
 
-    def _write(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        done: dict[int, list[Sample]],
-        on_done: OnDone | None,
-    ) -> None:
-        """Have the groups written that are not in `done` yet."""
+    def _write(self, progress: Progress, sampling: Sampling) -> None:
+        """Have the groups written that are missing."""
         assert self.process is not None, "The process was started."
         more: Frame = {"logprobs": 0 if self.has_logprobs else None}
-        self._write_all(self.process, groups, sampling, more, done, on_done)
+        self._write_all(self.process, progress, sampling, more)
         self.acts.append("write")
 
-    def _write_all(
-        self,
-        process: Process,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        more: Frame,
-        done: dict[int, list[Sample]],
-        on_done: OnDone | None,
-    ) -> None:
-        missing = [number for number in range(len(groups)) if number not in done]
+    def _write_all(self, process: Process, progress: Progress, sampling: Sampling, more: Frame) -> None:
+        groups = progress.groups
         process.send(
             {
                 "op": "generate",
@@ -181,16 +169,13 @@ class VllmSampler:
                         "count": groups[number].count,
                         "seed": groups[number].seed % 2**SEED_BITS,
                     }
-                    for number in missing
+                    for number in progress.missing
                 ],
             }
         )
         while (frame := process.receive())["ev"] != "ok":
             if frame["ev"] == "done":
-                number = frame["number"]
-                done[number] = [_sample(one) for one in frame["samples"]]
-                if on_done is not None:
-                    on_done(number, done[number])
+                progress.add(frame["number"], [_sample(one) for one in frame["samples"]])
 
     def _replace_or_give_up(self, faults: list[str], *, missing: int) -> None:
         words = f"the vLLM process failed ({faults[-1]})"
@@ -212,23 +197,6 @@ class VllmSampler:
             )
         self.tell(f"{words}, {len(faults)} times in one rollout: written by the trained module from now on")
         self.is_given_up = True
-
-    def _fall_back(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        done: dict[int, list[Sample]],
-        on_done: OnDone | None,
-    ) -> None:
-        assert self.fallback is not None, "Given up with somebody to go on."
-        missing = [number for number in range(len(groups)) if number not in done]
-
-        def told(place: int, samples: list[Sample]) -> None:
-            done[missing[place]] = samples
-            if on_done is not None:
-                on_done(missing[place], samples)
-
-        self.fallback().generate([groups[number] for number in missing], sampling, told)
 
     def _end(self) -> None:
         if self.process is not None:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.rollout.canary import CANARY_SAMPLING, canary_group, difference
+from memtrain.trainers.rollout.progress import Progress
 from memtrain.trainers.rollout.protocol import Finish, Group, OnDone, Sample, Sampler, Sampling
 from memtrain.trainers.rollout.server_http import Unanswered, ask
 from memtrain.trainers.rollout.vllm_sampler import SEED_BITS, sampling_arguments
@@ -84,20 +85,21 @@ class ServerSampler:
 
         Raises: LaunchError when the server cannot be given weights, or fails more often than it may.
         """
-        done: dict[int, list[Sample]] = {}
+        progress = Progress(groups, on_done)
         faults: list[str] = []
         while not self.is_given_up:
             try:
                 self._prepare(groups)
-                self._write(groups, sampling, done, on_done)
+                self._write(progress, sampling)
                 break
             except (Unanswered, Stale) as fault:
                 self.held = None
                 faults.append(str(fault))
-                self._go_on_or_give_up(faults, missing=len(groups) - len(done))
-        if self.is_given_up and len(done) < len(groups):
-            self._fall_back(groups, sampling, done, on_done)
-        return [done[number] for number in range(len(groups))]
+                self._go_on_or_give_up(faults, missing=len(progress.missing))
+        if self.is_given_up:
+            assert self.fallback is not None, "Given up with somebody to go on."
+            progress.finish_with(self.fallback(), sampling)
+        return progress.in_order()
 
     def close(self) -> None:
         """Remove the checkpoints; the server is left as it is."""
@@ -193,15 +195,9 @@ class ServerSampler:
                 "else see that the server has the same architecture",
             )
 
-    def _write(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        done: dict[int, list[Sample]],
-        on_done: OnDone | None,
-    ) -> None:
-        """Have the groups written that are not in `done`; those of other weights are thrown away."""
-        missing = [number for number in range(len(groups)) if number not in done]
+    def _write(self, progress: Progress, sampling: Sampling) -> None:
+        """Have the groups written that are missing; those of other weights are thrown away."""
+        missing, groups = progress.missing, progress.groups
         made: dict[int, list[Sample]] = {}
         fault: Unanswered | None = None
         with ThreadPoolExecutor(min(AT_ONCE, max(1, len(missing)))) as pool:
@@ -220,9 +216,7 @@ class ServerSampler:
         if fault is not None:
             raise fault
         for number in sorted(made):
-            done[number] = made[number]
-            if on_done is not None:
-                on_done(number, made[number])
+            progress.add(number, made[number])
 
     def _group(self, group: Group, sampling: Sampling, *, wants_logprobs: bool) -> list[Sample]:
         asked = sampling_arguments(sampling)
@@ -261,23 +255,6 @@ class ServerSampler:
             )
         self.tell(f"{words}, {len(faults)} times in one rollout: written by the trained module from now on")
         self.is_given_up = True
-
-    def _fall_back(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        done: dict[int, list[Sample]],
-        on_done: OnDone | None,
-    ) -> None:
-        assert self.fallback is not None, "Given up with somebody to go on."
-        missing = [number for number in range(len(groups)) if number not in done]
-
-        def told(place: int, samples: list[Sample]) -> None:
-            done[missing[place]] = samples
-            if on_done is not None:
-                on_done(missing[place], samples)
-
-        self.fallback().generate([groups[number] for number in missing], sampling, told)
 
 
 def sample_of(choice: dict[str, Any]) -> Sample:

@@ -1,0 +1,46 @@
+"""What has been read of a TRL configuration so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+TRLS_DEFAULT = "TRL's default"
+"""The comment beside a value that nobody wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A key of TRL that is not carried over."""
+
+    key: str
+    value: object
+    why: str
+
+
+@dataclass(slots=True)
+class Translation:
+    """What has been read so far: `said` by dotted key of the recipe, each with a comment (or "")."""
+
+    config: Mapping[str, Any]
+    method: str
+    processes: int
+    said: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
+    lost: list[Lost] = field(default_factory=list[Lost])
+    notes: list[str] = field(default_factory=list[str])
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value that TRL would take."""
+        value = self.config.get(key)
+        return default if value is None else value
+
+    def say(self, key: str, value: object, *, of: Sequence[str] = (), comment: str = "") -> None:
+        """Write a value; where none of the keys `of` is in the file, it is TRL's default."""
+        if not comment and of and not any(one in self.config for one in of):
+            comment = TRLS_DEFAULT
+        self.said[key] = (value, comment)
+
+    def lose(self, key: str, why: str) -> None:
+        """Note that a key which is written has no counterpart."""
+        self.lost.append(Lost(key, self.config.get(key), why))
