@@ -213,6 +213,27 @@ def test_the_terminal_says_the_same(tmp_path: Path, make_plan: MakePlan):
         assert said in shown, said
 
 
+def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_path: Path, make_plan: MakePlan):
+    """A rollout is told once, by its first step; one without any verdict has NaN."""
+    judged: list[Event] = [
+        step(1, 0.0, extra={"reward": 0.125, "completion_tokens": 9.0, "kl": 0.0, "entropy": 3.0}),
+        step(2, 0.1, extra={"kl": 0.1}),
+        EvalEvent(step=2, loss=-0.5, tokens=10, extra={"reward": 0.5}),
+        step(3, 0.0, extra={"reward": 0.75, "completion_tokens": 8.0}),
+        EvalEvent(step=4, loss=-0.25, tokens=10, extra={"reward": 0.25}),
+        step(5, 0.0, extra={"reward": math.nan}),
+    ]
+    folder = run_folder(tmp_path, make_plan(), judged)
+    shown = re.sub(r" +", " ", text_of(folder))
+    assert "reward 0.1250 -> 0.7500" in shown
+    assert "held-out reward 0.5000 -> 0.2500 (best 0.5000 at step 2)" in shown
+    assert "held-out loss" not in shown
+    page = write_report(folder).read_text()
+    for title in ("Reward", "completion_tokens", "kl", "entropy"):
+        assert f"<h3>{title}</h3>" in page
+    assert "held-out loss" not in page
+
+
 @settings(max_examples=50, deadline=None)
 @given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
 def test_ticks_hold_the_values_and_are_few(low: float, span: float):

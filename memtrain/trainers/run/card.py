@@ -16,11 +16,13 @@ from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.progress import duration
 from memtrain.trainers.run.report import (
     Report,
+    eval_name,
     eval_words,
     figures_of,
     load_report,
     loss_words,
     lost_words,
+    reward_words,
 )
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -49,7 +51,8 @@ def render_card(report: Report, plan: Plan) -> str:
     rows = [
         ("steps", f"{report.steps[-1].step if report.steps else 0:,} of {plan.settings.max_steps:,}"),
         ("training loss", loss_words(figures)),
-        ("held-out loss", eval_words(figures)),
+        ("training reward", reward_words(figures)),
+        (eval_name(figures), eval_words(figures)),
         ("tokens", f"{figures.tokens:,}, {figures.learnt:,} of them learnt"),
         ("time", duration(figures.seconds)),
         ("peak memory", gib(figures.measured_bytes) if figures.measured_bytes else ""),

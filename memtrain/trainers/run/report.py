@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,9 @@ class Figures:
     first_eval: float | None
     last_eval: float | None
     best_eval: EvalEvent | None
+    rewards: tuple[float, ...]
+    """Mean reward of each rollout, of methods that write what they learn from. Their held-out loss is minus
+    the held-out reward, and is told as that."""
     tokens: int
     learnt: int
     seconds: float
@@ -126,6 +130,7 @@ def figures_of(report: Report) -> Figures:
         first_eval=report.evals[0].loss if report.evals else None,
         last_eval=report.evals[-1].loss if report.evals else None,
         best_eval=min(report.evals, key=lambda event: event.loss) if report.evals else None,
+        rewards=tuple(step.extra["reward"] for step in steps if "reward" in step.extra),
         tokens=sum(step.tokens for step in steps),
         learnt=sum(step.learnt for step in steps),
         seconds=max(counted_s, report.final.seconds if report.final else 0.0),
@@ -181,13 +186,32 @@ def loss_words(figures: Figures) -> str:
     return f"{figures.first_loss:.4f} -> {figures.last_loss:.4f}{means}"
 
 
+def eval_name(figures: Figures) -> str:
+    """What `eval_words` are of."""
+    return "held-out reward" if figures.rewards else "held-out loss"
+
+
 def eval_words(figures: Figures) -> str:
-    """First and last held-out loss, and the best where it is another one; empty without any."""
+    """First and last held-out loss (or reward), and the best where it is another one; empty without any."""
     if figures.first_eval is None or figures.last_eval is None or figures.best_eval is None:
         return ""
-    words = f"{figures.first_eval:.4f} -> {figures.last_eval:.4f}"
+    sign = -1 if figures.rewards else 1
+    words = f"{sign * figures.first_eval:.4f} -> {sign * figures.last_eval:.4f}"
     best = figures.best_eval
-    return words if best.loss == figures.last_eval else f"{words} (best {best.loss:.4f} at step {best.step})"
+    if best.loss == figures.last_eval:
+        return words
+    return f"{words} (best {sign * best.loss:.4f} at step {best.step})"
+
+
+def reward_words(figures: Figures) -> str:
+    """First and last mean reward of a rollout; empty for methods without."""
+    known = [reward for reward in figures.rewards if not math.isnan(reward)]
+    count = max(1, min(MOST_AVERAGED_STEPS, len(known) // 10))
+    first, last = _mean(known[:count]), _mean(known[-count:])
+    if first is None or last is None:
+        return ""
+    means = f" (means of {count} rollouts)" if count > 1 else ""
+    return f"{first:.4f} -> {last:.4f}{means}"
 
 
 def lost_words(data: DataEvent) -> str:
@@ -215,8 +239,10 @@ def _figures_table(report: Report) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("run", f"{state_of(report)}, {len(report.steps):,} steps in {duration(figures.seconds)}")
     table.add_row("loss", loss_words(figures))
+    if words := reward_words(figures):
+        table.add_row("reward", words)
     if words := eval_words(figures):
-        table.add_row("held-out loss", words)
+        table.add_row(eval_name(figures), words)
     if figures.tokens_per_s is not None:
         counted = f"{figures.tokens:,} tokens, {figures.learnt:,} of them learnt"
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")

@@ -28,12 +28,14 @@ from memtrain.trainers.run.progress import duration
 from memtrain.trainers.run.report import (
     Figures,
     Report,
+    eval_name,
     eval_words,
     figures_of,
     load_report,
     loss_words,
     lost_words,
     phases_of,
+    reward_words,
     state_of,
 )
 
@@ -105,8 +107,10 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         ("steps", f"{report.steps[-1].step if report.steps else 0:,}{total}", duration(figures.seconds)),
         ("loss", *_value_and_remark(loss_words(figures))),
     ]
+    if words := reward_words(figures):
+        tiles.append(("reward", *_value_and_remark(words)))
     if words := eval_words(figures):
-        tiles.append(("held-out loss", *_value_and_remark(words)))
+        tiles.append((eval_name(figures), *_value_and_remark(words)))
     if figures.tokens_per_s is not None:
         counted = f"{figures.tokens:,} tokens, {figures.learnt:,} learnt"
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
@@ -130,9 +134,9 @@ def _curves(report: Report) -> list[Figure]:
     train = [Line("train", losses, "faint" if is_long else "c1")]
     if is_long:
         train.append(Line("train, smoothed", smoothed(losses), "c1"))
-    held_out = [(float(event.step), event.loss) for event in report.evals]
+    is_judged = any("reward" in step.extra for step in report.steps)
+    held_out = [(float(event.step), event.loss) for event in report.evals if not is_judged]
     loss_lines = [*train, Line("held out", held_out, "c2", has_dots=True)]
-    legend = tuple((one.name, one.colour) for one in loss_lines if one.points)
     speed = line(lambda step: step.tokens / step.seconds if step.seconds else None)
     peaks = line(lambda step: step.peak_bytes / GIB if step.peak_bytes else None)
 
@@ -140,15 +144,24 @@ def _curves(report: Report) -> list[Figure]:
         drawn = [Line(title, points, "c1")]
         return Figure(title, line_chart(drawn, title, width=SMALL_WIDTH, height=170, from_zero=from_zero))
 
-    extras = sorted({name for step in report.steps for name in step.extra})
+    extras = sorted({name for step in report.steps for name in step.extra} - {"reward"})
+    rewards = [Line("train", line(lambda step: step.extra.get("reward")), "c1")]
+    judged = [(float(event.step), event.extra["reward"]) for event in report.evals if "reward" in event.extra]
+    rewards.append(Line("held out", judged, "c2", has_dots=True))
     return [
-        Figure("Loss", line_chart(loss_lines, "Loss over steps"), legend),
+        Figure("Reward", line_chart(rewards, "Reward over steps"), legend_of(rewards)),
+        Figure("Loss", line_chart(loss_lines, "Loss over steps"), legend_of(loss_lines)),
         single("Learning rate", line(lambda step: step.lr), True),
         single("Gradient norm, before clipping", line(lambda step: step.grad_norm), True),
         single("Tokens per second", speed, True),
         single("Peak memory, GiB", peaks, True),
         *(single(name, line(lambda step, name=name: step.extra.get(name)), False) for name in extras),
     ]
+
+
+def legend_of(lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
+    """Names and colours of the lines that have points."""
+    return tuple((one.name, one.colour) for one in lines if one.points)
 
 
 def _memory(report: Report) -> Figure:
