@@ -31,7 +31,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     refuse_what_cannot_run(ledger, hardware)
     processes = decide_device(ledger, hardware)
     dtype = decide_dtype(ledger, hardware)
-    refuse_engine(ledger, processes)
+    refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
     sharing = recipe.cluster.context_parallel

@@ -19,6 +19,11 @@ def is_sharded(settings: Settings) -> bool:
     return settings.num_processes > 1 and settings.engine != "ddp"
 
 
+def uses_zero(settings: Settings) -> bool:
+    """Whether DeepSpeed's engine exchanges gradients and steps."""
+    return settings.num_processes > 1 and settings.engine in ZERO
+
+
 def shards_weights(settings: Settings) -> bool:
     """Whether a rank holds only its part of the weights."""
     return settings.num_processes > 1 and settings.engine in ("fsdp2", "zero3")
@@ -31,7 +36,7 @@ def open_engines(recipe: Recipe, processes: int) -> tuple[EngineName, ...]:
     return ("ddp", "fsdp2") if processes > 1 and not fsdp2_faults(recipe) else ("ddp",)
 
 
-def refuse_engine(ledger: Ledger, processes: int) -> None:
+def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
     """Note what the engine that is asked for cannot honour."""
     recipe = ledger.asked.recipe
     asked = recipe.cluster.engine
@@ -44,14 +49,9 @@ def refuse_engine(ledger: Ledger, processes: int) -> None:
             PATH,
             "remove it, or set cluster.processes",
         )
-    of_engine = {"fsdp2": fsdp2_faults, "zero3": vllm_faults}
-    faults = of_engine[asked](recipe) if asked in of_engine else []
+    faults = fsdp2_faults(recipe) if asked == "fsdp2" else []
     if asked in ZERO:
-        ledger.refuse(
-            f"cluster.engine {asked}: this version of memtrain does not run DeepSpeed's engine",
-            PATH,
-            "set cluster.engine: fsdp2, which shares out weights, gradients and optimizer states",
-        )
+        faults = zero_faults(recipe, dtype)
     for what, path, fix in faults:
         ledger.refuse(f"cluster.engine {asked}: {what}", path, fix)
 
@@ -67,6 +67,17 @@ def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharde
                 "remove it, or set cluster.engine: fsdp2",
             )
             ledger.settle()
+        return "full"
+    if uses_zero(settings):
+        if wanted == "sharded":
+            ledger.refuse(
+                "save.layout sharded: DeepSpeed's parts are cut through the middle of weights, and another "
+                "number of processes could not go on from them",
+                path,
+                "remove it: the main process gathers weight by weight; or set cluster.engine: fsdp2",
+            )
+            ledger.settle()
+        ledger.decide("checkpoint_layout", "full", "the main process gathers all", path)
         return "full"
     layout = "full" if wanted == "full" else "sharded"
     words = "each process writes its own shards" if layout == "sharded" else "the main process gathers all"
@@ -101,9 +112,46 @@ def vllm_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
     ]
 
 
+def zero_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:
+    """(what, where, fix) of everything in a recipe that DeepSpeed's engine cannot honour."""
+    in_parts = recipe.cluster.engine == "zero3"
+    faults = vllm_faults(recipe) if in_parts else []
+    faults += _unshared_faults(recipe, "of flat parts")
+    if recipe.memory.optimizer_offload == "on":
+        what = "it steps flat parts of weights, and memory.optimizer_offload moves the states of whole ones"
+        faults.append((what, "memory.optimizer_offload", "remove it, and set cluster.offload: optimizer"))
+    if dtype == "float16":
+        faults.append(("float16 needs its loss scaled, and was never tried", "model.dtype", "use bfloat16"))
+    if dtype == "bfloat16" and (recipe.model.adapter is not None or recipe.method == "reward"):
+        what = "it would round what is trained in float32 (an adapter, a score head) to bfloat16"
+        faults.append((what, "model.dtype", "set it to float32, or cluster.engine: fsdp2"))
+    elif dtype == "bfloat16" and not recipe.optim.master_weights:
+        what = "it keeps float32 copies of bfloat16 weights in any case"
+        faults.append((what, "optim.master_weights", "set optim.master_weights: true"))
+    section = recipe.dpo
+    if in_parts and section is not None and section.reference == "synced":
+        what = "a reference that follows the policy would have to gather it"
+        faults.append((what, "dpo.reference", "use precomputed or copy, or cluster.engine: fsdp2"))
+    return faults
+
+
 def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
     """(what, where, fix) of everything in a recipe that FSDP2 cannot honour."""
-    faults = vllm_faults(recipe)
+    faults = vllm_faults(recipe) + _unshared_faults(recipe, "of shards")
+    if recipe.memory.activation_offloading == "on" and recipe.memory.activation_checkpointing == "off":
+        faults.append(
+            (
+                "what a layer saves would take the gathered weights along to the host",
+                "memory.activation_offloading",
+                "set memory.activation_checkpointing: on (its inputs travel then), or cluster.engine: ddp",
+            )
+        )
+    return faults
+
+
+def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]:
+    """What no engine that shares weights or states out can honour."""
+    faults: list[tuple[str, str, str]] = []
     if recipe.method == "ppo":
         faults.append(
             (
@@ -131,17 +179,9 @@ def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
     if recipe.optim.kind in BITSANDBYTES:
         faults.append(
             (
-                f"8-bit and paged states ({recipe.optim.kind}) of shards were never tried",
+                f"8-bit and paged states ({recipe.optim.kind}) {of_what} were never tried",
                 "optim.kind",
                 "use adamw, or cluster.engine: ddp",
-            )
-        )
-    if recipe.memory.activation_offloading == "on" and recipe.memory.activation_checkpointing == "off":
-        faults.append(
-            (
-                "what a layer saves would take the gathered weights along to the host",
-                "memory.activation_offloading",
-                "set memory.activation_checkpointing: on (its inputs travel then), or cluster.engine: ddp",
             )
         )
     return faults

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from memtrain.errors import DoesNotFit, Fault, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.deciding import decide_base
-from memtrain.memory.engines import decide_layout
+from memtrain.memory.engines import decide_layout, uses_zero
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.honour import honoured, with_key
@@ -24,6 +24,7 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case
 from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
 from memtrain.memory.vllm import leaves_room, refuse_vllm, training_budget
+from memtrain.memory.zero_config import bucket_of
 
 LENGTH_STEP = 64
 """Lengths are searched in steps that tensor cores like."""
@@ -66,6 +67,7 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
             "recovery": decide_recovery(ledger, chosen.settings),
             "checkpoint_layout": decide_layout(ledger, chosen.settings),
             "rehearse": decide_rehearsal(ledger, facts.hardware),
+            "zero_bucket": bucket_of(facts.shape) if uses_zero(chosen.settings) else 0,
         }
     )
     chosen = replace(chosen, settings=settings)

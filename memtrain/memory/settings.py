@@ -24,6 +24,8 @@ class Settings(Section):
     """What several processes share; of no meaning with one."""
     shard_offload: Literal["none", "optimizer", "parameters"] = "none"
     """Shards that wait in host memory between their uses."""
+    zero_bucket: int = 0
+    """Numbers that DeepSpeed reduces, or gathers, at once; 0: it is not used."""
     checkpoint_layout: Literal["full", "sharded"] = "full"
     """Who writes checkpoints: the main process whole weights, or each its shards."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,14 +12,19 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from memtrain.errors import LaunchError
+from memtrain.memory.engines import uses_zero
 from memtrain.memory.plan import Plan
 from memtrain.memory.settings import Settings
+from memtrain.memory.zero_config import stage_of
+from memtrain.trainers.build import Built
 from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.load import local_device
 from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.shards import check_shards, gathered, own_shards, shard, shard_engine, whole_weights
 from memtrain.trainers.spread import Spread
 from memtrain.trainers.step import Engine
+from memtrain.trainers.zero import begin_zero, refuse_without_deepspeed, whole_in_stage_3
+from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 _KEPT: list[object] = []
 """The process group, until the process ends. Its destructor joins gloo's threads while it holds Python's
@@ -86,7 +91,15 @@ def shake_hands(plan: Plan, ranks: Ranks) -> None:
 
 
 def make_spread(settings: Settings) -> Spread:
-    """How weights lie over the ranks under a plan's settings."""
+    """How weights lie over the ranks under a plan's settings.
+
+    Raises: LaunchError where the plan's engine is not installed.
+    """
+    if uses_zero(settings):
+        refuse_without_deepspeed()
+        in_parts = stage_of(settings) == 3
+        spread = Spread(lay=_same_everywhere, gather=gathered, is_sharded=in_parts)
+        return replace(spread, whole=whole_in_stage_3) if in_parts else spread
     if settings.num_processes == 1 or settings.engine != "fsdp2":
         return Spread(lay=_same_everywhere if settings.num_processes > 1 else lambda scorer: None)
 
@@ -99,13 +112,19 @@ def make_spread(settings: Settings) -> Spread:
     return Spread(lay=lay, trained=own_shards, whole=whole_weights, gather=gathered, is_sharded=True)
 
 
-def make_engine(settings: Settings, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> Engine:
-    """How this process reaches the others: our own exchange (exchange.py), or that of the shards."""
+def make_engine(plan: Plan, built: Built) -> Engine:
+    """How this process reaches the others: our own exchange (exchange.py), that of the shards, or DeepSpeed.
+
+    Made when weights and optimizer states are loaded: DeepSpeed cuts them here.
+    """
+    settings = plan.settings
     if settings.num_processes == 1:
         return Engine()
     if settings.engine == "fsdp2":
-        return shard_engine(model, trained)
-    exchange = Exchange(list(trained.values()))
+        return shard_engine(built.scorer, built.trained)
+    if isinstance(built.optimizer, ZeroOptimizer):
+        return begin_zero(built.scorer, built.optimizer, settings, plan.recipe.optim.max_grad_norm)
+    exchange = Exchange(list(built.trained.values()))
     return Engine(last_pass=exchange.sending, finish=exchange.finish)
 
 

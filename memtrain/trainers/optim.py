@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.errors import LaunchError
+from memtrain.memory.engines import uses_zero
 from memtrain.memory.settings import Settings
 from memtrain.recipes.optim import Optim
 from memtrain.trainers.model.quantize import refuse_without_bitsandbytes
@@ -17,6 +18,7 @@ from memtrain.trainers.optim_exact import Adafactor
 from memtrain.trainers.optim_master import MasterWeights
 from memtrain.trainers.optim_muon import Muon, split_hidden
 from memtrain.trainers.optim_offload import OffloadedStates
+from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 Group = dict[str, Any]
 """A parameter group of torch: `params` and its own settings."""
@@ -43,6 +45,9 @@ def build_optimizer(
         groups = split_hidden(groups, model)
     if settings.optimizer in BITSANDBYTES:
         refuse_without_bitsandbytes(settings.device, f"optim.kind: {settings.optimizer}", "optim.kind: adamw")
+    if uses_zero(settings):
+        is_half = settings.master_weights
+        return ZeroOptimizer(groups, build(groups, recipe), recipe.lr, is_half=is_half)
     if settings.master_weights and any(p.dtype in HALF for group in groups for p in group["params"]):
         return MasterWeights(groups, lambda copies: build(copies, recipe), recipe.lr)
     return build(groups, recipe)

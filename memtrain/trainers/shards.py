@@ -203,7 +203,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state: dict[str, Tensor] = {}
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in model.state_dict(keep_vars=True).items():
             if name in again or (trained_only and name not in trained):
                 continue
             whole = full_of(tensor)

@@ -8,6 +8,7 @@ they are in (slices.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from memtrain.trainers.run.checkpoint import Checkpoint, Parts
 from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.slices import fill_from, name_of, read_optimizer
 from memtrain.trainers.run.state_io import load_state, save_state
-from memtrain.trainers.spread import full_of, local_of, trained_parameters
+from memtrain.trainers.spread import full_of, gathered_here, is_cut, local_of, trained_parameters
 
 State = dict[str, Any]
 
@@ -92,7 +93,10 @@ def restore(
 def load_weights(checkpoint: Checkpoint, model: nn.Module, ranks: Ranks | None = None) -> None:
     """Put the trained weights where the checkpoint left them."""
     rank, world = _place(model, ranks)
-    fill_from(checkpoint, "weights", trained_parameters(model), rank=rank, world=world)
+    trained = trained_parameters(model)
+    in_stage_3 = [one for one in trained.values() if hasattr(one, "ds_tensor")]
+    with gathered_here(in_stage_3, writes=True) if in_stage_3 else nullcontext():
+        fill_from(checkpoint, "weights", trained, rank=rank, world=world)
 
 
 def names_in(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> list[str]:
@@ -113,8 +117,8 @@ def _read_all(
     """The tensors as this rank writes them. Gathered ones are moved to the host, one at a time."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        made = read(tensor.detach())
-        if isinstance(tensor, DTensor) and not is_sharded:
+        made = read(tensor).detach()
+        if is_cut(tensor) and not is_sharded:
             made = made.to("cpu", copy=True) if ranks.is_main else made.new_empty(0)
         found[name] = made
     return found

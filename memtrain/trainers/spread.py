@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,14 +18,31 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def is_cut(tensor: Tensor) -> bool:
+    """Whether this rank holds only a part of a weight: FSDP2's rows, or what ZeRO's stage 3 leaves it."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "ds_tensor")
+
+
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, in the same storage; a plain tensor is itself."""
+    """This rank's part of a weight, in the same storage; a plain tensor is itself."""
+    if hasattr(tensor, "ds_tensor"):
+        return cast(Any, tensor).ds_tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_of(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, on every rank; called by all of them. A plain tensor is itself."""
+    """All of a weight, on every rank; called by all of them. A plain tensor is itself."""
+    if hasattr(tensor, "ds_tensor"):
+        with gathered_here([tensor]):
+            return tensor.detach().clone()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered_here(tensors: Sequence[Tensor], *, writes: bool = False) -> AbstractContextManager[None]:
+    """Weights of ZeRO's stage 3 are whole inside; what is written to them stays where it `writes`."""
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    return deepspeed.zero.GatheredParameters(list(tensors), modifier_rank=0 if writes else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ from memtrain.trainers.spread import local_of
 from memtrain.trainers.step import Engine
 from memtrain.trainers.telling import Teller, open_teller
 from memtrain.trainers.trace.resized import counting_mode
+from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"
 """Set by a launcher that works in its own process and holds the lock of the run folder."""
@@ -83,6 +84,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         _stop_before_loading(ranks, stop, folder)
         built = build(plan, make_spread(plan.settings))
         _take_up(found, built, position, ranks)
+        engine = _engine(plan, built)
         teller = stack.enter_context(open_teller(plan, folder, ranks, position))
         _tell_start(teller, plan, built, found, notes, position)
         recovery = _recovery(plan, built, position, teller)
@@ -100,7 +102,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             steps=online or _steps(plan, built),
             eval_feed=built.eval,
             ranks=ranks,
-            engine=_engine(plan, built),
+            engine=engine,
             device=local_device(plan.settings),
             tell=teller.tell,
             watch=watch,
@@ -179,7 +181,7 @@ def _rehearse(run: Run, built: Built) -> None:
 def _engine(plan: Plan, built: Built) -> Engine:
     """How a step reaches the other ranks and the weights."""
     if not plan.settings.in_backward:
-        return make_engine(plan.settings, built.scorer, built.trained)
+        return make_engine(plan, built)
     return InBackward(built.optimizer, list(built.trained.values())).engine()
 
 
@@ -238,6 +240,8 @@ def _watch(
     state = resident(
         [t for held in built.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     )
+    if isinstance(built.optimizer, ZeroOptimizer):
+        state += built.optimizer.copied_bytes
     watch = MemoryWatch(
         local_device(plan.settings),
         weights + state,

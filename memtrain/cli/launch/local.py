@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -17,7 +18,9 @@ from memtrain.cli.launch.topology import (
     argv,
     environment,
 )
+from memtrain.memory.engines import uses_zero
 from memtrain.memory.plan import Plan
+from memtrain.memory.zero_config import CONFIG_FILE, zero_config
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run.folder import RunFolder, RunLock
 
@@ -28,7 +31,7 @@ def recipe_yaml(recipe: Recipe) -> str:
 
 
 def write_files(plan: Plan, run_dir: Path) -> Path:
-    """Write `launch.sh` beside the plan, and accelerate's configuration where it is used."""
+    """Write `launch.sh` beside the plan, and the configurations of accelerate and DeepSpeed where used."""
     topology = Topology.of(plan.settings)
     words = [f"export {name}={shlex.quote(value)}" for name, value in environment(topology).items()]
     line = shlex.join(argv(topology, run_dir, sys.executable))
@@ -40,6 +43,9 @@ def write_files(plan: Plan, run_dir: Path) -> Path:
     if topology.engine is not Engine.ALONE:
         config = yaml.safe_dump(accelerate_config(topology), sort_keys=False)
         (run_dir / ACCELERATE_FILE).write_text(config)
+    if uses_zero(plan.settings):
+        made = zero_config(plan.settings, plan.recipe.optim.max_grad_norm)
+        (run_dir / CONFIG_FILE).write_text(json.dumps(made, indent=1) + "\n")
     return script
 
 

@@ -70,6 +70,7 @@ ROUNDING_SETTINGS = (
     "num_processes",
     "context_parallel",
     "engine",
+    "zero_bucket",
     "threads",
     "attention",
     "liger",

@@ -57,7 +57,8 @@ def fill_from(
             is_whole = saved.keys() == tensors.keys() or (may_hold_more and saved.keys() >= tensors.keys())
             assert is_whole, "A checkpoint of this recipe has the weights that it trains."
             for key, tensor in tensors.items():
-                _copy(saved[key], local_of(tensor), tensor.shape, number, len(files), rank, world)
+                own = local_of(tensor) if world > 1 else tensor
+                _copy(saved[key], own, tensor.shape, number, len(files), rank, world)
 
 
 def read_optimizer(

@@ -1,0 +1,72 @@
+"""DeepSpeed's configuration, written down in full, so that a change is seen."""
+
+from memtrain.memory.shape import shape_of
+from memtrain.memory.zero_config import MOST_NUMBERS, bucket_of, zero_config
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def test_stage_2_on_a_cpu_shares_out_gradients(make_settings):
+    settings = make_settings(num_processes=2, engine="zero2", zero_bucket=801)
+    assert zero_config(settings, 1.0) == {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": False},
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "round_robin_gradients": False,
+            "reduce_bucket_size": 801,
+            "allgather_bucket_size": 802,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+        "wall_clock_breakdown": False,
+    }
+
+
+def test_stage_3_on_cuda_limits_live_weights_and_moves_what_waits(make_settings):
+    settings = make_settings(
+        num_processes=8,
+        device="cuda",
+        dtype="bfloat16",
+        engine="zero3",
+        zero_bucket=800,
+        shard_offload="parameters",
+    )
+    made = zero_config(settings, None)
+    assert (made["bf16"], made["gradient_clipping"]) == ({"enabled": True}, 0.0)
+    waiting = {"device": "cpu", "pin_memory": True}
+    assert made["zero_optimization"] == {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "round_robin_gradients": False,
+        "reduce_bucket_size": 800,
+        "allgather_bucket_size": 800,
+        "offload_optimizer": waiting,
+        "offload_param": waiting,
+        "stage3_max_live_parameters": 800,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_param_persistence_threshold": 0,
+    }
+
+
+def test_a_bucket_holds_the_largest_layer_or_embedding_and_no_more_than_the_limit():
+    layer = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16
+    assert bucket_of(shape_of(TINY)) == max(layer, 100 * 8)
+    assert bucket_of(shape_of(TINY | {"vocab_size": 50_000_000})) == MOST_NUMBERS

@@ -1,0 +1,206 @@
+"""DeepSpeed's ZeRO on CPU processes: the losses of one, and checkpoints that any engine goes on from."""
+
+import json
+import os
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from memtrain.errors import LaunchError, RecipeError
+from memtrain.memory.plan import read_plan
+from memtrain.trainers import worker, zero
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+SAVED = ("save.every_steps=2", "save.keep=4")
+STAGES = ("zero1", "zero2", "zero3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Imported once, before the ranks are forked."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def one(shared_runs) -> Path:
+    """One process that nobody interrupted."""
+    return shared_runs.done("one", *SAVED)
+
+
+def ended(runs, name: str, engine: str, *overrides: str, num_ranks: int = 2, verb: str = "sft") -> Path:
+    said = (f"cluster.engine={engine}", *overrides)
+    ranks = runs.fork_ranks(name, num_ranks, *said, verb=verb)
+    assert [rank.wait() for rank in ranks] == [0] * num_ranks, "\n".join(rank.said for rank in ranks)
+    return runs.folder / name
+
+
+def assert_same_curve(found: list[tuple], expected: list[tuple], rel: float = 2e-5) -> None:
+    assert len(found) == len(expected)
+    for (step, loss, norm, *rest), wanted in zip(found, expected, strict=True):
+        assert (step, *rest) == (wanted[0], *wanted[3:])
+        assert (loss, norm) == pytest.approx(wanted[1:3], rel=rel)
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next((folder / "final").glob("*model.safetensors")))
+
+
+def killed_after(runs, name: str, num_ranks: int, step: int, monkeypatch, *overrides: str) -> None:
+    """A run that ends like a killed one right after the checkpoint of `step`."""
+    plain = worker.save_checkpoint
+
+    def save(folder, parts, facts, **named):
+        made = plain(folder, parts, facts, **named)
+        if facts.step == step:
+            named["ranks"].barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "save_checkpoint", save)
+        if num_ranks == 1:
+            assert runs.fork(name, *SAVED, *overrides).wait() == -signal.SIGKILL
+            return
+        ranks = runs.fork_ranks(name, num_ranks, *SAVED, *overrides)
+        assert all(rank.wait() for rank in ranks)
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_a_stage_has_the_losses_and_the_weights_of_one_process(
+    runs, one: Path, curve_of, metrics, engine: str
+):
+    folder = ended(runs, "two", engine, *SAVED)
+    assert_same_curve(curve_of(folder), curve_of(one))
+    torch.testing.assert_close(final(folder), final(one), rtol=1e-3, atol=2e-4)
+    samples = [metrics(run, "final")[0]["sample"] for run in (one, folder)]
+    assert samples[1]
+    assert samples[0].startswith(samples[1])
+    asked = json.loads((folder / "deepspeed.json").read_text())
+    assert asked["zero_optimization"]["stage"] == int(engine[-1])
+    assert read_plan(folder / "plan.json").settings.engine == engine
+
+
+@pytest.mark.parametrize("engine", ["zero3", *(pytest.param(e, marks=pytest.mark.slow) for e in STAGES[:2])])
+def test_a_killed_run_goes_on_to_the_last_bit(runs, curve_of, monkeypatch, engine: str):
+    whole = ended(runs, "whole", engine, *SAVED)
+    killed_after(runs, "run", 2, 4, monkeypatch, f"cluster.engine={engine}")
+    ended(runs, "run", engine, *SAVED)
+    assert curve_of(runs.folder / "run") == curve_of(whole)
+    torch.testing.assert_close(final(runs.folder / "run"), final(whole), rtol=0, atol=0)
+
+
+ELSEWHERE = {
+    "one process after stage 2": (("zero2", 2), ("auto", 1)),
+    "one process after stage 3": (("zero3", 2), ("auto", 1)),
+    "stage 3 after one process": (("auto", 1), ("zero3", 2)),
+    "stage 1 after FSDP2": (("fsdp2", 2), ("zero1", 2)),
+    "FSDP2 after stage 3": (("zero3", 2), ("fsdp2", 2)),
+    "three ranks after two": (("zero2", 2), ("zero3", 3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_another_engine_or_number_of_ranks_goes_on_and_says_so(
+    runs, one: Path, curve_of, metrics, monkeypatch, case: str
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    (first, before), (second, after) = ELSEWHERE[case]
+    killed_after(runs, "run", before, 4, monkeypatch, f"cluster.engine={first}")
+    if after == 1:
+        runs.done("run", *SAVED)
+    else:
+        ended(runs, "run", second, *SAVED, num_ranks=after)
+    assert_same_curve(curve_of(runs.folder / "run"), curve_of(one))
+    torch.testing.assert_close(final(runs.folder / "run"), final(one), rtol=1e-3, atol=2e-4)
+    notes = [note["text"] for note in metrics(runs.folder / "run", "note")]
+    assert any("inexact from here" in text for text in notes)
+
+
+def test_without_deepspeed_the_run_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(zero, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="not installed") as caught:
+        zero.refuse_without_deepspeed()
+    assert "memtrain[deepspeed]" in caught.value.faults[0].fix
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("optim.kind=muon",), "needs whole matrices"),
+        (("save.layout=sharded",), "through the middle of weights"),
+        (("model.dtype=bfloat16",), "float32 copies of bfloat16 weights"),
+        (("model.dtype=bfloat16", "model.adapter={r: 4}"), "round what is trained in float32"),
+        (("memory.optimizer_offload=on",), "flat parts of weights"),
+        (("cluster.context_parallel=2",), "never tried together"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused_before_anything_starts(runs, overrides, words: str):
+    refused = runs.run("run", "cluster.processes=2", "cluster.engine=zero3", *overrides, "--dry-run")
+    assert refused.code == RecipeError.exit_code, refused.out
+    assert words in refused.err
+
+
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "lora": ("sft", ("model.adapter={r: 4}",)),
+    "packed and checkpointed": (
+        "sft",
+        ("length.packing=bfd", "memory.activation_checkpointing=on", "train.micro_rows=2"),
+    ),
+    "boundaries on the host": (
+        "sft",
+        ("memory.activation_checkpointing=on", "memory.activation_offloading=on"),
+    ),
+    "head of its own, logits in tiles": (
+        "sft",
+        ("model.config.tie_word_embeddings=false", "memory.loss=chunked", "memory.loss_tile=64KiB"),
+    ),
+    "bfloat16 with master weights": ("sft", ("model.dtype=bfloat16", "optim.master_weights=true")),
+    "best kept": ("sft", ("save.keep_best=true", "eval.every_steps=2", "save.every_steps=2")),
+    "states on the host": ("sft", ("cluster.offload=optimizer",)),
+    "plain SGD": ("sft", ("optim.kind=sgd", "optim.max_grad_norm=null")),
+    "dpo beside a copy": ("dpo", ("dpo.reference=copy",)),
+    "dpo computed before": ("dpo", ("dpo.reference=precomputed",)),
+    "kto": ("kto", ("kto.reference=copy",)),
+    "reward": ("reward", ()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", STAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_method_has_the_losses_of_one_process(runs, curve_of, case: str, engine: str):
+    method, overrides = CASES[case]
+    runs.recipe.write_text(runs.recipe.read_text().replace("method: sft", f"method: {method}"))
+    alone = () if "host" in case else overrides
+    done = runs.run("one", *alone, verb=method)
+    assert done.code == 0, done.err
+    ended(runs, "two", engine, *overrides, verb=method)
+    rel = 2e-3 if "bfloat16" in case else 5e-5
+    assert_same_curve(curve_of(runs.folder / "two"), curve_of(runs.folder / "one"), rel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", STAGES)
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_completions_are_those_of_one_process(runs, curve_of, method: str, engine: str):
+    write_online(runs, method)
+    done = runs.run("one", verb=method)
+    assert done.code == 0, done.err
+    ended(runs, "two", engine, verb=method)
+    assert_same_curve(curve_of(runs.folder / "two"), curve_of(runs.folder / "one"), rel=1e-4)
+
+
+def write_online(runs, method: str) -> None:
+    rewards = runs.folder / "rewards.py"
+    rewards.write_text("def has_k(completion):\n    return float('k' in completion)\n")
+    text = runs.recipe.read_text().replace("method: sft", f"method: {method}")
+    text = text.replace("batch_rows: 8, max_steps: 6", "batch_rows: 16, max_steps: 3")
+    text += f"generate: {{completions: 4, max_tokens: 8}}\nrewards: {{functions: [{rewards}:has_k]}}\n"
+    runs.recipe.write_text(text)
