@@ -58,6 +58,7 @@ docs-reference: setup
 	$(BIN)/memtrain schema --reference -o docs/recipe.md
 	$(BIN)/memtrain schema --strategies -o docs/strategies.md
 	$(BIN)/memtrain schema --trl -o docs/coming-from-trl.md
+	$(BIN)/python benchmarks/exactness.py --page
 
 # TRL for the comparisons: an environment of its own, never imported by memtrain.
 TRL_ENV ?= .trl-env

@@ -2,7 +2,7 @@
 
     python benchmarks/exactness.py                      # all cells: minutes; writes the results and the page
     python benchmarks/exactness.py --method dpo         # those of one method; the others' results stay
-    python benchmarks/exactness.py --page               # docs/exactness.md again, from the results
+    python benchmarks/exactness.py --page               # the pages again, from the results
 
 A cell is a recipe that must use the strategies of the cell (`memory.use`) and none of the others
 (`memory.never`); the back ends cpu and dense take rows that lie end to end, so padding_free is theirs. It is
@@ -43,6 +43,9 @@ from memtrain.trainers.verify.witness import traces
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"
 PAGE = ROOT / "docs" / "exactness.md"
+STRATEGIES_PAGE = ROOT / "docs" / "strategies.md"
+PAIRS = "## Proven together"
+"""The section at the end of docs/strategies.md that is written here; the rest is of `memtrain schema`."""
 METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 BACKENDS = ("cpu", "dense", "stock")
 """The attention back ends that a CPU has."""
@@ -212,6 +215,8 @@ def main() -> None:
             RESULTS.write_text(json.dumps(parts))
     parts = json.loads(RESULTS.read_text())
     PAGE.write_text(page(parts))
+    generated = STRATEGIES_PAGE.read_text().partition(PAIRS)[0].rstrip("\n")
+    STRATEGIES_PAGE.write_text(f"{generated}\n\n{pairs(parts)}")
     sys.exit(any(one[3] == "broken" for part in parts.values() for one in part["cells"]))
 
 
@@ -323,14 +328,31 @@ def page(parts: dict) -> str:
         "",
     ]
     for method in parts:
-        lines += [f"### {method}", "", *_table(found, method), ""]
+        lines += [f"### {method}", "", *_table(found, [method]), ""]
     lines += ["## Triples", "", *_triples(found), "", "## Why cells are refused", "", *_reasons(found), ""]
     return "\n".join(lines)
 
 
-def _table(found: list[dict], method: str) -> list[str]:
+def pairs(parts: dict) -> str:
+    """The section at the end of docs/strategies.md: strategies alone and in pairs, all methods together."""
+    lines = [
+        PAIRS,
+        "",
+        "Written by `python benchmarks/exactness.py`. A number is on how many of "
+        f"{len(parts) * len(BACKENDS)} combinations of method and attention back end",
+        f"({', '.join(parts)}; {', '.join(BACKENDS)}) the two together, or on the diagonal the one alone, gave",
+        "the losses, log-probs, gradients and updates of the plain run. On all others the plan refuses them,",
+        "with a reason (`-`: on all). By method, in triples, and every reason: [exactness.md](exactness.md).",
+        "",
+        *_table(read(parts), list(parts)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(found: list[dict], methods: list[str]) -> list[str]:
     exact = Counter(
-        frozenset(one["strategies"]) for one in found if one["method"] == method and one["kind"] == "exact"
+        frozenset(one["strategies"]) for one in found if one["method"] in methods and one["kind"] == "exact"
     )
     numbers = {name: number for number, name in enumerate(EXACT, start=1)}
     lines = ["| | " + " | ".join(str(number) for number in numbers.values()) + " |"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import combinations
 
 from pydantic import ValidationError
 
@@ -16,6 +17,15 @@ from memtrain.recipes.recipe import Recipe
 
 EMPTY: Mapping[str, Callable[[], Section]] = {"dpo": Dpo, "kto": Kto}
 """Sections that a recipe may leave out."""
+
+ONE_OF: Mapping[str, str] = {
+    "checkpointing": "either every layer is checkpointed or every n-th",
+    "offloading": "either inputs of checkpointed layers wait in host memory, or all that the layers keep",
+    "loss": "a run has one loss kernel",
+    "optimizer": "a run has one optimizer",
+    "reference": "the reference's log-probs are either computed before training or in every step",
+}
+"""Axes of which a run has one strategy, and why."""
 
 
 def honoured(asked: Asked) -> Asked:
@@ -34,6 +44,17 @@ def honoured(asked: Asked) -> Asked:
         for name in memory.use
         if name in memory.never
     ]
+    faults += [
+        Fault(
+            f"{first} cannot be with {second}: {ONE_OF[STRATEGIES[first].axis]}",
+            asked.where("memory.use"),
+            "remove one of them",
+        )
+        for first, second in combinations(memory.use, 2)
+        if STRATEGIES[first].axis == STRATEGIES[second].axis and STRATEGIES[first].axis in ONE_OF
+    ]
+    if faults:
+        raise RecipeError(faults)
     faults += [fault for name in memory.use if (fault := _contradicted(asked, STRATEGIES[name], "use"))]
     faults += [fault for name in memory.never if (fault := _contradicted(asked, STRATEGIES[name], "never"))]
     if faults:

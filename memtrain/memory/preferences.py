@@ -44,8 +44,10 @@ def decide_shared_prompts(ledger: Ledger, attention: AttentionChoice, *, padding
         words = "a prompt is computed once for all its answers; same numbers"
         ledger.decide("shared_prompts", True, words, path)
         return True
-    refused = "; ".join(f"{backend}: {why}" for backend, why in attention.refused)
-    why = refused if not attention.can_pack else "rows are padded, and each row holds one answer"
+    why = "rows are padded, and each row holds one answer"
+    if not attention.can_pack:
+        refused = "; ".join(f"{backend}: {why}" for backend, why in attention.refused)
+        why = refused or f"{attention.backend} attention does not keep rows apart"
     if wanted:
         ledger.refuse(
             f"a prompt cannot be shared by its answers ({why})",

@@ -19,7 +19,7 @@ learnt, and may be used where no exact plan fits). Which of them a plan takes, a
 
 
 def strategies_page() -> str:
-    """docs/strategies.md. Written by `make docs-reference`."""
+    """docs/strategies.md without its last section, of benchmarks/exactness.py. By `make docs-reference`."""
     recipe = load_recipe("dpo/qwen3-0.6b-lora").recipe
     exact = [one for one in STRATEGIES.values() if one.is_exact]
     changing = [one for one in STRATEGIES.values() if not one.is_exact]

@@ -58,6 +58,27 @@ def test_use_of_what_cannot_be_used_is_refused(
         settings_of(method, f"memory.use=[{name}]")
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ("activation_checkpointing", "checkpoint_every_n", "every layer is checkpointed or every n-th"),
+        ("boundary_offloading", "full_offloading", "inputs of checkpointed layers wait"),
+        ("precomputed_reference", "adapter_off_reference", "before training or in every step"),
+    ],
+)
+def test_two_that_stand_in_place_of_each_other_are_refused_by_name(
+    settings_of: MakeSettings, first: str, second: str, reason: str
+):
+    with pytest.raises(RecipeError, match=f"{first} cannot be with {second}: .*{reason}"):
+        settings_of("dpo", f"memory.use=[chunked_loss, {first}, {second}]")
+
+
+def test_no_attention_that_shares_a_prompt_is_named(settings_of: MakeSettings):
+    """The reason stood in empty brackets."""
+    with pytest.raises(RecipeError, match=r"by its answers \(stock attention does not keep rows apart\)"):
+        settings_of("dpo", "model.attention=stock", "length.shared_prompts=true")
+
+
 def test_packing_is_not_padded_against_never(settings_of: MakeSettings):
     """The plan packed with rows end to end all the same, and said nothing."""
     with pytest.raises(RecipeError, match="packed rows are never padded"):
