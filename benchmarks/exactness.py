@@ -341,9 +341,9 @@ def pairs(parts: dict) -> str:
         "Written by `python benchmarks/exactness.py`. A number is on how many of "
         f"{len(parts) * len(BACKENDS)} combinations of method and attention back end",
         f"({', '.join(parts)}; {', '.join(BACKENDS)})",
-        "the two together, or on the diagonal the one alone, gave the losses, log-probs, gradients and updates",
-        "of the plain run. On all others the plan refuses them, with a reason (`-`: on all). By method, in",
-        "triples, and every reason: [exactness.md](exactness.md).",
+        "the two together, or on the diagonal the one alone, gave the losses, log-probs, gradients and",
+        "updates of the plain run. On all others the plan refuses them, with a reason (`-`: on all).",
+        "By method, in triples, and every reason: [exactness.md](exactness.md).",
         "",
         *_table(read(parts), list(parts)),
         "",
