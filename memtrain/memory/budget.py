@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.activations import DTYPE_BYTES
-from memtrain.memory.engines import is_sharded
+from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.sharded import share
@@ -97,6 +97,9 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     weights = share(weights_bytes(settings, shape), settings, of="weights")
     own_gradients = share(gradients, settings, of="gradients")
     master = share(4 * copied, settings, of="states") if settings.master_weights else 0
+    if uses_zero(settings):
+        # DeepSpeed steps float32 copies, of float32 weights too.
+        master = share(4 * num_trained(settings, shape), settings, of="states")
     sums_whole = settings.num_processes > 1 and not is_sharded(settings)
     return Static(
         weights=0 if is_away else weights,

@@ -29,11 +29,12 @@ from memtrain.memory.budget import (
     trains_head,
     weights_bytes,
 )
-from memtrain.memory.engines import shards_weights
+from memtrain.memory.engines import shards_weights, uses_zero
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.sharded import gathered
+from memtrain.memory.zero_moments import between_steps, gathered_module, saved_whole, zero_moments
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""
@@ -91,6 +92,9 @@ def phase_peak(phase: str, moment: Moment) -> PhasePeak:
 def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Moment]:
     """The moments of one optimizer step at which memory can be highest, in the order of the step."""
     settings, shape = load.settings, load.shape
+    if uses_zero(settings):
+        resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
+        return zero_moments(load, resting, last, _kept(load), holds=accumulates)
     if shards_weights(settings):
         return _sharded_moments(load, has_state=has_state)
     static = static_bytes(settings, shape)
@@ -228,14 +232,21 @@ def evaluation_moment(load: Load) -> Moment:
     head = head_bytes(load, trains_head=trains_head(load.settings))
     base = _resting(load, has_state=True)
     base |= {"gathered weights": gathered(load.settings, load.shape).forward}
+    if uses_zero(load.settings):
+        base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
     layer = base | {"activations": layer_forward(load) + rotary(load)}
     scores = base | {"activations": 0, "logits": head.evaluation}
     return max(layer, scores, key=total)
 
 
 def saving_moment(load: Load) -> Moment:
-    """Weights and states are written from where they are."""
-    return _resting(load, has_state=True)
+    """Weights and states are written from where they are; DeepSpeed's are gathered in host memory first."""
+    resting = _resting(load, has_state=True)
+    if not uses_zero(load.settings):
+        return resting
+    is_there = load.settings.device == "cpu"
+    saved = {"states to save": saved_whole(load.settings, load.shape) if is_there else 0}
+    return resting | between_steps(load.settings, load.shape) | saved
 
 
 def kept_bytes(load: Load) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -240,8 +241,9 @@ def _watch(
     state = resident(
         [t for held in built.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     )
-    if isinstance(built.optimizer, ZeroOptimizer):
-        state += built.optimizer.copied_bytes
+    if isinstance(built.optimizer, ZeroOptimizer) and plan.settings.device == "cpu":
+        # DeepSpeed's copies and buffers are there already, and it alone knows where.
+        state = live_bytes() - weights
     watch = MemoryWatch(
         local_device(plan.settings),
         weights + state,
@@ -252,6 +254,11 @@ def _watch(
     if watch.is_on and ranks.is_main:
         note("load", weights, 0, psutil.Process().memory_info().rss)
     return watch
+
+
+def live_bytes() -> int:
+    """Bytes of the storages of all tensors that Python reaches."""
+    return resident([one for one in gc.get_objects() if issubclass(type(one), Tensor)])
 
 
 def resident(tensors: list[Tensor]) -> int:

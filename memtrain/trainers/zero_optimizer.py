@@ -67,11 +67,6 @@ class ZeroOptimizer(Optimizer):
                 self._fill(flat, self._waiting["state"])
             self._waiting = None
 
-    @property
-    def copied_bytes(self) -> int:
-        """Of the float32 copies that this rank steps."""
-        return sum(flat.copies.nbytes for flat in self._flats)
-
     def set_rates(self) -> None:
         """Tell the inner optimizer the rate of every group."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):

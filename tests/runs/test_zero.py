@@ -148,7 +148,8 @@ def test_what_deepspeed_cannot_do_is_refused_before_anything_starts(runs, overri
 
 
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "lora": ("sft", ("model.adapter={r: 4}",)),
+    # Defect C2 of TRL 1.16: the checkpointing that adapters on shards need was set where nobody reads it.
+    "lora, checkpointed": ("sft", ("model.adapter={r: 4}", "memory.activation_checkpointing=on")),
     "packed and checkpointed": (
         "sft",
         ("length.packing=bfd", "memory.activation_checkpointing=on", "train.micro_rows=2"),
@@ -204,3 +205,33 @@ def write_online(runs, method: str) -> None:
     text = text.replace("batch_rows: 8, max_steps: 6", "batch_rows: 16, max_steps: 3")
     text += f"generate: {{completions: 4, max_tokens: 8}}\nrewards: {{functions: [{rewards}:has_k]}}\n"
     runs.recipe.write_text(text)
+
+
+WIDE = (
+    "model.config={model_type: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 4, "
+    "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 64, tie_word_embeddings: %s, vocab_size: 2048}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("checkpointing", ["on", "off"])
+@pytest.mark.parametrize("engine", STAGES)
+def test_the_peak_of_a_rank_is_predicted(runs, metrics, engine: str, tied: str, checkpointing: str):
+    """Measured when written: -2 % to +6 % in the steps, +1 % to +2 % in the evaluation, exact in saving."""
+    folder = ended(
+        runs,
+        "run",
+        engine,
+        WIDE % tied,
+        "memory.watch=true",
+        "train.max_steps=3",
+        f"memory.activation_checkpointing={checkpointing}",
+    )
+    predicted = {phase.phase: phase.num_bytes for phase in read_plan(folder / "plan.json").prediction.phases}
+    measured: dict[str, int] = {}
+    for event in metrics(folder, "memory"):
+        measured[event["phase"]] = max(measured.get(event["phase"], 0), event["allocated"])
+    assert predicted["saving"] == pytest.approx(measured["saving"], rel=0.01)
+    for phase in ("first step", "steady step", "evaluation"):
+        assert -0.03 < predicted[phase] / measured[phase] - 1 < 0.10, phase
