@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memtrain.errors import DoesNotFit, Fault, RecipeError
+from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.deciding import decide_base
 from memtrain.memory.engines import decide_layout, uses_zero
@@ -72,7 +72,7 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
     )
     chosen = replace(chosen, settings=settings)
     explain(ledger, chosen, facts, budget)
-    settings, prediction = with_generation(ledger, settings, chosen.prediction, facts)
+    settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(
         settings=settings,
         decisions=tuple(ledger.decisions),
@@ -127,6 +127,8 @@ def longest_that_fits(asked: Asked, facts: Facts, most: int | None = None) -> Re
             low = middle
         except DoesNotFit:
             high = middle - 1
+        except DataError:  # No row is that short: what fits is longer, if there is anything.
+            low = middle
     return best
 
 

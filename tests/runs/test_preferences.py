@@ -223,6 +223,19 @@ def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("length.truncation=drop", "and rows longer than 8 are left out"),
+        ("length.truncation=keep_start", "nothing that is learnt lies within 8 tokens"),
+    ],
+)
+def test_a_length_that_leaves_no_row_is_told(override: str, words: str, tmp_path: Path, cache: Path):
+    with pytest.raises(DataError, match="none of 32 rows is left") as caught:
+        run(tmp_path, "dpo", cache, "length.max_length=8", override)
+    assert words in caught.value.text()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_smoke_recipe_trains(method: str, tmp_path: Path, cache: Path):
     overrides = ["cluster.threads=1", f"data.cache_dir={cache}"]

@@ -169,3 +169,18 @@ def test_what_the_template_refuses_is_a_fault_of_the_row():
     row = messages.parse({"messages": [HI, BYE]}, Names())
     with pytest.raises(BadRow, match="refuses the conversation: Conversation roles must alternate"):
         render(row, rendering(shipped_text("gemma")))
+
+
+def test_tools_that_a_template_never_speaks_of_are_a_fault_of_the_row():
+    """They would be lost without a word: no tool in the prompt, no call in the answer."""
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calls = (HI, {"role": "assistant", "content": "", "tool_calls": [call]})
+    plain = Rendering(shipped_text("chatml"), SPECIALS, None, completion_only=False, assistant_only=False)
+    with pytest.raises(BadRow, match="writes no tools:"):
+        conversation((HI, YO), tools, plain)
+    with pytest.raises(BadRow, match="writes no tool_calls:"):
+        conversation(calls, (), plain)
+    knows = Rendering(shipped_text("qwen3"), SPECIALS, None, completion_only=False, assistant_only=False)
+    assert '"name": "add"' in conversation((HI, YO), tools, knows)[0]
+    assert "<tool_call>" in conversation(calls, tools, knows)[0]

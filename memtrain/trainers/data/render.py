@@ -165,6 +165,20 @@ def marked(
     return text, spans
 
 
+def check_tools(messages: Messages, tools: tuple[Tool, ...], chat_template: str) -> None:
+    """Raise BadRow for tools, or calls of them, that a template never speaks of: they would be lost."""
+    lost = []
+    if tools and "tools" not in chat_template:
+        lost.append("tools")
+    if "tool_calls" not in chat_template and any(message.get("tool_calls") for message in messages):
+        lost.append("tool_calls")
+    if lost:
+        raise BadRow(
+            f"the chat template writes no {' and no '.join(lost)}: they would be lost",
+            "set model.chat_template to one that writes them, or leave them out of the rows",
+        )
+
+
 def conversation(
     messages: Messages,
     tools: tuple[Tool, ...],
@@ -175,12 +189,13 @@ def conversation(
 ) -> tuple[str, tuple[CharSpan, ...]]:
     """A conversation as the chat template writes it, and what its generation marks enclose.
 
-    Raises: BadRow when the template refuses the conversation.
+    Raises: BadRow when the template refuses the conversation, or has no place for its tools.
     """
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     assert rendering.chat_template is not None, "rows of messages are refused without a template"
+    check_tools(messages, tools, rendering.chat_template)
     try:
         texts, marked = cast(Any, render_jinja_template)(
             [list(messages)],

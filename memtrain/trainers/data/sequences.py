@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrain.errors import DataError
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import PreparedData
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
@@ -35,13 +36,37 @@ class Laid(Protocol):
 
 
 def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) -> Laid:
-    """The training rows as the workers will lay them out; with prompts computed once, or once an answer."""
+    """The training rows as the workers will lay them out; with prompts computed once, or once an answer.
+
+    Raises: DataError when none is left.
+    """
     store = TokenStore.open(data.train.folder)
     rows = choose_rows(recipe.data, store, recipe.train.seed).train
     lay: Callable[[TokenStore, Ints, Recipe, bool], Laid] = (
         _completions if recipe.online is not None else _answers if recipe.method in HAS_ANSWERS else _tokens
     )
-    return lay(store, rows, recipe, shares_prompts)
+    laid = lay(store, rows, recipe, shares_prompts)
+    if not laid.profile.report.num_sequences:
+        raise DataError(*_none_left(store, rows, recipe))
+    return laid
+
+
+def _none_left(store: TokenStore, rows: Ints, recipe: Recipe) -> tuple[str, str, str]:
+    """What, where and fix for rows of which none can be learnt from."""
+    longest = recipe.length.max_length
+    what = f"none of {len(rows)} rows is left"
+    if recipe.length.truncation == "drop":
+        shortest = int(store.lengths[rows].min())
+        return (
+            f"{what}: the shortest has {shortest:,} tokens, and rows longer than {longest} are left out",
+            "length.truncation",
+            "raise length.max_length, or set length.truncation: keep_start or keep_end",
+        )
+    return (
+        f"{what}: nothing that is learnt lies within {longest} tokens",
+        "length.max_length",
+        "raise length.max_length, or choose another length.truncation",
+    )
 
 
 def _tokens(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
