@@ -34,7 +34,7 @@ from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.sharded import gathered
-from memtrain.memory.zero_moments import between_steps, gathered_module, saved_whole, zero_moments
+from memtrain.memory.zero_moments import TO_SAVE, between_steps, gathered_module, saved_whole, zero_moments
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""
@@ -245,7 +245,7 @@ def saving_moment(load: Load) -> Moment:
     if not uses_zero(load.settings):
         return resting
     is_there = load.settings.device == "cpu"
-    saved = {"states to save": saved_whole(load.settings, load.shape) if is_there else 0}
+    saved = {TO_SAVE: saved_whole(load.settings, load.shape) if is_there else 0}
     return resting | between_steps(load.settings, load.shape) | saved
 
 

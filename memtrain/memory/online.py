@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
 from memtrain.memory.beside import judging_bytes
-from memtrain.memory.budget import weights_bytes
 from memtrain.memory.engines import shards_weights
 from memtrain.memory.estimate import evaluation_moment, phase_peak
 from memtrain.memory.facts import Facts, heaviest
+from memtrain.memory.gathering import decide_gathering, refuse_gathering, ways
 from memtrain.memory.plan import PhasePeak, Prediction
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import MIB
 from memtrain.memory.vllm import longest_prompt, own_engine, with_engine
+from memtrain.memory.zero_moments import TO_SAVE
 from memtrain.recipes.generate import Generate
 from memtrain.recipes.online import Grpo
 from memtrain.recipes.recipe import Recipe
@@ -53,7 +54,7 @@ def refuse_uneven_groups(ledger: Ledger, rows: int | None) -> None:
 
 
 def with_generation(
-    ledger: Ledger, settings: Settings, prediction: Prediction, facts: Facts
+    ledger: Ledger, settings: Settings, prediction: Prediction, facts: Facts, budget: int | None = None
 ) -> tuple[Settings, Prediction]:
     """Settings and prediction with who writes the completions, and the peak while they are written.
 
@@ -64,7 +65,9 @@ def with_generation(
         return settings, prediction
     # A rehearsal tries the heaviest rows of a feed, and the completions are not written yet.
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings), "rehearse": False})
-    resting = next(phase for phase in prediction.phases if phase.phase == "saving")
+    refuse_gathering(ledger, settings)
+    ledger.settle()
+    resting = _resting(prediction)
     if settings.sampler in ("vllm", "vllm_server"):
         return _with_vllm(ledger, settings, prediction, facts, resting)
     prompt = longest_prompt(facts, recipe.generation)
@@ -76,7 +79,12 @@ def with_generation(
     rows = _decide_rows(ledger, recipe, settings, lambda rows: sum(moment(rows).values()) <= room)
     owners = {one.owner: one.num_bytes for one in resting.owners}
     if shards_weights(settings):
-        owners["gathered weights"] = weights_bytes(settings, facts.shape)
+        tokens = recipe.generation.max_tokens
+        found = ways(settings, facts, rows=rows, tokens=tokens)
+        without = resting.num_bytes + sum(moment(rows).values())
+        gathers = decide_gathering(ledger, settings, found, without, budget)
+        owners["gathered weights"] = found.whole if gathers else found.streamed
+        settings = settings.model_copy(update={"gather_weights": gathers})
     phases = [*prediction.phases, phase_peak("generation", owners | moment(rows))]
     if facts.rewards:
         longest = prompt + recipe.generation.max_tokens
@@ -89,6 +97,12 @@ def with_generation(
         settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor}),
         prediction.model_copy(update={"phases": tuple(phases)}),
     )
+
+
+def _resting(prediction: Prediction) -> PhasePeak:
+    """What is there between two steps, without what is gathered to be saved."""
+    saving = next(phase for phase in prediction.phases if phase.phase == "saving")
+    return phase_peak("rest", {one.owner: one.num_bytes for one in saving.owners if one.owner != TO_SAVE})
 
 
 def has_passes(recipe: Recipe) -> bool:

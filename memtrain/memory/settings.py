@@ -59,6 +59,8 @@ class Settings(Section):
     """Longest prompt with its completion that the process is made for, in tokens."""
     sampler_sleep: Literal["none", "level1", "level2"] = "none"
     """What the process gives back while the policy trains."""
+    gather_weights: bool = True
+    """Weights in shards are gathered once for a rollout; else layer by layer in every pass that writes."""
     rollout_rows: int = 0
     """Completions that one rank writes at a time."""
     pass_factor: int = 1

@@ -19,6 +19,10 @@ Moment = dict[str, int]
 """Bytes by owner at one moment."""
 
 
+TO_SAVE = "states to save"
+"""Owner of what the main rank gathers in host memory to write it."""
+
+
 def between_steps(settings: Settings, shape: ModelShape) -> Moment:
     """What stage 3 holds from its beginning: this rank's part of all gradients, and the reduce buffer."""
     if stage_of(settings) < 3:

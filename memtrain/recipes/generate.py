@@ -50,6 +50,11 @@ class Generate(Section):
     """End the run when the sampler's log-probs are this far from the trainer's, in nats, on average over a
     step: its weights are old ones, or another model's. null: never."""
 
+    gather_weights: Literal["auto", "on", "off"] = "auto"
+    """Where every process holds a part of the weights (`fsdp2`, `zero3`): `on` gathers all of them once for a
+    rollout; `off` layer by layer for every token: less memory, many times slower. Same completions. `auto`:
+    gathered where that fits."""
+
     rows: PositiveInt | Literal["auto"] = "auto"
     """Completions that are written at a time. Higher: faster, more memory for keys. Same completions.
     `auto`: as many as stay below the memory that the update needs anyway."""

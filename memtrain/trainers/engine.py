@@ -23,7 +23,7 @@ from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.shards import check_shards, gathered, own_shards, shard, shard_engine, whole_weights
 from memtrain.trainers.spread import Spread
 from memtrain.trainers.step import Engine
-from memtrain.trainers.zero import begin_zero, refuse_without_deepspeed, whole_in_stage_3
+from memtrain.trainers.zero import begin_zero, refuse_without_deepspeed, streamed_in_stage_3, whole_in_stage_3
 from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 _KEPT: list[object] = []
@@ -99,7 +99,7 @@ def make_spread(settings: Settings) -> Spread:
         refuse_without_deepspeed()
         in_parts = stage_of(settings) == 3
         spread = Spread(lay=_same_everywhere, gather=gathered, is_sharded=in_parts)
-        return replace(spread, whole=whole_in_stage_3) if in_parts else spread
+        return replace(spread, whole=whole_in_stage_3, streamed=streamed_in_stage_3) if in_parts else spread
     if settings.num_processes == 1 or settings.engine != "fsdp2":
         return Spread(lay=_same_everywhere if settings.num_processes > 1 else lambda scorer: None)
 

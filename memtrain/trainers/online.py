@@ -195,7 +195,9 @@ class OnlineSteps:
     def _written(
         self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
     ) -> list[list[Sample]]:
-        with self._watched("generation"), self.built.spread.whole(self.built.scorer):
+        spread = self.built.spread
+        laid = spread.whole if self.plan.settings.gather_weights else spread.streamed
+        with self._watched("generation"), laid(self.built.scorer):
             return self.generating.all(groups, sampling, on_done)
 
     def _watched(self, phase: str) -> AbstractContextManager[object]:

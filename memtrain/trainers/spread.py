@@ -55,6 +55,8 @@ class Spread:
     """What this rank's optimizer steps, by the name of the weight that it is (a part of)."""
     whole: Callable[[nn.Module], AbstractContextManager[None]] = lambda scorer: nullcontext()
     """Context in which passes of single ranks are possible: no collectives inside."""
+    streamed: Callable[[nn.Module], AbstractContextManager[None]] = lambda scorer: nullcontext()
+    """Context in which passes gather layer by layer, in whatever number: all ranks make as many."""
     gather: Gather = lambda model: None
     """Whole weights for the main rank's file, called by all ranks; None where the model has them itself."""
     is_sharded: bool = False

@@ -173,3 +173,15 @@ def whole_in_stage_3(scorer: nn.Module) -> Iterator[None]:
             yield
         finally:
             offload.setup_zero_stage3_hooks()
+
+
+@contextmanager
+def streamed_in_stage_3(scorer: nn.Module) -> Iterator[None]:
+    """Passes gather module by module inside, and DeepSpeed neither learns their order nor expects one.
+
+    It keeps the order of a step's passes, and those that write completions are another number each time.
+    """
+    coordinator = _BEGUN[scorer].parameter_offload.get_param_coordinator()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    yield

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,8 +38,8 @@ def two(shared_runs) -> Path:
     return ended(shared_runs, "two", 2)
 
 
-def ended(runs, name: str, num_ranks: int, *overrides: str) -> Path:
-    ranks = runs.fork_ranks(name, num_ranks, *FSDP2, *overrides)
+def ended(runs, name: str, num_ranks: int, *overrides: str, verb: str = "sft") -> Path:
+    ranks = runs.fork_ranks(name, num_ranks, *FSDP2, *overrides, verb=verb)
     assert [rank.wait() for rank in ranks] == [0] * num_ranks, "\n".join(rank.said for rank in ranks)
     return runs.folder / name
 
@@ -49,7 +48,8 @@ def assert_same_curve(found: list[tuple], expected: list[tuple], rel: float = 2e
     assert len(found) == len(expected)
     for (step, loss, norm, *rest), wanted in zip(found, expected, strict=True):
         assert (step, *rest) == (wanted[0], *wanted[3:])
-        assert (loss, norm) == pytest.approx(wanted[1:3], rel=rel)
+        # The mean loss of RLOO is zero but for rounding.
+        assert (loss, norm) == pytest.approx(wanted[1:3], rel=rel, abs=1e-7)
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
@@ -221,7 +221,8 @@ def test_the_plan_says_engine_and_layout(two: Path):
 
 
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "lora": ("sft", ("model.adapter={r: 4}",)),
+    # Defect C2 of TRL 1.16: the checkpointing that adapters on shards need was set where nobody reads it.
+    "lora, checkpointed": ("sft", ("model.adapter={r: 4}", "memory.activation_checkpointing=on")),
     "packed and checkpointed": (
         "sft",
         ("length.packing=bfd", "memory.activation_checkpointing=on", "train.micro_rows=2"),
@@ -245,37 +246,30 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_every_method_has_the_losses_of_one_process(runs, curve_of, monkeypatch, case: str):
+def test_every_method_has_the_losses_of_one_process(runs, curve_of, case: str):
     method, overrides = CASES[case]
     text = runs.recipe.read_text().replace("method: sft", f"method: {method}")
     runs.recipe.write_text(text)
-    with_verb(runs, monkeypatch, method)
-    done = runs.run("one", *overrides)
+    done = runs.run("one", *overrides, verb=method)
     assert done.code == 0, done.err
-    ended(runs, "two", 2, *overrides)
+    ended(runs, "two", 2, *overrides, verb=method)
     rel = 2e-3 if "bfloat16" in case else 5e-5
     assert_same_curve(curve_of(runs.folder / "two"), curve_of(runs.folder / "one"), rel)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
-def test_completions_are_those_of_one_process(runs, curve_of, monkeypatch, method: str):
+def test_completions_are_those_of_one_process(runs, curve_of, method: str):
     rewards = runs.folder / "rewards.py"
     rewards.write_text("def has_k(completion):\n    return float('k' in completion)\n")
     text = runs.recipe.read_text().replace("method: sft", f"method: {method}")
     text = text.replace("batch_rows: 8, max_steps: 6", "batch_rows: 16, max_steps: 3")
     text += f"generate: {{completions: 4, max_tokens: 8}}\nrewards: {{functions: [{rewards}:has_k]}}\n"
     runs.recipe.write_text(text)
-    with_verb(runs, monkeypatch, method)
-    done = runs.run("one")
+    done = runs.run("one", verb=method)
     assert done.code == 0, done.err
-    ended(runs, "two", 2)
+    ended(runs, "two", 2, verb=method)
     assert_same_curve(curve_of(runs.folder / "two"), curve_of(runs.folder / "one"), rel=1e-4)
-
-
-def with_verb(runs, monkeypatch, method: str) -> None:
-    plain: Callable[..., object] = runs.run
-    monkeypatch.setattr(runs, "run", lambda name, *overrides: plain(name, *overrides, verb=method))
 
 
 def test_a_shard_is_what_torch_chunk_gives():

@@ -44,7 +44,8 @@ def assert_same_curve(found: list[tuple], expected: list[tuple], rel: float = 2e
     assert len(found) == len(expected)
     for (step, loss, norm, *rest), wanted in zip(found, expected, strict=True):
         assert (step, *rest) == (wanted[0], *wanted[3:])
-        assert (loss, norm) == pytest.approx(wanted[1:3], rel=rel)
+        # The mean loss of RLOO is zero but for rounding.
+        assert (loss, norm) == pytest.approx(wanted[1:3], rel=rel, abs=1e-7)
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
@@ -196,6 +197,29 @@ def test_completions_are_those_of_one_process(runs, curve_of, method: str, engin
     assert done.code == 0, done.err
     ended(runs, "two", engine, verb=method)
     assert_same_curve(curve_of(runs.folder / "two"), curve_of(runs.folder / "one"), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_weights_are_gathered_for_a_rollout_or_streamed_with_less_memory(
+    runs, curve_of, metrics, engine: str
+):
+    """Measured when written: fsdp2 35.5 and 30.5 MiB, zero3 49.8 and 38.1; predicted +3 % to +9 %."""
+    write_online(runs, "grpo")
+    done = runs.run("one", WIDE % "true", verb="grpo")
+    assert done.code == 0, done.err
+    peak: dict[str, int] = {}
+    for way in ("on", "off"):
+        said = (WIDE % "true", "memory.watch=true", f"generate.gather_weights={way}")
+        folder = ended(runs, way, engine, *said, verb="grpo")
+        assert_same_curve(curve_of(folder), curve_of(runs.folder / "one"), rel=1e-4)
+        plan = read_plan(folder / "plan.json")
+        reason = next(one.reason for one in plan.decisions if one.setting == "gather_weights")
+        assert "layer by layer" in reason
+        peak[way] = max(e["allocated"] for e in metrics(folder, "memory") if e["phase"] == "generation")
+        predicted = next(one.num_bytes for one in plan.prediction.phases if one.phase == "generation")
+        assert -0.03 < predicted / peak[way] - 1 < 0.15
+    assert peak["off"] < 0.9 * peak["on"]
 
 
 def write_online(runs, method: str) -> None:

@@ -110,7 +110,7 @@ _TOGETHER: Mapping[str, str] = {
         ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), "`grpo.mismatch_high`"
     ),
     **{key: f"no counterpart: {why}" for key, why in NO_VLLM_KEY.items()},
-    "ds3_gather_for_generation": "weights are gathered as `cluster.engine` needs it",
+    "ds3_gather_for_generation": "`generate.gather_weights`, with `cluster.engine: zero3`",
 }
 
 

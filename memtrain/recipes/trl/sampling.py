@@ -13,7 +13,10 @@ def sampling(made: Translation) -> None:
     """What writes the completions: vLLM as a process of the run, or a server that is there."""
     written = [key for key in VLLM if key.startswith("vllm_") and key in made.config]
     if made.config.get("ds3_gather_for_generation") is False:
-        made.lose("ds3_gather_for_generation", "weights are gathered as `cluster.engine` needs it")
+        made.lose(
+            "ds3_gather_for_generation",
+            "`generate.gather_weights: off` says the same, with `cluster.engine: zero3` or `fsdp2`",
+        )
     if made.config.get("use_vllm") is not True or made.method not in ONLINE:
         for key in written:
             made.lose(key, "use_vllm is not true: TRL reads it nowhere")

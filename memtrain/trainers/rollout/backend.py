@@ -13,6 +13,7 @@ from memtrain.trainers.rollout.fallback import TransformersSampler
 from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.native import NativeSampler
 from memtrain.trainers.rollout.protocol import Sampling
+from memtrain.trainers.rollout.together import Together
 from memtrain.trainers.rollout.vllm_open import open_engine
 from memtrain.trainers.run.ranks import Ranks
 
@@ -27,7 +28,10 @@ def open_generating(
     """
     rows = plan.settings.rollout_rows
     if plan.settings.sampler not in ("vllm", "vllm_server"):
-        return Generating(lambda rows: build_sampler(plan, built, max_rows=rows), rows, ranks, tell)
+        made = Generating(lambda rows: build_sampler(plan, built, max_rows=rows), rows, ranks, tell)
+        if built.spread.is_sharded and not plan.settings.gather_weights:
+            made.writing = Together(built.model).writing
+        return made
     feeds = [feed for feed in (built.train, built.eval) if feed is not None]
     engine = open_engine(
         plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from memtrain.errors import OutOfMemory
@@ -22,6 +23,8 @@ class Generating:
     tell: Callable[[str], None] = lambda text: None
     close: Callable[[], None] = lambda: None
     """Ends what the sampler started beside this process."""
+    writing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of the passes of all ranks, where each of them gathers layers."""
 
     def all(
         self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
@@ -41,11 +44,12 @@ class Generating:
             if on_done is not None:
                 on_done(rank + place * world, samples)
 
-        while made is None and self.max_rows:
-            made, is_whole = attempt(lambda: self.make(self.max_rows).generate(own, sampling, told))
-            if not is_whole:
-                free()
-                self._halve()
+        with self.writing():
+            while made is None and self.max_rows:
+                made, is_whole = attempt(lambda: self.make(self.max_rows).generate(own, sampling, told))
+                if not is_whole:
+                    free()
+                    self._halve()
         shares = self.ranks.gather(made)
         if any(share is None for share in shares):
             raise OutOfMemory(

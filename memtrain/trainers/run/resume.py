@@ -31,6 +31,7 @@ FREE_KEYS = (
     "memory.watch",
     "generate.vllm",
     "generate.mismatch_limit",
+    "generate.gather_weights",
     "optim.in_backward",
 )
 """Recipe keys, or sections, that move no number of the training itself."""
@@ -61,6 +62,7 @@ FREE_SETTINGS = (
     "recovery",
     "sampler_sleep",
     "shard_offload",
+    "gather_weights",
     "checkpoint_layout",
 )
 """Settings that give the same numbers bit for bit."""

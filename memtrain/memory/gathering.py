@@ -1,0 +1,89 @@
+"""Whether weights in shards are gathered once for a rollout, or layer by layer for every token of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load
+from memtrain.memory.budget import needed, weights_bytes
+from memtrain.memory.cost import FORWARD_OPERATORS
+from memtrain.memory.engines import shards_weights, uses_zero
+from memtrain.memory.facts import Facts
+from memtrain.memory.rules import Ledger
+from memtrain.memory.settings import Settings
+from memtrain.memory.sharded import gathered
+from memtrain.memory.units import gib
+from memtrain.memory.zero_moments import gathered_module
+
+PATH = "generate.gather_weights"
+COLLECTIVE_S = {"cpu": 3e-3, "cuda": 5e-5}
+"""Time that a small collective takes. Source: cpu: measured, two gloo ranks on two cores, torch 2.13; cuda:
+typical of NCCL, not measured."""
+MODULES_OF_LAYER = 9
+"""Modules of a layer with weights of their own, which DeepSpeed gathers one by one: seven maps, two norms."""
+
+
+class Ways(NamedTuple):
+    """Bytes of gathered weights while completions are written."""
+
+    whole: int
+    streamed: int
+    slowdown: float
+    """Time of writing with streamed weights over that with gathered ones."""
+
+
+def refuse_gathering(ledger: Ledger, settings: Settings) -> None:
+    """Note a `generate.gather_weights` that nothing here obeys."""
+    wanted = ledger.asked.recipe.generation.gather_weights
+    if wanted == "auto":
+        return
+    if settings.sampler in ("vllm", "vllm_server"):
+        ledger.refuse(
+            f"generate.gather_weights {wanted}: vLLM writes with weights of its own, and nothing is gathered "
+            "or streamed while it does",
+            PATH,
+            "remove it, or set generate.backend: native",
+        )
+    elif not shards_weights(settings):
+        ledger.refuse(
+            f"generate.gather_weights {wanted}: every process holds all weights; there is nothing to gather",
+            PATH,
+            "remove it, or set cluster.engine: fsdp2 or zero3",
+        )
+
+
+def ways(settings: Settings, facts: Facts, *, rows: int, tokens: int) -> Ways:
+    """What each way needs, and how much slower streaming is, for `rows` completions of `tokens`.
+
+    Writing reads every weight once a token, computes 2 operations a weight and row, and launches a layer's
+    operators. Streaming sends all other ranks' parts besides, at the speed of the link to the host (what is
+    between devices is not known), in as many collectives as there are groups of weights.
+    """
+    shape, rates = facts.shape, facts.hardware.rates
+    whole = weights_bytes(settings, shape)
+    load = Load(settings, shape, HeaviestBatch(1, 1, 1, 1))
+    streamed = gathered_module(load) if uses_zero(settings) else gathered(settings, shape).forward
+    half = DTYPE_BYTES[settings.dtype] == 2
+    rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
+    launch = shape.num_layers * FORWARD_OPERATORS * rates.launch_s
+    compute = launch + whole / rates.bytes_per_s + 2.0 * shape.num_parameters * rows / rate
+    count = settings.num_processes
+    groups = shape.num_layers * (MODULES_OF_LAYER if uses_zero(settings) else 1) + 2
+    sending = whole * (count - 1) / count / rates.host_bytes_per_s + groups * COLLECTIVE_S[settings.device]
+    slowdown = tokens * (compute + sending) / (tokens * compute + sending)
+    return Ways(whole, streamed, slowdown)
+
+
+def decide_gathering(ledger: Ledger, settings: Settings, found: Ways, peak: int, budget: int | None) -> bool:
+    """Whether weights are gathered once for a rollout. `peak`: bytes of its phase without them."""
+    wanted = ledger.asked.recipe.generation.gather_weights
+    fits = budget is None or needed(peak + found.whole, settings) <= budget
+    gathers = wanted == "on" or (wanted == "auto" and fits)
+    words = (
+        f"peak {gib(peak + found.whole)} while completions are written; layer by layer "
+        f"{gib(peak + found.streamed)} and {found.slowdown:.1f} times as long"
+    )
+    if wanted == "auto" and not fits:
+        words += "; gathered it would not fit"
+    ledger.decide("gather_weights", "on" if gathers else "off", words, PATH)
+    return gathers
