@@ -157,6 +157,90 @@ def sft_vs_trl(result: Result) -> list[str]:
     return table(headers, rows)
 
 
+def methods_vs_trl(result: Result) -> list[str]:
+    """A row for each model and method."""
+    rows: list[list[object]] = []
+    for row in result["rows"]:
+        ours, theirs, ratio = row["memtrain"], row["trl"], row["ratio"]
+        apart = row.get("largest_loss_difference")
+        rows.append(
+            [
+                row["model"],
+                row["case"],
+                f"{ours['tokens_per_s']:,.0f}",
+                f"{theirs['tokens_per_s']:,.0f}",
+                f"{ours['step_s']:.2f} s",
+                f"{theirs['step_s']:.2f} s",
+                turns(ratio["step_s"]),
+                turns(ratio["whole_s"]),
+                f"{ours['peak_mib']:,.0f} MiB",
+                f"{theirs['peak_mib']:,.0f} MiB",
+                turns(ratio["peak_mib"]),
+                f"{apart:.1e}" if apart is not None else "other samples",
+            ]
+        )
+    headers = (
+        "model",
+        "method",
+        "tokens/s",
+        "TRL's",
+        "step",
+        "TRL's",
+        "ratio",
+        "ratio of the whole run",
+        "memory",
+        "TRL's",
+        "ratio",
+        "losses differ by",
+    )
+    return table(headers, rows)
+
+
+def learnt(result: Result) -> list[str]:
+    """A row for each method and held-out metric: before and after, mean over seeds and deviation."""
+    names = {
+        "loss": "loss",
+        "rewards/accuracies": "accuracy",
+        "rewards/margins": "margin",
+        "calibration": "calibration error",
+    }
+    rows: list[list[object]] = []
+    for method, told in result["summary"].items():
+        for key, name in names.items():
+            if key not in told:
+                continue
+            (before, after), (_, deviation) = told[key]["mean"], told[key]["deviation"]
+            every = ", ".join(f"{value:.3f}" for value in told[key]["after"])
+            rows.append([f"`{method}`", name, f"{before:.3f}", f"{after:.3f} ± {deviation:.3f}", every])
+    lines = table(("method", "held-out", "before", "after, mean ± deviation", "after, every seed"), rows)
+    return [*lines, "", f"{result['cpu_s'] / 60:.0f} minutes of processor time in all, `sft` included."]
+
+
+def learnt_online(result: Result) -> list[str]:
+    """A row for each method: the held-out reward of every seed, before and after."""
+    rows: list[list[object]] = []
+    for method, seeds in result["methods"].items():
+        ends = [[seed["held_out"][at][1] for seed in seeds] for at in (0, -1)]
+        every = [", ".join(f"{value:.2f}" for value in end) for end in ends]
+        rows.append([f"`{method}`", *every, f"{statistics.mean(ends[1]) - statistics.mean(ends[0]):+.2f}"])
+    return table(("method", "before, every seed", "after, every seed", "mean difference"), rows)
+
+
+def context_parallel(result: Result) -> list[str]:
+    """A row for each way: peak of a process by their number."""
+    peaks = result["peak_mib_of_a_row_of_4096_tokens"]
+    counts = [name for name in next(iter(peaks.values())) if name != "weights and gradients"]
+    rows = [(case, *(f"{told[count]:.1f} MiB" for count in counts)) for case, told in peaks.items()]
+    gaps = [
+        told["loss"]
+        for case, by_count in result["largest_difference"].items()
+        if "float32" in case
+        for told in by_count.values()
+    ]
+    said = f"Losses in float32 are those of one process to {max(gaps):.1e}."
+    return [*table(("a row of 4,096 tokens", *counts), rows), "", said]
+
+
 def preferences(result: Result) -> list[str]:
     """A row for each method."""
     rows = [
@@ -358,6 +442,17 @@ SECTIONS = (
         "python benchmarks/sft_vs_trl.py --trl PYTHON",
     ),
     Section(
+        "Every method against TRL",
+        "methods_vs_trl",
+        "The same weights, rows, order, batch and optimizer; each side as it does by default but for "
+        "float32, activations kept, and the reference of `dpo` and `kto` asked once before training. "
+        "Lengths have a long tail, and TRL pads. Processor time of one thread; tokens are counted as each "
+        "answer with its prompt. `same completions`: made-up ones in place of generation. Without that, "
+        "`grpo` and `rloo` write their completions too.",
+        methods_vs_trl,
+        "python benchmarks/methods_vs_trl.py --trl PYTHON",
+    ),
+    Section(
         "Losses of preferences against TRL",
         "preferences_against_trl",
         "The same weights, rows and order.",
@@ -368,6 +463,19 @@ SECTIONS = (
         "pairs_against_trl",
         "Resident memory of the steps, and CPU time, by prompt : answer; TRL pads, and computes it twice.",
         pairs,
+    ),
+    Section(
+        "What preferences teach",
+        "preferences_learn",
+        "Right and wrong solutions of GSM8K problems, held out by problem: a small random model after `sft`, "
+        "then each method from it, three seeds.",
+        learnt,
+    ),
+    Section(
+        "What the online methods learn",
+        "online_rewards",
+        "Share of right answers on held-out problems of arithmetic, three seeds; curves in the file.",
+        learnt_online,
     ),
     Section(
         "A prompt computed once",
@@ -420,6 +528,12 @@ SECTIONS = (
         "many_ranks",
         "Losses against one process, the peak of the largest rank beside its prediction, and going on.",
         many_ranks,
+    ),
+    Section(
+        "Context parallelism",
+        "context_parallel",
+        "Peak of a process when the tokens of a row are split over processes.",
+        context_parallel,
     ),
     Section(
         "vLLM as sampler", "vllm_cpu", "On a CPU: the same samples, pushed weights, a killed engine.", vllm
@@ -483,6 +597,11 @@ def read_results(folder: Path) -> dict[str, Result]:
 def spread(ratio: Mapping[str, float]) -> str:
     """A ratio with its spread."""
     return f"{ratio['median']:.2f} ({ratio['lowest']:.2f}-{ratio['highest']:.2f})"
+
+
+def turns(ratios: Sequence[float]) -> str:
+    """The median of the ratios of all turns, with their spread."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def mib(num_bytes: float) -> str:

@@ -63,6 +63,10 @@ QUESTIONS = (
         "sft_vs_trl",
         ("sft_vs_trl.py", "--trl", "TRL", "--repeats", "1", "--models", "0.9M", "--out", "OUT"),
     ),
+    Question(
+        "methods_vs_trl",
+        ("methods_vs_trl.py", "--trl", "TRL", "--repeats", "1", "--models", "0.9M", "-o", "OUT"),
+    ),
     Question("pairs_against_trl", ("pairs_against_trl.py", "--trl", "TRL", "--repeats", "1", "-o", "OUT")),
     Question("preferences_against_trl", ("preferences_against_trl.py", "--trl", "TRL", "-o", "OUT")),
     Question("policy_peak", ("policy_peak.py", "--trl", "TRL", "-o", "OUT")),
