@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
+from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, norm_kept, rotary
 from memtrain.memory.budget import static_bytes
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
@@ -51,6 +51,9 @@ def with_beside(
     if load.settings.value != "own" and not judges:
         return prediction
     static = static_bytes(load.settings, headless(load.shape))
+    # Its final norm, and the rows that its head reads, widened to float32.
+    picked = (load.a + (4 if load.is_half else 0)) * load.S * load.shape.width
+    kept = activations + norm_kept(load, load.shape.width, num_scales=1) + picked
 
     def added(phase: str) -> dict[str, int]:
         more = {"reward models": judges}
@@ -58,7 +61,7 @@ def with_beside(
             state = 0 if phase == "load" else static.optimizer + static.master
             more["value model"] = static.weights + state
             if phase in STEPS:
-                more["value model's step"] = activations + static.gradients
+                more["value model's step"] = kept + static.gradients
         return more
 
     return prediction.model_copy(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.activations import DTYPE_BYTES
+from memtrain.memory.blockwise import blockwise_states
 from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
@@ -14,9 +15,8 @@ from memtrain.memory.units import GIB, MIB
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit weight: half a byte, an 8-bit scale for 64, a float32 scale for 256 of those.
 Source: Dettmers et al. 2023, arXiv:2305.14314, section 3."""
-STATE8_BYTES = 1 + 4 / 256
-"""Bytes of an 8-bit optimizer state: one, and a float32 scale for 256. Source: Dettmers et al. 2021,
-arXiv:2110.02861, section 2.1."""
+BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+"""Optimizers whose states are bitsandbytes'."""
 
 
 MASTER_BUCKET = 256 * MIB
@@ -124,7 +124,7 @@ def moments_bytes(settings: Settings, shape: ModelShape) -> int:
     """Moments of all trained weights, wherever they wait.
 
     adamw: 2 numbers a trained weight, in its dtype, or float32 beside master copies. 8-bit: 2 bytes and
-    scales. paged: on the host until they are used. adafactor: a row and a column for each matrix. muon: 1
+    scales. paged: what is too small to be paged. adafactor: a row and a column for each matrix. muon: 1
     number a matrix weight, 2 for the rest. sgd: none.
     """
     moments = sum(
@@ -132,8 +132,8 @@ def moments_bytes(settings: Settings, shape: ModelShape) -> int:
     )
     if settings.optimizer == "adamw":
         return 2 * moments
-    if settings.optimizer == "adamw_8bit":
-        return round(2 * STATE8_BYTES * num_trained(settings, shape))
+    if settings.optimizer in BITSANDBYTES:
+        return blockwise_states(settings, shape).device
     if settings.optimizer == "adafactor":
         return 4 * _rows_and_columns(settings, shape)
     if settings.optimizer == "muon":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.activations import HeaviestBatch, Load, layer_boundary, layer_kept
-from memtrain.memory.budget import STATE8_BYTES, host_overhead, needed, num_trained, optimizer_bytes
+from memtrain.memory.blockwise import blockwise_states
+from memtrain.memory.budget import BITSANDBYTES, host_overhead, needed, optimizer_bytes
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.plan import Prediction
 from memtrain.memory.settings import Settings
@@ -73,10 +74,8 @@ def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch)
 
 
 def _states(settings: Settings, shape: ModelShape) -> int:
-    if settings.optimizer == "paged_adamw":
-        return 8 * num_trained(settings, shape)
-    if settings.optimizer == "paged_adamw_8bit":
-        return round(2 * STATE8_BYTES * num_trained(settings, shape))
+    if settings.optimizer in BITSANDBYTES:
+        return blockwise_states(settings, shape).host
     if settings.optimizer_offload and settings.device == "cuda":
         return optimizer_bytes(settings, shape)
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from memtrain.errors import LaunchError
 from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.engines import uses_zero
 from memtrain.memory.plan import Prediction
 from memtrain.memory.settings import Settings
 from memtrain.recipes.base import Section
@@ -60,8 +61,7 @@ class Traced(Section):
     """It was found before, and comes from disk."""
 
 
-TRACED_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
-BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+TRACED_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
 
 
 def can_trace(recipe: Recipe, settings: Settings) -> str | None:
@@ -70,14 +70,10 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
         return f"the step of {recipe.method} is not traced yet"
     if recipe.rewards is not None and recipe.rewards.models:
         return "reward models beside the policy are not traced yet"
-    if settings.num_processes > 1 and settings.engine != "ddp":
-        return f"shards ({settings.engine}) are not traced yet"
-    if settings.context_parallel > 1:
-        return "a trace is of one process, and several hold each row"
-    if settings.quantize != "none":
-        return "quantized weights need bitsandbytes' own kernels"
-    if settings.optimizer in BITSANDBYTES:
-        return f"{settings.optimizer} needs bitsandbytes' own kernels"
+    if uses_zero(settings):
+        return f"{settings.engine} is DeepSpeed's, whose buffers are made by code that asks for a device"
+    if settings.num_processes > 1 and settings.shard_offload != "none":
+        return "shards that wait on the host are moved by torch's own streams, which a trace does not have"
     if settings.liger or settings.loss == "liger":
         return "Liger's kernels ask which device they are on, and a trace has none"
     return None

@@ -1,17 +1,22 @@
 """Recipes that traces are held against: every method, strategy and precision, and a dozen architectures."""
 
 import gc
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memtrain.memory.activations import Asks, HeaviestBatch
-from memtrain.memory.estimate import estimate
+from memtrain.memory.activations import HeaviestBatch, Load
+from memtrain.memory.beside import with_beside
+from memtrain.memory.engines import is_sharded
+from memtrain.memory.estimate import estimate, kept_bytes
+from memtrain.memory.facts import asks_of
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
 from memtrain.recipes.model import Adapter
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES
 from memtrain.trainers.trace.measure import allocator_peak
+from memtrain.trainers.trace.ranks import playing_ranks
 from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.run import Job, bare_cast, play
 
@@ -60,6 +65,10 @@ PADDED = {"attention": "stock", "padding_free": False}
 HALF = {"dtype": "bfloat16"}
 EVERY = {"checkpoint_every": 1}
 SHARED = {"shared_prompts": True}
+OWN_VALUE = {"value": "own"}
+OWN = {"value": "own"}
+NO_KL = {"beta": 0.0}
+LORA_OFF = {"adapter": LORA, "reference": "adapter_off"}
 NO_CLIP = {"optim": {"max_grad_norm": None}}
 
 
@@ -99,10 +108,11 @@ class Case:
         """What the arithmetic says."""
         head = METHOD_NAMES[self.method].head
         shape = shape_of(self.config, head=head)
-        asks = Asks.ENTROPIES if self.method in ONLINE else Asks.NLL if self.method == "sft" else Asks.LOGPS
         scored = 0 if head == "score" else self.batch.scored_tokens
-        batch = self.batch._replace(asks=asks, scored_tokens=scored)
-        return estimate(self.settings, shape, batch, accumulates=self.num_micros > 1)
+        batch = self.batch._replace(asks=asks_of(self.method), scored_tokens=scored)
+        load = Load(self.settings, shape, batch)
+        told = estimate(self.settings, shape, batch, accumulates=self.num_micros > 1)
+        return with_beside(told, load, kept_bytes(load), ())
 
     @property
     def recipe(self):
@@ -124,7 +134,7 @@ class Case:
         return Recipe.model_validate(said)
 
 
-ONLINE = ("grpo", "rloo")
+ONLINE = ("grpo", "rloo", "online_dpo", "ppo")
 
 
 def sft(config, changes=None, num_micros=1, **said):
@@ -163,6 +173,15 @@ STRATEGIES = {
     "step in backward, adafactor": sft(
         QWEN, {"in_backward": True, "optimizer": "adafactor"} | EVERY | HALF, **NO_CLIP
     ),
+    "8-bit AdamW": sft(LLAMA, {"optimizer": "adamw_8bit"} | HALF),
+    "paged AdamW": sft(LLAMA, {"optimizer": "paged_adamw"} | HALF),
+    "8-bit AdamW, master weights": sft(QWEN, {"optimizer": "adamw_8bit", "master_weights": True} | HALF),
+    "QLoRA": sft(LLAMA, {"adapter": LORA, "quantize": "4bit"} | HALF),
+    "QLoRA, checkpointed, 8-bit AdamW": sft(
+        QWEN, {"adapter": LORA, "quantize": "4bit", "optimizer": "paged_adamw_8bit"} | EVERY | HALF, 2
+    ),
+    "8-bit weights": sft(LLAMA, {"adapter": LORA, "quantize": "8bit"} | HALF),
+    "8-bit weights, checkpointed": sft(LLAMA, {"adapter": LORA, "quantize": "8bit"} | EVERY | HALF),
 }
 METHODS = {
     "dpo, adapter off": Case("dpo", LLAMA, {"adapter": LORA, "reference": "adapter_off"} | SHARED),
@@ -185,6 +204,13 @@ METHODS = {
     ),
     "grpo, all logits": Case("grpo", LLAMA, {"loss": "full"} | SHARED | HALF),
     "rloo": Case("rloo", LLAMA, {"reference": "copy"} | SHARED, said={"rloo": {"beta": 0.05}}),
+    "online dpo": Case("online_dpo", LLAMA, {"reference": "copy"} | SHARED),
+    "online dpo, LoRA": Case("online_dpo", QWEN, LORA_OFF | EVERY | HALF | SHARED),
+    "ppo": Case("ppo", LLAMA, {"reference": "copy", "value": "shared"} | SHARED),
+    "ppo, a value model of its own": Case("ppo", LLAMA, OWN_VALUE | HALF | SHARED, said={"ppo": OWN | NO_KL}),
+    "ppo, LoRA, own value": Case(
+        "ppo", QWEN, OWN_VALUE | LORA_OFF | EVERY | HALF | SHARED, 2, said={"ppo": OWN}
+    ),
     "rloo, no reference": Case("rloo", LLAMA, HALF | EVERY | SHARED, said={"rloo": {"beta": 0.0}}),
 }
 ARCHITECTURES = {
@@ -205,7 +231,22 @@ ARCHITECTURES = {
     "qwen3_moe, LoRA": arch("qwen3_moe", {"adapter": LORA}, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "mixtral": arch("mixtral", sliding_window=None, **EXPERTS),
 }
-CASES = STRATEGIES | METHODS | ARCHITECTURES
+TWO = {"num_processes": 2}
+FSDP = TWO | {"engine": "fsdp2"}
+LEARNT = HeaviestBatch(rows=1, tokens=512, scored_tokens=512, longest=512)
+"""A slice of it has as many scored tokens as it can."""
+SLICED = TWO | {"context_parallel": 2, "pad_to_multiple_of": 4}
+RANKS = {
+    "two ranks": sft(LLAMA, TWO, 2),
+    "FSDP2": sft(LLAMA, FSDP),
+    "FSDP2, checkpointed, accumulating": sft(QWEN, FSDP | EVERY | HALF, 2),
+    "FSDP2, eight ranks, LoRA": sft(LLAMA, FSDP | {"num_processes": 8, "adapter": LORA} | EVERY),
+    "FSDP2, dpo, a copy": Case("dpo", LLAMA, FSDP | {"reference": "copy"} | EVERY | SHARED),
+    "slices": replace(sft(LLAMA, SLICED), batch=LEARNT),
+    "slices, checkpointed": replace(sft(LLAMA, SLICED | EVERY | HALF, 2), batch=LEARNT),
+    "slices, dpo": Case("dpo", LLAMA, SLICED | {"reference": "copy"} | EVERY | SHARED),
+}
+CASES = RANKS | STRATEGIES | METHODS | ARCHITECTURES
 
 
 class _Nobody(Recorder):
@@ -220,12 +261,25 @@ class _Nobody(Recorder):
     def own(self, tensors, owner):
         return None
 
+    def resizing(self):
+        return nullcontext()
+
 
 def real_peak(job):
     """Peak bytes of torch's own CPU allocator in the same steps, without the random states of checkpoints."""
-    cast = bare_cast(job, "cpu")
-    held = [model for model in (cast.model, cast.copy) if model is not None]
+    with playing_ranks(job.settings):
+        return _real_peak(job)
+
+
+def _real_peak(job):
     gc.collect()
+    if is_sharded(job.settings):
+        # Whole weights are let go when they are cut: the allocator must have seen them come.
+        return allocator_peak([], lambda: play(bare_cast(job, "cpu"), job, _Nobody(), is_marked=False)) - (
+            random_states(job)
+        )
+    cast = bare_cast(job, "cpu")
+    held = [model for model in (cast.model, cast.copy, cast.own) if model is not None]
     peak = allocator_peak(held, lambda: play(cast, job, _Nobody(), is_marked=False))
     return peak - random_states(job)
 
@@ -233,4 +287,5 @@ def real_peak(job):
 def random_states(job):
     """Bytes of the random states that the checkpointed layers of a job keep."""
     every = job.settings.checkpoint_every
-    return RANDOM_STATE_BYTES * -(-job.config["num_hidden_layers"] // every) if every else 0
+    models = 2 if job.settings.value == "own" else 1
+    return models * RANDOM_STATE_BYTES * -(-job.config["num_hidden_layers"] // every) if every else 0

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from memtrain.trainers.losses.linear import LogprobResult
 from memtrain.trainers.losses.request import LogprobRequest, Request
 from memtrain.trainers.model.head import Scorer, base_model, head_of
-from memtrain.trainers.model.reward_head import head_of_rewards
+from memtrain.trainers.model.reward_head import head_of_rewards, in_float
 from memtrain.trainers.model.save import save_final
 
 HEAD_FILE = "value_head.safetensors"
@@ -55,12 +55,13 @@ class ValueScorer(Scorer):
         if own is None:
             weight = head_of(base_model(model))
             device = next(weight.parameters()).device
-            self.value_head = nn.Linear(base_model(model).config.get_text_config().hidden_size, 1).to(device)
+            width = base_model(model).config.get_text_config().hidden_size
+            self.value_head = nn.Linear(width, 1, device=device)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         else:
-            head = head_of_rewards(base_model(own)).float()
-            for parameter in head.parameters():
+            in_float(own)
+            for parameter in head_of_rewards(base_model(own)).parameters():
                 nn.init.zeros_(parameter)
 
     def forward(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, pad_right
@@ -54,9 +55,10 @@ def answer_micro(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
 
 
 def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
-    """Groups of completions with the numbers that the loss of the method reads."""
-    needs = subject.needs
-    answers = _answers(subject, batch, num_answers=subject.recipe.generation.completions)
+    """Groups of completions, or pairs of them, with the numbers that the loss of the method reads."""
+    needs, method = subject.needs, METHODS[subject.recipe.method]
+    num_of_prompt = 2 if method.in_pairs else subject.recipe.generation.completions
+    answers = _answers(subject, batch, num_answers=num_of_prompt)
     num_answers, num_tokens = len(answers.lengths_A), answers.micro.num_learnt
 
     def numbers(is_there: bool) -> torch.Tensor | None:
@@ -77,6 +79,9 @@ def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
             max_tokens=subject.recipe.generation.max_tokens,
             kept_tokens=num_tokens if is_masked else None,
         ),
+        value_N=numbers(needs.values),
+        token_advantage_N=numbers(method.has_value),
+        return_N=numbers(method.has_value),
     )
 
 

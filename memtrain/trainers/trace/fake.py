@@ -6,14 +6,13 @@ passes on no other kind (fake `cuda` tensors need a CUDA build).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, PreTrainedModel
 
 from memtrain.memory.attention import AttentionBackend
@@ -22,6 +21,7 @@ from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.load import AUTO, DTYPES
 from memtrain.trainers.model.reward_head import in_float
+from memtrain.trainers.trace.bits import pack_linear_maps
 
 PLAYED_BY = {AttentionBackend.FLASH: AttentionBackend.CUDA, AttentionBackend.FLEX: AttentionBackend.CUDA}
 """Back ends whose kernels need packages or a compiler: torch's own flash kernels keep the same tensors."""
@@ -55,8 +55,10 @@ def bare_model(
         if settings.attention != "stock":
             backend = AttentionBackend(settings.attention)
             set_attention(base, PLAYED_BY.get(backend, backend))
+        if settings.quantize != "none":
+            pack_linear_maps(base, settings.quantize)
         adapter = None if is_reference else settings.adapter
-        model = base if adapter is None else add_adapter(base, adapter, head=head)
+        model = base if adapter is None else add_adapter(base, adapter, quantize=settings.quantize, head=head)
         if head == "score":
             in_float(model)
     return model.train()
@@ -97,10 +99,13 @@ def fakeify(model: nn.Module, device: str = "cpu") -> None:
                     held[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
 
 
-def without_data(value: Any, mode: FakeTensorMode) -> Any:
-    """A dataclass of tensors (a micro-batch) with fake tensors in their place."""
+def without_data(value: Any, made: Callable[[Tensor], Tensor]) -> Any:
+    """A dataclass or tuple of tensors (a micro-batch, a layout) with what is `made` of each in its place."""
     if isinstance(value, Tensor):
-        return mode.from_tensor(value)
+        return made(value)
+    if isinstance(value, tuple):
+        ones = [without_data(one, made) for one in value]
+        return type(value)(*ones) if hasattr(value, "_fields") else tuple(ones)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: without_data(getattr(value, f.name), mode) for f in fields(value)})
+        return replace(value, **{f.name: without_data(getattr(value, f.name), made) for f in fields(value)})
     return value

@@ -45,11 +45,13 @@ class TensorPeak(TorchDispatchMode):
         if _device_type(tensor) != self.device_type:
             return
         storage = tensor.untyped_storage()
+        entry = self._known.get(storage._cdata)
+        if entry is None or entry[0]() is not storage:
+            self._note(storage, storage.nbytes(), name)
+
+    def _note(self, storage: UntypedStorage, num_bytes: int, name: str) -> None:
+        """Take a storage into account, until it dies."""
         key = storage._cdata
-        entry = self._known.get(key)
-        if entry is not None and entry[0]() is storage:
-            return
-        num_bytes = storage.nbytes()
         serial = self._allocated(num_bytes, name)
         me = weakref.ref(self)
 
@@ -159,6 +161,27 @@ class Recorder(TensorPeak):
             yield
         finally:
             self._owner = before
+
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Storages that are resized in place are followed inside, as FSDP2 does with what it gathers."""
+        plain = UntypedStorage.resize_
+        me = self
+
+        def resize(storage: UntypedStorage, size: int) -> Any:
+            before = storage.nbytes()
+            made = plain(storage, size)
+            entry = me._known.get(storage._cdata)
+            if entry is not None and entry[0]() is storage and size != before:
+                me._freed(before, entry[1])
+                me._note(storage, size, "resize_")
+            return made
+
+        UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            UntypedStorage.resize_ = plain
 
     def own(self, tensors: Iterable[Tensor], owner: str) -> None:
         """Count existing `tensors` and give them, known or not, to `owner`."""

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.engines import is_sharded
 from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.online_method import Needs
+from memtrain.trainers.spread import local_of
+from memtrain.trainers.trace.bits import playing_bitsandbytes
 from memtrain.trainers.trace.dummies import DUMMIES, Subject
 from memtrain.trainers.trace.fake import bare_model, fakeify, without_data
 from memtrain.trainers.trace.host import bytes_on_host
 from memtrain.trainers.trace.oracle import RULES, pretending
+from memtrain.trainers.trace.ranks import playing_ranks, slicing_without_data
 from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.stage import Stage, module_of, set_the_stage
 from memtrain.trainers.trace.steps import (
+    gradients_of,
     one_evaluation,
     one_pass,
     one_step,
@@ -64,19 +70,24 @@ class Trace:
 
 def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
     """Every allocation of two steps and an evaluation of `job`."""
-    device = job.settings.device
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pretending(device, skips_tiles=skips_tiles):
+    settings = job.settings
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        pretending(settings.device, skips_tiles=skips_tiles),
+        playing_ranks(settings),
+        slicing_without_data(settings) as rules,
+    ):
         with unset_fake_temporarily():
             cast = bare_cast(job, "meta")
-        for model in (cast.model, cast.copy):
+        for model in (cast.model, cast.copy, cast.own):
             if model is not None:
                 fakeify(model)
         cast = replace(
             cast,
-            micros=[without_data(micro, mode) for micro in cast.micros],
-            passes=without_data(cast.passes, mode),
+            micros=[without_data(micro, mode.from_tensor) for micro in cast.micros],
+            passes=without_data(cast.passes, mode.from_tensor),
         )
-        recorder = Recorder("cpu", rules=RULES)
+        recorder = Recorder("cpu", rules=RULES | rules)
         recorder.enter("load")
         stage = play(cast, job, recorder, is_fake=True)
         host = _on_host(stage)
@@ -95,6 +106,8 @@ class Cast:
     micros: list[Any]
     passes: Any | None
     """What an online method scores before it learns."""
+    own: Any | None = None
+    """A value model beside the policy."""
 
 
 def bare_cast(job: Job, device: str) -> Cast:
@@ -106,32 +119,50 @@ def bare_cast(job: Job, device: str) -> Cast:
     copy = None
     if settings.reference in ("copy", "synced"):
         copy = bare_model(job.config, settings, job.num_layers, device, is_reference=True)
+    own = None
+    if settings.value == "own":
+        own = bare_model(job.config, settings, job.num_layers, device, head="score")
     method: Any = module.method(recipe, None)
     needs = method.needs if METHODS[recipe.method].is_online else NOTHING
     subject, make = Subject(recipe, settings, needs), DUMMIES[module.feed]
     micros = [make(subject, job.batch) for _ in range(min(2, job.num_micros))]
     passes = None if job.passes is None else make(subject, job.passes)
-    return Cast(model, copy, micros, passes)
+    return Cast(model, copy, micros, passes, own)
 
 
 def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_marked: bool = True) -> Stage:
     """Run the steps around models, real or fake, under `recorder`."""
-    with recorder:
+    with ExitStack() as held:
+        held.enter_context(recorder)
         recorder.own([*cast.model.parameters(), *cast.model.buffers()], "weights")
         if cast.copy is not None:
             recorder.own([*cast.copy.parameters(), *cast.copy.buffers()], "reference")
         own_gradients(cast.model, recorder)
-        stage = set_the_stage(cast.model, cast.copy, job.recipe, job.settings, cast.micros, is_fake=is_fake)
+        if cast.own is not None:
+            recorder.own([*cast.own.parameters(), *cast.own.buffers()], "value model")
+            own_gradients(cast.own, recorder)
+        in_shards = is_sharded(job.settings)
+        if in_shards:
+            held.enter_context(recorder.resizing())
+        with playing_bitsandbytes(job.settings):
+            stage = set_the_stage(
+                cast.model, cast.copy, job.recipe, job.settings, cast.micros, own=cast.own, is_fake=is_fake
+            )
+        if in_shards:
+            recorder.own(map(local_of, stage.scorer.parameters()), "weights")
         own_states(stage, recorder)
         current = [STEPS[0]]
         if is_marked:
-            watch_layers(stage, recorder, lambda: current[0])
+            watch_layers(cast.model, recorder, lambda: current[0])
+            if cast.own is not None:
+                watch_layers(cast.own, recorder, lambda: f"{current[0]}.value")
         for name in STEPS:
             current[0] = name
             one_step(
                 stage,
                 want_stats=job.want_stats,
                 enter=lambda part, name=name: recorder.enter(f"{name}.{part}"),
+                stepped=lambda: recorder.own(gradients_of(stage), "gradients"),
             )
             own_states(stage, recorder)
         if cast.passes is not None:
@@ -146,7 +177,7 @@ def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_
 
 def _on_host(stage: Stage) -> dict[str, int]:
     """Bytes by owner: the ring of offloaded activations, and the optimizer's states."""
-    ring = stage.offloader.pool.num_bytes if stage.offloader is not None else 0
+    ring = sum(offloader.pool.num_bytes for offloader in stage.offloaders)
     states = bytes_on_host(tensors_of(stage.optimizer.state))
     on_gpu = stage.settings.device == "cuda"
     return {"offloaded activations": ring if on_gpu else 0, "optimizer states": states}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftModel
 from torch import nn
@@ -17,18 +17,22 @@ from memtrain.memory.preferences import section_of
 from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.trainers.build import scorer_of
+from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.method import FollowsSteps, Method
 from memtrain.trainers.model.activations import treat_activations
+from memtrain.trainers.model.context import make_context
 from memtrain.trainers.model.head import Scorer
 from memtrain.trainers.model.noise import add_noise
 from memtrain.trainers.model.offload import Offloader
 from memtrain.trainers.model.reward_head import RewardScorer
+from memtrain.trainers.model.scorers import loss_form, scorer_of
+from memtrain.trainers.model.value_head import ValueScorer
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
 from memtrain.trainers.step import Engine
 from memtrain.trainers.trace.host import TracedHost
+from memtrain.trainers.trace.ranks import engine_of_ranks, lay_out
 
 Model = PreTrainedModel | PeftModel
 
@@ -45,12 +49,9 @@ class Stage:
     micros: Sequence[Any]
     engine: Engine
     reference: Reference | None
-    offloader: Offloader | None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
-        return [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+    offloaders: tuple[Offloader, ...]
+    parameters: list[nn.Parameter]
+    """What this rank's optimizer steps."""
 
     @property
     def follower(self) -> FollowsSteps | None:
@@ -65,22 +66,33 @@ def set_the_stage(
     settings: Settings,
     micros: Sequence[Any],
     *,
+    own: Model | None = None,
     is_fake: bool,
 ) -> Stage:
     """Scorer, reference, method, optimizer and engine around `model`.
 
     `copy`: the same model a second time, without an adapter, where the settings hold a reference beside the
-    policy. `is_fake`: the tensors have no data, and those of a CUDA run's host are played by others.
+    policy. `own`: a value model beside it. `is_fake`: the tensors have no data, and those of a CUDA run's
+    host are played by others.
     """
     plays_host = is_fake and settings.device == "cuda"
-    treated = treat_activations(model, settings, TracedHost() if plays_host else None)
-    if recipe.optim.neftune_alpha is not None:
-        add_noise(model, recipe.optim.neftune_alpha)
+    offloaders: list[Offloader] = []
+    for one in (model, own):
+        if one is None:
+            continue
+        offloader = treat_activations(one, settings, TracedHost() if plays_host else None).offloader
+        offloaders += [] if offloader is None else [offloader]
+        if recipe.optim.neftune_alpha is not None:
+            add_noise(one, recipe.optim.neftune_alpha)
     scorer = scorer_of(model, METHODS[recipe.method].head, settings)
+    if settings.value != "none":
+        scorer = ValueScorer(model, own, **loss_form(settings))
+    scorer.context = make_context(settings.context_parallel)
+    trained = lay_out(scorer, settings)
     reference = reference_of(scorer, copy, recipe, settings)
     module = module_of(recipe)
-    method: Method = module.method(recipe, reference)
-    optimizer = build_optimizer(scorer, recipe.optim, settings)
+    method = shared(module.method(recipe, reference), settings.context_parallel)
+    optimizer = build_optimizer(scorer, recipe.optim, settings, trained)
     return Stage(
         scorer=scorer,
         method=method,
@@ -88,9 +100,10 @@ def set_the_stage(
         recipe=recipe,
         settings=settings,
         micros=micros,
-        engine=_engine(optimizer, scorer, settings),
+        engine=_engine(optimizer, scorer, trained, settings),
+        parameters=trained,
         reference=reference,
-        offloader=treated.offloader,
+        offloaders=tuple(offloaders),
     )
 
 
@@ -114,6 +127,8 @@ def reference_of(
     assert copy is not None, "These settings hold a reference beside the policy."
     copy.requires_grad_(False).eval()
     held = scorer_of(copy, "lm", settings).eval()
+    cast(Any, held).context = cast(Any, scorer).context
+    lay_out(held, settings)
     if kind == "copy":
         return Live(held)
     section = section_of(recipe)
@@ -121,7 +136,9 @@ def reference_of(
     return Synced(held, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
 
 
-def _engine(optimizer: Optimizer, scorer: nn.Module, settings: Settings) -> Engine:
+def _engine(
+    optimizer: Optimizer, scorer: nn.Module, trained: list[nn.Parameter], settings: Settings
+) -> Engine:
     if not settings.in_backward:
-        return Engine()
-    return InBackward(optimizer, [p for p in scorer.parameters() if p.requires_grad]).engine()
+        return engine_of_ranks(scorer, trained, settings)
+    return InBackward(optimizer, trained).engine()

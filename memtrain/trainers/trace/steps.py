@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memtrain.trainers.method import Ahead, LooksAhead
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.online_method import OnlineMethod
-from memtrain.trainers.policy_passes import answer_scores
+from memtrain.trainers.policy_passes import answer_scores, valued_scores
 from memtrain.trainers.reference import evaluating
 from memtrain.trainers.step import forward_backward, update
 from memtrain.trainers.trace.dummies import DummyFeed
@@ -22,10 +22,17 @@ from memtrain.trainers.trace.stage import Stage
 Enter = Callable[[str], None]
 
 
-def one_step(stage: Stage, *, want_stats: bool, enter: Enter = lambda phase: None) -> None:
+def one_step(
+    stage: Stage,
+    *,
+    want_stats: bool,
+    enter: Enter = lambda phase: None,
+    stepped: Callable[[], None] = lambda: None,
+) -> None:
     """Forward, backward and update, as the loop does them.
 
-    `enter` hears `ahead`, `forward`, `optimizer` and `end`.
+    `enter` hears `ahead`, `forward`, `exchange`, `optimizer` and `end`; `stepped` is called when the
+    gradients of the step are whole.
     """
     enter("ahead")
     look_ahead(stage)
@@ -40,6 +47,9 @@ def one_step(stage: Stage, *, want_stats: bool, enter: Enter = lambda phase: Non
         num_micros=len(stage.micros),
         want_stats=want_stats,
     )
+    enter("exchange")
+    stage.engine.finish()
+    stepped()
     enter("optimizer")
     optim = stage.recipe.optim
     norm = update(
@@ -71,26 +81,30 @@ def one_pass(stage: Stage, micro: Any) -> None:
     """The passes of an online method over answers that are written and not yet learnt from."""
     method = stage.method
     assert isinstance(method, OnlineMethod), "Only these methods score answers before they learn."
-    asks_policy = method.needs.old or method.needs.top_entropy is not None
+    needs = method.needs
+    asks_policy = needs.old or needs.values or needs.top_entropy is not None
 
     def ask(model: nn.Module, batch: Any) -> Tensor:
-        wants = method.needs.top_entropy is not None
+        wants = needs.top_entropy is not None and model is stage.scorer
         return answer_scores(model, batch, temperature=method.temperature, want_entropy=wants).logp_N
 
     if asks_policy:
         with torch.no_grad(), evaluating(stage.scorer):
-            ask(stage.scorer, micro)
-    if method.needs.reference and stage.reference is not None:
+            if needs.values:
+                valued_scores(stage.scorer, micro, temperature=method.temperature, want_entropy=False)
+            else:
+                ask(stage.scorer, micro)
+    if needs.reference and stage.reference is not None:
         stage.reference.logps(micro, ask)
 
 
-def watch_layers(stage: Stage, recorder: Recorder, prefix: Callable[[], str]) -> None:
+def watch_layers(model: nn.Module, recorder: Recorder, prefix: Callable[[], str]) -> None:
     """Enter a phase at every border of a layer: `<prefix>.forward.first`, `.head`, `.backward.last`, ...
 
     Layers between the first and the last share the names `middle`, so that peaks of a shallow model stand for
     those of a deep one.
     """
-    layers = _layers(base_model(stage.scorer.model))
+    layers = _layers(base_model(model))
     names = {0: "first", len(layers) - 1: "last"}
 
     def place(index: int) -> str:
@@ -121,11 +135,16 @@ def watch_layers(stage: Stage, recorder: Recorder, prefix: Callable[[], str]) ->
         if torch.is_grad_enabled():
             recorder.enter(f"{prefix()}.forward")
 
-    decoder = base_model(stage.scorer.model).get_decoder()
+    decoder = base_model(model).get_decoder()
     decoder.register_forward_pre_hook(before_model)
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(before_layer(index), with_kwargs=True)
     layers[-1].register_forward_hook(after_layers)
+
+
+def gradients_of(stage: Stage) -> list[Tensor]:
+    """The gradients of what this rank steps."""
+    return [parameter.grad for parameter in stage.parameters if parameter.grad is not None]
 
 
 def own_gradients(model: nn.Module, recorder: Recorder) -> None:

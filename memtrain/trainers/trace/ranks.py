@@ -1,0 +1,110 @@
+"""One rank of a run of several processes: a process group whose other members are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtrain.memory.engines import is_sharded
+from memtrain.memory.settings import Settings
+from memtrain.trainers import shards
+from memtrain.trainers.exchange import Exchange
+from memtrain.trainers.model.context import ContextRanks
+from memtrain.trainers.model.layout import Layout
+from memtrain.trainers.model.slices import SlicedLayout, slice_of
+from memtrain.trainers.shards import own_shards, shard, shard_engine
+from memtrain.trainers.spread import trained_parameters
+from memtrain.trainers.step import Engine
+from memtrain.trainers.trace.fake import without_data
+
+Rules = dict[Any, Callable[..., Any]]
+
+
+@contextmanager
+def playing_ranks(settings: Settings) -> Iterator[None]:
+    """This process is rank 0 of the run inside; its collectives move nothing and allocate what they would."""
+    if settings.num_processes == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=settings.num_processes, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def lay_out(scorer: nn.Module, settings: Settings) -> list[nn.Parameter]:
+    """What this rank's optimizer steps: whole weights, or its rows of them, which are cut here."""
+    if settings.num_processes > 1 and is_sharded(settings):
+        with _real_mesh():
+            # A device that is played is a CPU to torch.
+            shard(scorer, settings.model_copy(update={"device": "cpu"}))
+        return list(own_shards(scorer).values())
+    return list(trained_parameters(scorer).values())
+
+
+@contextmanager
+def _real_mesh() -> Iterator[None]:
+    """A mesh of devices looks its own rank up in a tensor, which must have numbers."""
+    plain = shards.init_device_mesh
+
+    def made(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with _disable_current_modes():
+            return plain(*args, **kwargs)
+
+    shards.init_device_mesh = made
+    try:
+        yield
+    finally:
+        shards.init_device_mesh = plain
+
+
+def engine_of_ranks(scorer: nn.Module, trained: list[nn.Parameter], settings: Settings) -> Engine:
+    """How a step reaches the other ranks."""
+    if settings.num_processes == 1:
+        return Engine()
+    if is_sharded(settings):
+        return shard_engine(scorer, dict(zip(trained_parameters(scorer), trained, strict=True)))
+    exchange = Exchange(trained)
+    return Engine(last_pass=exchange.sending, finish=exchange.finish)
+
+
+@contextmanager
+def slicing_without_data(settings: Settings) -> Iterator[Rules]:
+    """Slices of rows are laid out by the numbers that layouts know, not by tensors, which have none.
+
+    Yields rules for a recorder: of the scored tokens, a slice holds as many as it has tokens.
+    """
+    from memtrain.trainers.model import sliced_scoring
+
+    if settings.context_parallel == 1:
+        yield {}
+        return
+    most = 0
+
+    def laid(layout: Layout, ranks: ContextRanks) -> SlicedLayout:
+        nonlocal most
+        with _disable_current_modes():
+            made = slice_of(layout, ranks)
+        most = made.num_tokens
+        return without_data(made, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        tensor: Tensor = args[0]
+        return torch.empty(min(most, tensor.numel()), tensor.dim(), dtype=torch.long, device="cpu")
+
+    before = sliced_scoring.slice_of
+    sliced_scoring.slice_of = laid
+    try:
+        yield {torch.ops.aten.nonzero.default: found}
+    finally:
+        sliced_scoring.slice_of = before
