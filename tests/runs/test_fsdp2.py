@@ -290,7 +290,7 @@ WIDE = (
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
 def test_the_peak_of_a_rank_is_predicted(runs, metrics, tied: str, checkpointing: str):
-    """Measured when written: +7 % to +14 % in the step, -3 % in the evaluation, exact while saving."""
+    """Measured when written: +7 % to +14 % in the step, exact in evaluation and while saving."""
     folder = ended(
         runs,
         "run",
@@ -305,5 +305,5 @@ def test_the_peak_of_a_rank_is_predicted(runs, metrics, tied: str, checkpointing
     for event in metrics(folder, "memory"):
         measured[event["phase"]] = max(measured.get(event["phase"], 0), event["allocated"])
     assert predicted["saving"] == pytest.approx(measured["saving"], rel=0.01)
-    for phase in ("steady step", "evaluation"):
-        assert -0.05 < predicted[phase] / measured[phase] - 1 < 0.20, phase
+    assert predicted["evaluation"] == pytest.approx(measured["evaluation"], rel=0.02)
+    assert -0.02 < predicted["steady step"] / measured["steady step"] - 1 < 0.20
