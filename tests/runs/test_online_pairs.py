@@ -113,6 +113,7 @@ def test_a_value_model_of_its_own_leaves_the_policys_trunk_alone(tmp_path: Path,
     [
         ("online_dpo", ("length.shared_prompts=false",)),
         ("online_dpo", ("train.micro_rows=1",)),
+        ("online_dpo", ("length.padding_free=false",)),
         ("ppo", ("length.padding_free=false",)),
         ("ppo", ("train.micro_rows=1",)),
         ("ppo", ("memory.activation_checkpointing=on",)),
@@ -122,7 +123,10 @@ def test_a_value_model_of_its_own_leaves_the_policys_trunk_alone(tmp_path: Path,
 def test_how_it_is_computed_does_not_move_the_curve(
     method: str, overrides: tuple[str, ...], tmp_path: Path, cache: Path
 ):
-    """Also defect C7 of TRL 1.16: Online DPO summed the gradients of micro-batches instead of averaging."""
+    """Also defects C6 and C7 of TRL 1.16's Online DPO.
+
+    It attended to the pads of shorter prompts, and summed the gradients of micro-batches, without a mean.
+    """
     plain = run(tmp_path, method, cache, name="plain")
     other = run(tmp_path, method, cache, *overrides, name="other")
     torch.testing.assert_close(torch.tensor(curve(plain)), torch.tensor(curve(other)), rtol=3e-4, atol=3e-6)
@@ -232,6 +236,36 @@ def test_a_recipe_that_cannot_be_meant_is_refused(
 def test_one_completion_a_prompt_is_enough_for_ppo(tmp_path: Path, cache: Path):
     told = steps(run(tmp_path, "ppo", cache, "generate.completions=1", "train.max_steps=2"))
     assert told[0]["reward_std"] > 0
+
+
+def test_a_value_model_of_its_own_needs_what_was_predicted(tmp_path: Path, cache: Path):
+    """Weights, gradients and moments again, and the activations of both at once; few rows are the longest."""
+    wide = (
+        "model.config={model_type: qwen3, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 3,"
+        " num_attention_heads: 4, num_key_value_heads: 2, head_dim: 32}"
+    )
+    given = (
+        wide,
+        "memory.watch=true",
+        "generate.max_tokens=48",
+        "train.max_steps=4",
+        "eval.every_steps=null",
+    )
+    needs: dict[str, dict[str, tuple[int, int]]] = {}
+    for value in ("shared", "own"):
+        told = run(tmp_path, "ppo", cache, *given, f"ppo.value={value}", "data.held_out=0", name=value)
+        predicted = {
+            one.phase: one.num_bytes for one in read_plan(tmp_path / value / "plan.json").prediction.phases
+        }
+        measured = {line["phase"]: line["allocated"] for line in told if line["kind"] == "memory"}
+        needs[value] = {phase: (predicted[phase], measured[phase]) for phase in ("steady step", "saving")}
+        predicted_step, measured_step = needs[value]["steady step"]
+        assert measured_step <= predicted_step <= 1.2 * measured_step
+    for phase, rel in (("steady step", 0.2), ("saving", 0.01)):
+        predicted_more, measured_more = (
+            own - shared for own, shared in zip(needs["own"][phase], needs["shared"][phase], strict=True)
+        )
+        assert predicted_more == pytest.approx(measured_more, rel=rel)
 
 
 @pytest.mark.slow

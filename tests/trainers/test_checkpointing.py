@@ -50,7 +50,7 @@ def test_every_nth_layer_is_checkpointed(tiny_model: TinyModel, every: int, expe
 
 
 def test_a_pause_forgets_neither_the_layers_nor_how_they_run(tiny_model: TinyModel):
-    """TRL enables checkpointing again after a reference pass without `every_n_layers` and the offloader."""
+    """Defect C1 of TRL 1.16: on again after a reference pass, without `every_n_layers` and the offloader."""
     model = tiny_model(num_hidden_layers=4).train()
     calls: list[int] = []
     chosen = checkpoint_layers(model, 2, counting(calls))
@@ -93,7 +93,11 @@ def test_dropout_drops_the_same_numbers_twice(tiny_model: TinyModel):
 
 
 def test_an_adapter_learns_the_same_under_checkpointing(tiny_model: TinyModel):
-    """Nothing that enters the first layer needs a gradient: the frozen embedding."""
+    """Nothing that enters the first layer needs a gradient: the frozen embedding.
+
+    Defect C2 of TRL 1.16: what adapters need of checkpointing had a name that nothing reads. On weights in
+    shards: test_fsdp2.py and test_zero.py of tests/runs.
+    """
     torch.manual_seed(0)
     model = add_adapter(tiny_model(), Adapter(r=4, dropout=0.2))
     plain = gradients(model)

@@ -103,6 +103,14 @@ def test_every_field_of_sampling_is_sent(side):
     assert sent["ignore_eos"] is True
 
 
+def test_a_prompt_is_sent_as_it_is_whatever_is_written_beside_it(side):
+    """Defect C6 of TRL 1.16's Online DPO: shorter prompts were padded on the left, and the pads attended."""
+    groups = [Group(tuple(range(3, 3 + length)), 1, seed=length) for length in (2, 9, 5)]
+    one = side()
+    together = one.sampler.generate(groups, SAMPLING)
+    assert together == [one.sampler.generate([group], SAMPLING)[0] for group in groups]
+
+
 def test_weights_are_sent_whole_once_for_each_version_and_the_cache_emptied(side):
     one = side()
     first = one.write()
@@ -139,7 +147,10 @@ def test_sleep_gives_back_after_writing_and_takes_weights_before_keys(side):
 
 
 def test_a_deep_sleep_drops_the_weights_and_a_light_one_keeps_them(side):
-    """The same version is asked twice: after level 2 the weights must come again."""
+    """The same version is asked twice: after level 2 the weights must come again.
+
+    Defect C5 of TRL 1.16's Online DPO: it sent them when the step had moved, and wrote with none before.
+    """
     deep, light = side(sleep_level=2), side(sleep_level=1)
     assert deep.write() == deep.write() == light.write() == light.write()
     assert (deep.noted.count("reload"), light.noted.count("reload")) == (2, 1)

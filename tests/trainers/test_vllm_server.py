@@ -32,6 +32,7 @@ class FakeServer(ThreadingHTTPServer):
         self.paths: list[str] = []
         self.has_dev_mode = self.has_token_ids = True
         self.num_completions = 0
+        self.prompts: list[list[int]] = []
         self.fails_at = self.forgets_at = -1
         self.weights, self.mark = "first", "first"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -49,6 +50,7 @@ class FakeServer(ThreadingHTTPServer):
     def completions(self, asked: dict) -> dict:
         number = self.num_completions
         self.num_completions += 1
+        self.prompts.append(asked["prompt"])
         if number == self.forgets_at:
             self.restart()
         if number == self.fails_at:
@@ -154,6 +156,14 @@ def test_weights_are_given_before_completions_are_asked_and_the_cache_emptied(si
     ]
     sample = made[1][1]
     assert sample.logprobs == pytest.approx([-token / 10 for token in sample.token_ids])
+
+
+def test_a_prompt_is_sent_as_it_is_whatever_is_written_beside_it(side):
+    """Defect C6 of TRL 1.16's Online DPO: shorter prompts were padded on the left, and the pads attended."""
+    one = side()
+    groups = [Group(tuple(range(3, 3 + length)), 1, seed=length) for length in (2, 9, 5)]
+    one.sampler.generate(groups, SAMPLING)
+    assert sorted(one.server.prompts, key=len) == [[3, 4], list(range(3, 8)), list(range(3, 12))]
 
 
 def test_new_weights_change_completions_and_one_checkpoint_is_kept(side, tmp_path):
