@@ -24,7 +24,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 def refuse_context(ledger: Ledger, processes: int, config: Mapping[str, object]) -> None:
     """Note what `cluster.context_parallel` cannot be with, and processes that it does not divide."""
-    size = ledger.asked.recipe.cluster.context_parallel
+    size = ledger.asked.recipe.cluster.sharing
     if size == 1:
         return
     if processes % size:
@@ -40,7 +40,7 @@ def refuse_context(ledger: Ledger, processes: int, config: Mapping[str, object])
 
 def refuse_attention(ledger: Ledger, choice: AttentionChoice) -> None:
     """Note a back end that cannot attend over slices, with the reason why no other is taken."""
-    if ledger.asked.recipe.cluster.context_parallel == 1 or choice.backend in SLICED:
+    if ledger.asked.recipe.cluster.sharing == 1 or choice.backend in SLICED:
         return
     others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in SLICED)
     ledger.refuse(

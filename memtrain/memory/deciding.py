@@ -34,7 +34,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
-    sharing = recipe.cluster.context_parallel
+    sharing = recipe.cluster.sharing
     replicas = max(1, processes // sharing)
     rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=sharing)
     refuse_uneven_groups(ledger, rows)
@@ -98,7 +98,7 @@ def _said(recipe: Recipe) -> dict[str, object]:
         "max_length": recipe.length.max_length,
         "packing": recipe.length.packing,
         "documents_see_each_other": recipe.length.documents_see_each_other,
-        "pad_to_multiple_of": row_multiple(recipe.length.pad_to_multiple_of, recipe.cluster.context_parallel),
+        "pad_to_multiple_of": row_multiple(recipe.length.pad_to_multiple_of, recipe.cluster.sharing),
         "group_by_length": recipe.length.group_by_length,
         "loss_tile_bytes": recipe.memory.loss_tile,
         "optimizer": recipe.optim.kind,

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES
+from memtrain.memory.auto_context import by_context, told
+from memtrain.memory.budget import measured_beside
 from memtrain.memory.deciding import decide_base
 from memtrain.memory.engines import decide_layout, uses_zero
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
+from memtrain.memory.history import kind_of_run
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.host import host_shortage
 from memtrain.memory.lengths import LengthProfile
@@ -53,6 +56,15 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
 
     Raises: RecipeError with every refusal; DoesNotFit when no choice that is left open fits the budget.
     """
+    if asked.recipe.cluster.context_parallel != "auto":
+        return _resolve(asked, facts)
+    found, words = by_context(asked, facts, _resolve)
+    decisions = told(found.decisions, found.settings.context_parallel, words)
+    return replace(found, decisions=decisions)
+
+
+def _resolve(asked: Asked, facts: Facts) -> Resolved:
+    """The same where it is said how many processes hold a row together."""
     ledger, case, choices = open_space(asked, facts)
     budget = training_budget(case.recipe, facts, choices.groups[0][0])
     try:
@@ -76,7 +88,9 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
     return Resolved(
         settings=settings,
         decisions=tuple(ledger.decisions),
-        prediction=prediction.model_copy(update={"budget_bytes": budget}),
+        prediction=prediction.model_copy(
+            update={"budget_bytes": budget, "kind": kind_of_run(settings, facts.shape, facts.method)}
+        ),
         plain=predict(plain(settings, facts.profile), facts).model_copy(update={"budget_bytes": budget}),
         chosen=chosen,
         case=case,
@@ -97,6 +111,7 @@ def open_space(asked: Asked, facts: Facts) -> tuple[Ledger, Case, Space]:
     if base is None:
         ledger.settle()
     assert base is not None, "A refusal was not noted."
+    base = base.model_copy(update={"beside_bytes": measured_beside(base, facts.hardware.measured)})
     refuse_vllm(ledger, base)
     wholes = in_backward_choices(ledger, (base.batch_rows, base.batch_tokens), base.num_processes)
     ledger.settle()

@@ -88,7 +88,7 @@ def decide_device(ledger: Ledger, hardware: Hardware) -> int:
     nodes = hardware.num_nodes
     most = nodes * (hardware.num_devices if hardware.device == "cuda" else hardware.num_cores)
     if cluster.processes == "auto":
-        sharing = cluster.context_parallel
+        sharing = cluster.sharing
         processes = nodes * (hardware.num_devices if hardware.device == "cuda" else sharing)
         is_shared = hardware.device == "cpu" and sharing > 1
         words = "those that share a row" if is_shared else "one for each device"
@@ -178,7 +178,7 @@ def decide_attention(
 def padded_by(recipe: Recipe) -> str:
     """The key that makes padded rows, as `name: value`; empty where rows may lie end to end."""
     length = recipe.length
-    if recipe.cluster.context_parallel > 1 or length.packing != "none" or length.padding_free:
+    if recipe.cluster.sharing > 1 or length.packing != "none" or length.padding_free:
         return ""
     if length.padding_free is False:
         return "length.padding_free: false"

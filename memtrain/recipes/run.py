@@ -104,10 +104,11 @@ class Cluster(Section):
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of one process. `auto`: the cores, divided by the processes."""
 
-    context_parallel: PositiveInt = 1
+    context_parallel: PositiveInt | Literal["auto"] = 1
     """Processes that hold each row together, a slice each (context parallelism), for rows too long for one
     device. Activations of a process shrink by it; keys and values are gathered in every layer. Same numbers:
-    packed documents stay apart. It must divide the processes."""
+    packed documents stay apart. It must divide the processes. `auto`: the fastest of 1, 2, 4, ... that
+    fits."""
 
     engine: Literal["auto", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "auto"
     """What several processes share. `ddp`: the rows; each holds all weights. `fsdp2`: weights, gradients and
@@ -121,3 +122,8 @@ class Cluster(Section):
 
     slurm: Slurm | None = None
     """The job that `memtrain slurm` writes and submits."""
+
+    @property
+    def sharing(self) -> int:
+        """Processes that hold each row together, as far as the recipe says it."""
+        return 1 if self.context_parallel == "auto" else self.context_parallel

@@ -1,0 +1,91 @@
+"""`cluster.context_parallel: auto`: how many processes hold a row together, by bytes and time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.context import PATH
+from memtrain.memory.facts import Facts, Priced
+from memtrain.memory.honour import with_key
+from memtrain.memory.plan import Decision
+from memtrain.memory.rules import Asked
+from memtrain.memory.search import TIE
+
+MOST = 64
+"""Most processes that are tried for one row."""
+
+
+class Chosen(Protocol):
+    """What the resolver answers."""
+
+    @property
+    def chosen(self) -> Priced:
+        """The plan with its time."""
+        ...
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Why it is as it is."""
+        ...
+
+
+Found = TypeVar("Found", bound=Chosen)
+
+
+def sizes(asked: Asked, facts: Facts) -> Iterator[int]:
+    """1, 2, 4, ... as far as they divide the processes of a run."""
+    hardware, wanted = facts.hardware, asked.recipe.cluster.processes
+    here = hardware.num_nodes * hardware.num_devices if hardware.device == "cuda" else 1
+    processes = here if wanted == "auto" else wanted
+    size = 1
+    while size <= min(processes, MOST) and processes % size == 0:
+        yield size
+        size *= 2
+
+
+def by_context(asked: Asked, facts: Facts, act: Callable[[Asked, Facts], Found]) -> tuple[Found, str]:
+    """The fastest plan that fits over all sizes, the smallest of equally fast ones; and why.
+
+    Raises: RecipeError and DoesNotFit as for single processes, where no size fits.
+    """
+    found: list[tuple[int, Found]] = []
+    first: DoesNotFit | None = None
+    for size in sizes(asked, facts):
+        try:
+            found.append((size, act(Asked(with_key(asked.recipe, PATH, size), asked.where), facts)))
+        except DoesNotFit as fault:
+            first = first or fault
+        except RecipeError:
+            if size == 1:
+                raise
+            break
+    if not found:
+        assert first is not None, "One process a row is always tried."
+        raise first
+    limit = min(one.chosen.token_s for _, one in found) * (1 + TIE)
+    size, best = next((size, one) for size, one in found if one.chosen.token_s <= limit)
+    return best, _words(size, found, first)
+
+
+def _words(size: int, found: Sequence[tuple[int, Chosen]], first: DoesNotFit | None) -> str:
+    if size == 1:
+        others = [other for other, _ in found if other > 1]
+        return (
+            f"whole rows fit, and {others[-1]} processes a row are not faster" if others else "whole rows fit"
+        )
+    if found[0][0] > 1:
+        why = first.faults[0].what if first is not None else "whole rows do not fit"
+        return f"{why} with fewer processes a row"
+    return "faster than whole rows"
+
+
+def told(decisions: tuple[Decision, ...], size: int, words: str) -> tuple[Decision, ...]:
+    """The decisions, with why so many processes hold a row together."""
+    mine = Decision(setting="context_parallel", value=str(size), reason=words, source="rule")
+    others = tuple(one for one in decisions if one.setting != "context_parallel")
+    before = next((one for one in decisions if one.setting == "context_parallel"), None)
+    if before is not None:
+        mine = mine.model_copy(update={"reason": f"{words}; {before.reason}"})
+    return (*others, mine)
