@@ -39,7 +39,7 @@ SHARED: dict[str, Any] = {
     "memory": {"activation_checkpointing": "off", "watch": False},
     "cluster": {"device": "cpu", "threads": 1},
 }
-LEARNING_RATES = {"dpo": 3e-4, "kto": 1e-4, "reward": 3e-4}
+LEARNING_RATES = {"dpo": 3e-4, "kto": 5e-5, "reward": 3e-4}
 STEPS = {"sft": 160, "dpo": 30, "kto": 30, "reward": 60}
 FORMS = {"dpo": "preference", "kto": "unpaired", "reward": "preference"}
 
@@ -79,6 +79,8 @@ def main() -> None:
             "cpu_s": tuned["cpu_s"] + sum(curve["cpu_s"] for curves in found.values() for curve in curves),
             "model": MODEL,
             "recipe": example,
+            "learning_rates": LEARNING_RATES,
+            "steps": STEPS,
             "summary": {method: summary(curves) for method, curves in found.items()},
             "sft": tuned,
             "methods": found,
