@@ -133,3 +133,31 @@ def test_the_matrix_has_every_single_pair_and_triple(script: Any):
     few = exactness.spread(40)
     assert {cell.method for cell in few} == set(exactness.METHODS_SHOWN)
     assert {cell.backend for cell in few} == set(exactness.BACKENDS)
+
+
+def test_rows_of_methods_are_kept_in_order_and_shown_with_the_losing_ones(script: Any, tmp_path: Path):
+    """1 s and 100 MiB against 0.5 s and 50 MiB: ratios of 0.5, and they stay."""
+    methods, page = script("methods_vs_trl"), script("page")
+    out = tmp_path / "methods_vs_trl.json"
+    side = {"step_s": 1.0, "whole_s": 2.0, "peak_mib": 100.0, "tokens_per_s": 10.0}
+    theirs = {"step_s": 0.5, "whole_s": 1.0, "peak_mib": 50.0, "tokens_per_s": 20.0}
+    ratio = {"step_s": [0.5, 0.4, 0.6], "whole_s": [0.5], "peak_mib": [0.5]}
+    row = {"memtrain": side, "trl": theirs, "ratio": ratio, "environment": {"commit": "abc"}}
+    for model, case in (("25M", "sft"), ("0.9M", "grpo"), ("0.9M", "dpo"), ("0.9M", "dpo")):
+        methods.keep(out, {"case": case, "model": model, "largest_loss_difference": 1e-6} | row)
+    kept = json.loads(out.read_text())
+    assert [(one["model"], one["case"]) for one in kept["rows"]] == [
+        ("0.9M", "dpo"),
+        ("0.9M", "grpo"),
+        ("25M", "sft"),
+    ]
+    shown = page.methods_vs_trl(kept)
+    assert "| 0.9M | dpo | 10 | 20 | 1.00 s | 0.50 s | 0.50 (0.40-0.60) | 0.50 (0.50-0.50) |" in shown[2]
+
+
+def test_made_up_completions_depend_on_the_prompt_and_their_number_only(script: Any):
+    sides = script("method_sides")
+    one = sides.fixed_completion((5, 6, 7), 0, 32)
+    assert one == sides.fixed_completion([5, 6, 7], 0, 32)
+    assert one != sides.fixed_completion([5, 6, 7], 1, 32)
+    assert 16 <= len(one) <= 32
