@@ -35,13 +35,25 @@ def unknown_key(key: str, section: type[Section], path: Path) -> Unknown:
         elsewhere = [name for name in elsewhere if name.count(".") == highest][:3]
         return _did_you_mean(shown, elsewhere, elsewhere)
     near = difflib.get_close_matches(key.lower(), legal, n=2, cutoff=0.6)
+    by_leaf = {name.split(".")[-1]: name for name in reversed(every_key(Recipe))}
+    leaves = difflib.get_close_matches(key.lower(), by_leaf, n=2, cutoff=0.75)
+    other = difflib.get_close_matches(key.lower(), RENAMED_KEYS, n=1, cutoff=0.8)
+    if other and _likeness(key, other[0]) > max((_likeness(key, one) for one in (*near, *leaves)), default=0):
+        advice = RENAMED_KEYS[other[0]]
+        told = advice if advice.startswith("remove") else f"here that is {advice}"
+        fix = f"did you mean '{other[0]}'? {told[0].upper()}{told[1:]}"
+        return Unknown(f"{shown}: unknown key", fix, tuple(re.findall(r"`([\w.]+)", advice)))
     if near:
         return _did_you_mean(shown, near, [dotted((*path, name)) for name in near])
-    by_leaf = {name.split(".")[-1]: name for name in reversed(every_key(Recipe))}
-    far = [by_leaf[leaf] for leaf in difflib.get_close_matches(key.lower(), by_leaf, n=2, cutoff=0.75)]
-    if far:
+    if leaves:
+        far = [by_leaf[leaf] for leaf in leaves]
         return _did_you_mean(shown, far, far)
     return Unknown(f"{shown}: unknown key", f"the keys here are {', '.join(legal)}", ())
+
+
+def _likeness(key: str, other: str) -> float:
+    """1 for the same letters in the same order, 0 for none."""
+    return difflib.SequenceMatcher(a=other, b=key.lower()).ratio()
 
 
 def _did_you_mean(shown: str, words: list[str], meant: list[str]) -> Unknown:

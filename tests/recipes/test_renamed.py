@@ -3,6 +3,7 @@ import re
 import pytest
 
 from memtrain.recipes.fields import choices, every_key, field_types, follow, section_of
+from memtrain.recipes.length import Length
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.renamed import RENAMED_KEYS, RENAMED_VALUES
 from memtrain.recipes.unknown import unknown_key
@@ -42,3 +43,23 @@ def test_an_old_spelling_is_never_a_key_of_the_section_it_is_replaced_in(old: st
 
 def test_capitals_and_dashes_do_not_hide_an_old_spelling():
     assert unknown_key("Learning-Rate", Recipe, ()).fix == "write `optim.lr`"
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "ours"),
+    [
+        ("learning_rat", "learning_rate", "optim.lr"),
+        ("max_seq_lenght", "max_seq_length", "length.max_length"),
+        ("gradient_acumulation_steps", "gradient_accumulation_steps", "train.batch_rows"),
+        ("output_dirr", "output_dir", "run_dir"),
+    ],
+)
+def test_a_misspelt_old_spelling_leads_to_our_key(key: str, old: str, ours: str):
+    found = unknown_key(key, Recipe, ())
+    assert f"did you mean '{old}'?" in found.fix
+    assert f"`{ours}`" in found.fix
+    assert found.meant == (ours,)
+
+
+def test_a_misspelling_of_our_own_key_goes_before_an_old_spelling():
+    assert unknown_key("max_lenght", Length, ("length",)).meant == ("length.max_length",)
