@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.exclusions import EXCLUSIONS
@@ -16,6 +17,39 @@ Written from the pages in `memtrain/memory/strategies/` by `make docs-reference`
 In a recipe: `memory.use` (it must be used), `memory.never` (it must not), `memory.allow` (it changes what is
 learnt, and may be used where no exact plan fits). Which of them a plan takes, and what each buys:
 [memory.md](memory.md)."""
+
+
+LABELS = ("When", "Saves", "Costs", "Not exact", "Exact", "Refused")
+"""What the page of a strategy says of it, each after its own word and a colon."""
+
+ON_A_CPU = "peak of a step on a CPU: [memory.md](memory.md#measured)"
+ON_A_GPU = "not yet: it needs a GPU"
+MEASURED: Mapping[str, str] = {
+    "padding_free": ON_A_CPU,
+    "packing": "[packing](benchmarks.md#packing), [SFT](benchmarks.md#sft-a-strategy-at-a-time)",
+    "shared_prompts": "[pairs](methods.md#the-prompt-once), [groups](methods.md#the-groups-prompt-once)",
+    "context_parallel": "[context-parallel.md](context-parallel.md#measured)",
+    "smaller_micro_batch": ON_A_CPU,
+    "activation_checkpointing": f"{ON_A_CPU}, [SFT](benchmarks.md#sft-a-strategy-at-a-time)",
+    "checkpoint_every_n": ON_A_CPU,
+    "boundary_offloading": f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
+    "full_offloading": f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
+    "chunked_loss": ON_A_CPU,
+    "optimizer_offload": ON_A_GPU,
+    "optimizer_in_backward": ON_A_CPU,
+    "precomputed_reference": ON_A_CPU,
+    "adapter_off_reference": ON_A_CPU,
+    "liger_loss": ON_A_GPU,
+    "adamw_8bit": ON_A_GPU,
+    "paged_adamw": ON_A_GPU,
+    "paged_adamw_8bit": ON_A_GPU,
+    "adafactor": ON_A_CPU,
+    "master_weights": ON_A_CPU,
+    "lora": ON_A_CPU,
+    "qlora": ON_A_GPU,
+    "shorter_sequences": "what each length loses and costs: [inspect-lengths.md](inspect-lengths.md)",
+}
+"""Where the figures of each strategy are."""
 
 
 def strategies_page() -> str:
@@ -43,6 +77,9 @@ def strategies_page() -> str:
             ((f"`{one.strategy}`", _name(one.other), one.reason) for one in EXCLUSIONS),
         ),
         "",
+        "## One by one",
+        "",
+        *(line for one in (*exact, *changing) for line in _section(one, recipe)),
     ]
     return "\n".join(parts)
 
@@ -70,12 +107,38 @@ def _name(other: str) -> str:
     return f"`{other}`" if other in STRATEGIES else other
 
 
+def _section(strategy: Strategy, recipe: Recipe) -> list[str]:
+    """What the page of a strategy says of it, what excludes it, and where it was measured."""
+    says, _, source = _said_of(strategy).partition(" Source: ")
+    first = min(says.index(f"{label}: ") for label in LABELS if f"{label}: " in says)
+    title = says[:first].strip().partition(": ")[2]
+    parts = re.split(rf"({'|'.join(LABELS)}): ", says[first:])[1:]
+    told = dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
+    told |= {
+        "Not with": "; ".join(
+            f"{_name(one.other) if one.strategy == strategy.name else _name(one.strategy)} ({one.reason})"
+            for one in EXCLUSIONS
+            if strategy.name in (one.strategy, one.other)
+        )
+        or "nothing",
+        "In the recipe": _keys(strategy, recipe),
+        "Measured": MEASURED[strategy.name],
+        "Source": source,
+    }
+    lines = [f"- **{label}**: {words.rstrip('.')}." for label, words in told.items()]
+    return [f"### `{strategy.name}`", "", f"{title[0].upper()}{title[1:]}", "", *lines, ""]
+
+
 def _source(strategy: Strategy) -> str:
     """The sentence after `Source:` of the strategy's page, up to its first semicolon or bracket."""
+    return _said_of(strategy).partition("Source: ")[2].split(";")[0].split(" (")[0].rstrip(".,")
+
+
+def _said_of(strategy: Strategy) -> str:
+    """The docstring of the strategy's page, in one line."""
     module = next(
         module
         for name, module in sys.modules.items()
         if name.startswith("memtrain.memory.strategies.") and getattr(module, "STRATEGY", None) is strategy
     )
-    said = " ".join((module.__doc__ or "").partition("Source: ")[2].split())
-    return said.split(";")[0].split(" (")[0].rstrip(".,")
+    return " ".join((module.__doc__ or "").split())

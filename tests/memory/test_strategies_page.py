@@ -17,3 +17,14 @@ def test_every_strategy_is_on_its_page_with_a_source():
     told = {row[0].strip("| `"): row for row in rows if len(row) == 6}
     assert set(told) == set(STRATEGIES)
     assert all(row[-1].strip("| ") for row in told.values())
+
+
+def test_every_strategy_has_a_section_that_says_when_what_it_saves_costs_and_where_it_was_measured():
+    sections = strategies_page().partition("## One by one")[2].split("### `")[1:]
+    assert [section.partition("`")[0] for section in sections] == [
+        *(one.name for one in STRATEGIES.values() if one.is_exact),
+        *(one.name for one in STRATEGIES.values() if not one.is_exact),
+    ]
+    labels = ("When", "Saves", "Costs", "Refused", "Not with", "In the recipe", "Measured", "Source")
+    for section in sections:
+        assert [label for label in labels if f"- **{label}**: " not in section] == []
