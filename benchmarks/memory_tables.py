@@ -2,6 +2,10 @@
 
     python benchmarks/memory_tables.py    writes benchmarks/results/memory_tables.json and the tables
 
+Interrupted, and started again at the same commit, it goes on from the rows it has; `--page` writes the tables
+from the results that are there. What no CPU can hold (kernels of bitsandbytes, a second device) is played: see
+trainers/trace/bits.py and ranks.py.
+
 Every recipe of tests/trainers/trace_cases.py: its steps on the CPU under torch's profiler, a trace of the
 same steps on tensors without data, and the arithmetic. Rows of a GPU are written by `make bench-gpu`.
 """
@@ -23,6 +27,9 @@ from memtrain.trainers.trace.run import trace
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "trainers"))
 RESULTS = ROOT / "benchmarks" / "results" / "memory_tables.json"
+PART = RESULTS.with_suffix(".part.json")
+"""The rows of a run that is under way."""
+GROUPS = ("strategies", "methods", "ranks", "architectures")
 PAGE = ROOT / "docs" / "memory.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 COMMAND = "python benchmarks/memory_tables.py"
@@ -53,22 +60,33 @@ def row(name: str, case: Any, group: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    from trace_cases import ARCHITECTURES, METHODS, STRATEGIES
+    from trace_cases import ARCHITECTURES, METHODS, RANKS, STRATEGIES
 
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    for group, cases in (
-        ("strategies", STRATEGIES),
-        ("methods", METHODS),
-        ("architectures", ARCHITECTURES),
-    ):
+    made = begun()
+    rows: list[dict[str, Any]] = made["rows"]
+    known = {(one["group"], one["recipe"]) for one in rows}
+    for group, cases in zip(GROUPS, (STRATEGIES, METHODS, RANKS, ARCHITECTURES), strict=True):
         for name, case in cases.items():
+            if (group, name) in known:
+                continue
             rows.append(row(name, case, group))
+            PART.write_text(json.dumps(made) + "\n")
             print(rows[-1], flush=True)
-    made = {"made": time.strftime("%Y-%m-%d"), "commit": commit(), "torch": torch.__version__, "rows": rows}
     RESULTS.write_text(json.dumps(made, indent=1) + "\n")
     write_page(made)
+    PART.unlink(missing_ok=True)
     return 0
+
+
+def begun() -> dict[str, Any]:
+    """Results without rows, or those that an interrupted run at this commit has left."""
+    fresh = {"made": time.strftime("%Y-%m-%d"), "commit": commit(), "torch": torch.__version__}
+    if PART.is_file():
+        left = json.loads(PART.read_text())
+        if {name: left[name] for name in ("commit", "torch")}.items() <= fresh.items():
+            return left
+    return fresh | {"rows": []}
 
 
 def commit() -> str:
@@ -94,8 +112,7 @@ def tables(made: dict[str, Any]) -> str:
         "| | recipes | trace to real CPU allocator: median, worst | arithmetic to trace: mean, worst |",
         "|---|---|---|---|",
     ]
-    names = ("strategies", "methods", "architectures")
-    groups = [(name, [one for one in rows if one["group"] == name]) for name in names]
+    groups = [(name, [one for one in rows if one["group"] == name]) for name in GROUPS]
     for name, some in [*groups, ("all", rows)]:
         real = [abs(error_of(one)) for one in some]
         told = [abs(one["arithmetic_error"]) for one in some]

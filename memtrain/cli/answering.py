@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.budget import needed
 from memtrain.memory.facts import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.hardware import Hardware
+from memtrain.memory.history import read_history
 from memtrain.memory.honour import honoured
 from memtrain.memory.lengths import LengthReport
 from memtrain.memory.pins import pins
@@ -62,7 +63,7 @@ class Answer:
     @property
     def need_bytes(self) -> int:
         """Of each device, without the margin."""
-        return needed(self.resolved.prediction.peak.num_bytes, self.resolved.settings)
+        return needed(self.resolved.prediction.corrected_bytes, self.resolved.settings)
 
     @cached_property
     def frontier(self) -> list[Priced]:
@@ -130,6 +131,7 @@ def answer(question: Question, facts: Facts, note: str = "") -> Answer:
     Raises: RecipeError and DoesNotFit.
     """
     notes = (*question.notes, note) if note else question.notes
+    facts = replace(facts, history=read_history())
     return Answer(question, facts, resolve(question.asked, facts), notes)
 
 
@@ -171,6 +173,12 @@ def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
         return None, error.faults[0].what
 
 
+def figures_words(hardware: Hardware) -> str:
+    """Where rates and overheads of the device come from."""
+    measured = hardware.measured
+    return "typical" if measured is None else f"measured here on {measured.made}"
+
+
 def passes_batch(resolved: Resolved) -> HeaviestBatch | None:
     """The heaviest micro-batch of answers that are read before they are learnt from; None where none are."""
     if not any(phase.phase == "passes" for phase in resolved.prediction.phases):
@@ -190,6 +198,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
             "name": hardware.name,
             "memory_bytes": hardware.memory_bytes,
             "count": hardware.num_devices,
+            "figures": figures_words(hardware),
         },
         "fits": True,
         "needed_bytes": made.need_bytes,

@@ -39,6 +39,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("ppo", "train:ppo", "Proximal policy optimization, with rewards and a value model."),
     Verb("train", "train:train", "Train by the method that the recipe names."),
     Verb("plan", "plan:plan", "What a run will do and need, without starting it; for any GPU."),
+    Verb("calibrate", "calibrate:calibrate", "Measure this machine once, for its plans."),
     Verb("verify", "verify:verify", "Show that the plan of a recipe gives the numbers of the plain run."),
     Verb("bench", "bench:bench", "What each strategy of a plan saves and costs, measured."),
     Verb("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),

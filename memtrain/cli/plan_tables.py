@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from memtrain.cli.answering import Answer, everything
+from memtrain.cli.answering import Answer, everything, figures_words
 from memtrain.cli.printing import print_table, say
 from memtrain.cli.showing import rows_words, why_words
 from memtrain.memory.budget import overhead
@@ -84,16 +84,26 @@ def _print_sum(made: Answer) -> None:
     peak, extra = prediction.peak, overhead(settings)
     margin = made.chosen.need_bytes - made.need_bytes if made.chosen.need_bytes > made.need_bytes else 0
     own = "CUDA context, cuBLAS" if settings.device == "cuda" else "interpreter, libraries"
+    talks = settings.device == "cuda" and settings.num_processes > 1
+    figures = figures_words(made.question.hardware)
+    live, corrected = prediction.peak.num_bytes, prediction.corrected_bytes
+    learnt = [(signed_gib(corrected - live), "runs of this kind before, measured beside their predictions")]
     rows = [
-        (gib(peak.num_bytes), f"live tensors, highest in the {peak.phase}"),
-        (gib(round(peak.num_bytes * extra.slack)), f"the allocator's slack ({extra.slack:.0%})"),
-        (gib(extra.fixed), own + (", NCCL" if settings.num_processes > 1 and extra.communication else "")),
+        (gib(live), f"live tensors, highest in the {peak.phase}"),
+        *(learnt if corrected != live else []),
+        (gib(round(corrected * extra.slack)), f"the allocator's slack ({extra.slack:.0%})"),
+        (gib(extra.fixed), f"{own}{', NCCL' if talks else ''} ({figures})"),
         (gib(margin), f"margin ({MARGIN_SHARE:.0%} and {gib(MARGIN_BYTES)}), for what is not seen"),
         (gib(made.need_bytes + margin), f"of {gib(prediction.budget_bytes or 0)}"),
     ]
     width = max(len(one) for one, _ in rows)
     for number, words in rows:
         typer.echo(f"{number.rjust(width)}  {words}")
+
+
+def signed_gib(num_bytes: int) -> str:
+    """As `gib`, with its sign."""
+    return f"{'-' if num_bytes < 0 else '+'}{gib(abs(num_bytes))}"
 
 
 def _print_rest(made: Answer) -> None:

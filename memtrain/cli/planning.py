@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.beside import RewardShape
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware, detect
+from memtrain.memory.history import read_history
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import Plan, PreparedData
@@ -54,7 +55,7 @@ def make_plan(
     data = prepare(recipe, progress=progress)
     config = model_config(recipe.model)
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
-    resolved = resolve(asked, facts)
+    resolved = resolve(asked, replace(facts, history=read_history()))
     plan = Plan(
         recipe=resolved.case.recipe,
         recipe_path=str(loaded.path),

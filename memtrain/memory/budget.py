@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from memtrain.memory.activations import DTYPE_BYTES
 from memtrain.memory.blockwise import blockwise_states
+from memtrain.memory.calibration import Measured
 from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
@@ -25,6 +26,9 @@ MASTER_BUCKET = 256 * MIB
 
 OFFLOAD_BUCKET = 256 * MIB
 """Bytes of offloaded optimizer states that are on the device at once (one tensor's may be more)."""
+
+COMMUNICATION_BYTES = 300 * MIB
+"""Buffers of a communicator of several GPUs, typical."""
 
 SMALL_GRADIENTS = 16 * MIB
 """Most bytes of gradients below 1 MiB each, of a usual model: norms and biases, or small adapters."""
@@ -192,15 +196,23 @@ def overhead(settings: Settings) -> Overhead:
     Source: allocator replays of six recipes gave 1.4-11.6 % with expandable segments, 2.6-18.6 % without;
     the middle is taken here, and the replay of a trace answers exactly. Context, communication: typical.
     """
+    slack = 0.02 if settings.device == "cpu" else 0.05 if settings.expandable_segments else 0.10
+    if settings.beside_bytes is not None:
+        return Overhead(context=settings.beside_bytes, workspace=0, communication=0, slack=slack)
     if settings.device == "cpu":
-        return Overhead(context=450 * MIB, workspace=0, communication=0, slack=0.02)
+        return Overhead(context=450 * MIB, workspace=0, communication=0, slack=slack)
     ranks = settings.num_processes > 1
-    return Overhead(
-        context=600 * MIB,
-        workspace=2 * 32 * MIB,
-        communication=300 * MIB if ranks else 0,
-        slack=0.05 if settings.expandable_segments else 0.10,
-    )
+    communication = COMMUNICATION_BYTES if ranks else 0
+    return Overhead(context=600 * MIB, workspace=2 * 32 * MIB, communication=communication, slack=slack)
+
+
+def measured_beside(settings: Settings, measured: Measured | None) -> int | None:
+    """What a process takes beside tensors on a device that was measured; None: it was not."""
+    if measured is None:
+        return None
+    talks = settings.device == "cuda" and settings.num_processes > 1
+    communication = measured.communication_bytes or COMMUNICATION_BYTES
+    return measured.beside_bytes + (communication if talks else 0)
 
 
 def needed(tensor_bytes: int, settings: Settings) -> int:

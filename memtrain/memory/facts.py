@@ -11,6 +11,7 @@ from memtrain.memory.budget import needed
 from memtrain.memory.cost import step_time
 from memtrain.memory.estimate import estimate, kept_bytes
 from memtrain.memory.hardware import Hardware
+from memtrain.memory.history import EMPTY, History, kind_of_run
 from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import Prediction
@@ -50,6 +51,8 @@ class Facts:
     """The data was not read: every sequence is taken to be as long as it may be."""
     rewards: tuple[RewardShape, ...] = ()
     """Reward models that judge completions."""
+    history: History = EMPTY
+    """Peaks of runs that ended on this machine."""
     at_length: Callable[[int], Facts] | None = None
     """The same facts with another `length.max_length`; None where rows cannot be laid out again."""
 
@@ -97,12 +100,16 @@ def predict(settings: Settings, facts: Facts) -> Prediction:
     """The peaks of every phase for the heaviest micro-batch of the data."""
     batch = heaviest(settings, facts)
     load = Load(settings, facts.shape, batch)
-    return with_beside(estimate(settings, facts.shape, batch), load, kept_bytes(load), facts.rewards)
+    made = with_beside(estimate(settings, facts.shape, batch), load, kept_bytes(load), facts.rewards)
+    if not facts.history.ratios:
+        return made
+    kind = kind_of_run(settings, facts.shape, facts.method)
+    return made.model_copy(update={"correction_bytes": facts.history.correction(kind, made.peak.num_bytes)})
 
 
 def need_of(prediction: Prediction, settings: Settings) -> int:
     """Bytes of the device that must be there: the peak, what the device itself takes, and the margin."""
-    return round(needed(prediction.peak.num_bytes, settings) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
+    return round(needed(prediction.corrected_bytes, settings) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
 def heaviest(settings: Settings, facts: Facts) -> HeaviestBatch:

@@ -13,6 +13,7 @@ from typing import Literal
 import psutil
 
 from memtrain.errors import RecipeError
+from memtrain.memory.calibration import Measured, measured_of
 from memtrain.memory.units import GIB, MIB, gib
 
 
@@ -55,6 +56,8 @@ class Hardware:
     rates: Rates
     num_nodes: int = 1
     """How many such nodes there are."""
+    measured: Measured | None = None
+    """What `memtrain calibrate` found on this very machine; None: rates and overheads are typical."""
 
     @staticmethod
     def named(name: str, num_devices: int = 1) -> Hardware:
@@ -189,11 +192,28 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> Hardware:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cards = [] if device == "cpu" else _visible_cards()
     if not cards:
-        return replace(cpu(limit, num_cores), free_bytes=available)
+        return _calibrated(replace(cpu(limit, num_cores), free_bytes=available))
     name, total, free, capability = min(cards, key=lambda card: card[1])
     card = _card_of(name, capability)
     found = _from_card(card, len(cards), total, limit, num_cores)
-    return replace(found, name=name, free_bytes=free, compute_capability=capability)
+    return _calibrated(replace(found, name=name, free_bytes=free, compute_capability=capability))
+
+
+def _calibrated(found: Hardware) -> Hardware:
+    """This machine with the rates that were measured on it, if they were. Those of a CPU are of one core."""
+    measured = measured_of(found.name)
+    if measured is None:
+        return found
+    cores = found.num_cores if found.device == "cpu" else 1
+    rates = Rates(
+        half_matmul_per_s=measured.half_matmul_per_s * cores,
+        single_matmul_per_s=measured.single_matmul_per_s * cores,
+        bytes_per_s=measured.bytes_per_s,
+        host_bytes_per_s=measured.host_bytes_per_s,
+        launch_s=measured.launch_s,
+        kernel_s=found.rates.kernel_s,
+    )
+    return replace(found, rates=rates, measured=measured)
 
 
 def parse_smi(text: str, visible: str | None) -> list[tuple[str, int, int, tuple[int, int]]]:

@@ -52,6 +52,15 @@ class Prediction(Section):
     """How it was made: `arithmetic` or `trace`."""
     budget_bytes: int | None
     """What it was held against; None where nothing limits it."""
+    kind: str = ""
+    """Key of runs whose predictions err alike (see history.py)."""
+    correction_bytes: int = 0
+    """What runs of this kind needed beside their predictions (below zero: less), as measured here."""
+
+    @property
+    def corrected_bytes(self) -> int:
+        """The highest peak, with what runs before have shown."""
+        return self.peak.num_bytes + self.correction_bytes
 
     @property
     def peak(self) -> PhasePeak:

@@ -96,6 +96,8 @@ class Settings(Section):
     expandable_segments: bool
     """CUDA caching allocator with expandable segments."""
 
+    beside_bytes: int | None = None
+    """What the device needs beside tensors, as measured here; None: typical values."""
     in_backward: bool = False
     """Each weight is stepped in the backward pass as soon as its gradient is whole, which is then freed."""
     optimizer_offload: bool = False

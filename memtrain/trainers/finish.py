@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from memtrain.memory.history import note_run
 from memtrain.trainers.build import Built
 from memtrain.trainers.loop import Run
 from memtrain.trainers.model.attention import attention_switched
@@ -17,6 +18,7 @@ from memtrain.trainers.run.card import write_card
 from memtrain.trainers.run.checkpoint import best_complete
 from memtrain.trainers.run.events import FinalEvent, MemoryEvent
 from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.report import REHEARSAL
 from memtrain.trainers.snapshot import load_weights
 
 SAMPLE_TOKENS = 48
@@ -33,6 +35,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
             load_weights(best, built.scorer, run.ranks)
             best_step = best.manifest.facts.step
     tell_other_peaks(run)
+    remember_peaks(run)
     state = built.spread.gather(built.model)
     # Every rank writes the same words: with weights in shards no rank can do it alone.
     written = sample(run, built) if run.ranks.is_main or built.spread.is_sharded else ""
@@ -61,6 +64,25 @@ def tell_other_peaks(run: Run) -> None:
         most = max(of_rank.get(name, 0) for of_rank in phases)
         if most > mine:
             run.tell(MemoryEvent(step=run.position.step, phase=name, allocated=most))
+
+
+def remember_peaks(run: Run) -> None:
+    """Put the measured peaks beside the predicted ones into this machine's store: the next plan reads it.
+
+    Of the main rank's device; nothing where memory was not watched.
+    """
+    prediction, seen = run.plan.prediction, run.watch.phases
+    predicted = {phase.phase: phase.num_bytes for phase in prediction.phases}
+    measured = {name: max(seen.get(name, 0), seen.get(f"{REHEARSAL}{name}", 0)) for name in predicted}
+    both = [name for name, num_bytes in measured.items() if num_bytes]
+    if not run.ranks.is_main or not both:
+        return
+    note_run(
+        prediction.kind,
+        predicted_bytes=max(predicted[name] for name in both),
+        measured_bytes=max(measured[name] for name in both),
+        is_rehearsed=any(name.startswith(REHEARSAL) for name in seen),
+    )
 
 
 def sample(run: Run, built: Built) -> str:

@@ -95,9 +95,9 @@ def test_a_broken_pass_cannot_be_made_again(ask: Ask, facts: Facts):
     assert "waiting" in next(one.reason for one in resolved.decisions if one.setting == "recover")
 
 
-def test_a_step_in_slices_is_not_traced(ask: Ask, facts: Facts, recipe_of):
+def test_a_step_in_slices_is_traced(ask: Ask, facts: Facts, recipe_of):
     settings = ask(facts, **ONE, cluster__context_parallel=2).settings
-    assert "several hold each row" in (can_trace(recipe_of({}), settings) or "")
+    assert can_trace(recipe_of({}), settings) is None
 
 
 def test_processes_that_it_does_not_divide_are_refused(ask: Ask, facts: Facts):

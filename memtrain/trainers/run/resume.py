@@ -55,6 +55,7 @@ RESOLVED_KEYS = (
 FREE_SETTINGS = (
     "checkpoint_every",
     "offload",
+    "beside_bytes",
     "expandable_segments",
     "in_backward",
     "optimizer_offload",

@@ -1,0 +1,69 @@
+"""`memtrain calibrate`: measure this machine's device once, so that plans need not take typical values."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.printing import print_table, say
+
+Show = Annotated[bool, typer.Option("--show", help="Print what is in the store, and measure nothing.")]
+Forget = Annotated[bool, typer.Option("--forget", help="Empty the store: what was measured, and past runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")]
+
+
+def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False) -> None:
+    """Measure rates and overheads of this machine, and keep them for its plans.
+
+    Kept in ~/.cache/memtrain/calibration (or the folder that MEMTRAIN_CALIBRATION names; `off`: nothing is
+    kept and nothing is read), under the device's name and the versions of torch and transformers. Runs that
+    end put their measured peaks there too, and correct later predictions by at most 10 %.
+    """
+    from memtrain.errors import LaunchError
+    from memtrain.memory.calibration import Measured, device_file, folder, measured_of, remember
+    from memtrain.memory.hardware import detect
+    from memtrain.memory.history import FILE, read_history
+    from memtrain.memory.units import MIB
+
+    where, hardware = folder(), detect()
+    if where is None:
+        raise LaunchError(
+            "the store is switched off", "MEMTRAIN_CALIBRATION", "unset it, or let it name a folder"
+        )
+    if forget:
+        files = [*where.glob("device-*.json"), *where.glob(FILE)]
+        for file in files:
+            file.unlink()
+        say(f"{len(files)} files removed from {where}.")
+        return
+    found: Measured | None = measured_of(hardware.name)
+    if not show:
+        from memtrain.trainers.calibrate import measure
+
+        found = measure(hardware.device, hardware.name)
+        remember(found)
+    if found is None:
+        say(f"Nothing was measured of {hardware.name} under these versions: run `memtrain calibrate`.")
+        return
+    if as_json:
+        typer.echo(json.dumps(found.model_dump() | {"file": str(device_file(found.device))}, indent=1))
+        return
+    core = " of one core" if hardware.device == "cpu" else ""
+    rows = [
+        ("matrix products, half precision", f"{found.half_matmul_per_s / 1e12:.3f} TFLOP/s{core}"),
+        ("matrix products, float32", f"{found.single_matmul_per_s / 1e12:.3f} TFLOP/s{core}"),
+        ("memory, read and written", f"{found.bytes_per_s / 1e9:.1f} GB/s"),
+        ("host and device, the slower way", f"{found.host_bytes_per_s / 1e9:.1f} GB/s"),
+        ("start of an operation", f"{found.launch_s * 1e6:.1f} us"),
+        ("beside tensors", f"{found.beside_bytes / MIB:.0f} MiB"),
+        ("the allocator rounds to", f"{found.granularity_bytes} B"),
+        *((f"scratch of {name}", f"{size / MIB:.1f} MiB") for name, size in found.scratch.items()),
+    ]
+    if found.communication_bytes is not None:
+        rows.append(("a communicator", f"{found.communication_bytes / MIB:.0f} MiB"))
+    say(f"{found.device}, measured on {found.made}:")
+    print_table(("what", "measured"), rows)
+    kinds = len(read_history().ratios)
+    say(f"Kept in {where}; peaks of {kinds} kinds of runs beside it. Plans for this machine use them.")

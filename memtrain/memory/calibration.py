@@ -1,0 +1,110 @@
+"""What was measured on this machine, in a store of its own: a device's rates, and peaks of runs that ended.
+
+Nothing needs it: without it a plan takes typical values, and says so. `MEMTRAIN_CALIBRATION` names another
+folder, or `off`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from memtrain.recipes.base import Section
+
+OFF = "off"
+VARIABLE = "MEMTRAIN_CALIBRATION"
+PACKAGES = ("torch", "transformers")
+"""What the figures depend on: another version of these is another key."""
+
+
+class Measured(Section):
+    """One device as `memtrain calibrate` found it."""
+
+    device: str
+    """Its name, as the driver says it; CPU."""
+    made: str
+    """Day, as 2026-11-21."""
+    versions: dict[str, str]
+    beside_bytes: int
+    """What a process takes beside tensors: context, kernels and workspaces, or interpreter and libraries."""
+    communication_bytes: int | None = None
+    """What a communicator of several processes takes; None where there was one device."""
+    half_matmul_per_s: float
+    single_matmul_per_s: float
+    bytes_per_s: float
+    """Device memory, read and written."""
+    host_bytes_per_s: float
+    """The slower direction between pinned host memory and the device; on a CPU that of its memory."""
+    launch_s: float
+    granularity_bytes: int
+    """The allocator's: sizes are rounded up to multiples of it."""
+    scratch: dict[str, int] = {}
+    """What single kernels take inside themselves, by kernel."""
+
+
+def folder() -> Path | None:
+    """Where the store is, or None where it is switched off."""
+    said = os.environ.get(VARIABLE)
+    if said == OFF:
+        return None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(said) if said else cache / "memtrain" / "calibration"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on, without importing it."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def device_file(device: str) -> Path | None:
+    """The file of a device under today's versions."""
+    base = folder()
+    return None if base is None else base / f"device-{_slug(device)}-{_digest(versions())}.json"
+
+
+def remember(measured: Measured) -> Path | None:
+    """Write it, whole or not at all; where it is written, or None where the store is off."""
+    file = device_file(measured.device)
+    if file is not None:
+        write_whole(file, measured.model_dump_json(indent=1))
+    return file
+
+
+def measured_of(device: str) -> Measured | None:
+    """What was measured of a device under today's versions; None where nothing was, or it cannot be read."""
+    file = device_file(device)
+    if file is None or not file.is_file():
+        return None
+    try:
+        return Measured.model_validate_json(file.read_text())
+    except (ValidationError, OSError):
+        return None
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that readers find the old one or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    with os.fdopen(handle, "w") as out:
+        out.write(text)
+    Path(name).replace(file)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _digest(words: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()[:12]

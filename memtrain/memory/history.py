@@ -1,0 +1,78 @@
+"""Peaks of runs that ended beside what was predicted of them, and what the next prediction learns from it.
+
+A correction is a share of the predicted peak, bounded, told on a line of its own. A run that did not rehearse
+may never have met its heaviest batch: it says only how much more was needed, never how much less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memtrain.memory.calibration import folder, versions, write_whole
+from memtrain.memory.settings import Settings
+from memtrain.memory.shape import ModelShape
+
+BOUND = 0.1
+"""Most that a prediction is corrected by. Taste: beyond, something else is wrong, and is not to be hidden."""
+KEPT = 5
+"""Runs of a kind that are remembered; the one that needed most counts."""
+FILE = "runs.json"
+STRATEGIES = (
+    *("device", "num_processes", "context_parallel", "engine", "dtype", "attention", "liger", "adapter"),
+    *("quantize", "padding_free", "shared_prompts", "reference", "value", "checkpoint_every", "offload"),
+    *("loss", "optimizer", "master_weights", "in_backward", "optimizer_offload"),
+)
+"""Settings that change which tensors are there, not how large they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Ratios of measured to predicted peaks, by the kind of run."""
+
+    ratios: Mapping[str, tuple[float, ...]]
+
+    def correction(self, kind: str, predicted_bytes: int) -> int:
+        """Bytes to add to a prediction of this kind (below zero: to take off); 0 where nothing is known."""
+        known = self.ratios.get(kind, ())
+        if not known:
+            return 0
+        return round(min(BOUND, max(-BOUND, max(known) - 1)) * predicted_bytes)
+
+
+EMPTY = History({})
+
+
+def kind_of_run(settings: Settings, shape: ModelShape, method: str) -> str:
+    """A key of runs whose predictions err alike: model, method, strategies and versions."""
+    model = (shape.model_type, shape.num_layers, shape.width, shape.mlp_width, shape.vocab_size, shape.tied)
+    chosen = {name: str(getattr(settings, name)) for name in STRATEGIES}
+    words = repr((method, model, sorted(chosen.items()), sorted(versions().items())))
+    return hashlib.sha256(words.encode()).hexdigest()[:20]
+
+
+def read_history() -> History:
+    """What is remembered; nothing where the store is off, empty or unreadable."""
+    base = folder()
+    if base is None:
+        return EMPTY
+    try:
+        kept = json.loads((base / FILE).read_text())
+        return History({str(kind): tuple(map(float, ratios)) for kind, ratios in kept.items()})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return EMPTY
+
+
+def note_run(kind: str, *, predicted_bytes: int, measured_bytes: int, is_rehearsed: bool) -> None:
+    """Remember a run that ended. `predicted_bytes`: without a correction."""
+    base = folder()
+    if base is None or not kind or not predicted_bytes or not measured_bytes:
+        return
+    ratio = measured_bytes / predicted_bytes
+    if not is_rehearsed and ratio < 1:
+        return
+    ratios = dict(read_history().ratios)
+    ratios[kind] = (*ratios.get(kind, ()), round(ratio, 6))[-KEPT:]
+    write_whole(base / FILE, json.dumps(ratios, indent=1))
