@@ -113,7 +113,8 @@ class OnlineSteps:
             self.method.told = dict(self.feed.window.told)
         else:
             self.method.told = {}
-        return self._of_part(self.feed.window, step, place % section.steps_per_rollout, rank, num_ranks)
+        part = place % section.steps_per_rollout
+        return self.work_of(self.feed.window, step, part, rank=rank, num_ranks=num_ranks)
 
     def kept(self) -> dict[str, Any]:
         """The rollout at hand, for a checkpoint."""
@@ -134,7 +135,7 @@ class OnlineSteps:
         assert held_out is not None, "There are held-out prompts."
         numbers = range(len(held_out.tokens))
         groups = [Group(held_out.ids(number), 1, self._seed("held-out", number)) for number in numbers]
-        samples = self._written(groups, sampling_of(self.plan, self.built, is_evaluation=True))
+        samples = self.written(groups, sampling_of(self.plan, self.built, is_evaluation=True))
         reward_AF, told = self.judging.verdicts(held_out, list(numbers), samples)
         total = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F).nanmean().item()
         lengths = [len(sample.token_ids) for group in samples for sample in group]
@@ -171,13 +172,13 @@ class OnlineSteps:
             self.judging.begin(early, self.prompts, number, rows[number], samples)
 
         started = time.perf_counter()
-        samples = self._written(groups, sampling_of(self.plan, self.built), begin)
+        samples = self.written(groups, sampling_of(self.plan, self.built), begin)
         generated = time.perf_counter()
         window = new_window(number, rows, parts, prompts, samples, len(self.judging.functions))
         with self._watched("rewards"):
             window.reward_AF, window.told = self.judging.verdicts(self.prompts, rows, samples, early)
         judged = time.perf_counter()
-        weighing = Weighing(self.method, self.feed, self._passes, self.judging.weight_F, count)
+        weighing = Weighing(self.method, self.feed, self.passes, self.judging.weight_F, count)
         with self._watched("passes"):
             weighing.weigh(window)
         reward_A = weighted_rewards(torch.from_numpy(window.reward_AF), self.judging.weight_F)
@@ -192,12 +193,18 @@ class OnlineSteps:
             self.judging.show(window, step + 1, self.plan.recipe.generation.show)
         return window
 
-    def _written(
-        self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
+    def written(
+        self,
+        groups: Sequence[Group],
+        sampling: Sampling,
+        on_done: OnDone | None = None,
+        *,
+        phase: str = "generation",
     ) -> list[list[Sample]]:
+        """The completions of some groups, on every rank; called by all of them together."""
         spread = self.built.spread
         laid = spread.whole if self.plan.settings.gather_weights else spread.streamed
-        with self._watched("generation"), laid(self.built.scorer):
+        with self._watched(phase), laid(self.built.scorer):
             return self.generating.all(groups, sampling, on_done)
 
     def _watched(self, phase: str) -> AbstractContextManager[object]:
@@ -209,7 +216,8 @@ class OnlineSteps:
         every = self.plan.recipe.log.every_steps
         return step == 0 or (step + 1) % every == 0 or self.method.section.steps_in_window > 1
 
-    def _passes(self) -> Passes:
+    def passes(self) -> Passes:
+        """Who is asked for log-probs and values before an update."""
         return Passes(
             model=self.built.scorer,
             reference=self.method.reference,
@@ -219,7 +227,8 @@ class OnlineSteps:
             temperature=self.method.temperature,
         )
 
-    def _of_part(self, window: Window, step: int, part: int, rank: int, num_ranks: int) -> StepWork:
+    def work_of(self, window: Window, step: int, part: int, *, rank: int, num_ranks: int) -> StepWork:
+        """What `rank` learns from a part of a window."""
         settings = self.plan.settings
         answers = np.flatnonzero((window.part_A == part) & window.is_learnt_A)
         kept = None
@@ -283,7 +292,7 @@ def online_steps(
 
     generating = open_generating(plan, built, ranks, version=lambda: position.step, tell=note)
     judging = build_judging(plan, built, ranks, teller.say)
-    check_columns(judging.functions, list(built.train.columns(0)), "rewards.functions")
+    check_columns(dict(enumerate(judging.functions)), list(built.train.columns(0)))
     steps = OnlineSteps(
         plan, built, ranks, watch, teller.tell, generating, judging, built.train, built.eval, position
     )

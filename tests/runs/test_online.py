@@ -226,6 +226,20 @@ def test_a_recipe_that_cannot_be_meant_is_refused(
     assert words in caught.value.text()
 
 
+def test_a_reward_that_cannot_be_called_is_told_with_its_line_before_anything_is_loaded(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("memtrain.cli.launch.local.start", lambda *given, **named: pytest.fail("started"))
+    recipe = tmp_path / "grpo.yaml"
+    text = RECIPE.format(method="grpo", cache=cache, rewards=cache / "rewards.py")
+    recipe.write_text(text.replace("functions: [", "functions: [length, "))
+    with pytest.raises(RecipeError) as caught:
+        run_recipe("grpo", str(recipe), [], run_dir=str(tmp_path / "run"))
+    assert "reward 'length' needs longest and room, which the rows do not have" in caught.value.text()
+    line = next(n for n, line in enumerate(recipe.read_text().splitlines(), 1) if "functions:" in line)
+    assert f"grpo.yaml:{line}:15" in caught.value.text()
+
+
 def test_a_reward_that_fails_ends_the_run_in_words(tmp_path: Path, cache: Path):
     (tmp_path / "bad.py").write_text("def bad(completion):\n    return 1 / 0\n")
     with pytest.raises(DataError) as caught:

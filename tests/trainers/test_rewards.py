@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from memtrain.errors import DataError, RecipeError
 from memtrain.recipes.rewards import Rewards
 from memtrain.trainers.rewards.builtin import exact_answer, matches_format, plain, repetition, soft_length
+from memtrain.trainers.rewards.declared import declared_functions
 from memtrain.trainers.rewards.early import Early
 from memtrain.trainers.rewards.functions import check_columns, load_functions
 from memtrain.trainers.rewards.score import Answer, Scores, score
@@ -209,11 +210,40 @@ def test_all_wrong_functions_are_told_at_once(reward_file):
     assert "has no parameter 'x'" in told[2]
 
 
+def test_what_a_function_takes_is_read_without_running_its_file(tmp_path: Path, reward_file: Path):
+    source = (
+        reward_file.read_text() + "\ndef more(completions, /, *rest, key, other=1, **columns):\n    pass\n"
+    )
+    text = tmp_path / "text.py"
+    text.write_text(f"from somewhere import imported\n{source}\nraise SystemExit('this file was run')\n")
+    names = ("one", "many", "patient_batch", "everything", "noted")
+    read = declared_functions(
+        Rewards.model_validate({"functions": [f"{text}:{name}" for name in (*names, "imported")]})
+    )
+    loaded = load_functions(
+        Rewards.model_validate({"functions": [f"{reward_file}:{name}" for name in names]})
+    )
+    assert sorted(read) == [0, 1, 2, 3, 4]
+    for index, function in enumerate(loaded):
+        for what in ("takes", "needs", "takes_all", "is_batched"):
+            assert getattr(read[index], what) == getattr(function, what)
+    functions = [{"function": f"{text}:{name}"} for name in ("more", "nothing")]
+    functions += [{"function": "format", "args": {"patern": "x"}}]
+    with pytest.raises(RecipeError) as caught:
+        declared_functions(Rewards.model_validate({"functions": functions}))
+    assert [fault.where for fault in caught.value.faults] == [f"rewards.functions.{n}" for n in range(3)]
+    assert [fault.what for fault in caught.value.faults] == [
+        "reward 'more' takes completions without its name",
+        f"{text} has no function 'nothing'",
+        "reward 'format' has no parameter 'patern'",
+    ]
+
+
 def test_a_column_that_is_missing_is_told_before_the_run():
     functions = load_functions(Rewards.model_validate({"functions": "exact_answer"}))
-    check_columns(functions, ["answer"])
+    check_columns(dict(enumerate(functions)), ["answer"])
     with pytest.raises(RecipeError, match="needs answer, which the rows do not have") as caught:
-        check_columns(functions, ["solution"])
+        check_columns(dict(enumerate(functions)), ["solution"])
     assert "columns: {answer: ...}" in caught.value.faults[0].fix
 
 

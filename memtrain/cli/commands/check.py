@@ -16,6 +16,7 @@ def check(
     every: Annotated[bool, typer.Option("--all", help="Show the keys left at their defaults too.")] = False,
 ) -> None:
     """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
+    from memtrain.cli.judging import check_rewards
     from memtrain.memory.honour import honoured
     from memtrain.memory.rules import Asked
     from memtrain.recipes.load import load_recipe
@@ -23,6 +24,7 @@ def check(
 
     loaded = load_recipe(recipe, overrides or ())
     honoured(Asked(loaded.recipe, loaded.where))
+    check_rewards(loaded)
     shown = [one for one in settings(loaded) if every or one[2] != "default"]
     rows = [(key, value, whole(where)) for key, value, where in shown]
     say(f"{whole(loaded.path)} is a valid {loaded.recipe.method} recipe.")

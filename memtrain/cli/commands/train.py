@@ -72,6 +72,7 @@ def run_recipe(
 
     loaded = load_recipe(recipe, overrides, method=method)
 
+    from memtrain.cli.judging import check_rewards
     from memtrain.cli.launch.local import recipe_yaml, start, write_files
     from memtrain.cli.planning import make_plan
     from memtrain.cli.showing import print_end, print_plan, reading_progress
@@ -80,9 +81,11 @@ def run_recipe(
     from memtrain.trainers.run.trackers import check_trackers
 
     check_trackers(loaded.recipe.log.trackers)
+    check_rewards(loaded)
     with reading_progress() as progress:
         planned = make_plan(loaded, run_dir=run_dir, progress=progress)
     plan = planned.plan
+    check_rewards(loaded, plan.data)
     folder = RunFolder(Path(plan.run_dir))
     with folder.open_for_run() as lock:
         if resume and is_over(folder, plan):

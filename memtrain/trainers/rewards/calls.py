@@ -1,4 +1,4 @@
-"""Calls of foreign functions: several at once, each with a deadline, begun now, waited for later. No torch."""
+"""Calls of foreign functions: several at once, each with a deadline, begun now, waited for later."""
 
 from __future__ import annotations
 

@@ -61,10 +61,11 @@ def load_functions(rewards: Rewards) -> tuple[Function, ...]:
     return tuple(loaded)
 
 
-def check_columns(functions: Sequence[Function], columns: Sequence[str], where: str = "") -> None:
-    """Raise RecipeError when a function needs what the rows do not have."""
+def check_columns(functions: Mapping[int, Function], columns: Sequence[str]) -> None:
+    """Raise RecipeError when a function, by its place in the recipe, needs what the rows do not have."""
     faults: list[Fault] = []
-    for function in functions:
+    for index, function in functions.items():
+        where = f"rewards.functions.{index}"
         renamed = function.recipe.columns
         for taken, column in renamed.items():
             if column not in columns:
@@ -89,16 +90,18 @@ def _load(recipe: RewardFunction, where: str) -> Function:
         return Function(recipe, _asked_apart, True, False, True, (), (), False)
     module_name, _, name = str(recipe.function).rpartition(":")
     if not module_name:
-        return _looked_at(recipe, BUILTINS[name], where, is_builtin=True)
+        return looked_at(recipe, BUILTINS[name], where, is_builtin=True)
     is_file = module_name.endswith(".py") or "/" in module_name
-    module = _from_file(Path(module_name), where) if is_file else _from_package(module_name, where)
+    module = (
+        _from_file(reward_file(module_name, where), where) if is_file else _from_package(module_name, where)
+    )
     call = getattr(module, name, None)
     if not callable(call):
         has = [one for one, value in vars(module).items() if inspect.isfunction(value) and one[0] != "_"]
         raise RecipeError(
             f"{module_name} has no function '{name}'", where, f"it has {', '.join(has) or 'no functions'}"
         )
-    return _looked_at(recipe, call, where, is_builtin=False)
+    return looked_at(recipe, call, where, is_builtin=False)
 
 
 def _asked_apart() -> None:
@@ -106,12 +109,17 @@ def _asked_apart() -> None:
     raise AssertionError("A reward model is no function.")
 
 
-def _from_file(path: Path, where: str) -> ModuleType:
-    path = path.expanduser()
+def reward_file(name: str, where: str) -> Path:
+    """The file of a reward function. Raises: RecipeError when it is not there."""
+    path = Path(name).expanduser()
     if not path.is_file():
         raise RecipeError(
             f"there is no file '{path}'", where, "a path is taken from the folder in which the command runs"
         )
+    return path
+
+
+def _from_file(path: Path, where: str) -> ModuleType:
     name = f"memtrain_reward_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "A .py file has a loader."
@@ -146,7 +154,11 @@ def _import_fault(what: str, error: Exception, where: str) -> tuple[str, str, st
     )
 
 
-def _looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, is_builtin: bool) -> Function:
+def looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, is_builtin: bool) -> Function:
+    """The function with what it takes.
+
+    Raises: RecipeError when no call could fill its parameters.
+    """
     parameters = inspect.signature(call).parameters
     by_name = [
         one for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)

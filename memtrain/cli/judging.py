@@ -1,0 +1,34 @@
+"""Whether the rewards of a recipe can be called, before anything is loaded; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memtrain.errors import RecipeError
+from memtrain.memory.plan import PreparedData
+from memtrain.recipes.load import LoadedRecipe
+from memtrain.trainers.data.store import TokenStore
+from memtrain.trainers.rewards.declared import declared_functions
+from memtrain.trainers.rewards.functions import check_columns
+
+
+def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> None:
+    """See that reward functions are there and take what they are given; with `data`, that its rows have that.
+
+    Raises: RecipeError with every fault, each with its line.
+    """
+    rewards = loaded.recipe.rewards
+    if rewards is None:
+        return
+    try:
+        found = declared_functions(rewards)
+        if data is not None:
+            check_columns(found, list(TokenStore.open(data.train.folder).columns(0)))
+    except RecipeError as error:
+        is_ours = "rewards.functions"
+        raise RecipeError(
+            [
+                replace(one, where=loaded.where(one.where)) if one.where.startswith(is_ours) else one
+                for one in error.faults
+            ]
+        ) from None
