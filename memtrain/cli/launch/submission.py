@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from memtrain.cli.judging import check_rewards
 from memtrain.cli.launch.local import recipe_yaml
 from memtrain.cli.launch.nodes import hardware_of, nodes_of
 from memtrain.cli.launch.queue import JobRecord, has_slurm, job_state, read_record
@@ -69,6 +70,7 @@ def prepare(recipe: str, overrides: Sequence[str], run_dir: str | None) -> Submi
         each = load_recipe(recipe, [*overrides, *words]) if words else loaded
         folder = above / folder_name(words) if words else above
         made = make_plan(each, run_dir=str(folder), hardware=hardware_of(each, nodes))
+        check_rewards(each, made.plan.data)
         _check_free(folder)
         if not is_over(RunFolder(folder), made.plan):
             planned.append(made)
