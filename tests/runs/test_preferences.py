@@ -226,7 +226,7 @@ def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("length.truncation=drop", "and rows longer than 8 are left out"),
+        ("length.truncation=drop", "longer than 8 tokens, and longer ones are left out"),
         ("length.truncation=keep_start", "nothing that is learnt lies within 8 tokens"),
     ],
 )
@@ -234,6 +234,14 @@ def test_a_length_that_leaves_no_row_is_told(override: str, words: str, tmp_path
     with pytest.raises(DataError, match="none of 32 rows is left") as caught:
         run(tmp_path, "dpo", cache, "length.max_length=8", override)
     assert words in caught.value.text()
+
+
+def test_a_length_that_leaves_no_held_out_row_is_told_before_training(tmp_path: Path, cache: Path):
+    rows = [{"prompt": "How many?", "chosen": " one" * 80, "rejected": " two" * 80} for _ in range(3)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data.held_out=0", f"data.eval={tmp_path / 'long.jsonl'}", "length.truncation=drop"]
+    with pytest.raises(DataError, match="none of 3 held-out rows is left: all are longer"):
+        run(tmp_path, "dpo", cache, "length.max_length=60", *words)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -15,7 +15,7 @@ from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.trainers.data.answers import lay_out_answers
 from memtrain.trainers.data.pieces import Spans, lay_out
 from memtrain.trainers.data.prompts import lay_out_completions
-from memtrain.trainers.data.rows import choose_rows
+from memtrain.trainers.data.rows import Chosen, choose_rows
 from memtrain.trainers.data.store import TokenStore
 
 Ints = NDArray[np.int64]
@@ -38,32 +38,49 @@ class Laid(Protocol):
 def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) -> Laid:
     """The training rows as the workers will lay them out; with prompts computed once, or once an answer.
 
-    Raises: DataError when none is left.
+    Raises: DataError when none of them is left, or none of the held-out rows.
     """
     store = TokenStore.open(data.train.folder)
-    rows = choose_rows(recipe.data, store, recipe.train.seed).train
+    chosen = choose_rows(recipe.data, store, recipe.train.seed)
     lay: Callable[[TokenStore, Ints, Recipe, bool], Laid] = (
         _completions if recipe.online is not None else _answers if recipe.method in HAS_ANSWERS else _tokens
     )
-    laid = lay(store, rows, recipe, shares_prompts)
+    laid = lay(store, chosen.train, recipe, shares_prompts)
     if not laid.profile.report.num_sequences:
-        raise DataError(*_none_left(store, rows, recipe))
+        raise DataError(*_none_left(chosen.train, recipe, "rows"))
+    held = held_out_of(recipe, data, store, chosen)
+    if held is not None and not lay(*held, recipe, shares_prompts).profile.report.num_sequences:
+        raise DataError(*_none_left(held[1], recipe, "held-out rows"))
     return laid
 
 
-def _none_left(store: TokenStore, rows: Ints, recipe: Recipe) -> tuple[str, str, str]:
+def held_out_of(
+    recipe: Recipe, data: PreparedData, store: TokenStore, chosen: Chosen
+) -> tuple[TokenStore, Ints] | None:
+    """The rows that evaluation sees, and their store; None where there are none."""
+    if data.eval is not None:
+        store = TokenStore.open(data.eval.folder)
+        rows = np.arange(store.num_rows)
+    else:
+        rows = chosen.eval
+    if recipe.eval.max_rows is not None and len(rows):
+        rows = rows[:: -(-len(rows) // recipe.eval.max_rows)]
+    return (store, rows) if len(rows) else None
+
+
+def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
     """What, where and fix for rows of which none can be learnt from."""
     longest = recipe.length.max_length
-    what = f"none of {len(rows)} rows is left"
+    limit = f"{longest} tokens" if longest is not None else "the limits of length:"
+    what = f"none of {len(rows)} {name} is left"
     if recipe.length.truncation == "drop":
-        shortest = int(store.lengths[rows].min())
         return (
-            f"{what}: the shortest has {shortest:,} tokens, and rows longer than {longest} are left out",
+            f"{what}: all are longer than {limit}, and longer ones are left out",
             "length.truncation",
             "raise length.max_length, or set length.truncation: keep_start or keep_end",
         )
     return (
-        f"{what}: nothing that is learnt lies within {longest} tokens",
+        f"{what}: nothing that is learnt lies within {limit}",
         "length.max_length",
         "raise length.max_length, or choose another length.truncation",
     )
