@@ -40,7 +40,7 @@ CASES = ("sft", "dpo", "kto", "reward", "grpo", "grpo, same completions", "rloo"
 PROBLEMS, GROUP, MAX_TOKENS = 2, 4, 32
 """Of a step of the methods that write completions: prompts, completions of each, and their longest."""
 ROWS = {"sft": 8, "dpo": 4, "kto": 8, "reward": 4, "grpo": PROBLEMS * GROUP, "rloo": PROBLEMS * GROUP}
-STEPS = {"0.9M": 10, "25M": 3}
+STEPS = {"0.9M": 10, "25M": 2}
 
 
 def main() -> None:
