@@ -63,8 +63,7 @@ def with_generation(
     recipe = ledger.asked.recipe
     if recipe.online is None:
         return settings, prediction
-    # A rehearsal tries the heaviest rows of a feed, and the completions are not written yet.
-    settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings), "rehearse": False})
+    settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
     refuse_gathering(ledger, settings)
     ledger.settle()
     resting = _resting(prediction)

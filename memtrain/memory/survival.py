@@ -11,7 +11,6 @@ from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
 from memtrain.recipes.memory import StrategyName
 from memtrain.recipes.preference import Dpo
-from memtrain.recipes.registry import METHODS
 
 Rung = Literal["split", "checkpointing", "offloading", "loss_tile"]
 
@@ -34,15 +33,6 @@ STRATEGY_OF: dict[Rung, StrategyName] = {
 def decide_rehearsal(ledger: Ledger, hardware: Hardware) -> bool:
     """Whether the heaviest batch is tried before the first step."""
     wanted = ledger.asked.recipe.memory.rehearse
-    if METHODS[ledger.asked.recipe.method].is_online:
-        if wanted == "on":
-            ledger.refuse(
-                "a run that writes its own completions is not rehearsed: they are not there before it",
-                "memory.rehearse",
-                "remove it",
-            )
-        ledger.decide("rehearse", "off", "the completions that it learns from are not there yet")
-        return False
     if wanted == "auto":
         is_on = hardware.device == "cuda"
         reason = (

@@ -22,7 +22,9 @@ from memtrain.errors import LaunchError
 from memtrain.memory.units import gib
 from memtrain.trainers.feed import Feed, Ints, StepWork, eval_micro_batches
 from memtrain.trainers.loop import Run, look_ahead, score, whole_gradients
+from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.recover import Exhausted
+from memtrain.trainers.rehearse_online import made_up_rollout
 from memtrain.trainers.run.events import NoteEvent
 from memtrain.trainers.run.report import REHEARSAL
 from memtrain.trainers.run.seed import random_state, restore_random_state
@@ -49,26 +51,51 @@ def rehearse(run: Run) -> Rehearsed:
 
     Raises: OutOfMemory when it does not fit whatever is done; LaunchError when checkpoints cannot be written.
     """
-    sequences, is_real = heaviest_micro(run)
     before = bits_of(run.parameters)
-    with _undone(run):
+    with _undone(run), _heaviest(run) as heaviest:
         try:
-            _steps(run, sequences)
+            _steps(run, heaviest)
             _evaluation(run)
         except Exhausted as spent:
             raise run.post_mortem(spent) from None
         with run.watch.phase(f"{REHEARSAL}saving"):
             try_save(run)
+        tokens = run.recovery.load_of(run.steps.feed, heaviest.sequences)
         peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
     assert bits_of(run.parameters) == before, "A rehearsal moves no weight."
-    tokens = run.recovery.load_of(run.steps.feed, sequences)
-    which = "the heaviest micro-batch of the run" if is_real else "the longest rows together"
     predicted = run.plan.prediction.peak.num_bytes
-    said = f"rehearsed {which}, {tokens:,} tokens"
+    said = f"rehearsed {heaviest.words}, {tokens:,} tokens"
     if run.watch.is_on:
         said += f": peak {gib(peak)}, predicted {gib(predicted)}"
     run.tell(NoteEvent(step=run.position.step, text=said))
     return Rehearsed(peak, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Heaviest:
+    """The micro-batch that is tried."""
+
+    sequences: Ints
+    has_more: bool
+    """A step has several micro-batches: gradients are there when the next one begins."""
+    words: str
+
+
+@contextmanager
+def _heaviest(run: Run) -> Iterator[Heaviest]:
+    """The heaviest micro-batch; of a run that writes its completions one of made-up ones, gone after it."""
+    settings, steps = run.plan.settings, run.steps
+    if isinstance(steps, OnlineSteps):
+        of_replica = (settings.batch_rows or 1) / run.ranks.num_replicas
+        words = "completions of full length to the longest prompts"
+        with made_up_rollout(steps) as sequences:
+            yield Heaviest(sequences, of_replica > settings.micro_rows, words)
+        return
+    sequences, is_real = heaviest_micro(run)
+    replicas = run.ranks.num_replicas
+    first = [run.steps.work(run.position.step, rank=rank, num_ranks=replicas) for rank in range(replicas)]
+    words = "the heaviest micro-batch of the run" if is_real else "the longest rows together"
+    yield Heaviest(sequences, any(len(work.micros) > 1 for work in first), words)
 
 
 def heaviest_micro(run: Run) -> tuple[Ints, bool]:
@@ -142,14 +169,10 @@ def _undone(run: Run) -> Iterator[None]:
         restore_random_state(draws)
 
 
-def _steps(run: Run, sequences: Ints) -> None:
+def _steps(run: Run, heaviest: Heaviest) -> None:
     """A first step, after which the states are there, and one with them. A run that goes on has them."""
-    step = run.position.step
-    has_more = any(
-        len(run.steps.work(step, rank=replica, num_ranks=run.ranks.num_replicas).micros) > 1
-        for replica in range(run.ranks.num_replicas)
-    )
-    micros = (sequences, sequences) if has_more else (sequences,)
+    step, sequences = run.position.step, heaviest.sequences
+    micros = (sequences, sequences) if heaviest.has_more else (sequences,)
     feed = run.steps.feed
     work = StepWork(
         step=step,
@@ -185,7 +208,8 @@ def _step_nowhere(run: Run) -> None:
 
 
 def _evaluation(run: Run) -> None:
-    if run.eval_feed is None:
+    if run.eval_feed is None or isinstance(run.steps, OnlineSteps):
+        # What is held out of an online run is written and judged, and writing was tried.
         return
     feed = run.eval_feed
     micros = eval_micro_batches(feed, run.plan.settings, rank=0, num_ranks=1)

@@ -132,6 +132,28 @@ def test_how_it_is_computed_does_not_move_the_curve(
     torch.testing.assert_close(torch.tensor(curve(plain)), torch.tensor(curve(other)), rtol=3e-4, atol=3e-6)
 
 
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "rloo", "online_dpo")]
+
+
+@pytest.mark.parametrize("method", ["ppo", *SLOWLY])
+def test_a_rehearsal_leaves_no_trace_in_the_numbers(method: str, tmp_path: Path, cache: Path):
+    """Completions of full length are tried before step 1, and not one number of the run is another."""
+    given = ("train.max_steps=2", "memory.watch=true", "train.micro_rows=8", "eval.every_steps=2")
+    if method == "ppo":
+        given = (*given, "ppo.kl_target=0.1")
+    plain = run(tmp_path, method, cache, *given, "memory.rehearse=off", name="plain")
+    tried = run(tmp_path, method, cache, *given, "memory.rehearse=on", name="tried")
+    assert curve(tried) == curve(plain)
+    (note,) = [line["text"] for line in tried if line["kind"] == "note"]
+    assert note.startswith("rehearsed completions of full length to the longest prompts, ")
+    peaks = {line["phase"]: line["allocated"] for line in tried if line["kind"] == "memory"}
+    phases = ("generation", "first step", "steady step", "saving")
+    assert all(peaks[f"rehearsal: {phase}"] > 0 for phase in phases)
+    assert peaks["rehearsal: steady step"] >= peaks["steady step"]
+    files = [tmp_path / name / "final" / "model.safetensors" for name in ("plain", "tried")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_an_update_on_pairs_forwards_each_prompt_once(tmp_path: Path, cache: Path):
     shared = steps(run(tmp_path, "online_dpo", cache, "train.max_steps=1"))[0]
     apart = steps(

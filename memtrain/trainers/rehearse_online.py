@@ -1,0 +1,86 @@
+"""What a rehearsal tries of a run that writes its completions: they are made up, as long as they may be.
+
+The longest prompts, completions of `generate.max_tokens` tokens, rewards that differ within each group;
+nothing is judged. Who writes completions in this process reads the prompts into keys of full length, and
+writes one token of each: the keys are there from the first. What vLLM fills it has taken when it started.
+"""
+
+# A answers.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from memtrain.trainers.feed import Ints
+from memtrain.trainers.mismatch_alarm import SeesMismatch
+from memtrain.trainers.online import OnlineSteps
+from memtrain.trainers.online_method import WeighsTokens
+from memtrain.trainers.online_weigh import Weighing
+from memtrain.trainers.rollout.backend import sampling_of
+from memtrain.trainers.rollout.protocol import Group, Sample
+from memtrain.trainers.rollout.window import Window, new_window
+from memtrain.trainers.run.report import REHEARSAL
+
+
+@contextmanager
+def made_up_rollout(steps: OnlineSteps) -> Iterator[Ints]:
+    """The heaviest micro-batch of a rollout that was written and weighed; the one at hand is back after it.
+
+    Called by all ranks together.
+    """
+    method, feed = steps.method, steps.feed
+    before = feed.window, feed.norms, method.told
+    kept = method.kept() if isinstance(method, WeighsTokens) else {}
+    try:
+        write_longest(steps)
+        yield _heaviest(steps, weighed(steps))
+    finally:
+        feed.window, feed.norms, method.told = before
+        if isinstance(method, SeesMismatch):
+            method.seen.clear()
+        if isinstance(method, WeighsTokens):
+            method.go_on(kept)
+
+
+def write_longest(steps: OnlineSteps) -> None:
+    """Write a token of as many completions of the longest prompts as are written at a time."""
+    plan = steps.plan
+    if plan.settings.sampler not in ("native", "transformers"):
+        return
+    count = plan.recipe.generation.completions
+    num_groups = steps.ranks.world * max(1, -(-plan.settings.rollout_rows // count))
+    groups = [Group(steps.prompts.ids(row), count, seed=0) for row in longest_rows(steps, num_groups)]
+    every_id = tuple(range(len(steps.built.tokenizer)))
+    sampling = replace(sampling_of(plan, steps.built), stop_ids=every_id, stop_strings=())
+    steps.written(groups, sampling, phase=f"{REHEARSAL}generation")
+
+
+def longest_rows(steps: OnlineSteps, count: int) -> list[int]:
+    """So many prompts, the longest first; the same again where there are fewer."""
+    order = np.argsort(-steps.prompts.tokens, kind="stable")
+    return [int(order[place % len(order)]) for place in range(count)]
+
+
+def weighed(steps: OnlineSteps) -> Window:
+    """A rollout of made-up completions, with advantages and the passes that come before the update."""
+    settings, generate = steps.plan.settings, steps.plan.recipe.generation
+    count, length = generate.completions, generate.max_tokens
+    num_groups = steps.ranks.world * max(1, -(-settings.pass_factor * settings.micro_rows // count))
+    rows = longest_rows(steps, num_groups)
+    prompts = [steps.prompts.ids(row) for row in rows]
+    samples = [[Sample((prompt[-1],) * length, (0.0,) * length, "stop")] * count for prompt in prompts]
+    window = new_window(0, rows, [0] * len(rows), prompts, samples, len(steps.judging.functions))
+    window.reward_AF[:] = (np.arange(window.num_answers) % 2)[:, None]
+    weighing = Weighing(steps.method, steps.feed, steps.passes, steps.judging.weight_F, count)
+    with steps.watch.phase(f"{REHEARSAL}passes"):
+        weighing.weigh(window)
+    return window
+
+
+def _heaviest(steps: OnlineSteps, window: Window) -> Ints:
+    work = steps.work_of(window, steps.position.step, 0, rank=0, num_ranks=1)
+    return max(work.micros, key=lambda micro: int(steps.feed.tokens[micro].sum()))
