@@ -56,6 +56,14 @@ def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
         ledger.refuse(f"cluster.engine {asked}: {what}", path, fix)
 
 
+def loads_shards(recipe: Recipe, settings: Settings) -> bool:
+    """Whether each process reads its own rows of the model's files, where their names are the model's."""
+    is_pretrained = recipe.model.path is not None and not recipe.model.path.startswith("builtin:")
+    is_plain = recipe.model.adapter is None and recipe.model.quantize == "none" and recipe.method != "reward"
+    has_rows = settings.num_processes > 1 and settings.context_parallel == 1
+    return has_rows and settings.engine == "fsdp2" and is_pretrained and is_plain
+
+
 def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharded"]:
     """Who writes checkpoints."""
     wanted, path = ledger.asked.recipe.save.layout, "save.layout"

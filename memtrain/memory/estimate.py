@@ -67,9 +67,9 @@ def estimate(
 
 
 def _loading(load: Load) -> Moment:
-    """The model as it is loaded: whole on every rank, also where it is cut into shards afterwards."""
+    """The model as it is loaded: whole on every rank and then cut, unless each reads its own rows."""
     resting = _resting(load, has_state=False) | {"batch": 0}
-    if not shards_weights(load.settings):
+    if not shards_weights(load.settings) or load.settings.loads_shards:
         return resting
     return resting | {"weights": weights_bytes(load.settings, load.shape)}
 

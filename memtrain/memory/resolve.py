@@ -10,7 +10,7 @@ from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.auto_context import by_context, told
 from memtrain.memory.budget import measured_beside
 from memtrain.memory.deciding import decide_base
-from memtrain.memory.engines import decide_layout, uses_zero
+from memtrain.memory.engines import decide_layout, loads_shards, uses_zero
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.history import kind_of_run
@@ -79,6 +79,7 @@ def _resolve(asked: Asked, facts: Facts) -> Resolved:
             "recovery": decide_recovery(ledger, chosen.settings),
             "checkpoint_layout": decide_layout(ledger, chosen.settings),
             "rehearse": decide_rehearsal(ledger, facts.hardware),
+            "loads_shards": loads_shards(case.recipe, chosen.settings),
             "zero_bucket": bucket_of(facts.shape) if uses_zero(chosen.settings) else 0,
         }
     )

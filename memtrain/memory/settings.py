@@ -24,6 +24,8 @@ class Settings(Section):
     """What several processes share; of no meaning with one."""
     shard_offload: Literal["none", "optimizer", "parameters"] = "none"
     """Shards that wait in host memory between their uses."""
+    loads_shards: bool = False
+    """Each process reads its own rows of the model's files; else the whole model, before it is cut."""
     zero_bucket: int = 0
     """Numbers that DeepSpeed reduces, or gathers, at once; 0: it is not used."""
     checkpoint_layout: Literal["full", "sharded"] = "full"

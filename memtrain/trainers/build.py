@@ -31,6 +31,7 @@ from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.context import make_context
+from memtrain.trainers.model.deferred import is_empty
 from memtrain.trainers.model.head import Scorer, base_model, verify_head
 from memtrain.trainers.model.isolation import verify_isolation, verify_slices
 from memtrain.trainers.model.liger import apply_liger
@@ -94,16 +95,24 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
     tokenizer = tokenizer_of(recipe.model)
     model = build_model(plan, vocab_size=len(tokenizer))
     scorer = build_scorer(plan, model)
-    if settings.padding_free or settings.context_parallel > 1:
-        verify_isolation(model, AttentionBackend(settings.attention), shared_prompts=settings.shared_prompts)
+    pad_id = cast(int | None, tokenizer.pad_token_id)
+    spread, was_empty = spread or Spread(), is_empty(model)
+    if was_empty:
+        # Its weights are read when they are cut, and it is checked with them.
+        spread.lay(scorer)
+        _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
+    _verify_rows(model, settings)
+    if was_empty:
+        # Its last pass ends at the head: with that, FSDP2 cuts a tied embedding again.
+        with attention_switched(base_model(model), "eager"):
+            verify_head(cast(Scorer, scorer))
     scorer.context = make_context(settings.context_parallel)
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)
-    spread = spread or Spread()
-    spread.lay(scorer)
+    if not was_empty:
+        spread.lay(scorer)
     trained = spread.trained(scorer)
     module = import_module(METHODS[recipe.method].trainer)
-    pad_id = cast(int | None, tokenizer.pad_token_id)
     train, held_out = build_feeds(plan, module.feed, pad_id if pad_id is not None else 0)
     _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
     reference = build_reference(plan, scorer, module, train, held_out, lay=spread.lay)
@@ -119,6 +128,11 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
         follower=reference if isinstance(reference, FollowsSteps) else None,
         reference=reference.scorer if isinstance(reference, Live | Synced) else None,
     )
+
+
+def _verify_rows(model: PreTrainedModel | PeftModel, settings: Settings) -> None:
+    if settings.padding_free or settings.context_parallel > 1:
+        verify_isolation(model, AttentionBackend(settings.attention), shared_prompts=settings.shared_prompts)
 
 
 def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) -> None:
@@ -141,6 +155,8 @@ def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | Rew
     scorer = scorer_of(model, METHODS[plan.recipe.method].head, plan.settings)
     if plan.settings.value != "none":
         scorer = ValueScorer(model, _own_value(plan, model), **loss_form(plan.settings))
+    if is_empty(model):
+        return scorer
     if isinstance(scorer, RewardScorer):
         return scorer
     with attention_switched(base_model(model), "eager"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.zero_config import stage_of
 from memtrain.trainers.build import Built
 from memtrain.trainers.exchange import Exchange
+from memtrain.trainers.model.deferred import fill_shards, is_empty
+from memtrain.trainers.model.head import base_model
 from memtrain.trainers.model.load import local_device
 from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.shards import check_shards, gathered, own_shards, shard, shard_engine, whole_weights
@@ -104,9 +107,12 @@ def make_spread(settings: Settings) -> Spread:
         return Spread(lay=_same_everywhere if settings.num_processes > 1 else lambda scorer: None)
 
     def lay(scorer: nn.Module) -> None:
-        if settings.device == "cpu":
+        waits = is_empty(scorer)
+        if settings.device == "cpu" and not waits:
             _same_everywhere(scorer)
         shard(scorer, settings)
+        if waits:
+            fill_shards(scorer, base_model(cast(Any, scorer).model), local_device(settings))
         check_shards(scorer, settings.num_processes)
 
     return Spread(lay=lay, trained=own_shards, whole=whole_weights, gather=gathered, is_sharded=True)

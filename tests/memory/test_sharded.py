@@ -73,6 +73,13 @@ def test_every_rank_loads_the_whole_model_first(make_settings):
     assert {owned.owner: owned.num_bytes for owned in load.owners}["weights"] == 4 * WHOLE
 
 
+def test_a_rank_that_reads_its_own_rows_loads_its_share(make_settings):
+    batch = HeaviestBatch(1, 16, 16, 16)
+    settings = make_settings(num_processes=2, engine="fsdp2", loads_shards=True)
+    load = next(one for one in estimate(settings, shape_of(TINY), batch).phases if one.phase == "load")
+    assert {owned.owner: owned.num_bytes for owned in load.owners}["weights"] == 2 * WHOLE
+
+
 def test_shards_are_taken_where_whole_weights_do_not_fit_and_the_plan_says_why(ask, facts_of, profile_of):
     """0.25 billion weights in bfloat16: 0.5 GiB each of weights and gradients, 1 GiB of moments."""
     known = facts_of(Hardware.named("h100", 8), profile_of(*[512] * 64))

@@ -220,6 +220,36 @@ def test_the_plan_says_engine_and_layout(two: Path):
     assert decided["recover"].value == "off"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_each_rank_reads_its_own_rows_of_a_model_from_files(
+    runs, curve_of, monkeypatch, tied: str, method: str
+):
+    """The model is never whole: no rank sends weights to the others, and losses are those of one process."""
+    head = f"model.config.tie_word_embeddings={tied}"
+    begun = runs.run("begun", "train.max_steps=1", head)
+    assert begun.code == 0, begun.err
+    runs.recipe.write_text(runs.recipe.read_text().replace("method: sft", f"method: {method}"))
+    asked = (
+        "model.config=null",
+        f"model.path={runs.folder / 'begun' / 'final'}",
+        "model.tokenizer=builtin:tiny",
+    )
+    asked += ("dpo.reference=copy",) if method == "dpo" else ()
+    done = runs.run("one", *asked, verb=method)
+    assert done.code == 0, done.err
+
+    def refuse(model: object) -> None:
+        raise AssertionError("The model was whole.")
+
+    monkeypatch.setattr(engine, "_same_everywhere", refuse)
+    folder = ended(runs, "two", 2, *asked, verb=method)
+    assert read_plan(folder / "plan.json").settings.loads_shards
+    assert_same_curve(curve_of(folder), curve_of(runs.folder / "one"))
+    assert_same_model(folder, runs.folder / "one", exactly=False)
+
+
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     # Defect C2 of TRL 1.16: the checkpointing that adapters on shards need was set where nobody reads it.
     "lora, checkpointed": ("sft", ("model.adapter={r: 4}", "memory.activation_checkpointing=on")),

@@ -18,6 +18,7 @@ from transformers import (
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
 from memtrain.recipes.model import Model
+from memtrain.trainers.model.deferred import empty_model
 from memtrain.trainers.model.quantize import quantization_config
 from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
 from memtrain.trainers.model.where import Origin, find_origin, read_config, read_config_file, unknown_type
@@ -55,7 +56,8 @@ def load_model(
     if recipe.path is None or recipe.path == BUILTIN_TINY:
         model = _random_model(_config_of(recipe, vocab_size), settings, seed, head)
     else:
-        model = _pretrained(find_origin(recipe.path, recipe.revision), settings, head, is_new=is_new)
+        origin = find_origin(recipe.path, recipe.revision)
+        model = _in_shards(origin, settings, head) or _pretrained(origin, settings, head, is_new=is_new)
     _check_vocabulary(model, recipe, vocab_size)
     model.config.use_cache = False
     _set_attention(model, settings)
@@ -125,6 +127,16 @@ def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head:
             f"random weights cannot be loaded in {settings.quantize}", "model.quantize", "set it to none"
         )
     return model.to(local_device(settings))
+
+
+def _in_shards(origin: Origin, settings: Settings, head: str) -> PreTrainedModel | None:
+    """The model without weights, where each rank reads its own rows later."""
+    if not settings.loads_shards or head != "lm":
+        return None
+    config = read_config(origin)
+    _check_causal(config, origin.path, head)
+    _check_router(config, origin.path)
+    return empty_model(origin, config, DTYPES[settings.dtype])
 
 
 def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) -> PreTrainedModel:

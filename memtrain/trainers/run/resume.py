@@ -63,6 +63,7 @@ FREE_SETTINGS = (
     "recovery",
     "sampler_sleep",
     "shard_offload",
+    "loads_shards",
     "gather_weights",
     "checkpoint_layout",
 )
