@@ -241,3 +241,6 @@ def test_the_command_ends_with_1_where_a_check_fails(
     told = json.loads(capsys.readouterr().out)
     assert told["version"] == 1
     assert told["is_exact"] is False
+    found = {check["name"]: check["found"] for check in told["checks"]}
+    assert len(told["gradients"]) > 10, "one for each parameter"
+    assert max(told["gradients"].values()) >= found["gradients"] > 1e-4

@@ -67,6 +67,8 @@ class StepDifferences:
     gradients: Difference
     update: Difference
     """Of the weights after the step, by the same gradient on both sides."""
+    by_parameter: Mapping[str, float]
+    """What `gradients` is the largest of."""
 
     def named(self) -> dict[str, Difference]:
         """Those that were measured."""
@@ -81,13 +83,13 @@ def differences(
 
     `yardstick`: the same step in float32, for half precision.
     """
-    gradients = gradient_difference(planned.gradients, plain.gradients)
+    by_parameter = gradient_differences(planned.gradients, plain.gradients)
     loss, scores = abs(planned.loss - plain.loss), score_difference(planned, plain)
     loss_limit, score_limit, gradient_limit = _loss_limit(plain), LOGP_LIMIT, GRADIENT_LIMIT
     if yardstick is not None:
         loss = abs(planned.loss - yardstick.loss)
         scores = score_difference(planned, yardstick)
-        gradients = gradient_difference(planned.gradients, yardstick.gradients)
+        by_parameter = gradient_differences(planned.gradients, yardstick.gradients)
         rounded = score_difference(plain, yardstick)
         score_error = rounded[0] if rounded else 0.0
         # By chance the plain loss may be right; its log-probs are not, and the loss sums up so many.
@@ -95,30 +97,41 @@ def differences(
         loss_limit += (score_error or LOSS_HALF) * max(1, plain.longest_answer) ** 0.5
         score_limit += HALF_FACTOR * score_error
         gradient_limit += HALF_FACTOR * gradient_difference(plain.gradients, yardstick.gradients)[0]
+    gradients = worst_of(by_parameter)
     return StepDifferences(
         loss=Difference(loss, loss_limit),
         scores=None if scores is None else Difference(scores[0], score_limit, scores[1]),
         gradients=Difference(gradients[0], gradient_limit, gradients[1]),
         update=update_difference(planned.weights, plain.weights, before),
+        by_parameter=by_parameter,
     )
 
 
-def gradient_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """(the largest relative difference of a parameter's gradient, its name).
+def gradient_differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """The relative difference of each parameter's gradient.
 
     A parameter that has a gradient on one side only is infinitely far off.
     """
-    lonely = sorted(found.keys() ^ expected.keys())
-    if lonely:
-        return float("inf"), lonely[0]
     sizes = {name: float(torch.linalg.vector_norm(g.float())) for name, g in expected.items()}
     count = sum(g.numel() for g in expected.values())
     mean = (sum(size**2 for size in sizes.values()) / max(1, count)) ** 0.5
+    errors = dict.fromkeys(sorted(found.keys() ^ expected.keys()), float("inf"))
+    for name in expected.keys() & found.keys():
+        floor = GRADIENT_FLOOR * mean * expected[name].numel() ** 0.5
+        apart = float(torch.linalg.vector_norm(found[name].float() - expected[name].float()))
+        errors[name] = apart / max(sizes[name], floor, 1e-30)
+    return errors
+
+
+def gradient_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """(the largest relative difference of a parameter's gradient, its name)."""
+    return worst_of(gradient_differences(found, expected))
+
+
+def worst_of(errors: Mapping[str, float]) -> tuple[float, str]:
+    """(the largest difference, its parameter); a NaN is larger than all."""
     worst = 0.0, ""
-    for name, gradient in expected.items():
-        floor = GRADIENT_FLOOR * mean * gradient.numel() ** 0.5
-        apart = float(torch.linalg.vector_norm(found[name].float() - gradient.float()))
-        error = apart / max(sizes[name], floor, 1e-30)
+    for name, error in errors.items():
         # A NaN is larger than nothing: `not <=` takes it.
         if not error <= worst[0]:
             worst = error, name

@@ -54,6 +54,8 @@ class Verification(Section):
     strategies: tuple[str, ...]
     """Strategies of the plan."""
     checks: tuple[Check, ...]
+    gradients: dict[str, float]
+    """The largest relative difference of each parameter's gradient, over the steps."""
     planned: Ran
     plain: Ran
     notes: tuple[str, ...]

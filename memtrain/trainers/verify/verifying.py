@@ -35,6 +35,8 @@ from memtrain.trainers.verify.witness import Ran as Watched
 from memtrain.trainers.verify.witness import Watch, offloader_of, traces
 
 Weights = dict[str, Tensor]
+SEVERAL = ("log-probs", "gradients")
+"""Checks whose names are plurals."""
 LOW_BYTES = 512
 """Storages from this size on are offloaded here, so that small models have some. Taste."""
 
@@ -90,6 +92,7 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
         steps=steps,
         strategies=tuple(one.name for one in used_in(plan.settings)),
         checks=tuple(checks),
+        gradients=_by_parameter(found.steps),
         planned=ran[0],
         plain=ran[1],
         notes=tuple(told),
@@ -153,6 +156,12 @@ def _names(found: Sequence[StepDifferences]) -> list[str]:
     return list(dict.fromkeys(name for step in found for name in step.named()))
 
 
+def _by_parameter(steps: Sequence[StepDifferences]) -> dict[str, float]:
+    """The largest difference of each parameter's gradient over the steps."""
+    names = {name: None for step in steps for name in step.by_parameter}
+    return {name: max(step.by_parameter.get(name, 0.0) for step in steps) for name in sorted(names)}
+
+
 def _worst(name: str, steps: Sequence[Mapping[str, Difference]]) -> Check:
     """The check of one kind of difference: the step that is furthest over, or nearest to, its limit."""
     known = [step[name] for step in steps if name in step]
@@ -160,13 +169,14 @@ def _worst(name: str, steps: Sequence[Mapping[str, Difference]]) -> Check:
         known, key=lambda one: one.value / max(one.limit, 1e-30)
     )
     at = f" at {worst.where}" if worst.where else ""
+    differ = "differ" if name in SEVERAL else "differs"
     return Check(
         name=name,
         outcome="pass" if worst.is_within else "fail",
         found=worst.value,
         limit=worst.limit,
         where=worst.where,
-        says=f"{name} differ by {worst.value:.1e}{at}; {worst.limit:.1e} is allowed",
+        says=f"{name} {differ} by {worst.value:.1e}{at}; {worst.limit:.1e} is allowed",
     )
 
 
