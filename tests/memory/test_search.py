@@ -162,7 +162,7 @@ def test_where_nothing_fits_three_ways_out_are_told_with_their_peaks_and_they_fi
     assert "no plan fits 24.00 GiB" in fault.what
     assert "weights 14.96 GiB" in fault.what
     assert "{kind: lora}" in fault.fix
-    assert "several GPUs share gradients" in fault.fix
+    assert "GPUs with cluster.engine: fsdp2 (peak " in fault.fix
     roomy = ask(known, memory__budget="141GiB", memory__never="optimizer_offload")
     smallest = min(roomy.tried, key=lambda one: one.need_bytes)
     ways = nearest_ways(smallest, 45 * GIB, known)
