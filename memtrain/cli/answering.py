@@ -92,6 +92,8 @@ def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int
     wants = recipe.model.quantize != "none" or recipe.optim.kind.endswith("8bit") or recipe.memory.allow
     if presumed and wants:
         notes.append("bitsandbytes is taken to be installed there (pip install 'memtrain[quant]').")
+    if presumed and recipe.online is not None and recipe.generation.backend == "vllm":
+        notes.append("vLLM is taken to be installed there, in an environment of its own.")
     return Question(loaded, asked, looked, hardware, presumed, tuple(notes))
 
 

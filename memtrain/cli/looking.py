@@ -24,7 +24,7 @@ from memtrain.recipes.registry import METHODS
 HUB_TIMEOUT_S = 3.0
 """How long the hub is waited for: what it would say is a page of numbers."""
 
-ELSEWHERE = frozenset({"bitsandbytes"})
+ELSEWHERE = frozenset({"bitsandbytes", "vllm"})
 """Packages that another machine is taken to have where a recipe asks for them by name."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -128,14 +128,27 @@ def _budget(question: Question, facts: Facts) -> Solution:
 def _num_gpus(question: Question, facts: Facts) -> Solution:
     if facts.hardware.device != "cuda":
         raise RecipeError("--solve num_gpus counts GPUs, and the plan is for a CPU", fix="add --gpu h100")
-    found = resolve(question.asked, facts)
-    words = (
-        f"One {question.hardware.name} is enough{_how(found)}.",
-        "More GPUs share the rows of a step. They do not lower what each must hold: weights, gradients and "
-        "moments are not sharded yet.",
-    )
-    return Solution("num_gpus", 1, words)
+    name = question.hardware.name
+    refused: DoesNotFit | None = None
+    for count in GPU_COUNTS:
+        try:
+            found = resolve(question.asked, replace(facts, hardware=facts.hardware.with_devices(count)))
+        except DoesNotFit as error:
+            refused = refused or error
+            continue
+        if count == 1:
+            more = "More GPUs share the rows of a step, and with cluster.engine: fsdp2 what each must hold."
+            return Solution("num_gpus", 1, (f"One {name} is enough{_how(found)}.", more))
+        engine = found.settings.engine
+        held = f"They share weights, gradients and moments ({engine})." if engine != "ddp" else ""
+        said = f"{count} {name} are enough, and fewer are not{_how(found)}."
+        return Solution("num_gpus", count, (said, held))
+    assert refused is not None, "Nothing fitted."
+    raise refused
 
+
+GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of GPUs that are tried: nodes come in powers of two."""
 
 SOLVERS: dict[str, Callable[[Question, Facts], Solution]] = {
     "max_length": _max_length,

@@ -149,6 +149,10 @@ def test_the_other_way_round_what_is_found_fits_and_the_next_does_not(recipe, ca
     assert json.loads(capsys.readouterr().out)["value"] == 32 * 512
     run(["plan", recipe, "--gpu", "h100", "--without-data", "--solve", "num_gpus"])
     assert "One H100 is enough" in told(capsys)
+    run(["plan", "sft/llama-3.1-8b-full", "--gpu", "4090", "--without-data", "--solve", "num_gpus"])
+    said = told(capsys)
+    assert "4090 are enough, and fewer are not" in said
+    assert "They share weights, gradients and moments (fsdp2)." in said
 
 
 def test_the_first_answer_loads_no_torch_and_takes_about_a_second():
