@@ -260,6 +260,7 @@ def test_one_completion_a_prompt_is_enough_for_ppo(tmp_path: Path, cache: Path):
     assert told[0]["reward_std"] > 0
 
 
+@pytest.mark.slow
 def test_a_value_model_of_its_own_needs_what_was_predicted(tmp_path: Path, cache: Path):
     """Weights, gradients and moments again, and the activations of both at once; few rows are the longest."""
     wide = (
