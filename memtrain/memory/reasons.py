@@ -8,7 +8,7 @@ from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wis
 from memtrain.memory.batching import Micro, worked_line
 from memtrain.memory.engines import open_engines
 from memtrain.memory.exclusions import excluded
-from memtrain.memory.facts import Facts, Priced, price
+from memtrain.memory.facts import Facts, Priced, budget_of, price
 from memtrain.memory.preferences import explain_reference
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
@@ -82,7 +82,8 @@ def _reason(strategy: Strategy, chosen: Priced, case: Case) -> str:
         return priced
     if priced is None:
         return "another is taken in its place"
-    return f"not needed: {_against(priced, chosen)}"
+    fits = priced.need_bytes <= budget_of(case.recipe, case.facts.hardware)
+    return f"{'not needed' if fits else 'does not fit'}: {_against(priced, chosen)}"
 
 
 def _with(strategy: Strategy, chosen: Priced, case: Case) -> Priced | str | None:
