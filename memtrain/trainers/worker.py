@@ -84,8 +84,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         notes = check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
         _stop_before_loading(ranks, stop, folder)
         built = build(plan, make_spread(plan.settings))
-        _take_up(found, built, position, ranks)
-        engine = _engine(plan, built)
+        engine = _take_up(plan, found, built, position, ranks)
         teller = stack.enter_context(open_teller(plan, folder, ranks, position))
         _tell_start(teller, plan, built, found, notes, position)
         recovery = _recovery(plan, built, position, teller)
@@ -148,12 +147,12 @@ def _look_for_checkpoint(folder: RunFolder, ranks: Ranks, *, resume: bool) -> Fo
     return newest_complete(folder)
 
 
-def _take_up(found: Found, built: Built, position: Position, ranks: Ranks) -> None:
-    """Go on from the checkpoint that was found."""
-    if found.checkpoint is None:
-        return
-    own = {"trained": built.trained, "ranks": ranks}
-    restore(found.checkpoint, built.scorer, built.optimizer, position, built.follower, **own)
+def _take_up(plan: Plan, found: Found, built: Built, position: Position, ranks: Ranks) -> Engine:
+    """Go on from the checkpoint that was found; how a step reaches the other ranks and the weights."""
+    if found.checkpoint is not None:
+        own = {"trained": built.trained, "ranks": ranks}
+        restore(found.checkpoint, built.scorer, built.optimizer, position, built.follower, **own)
+    return _engine(plan, built)
 
 
 def _tell_start(
