@@ -3,7 +3,8 @@
     python benchmarks/kill_ranks.py [--kills 100] [--seed 0] [-o benchmarks/results/kill_ranks.json]
 
 For each kill a method, an engine, a number of ranks, one of them and a moment are drawn; that rank gets
-SIGKILL, the others end as they do, and the same run is begun again until it ends (it may be killed again).
+SIGKILL, the others end as they do, or are killed after some seconds as a launcher does where they wait for
+one that never came; the same run is begun again until it ends (it may be killed again).
 Its losses and gradient norms are compared, bit for bit, with those of a run that nobody killed. The file
 holds what was done so far: the same command goes on.
 """
@@ -24,6 +25,8 @@ from typing import Any
 import warm_ranks as warm
 from many_ranks import ROOT, about
 
+OTHERS_S = 8.0
+"""Time that the others have to end."""
 AGAIN = 0.3
 """Share of the continued runs that are killed once more."""
 
@@ -50,7 +53,7 @@ def killed(run: Path, num_ranks: int, lives_s: float, victim: int) -> bool:
     except ProcessLookupError:
         warm.wait(ranks)
         return False
-    return -signal.SIGKILL in warm.wait(ranks)
+    return -signal.SIGKILL in warm.wait(ranks, timeout_s=OTHERS_S)
 
 
 def disturbed(case: dict[str, Any], moments: random.Random, run: Path, whole: Path, taken_s: float) -> None:

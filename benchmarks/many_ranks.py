@@ -70,7 +70,7 @@ def resumed(recipe: Path, method: str, asked: list[str], num_ranks: int, whole: 
     while len(warm.lines(run, "step")) < 2 and time.monotonic() < until:
         time.sleep(0.005)
     os.kill(ranks[-1].pid, signal.SIGKILL)
-    warm.wait(ranks)
+    warm.wait(ranks, timeout_s=20.0)
     again = warm.start(run, num_ranks)
     if any(warm.wait(again)):
         return "failed: " + " | ".join(rank.said[-200:] for rank in again)

@@ -35,9 +35,9 @@ ONLINE = """\
 generate: {{completions: {completions}, max_tokens: 8}}
 rewards: {{functions: ["{rewards}:has_k"]}}
 """
-COMPLETIONS = {"grpo": 4, "rloo": 4, "online-dpo": 4, "ppo": 1}
+COMPLETIONS = {"grpo": 4, "rloo": 4, "online_dpo": 4, "ppo": 1}
 """Of one prompt, of the methods that write them."""
-METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online-dpo", "ppo")
+METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "context parallel")
 TIMEOUT_S = 240.0
 
@@ -107,7 +107,7 @@ def plan(recipe: Path, method: str, run: Path, overrides: Sequence[str]) -> Plan
     """Plan a run, as `memtrain METHOD RECIPE --dry-run` does."""
     from memtrain.__main__ import main
 
-    words = [method, str(recipe), "--run-dir", str(run), *overrides, "--dry-run"]
+    words = [method.replace("_", "-"), str(recipe), "--run-dir", str(run), *overrides, "--dry-run"]
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(words)
