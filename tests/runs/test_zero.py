@@ -96,6 +96,11 @@ def test_a_killed_run_goes_on_to_the_last_bit(runs, curve_of, monkeypatch, engin
     torch.testing.assert_close(final(runs.folder / "run"), final(whole), rtol=0, atol=0)
 
 
+@pytest.mark.slow
+def test_stage_3_keeps_its_parts_on_the_host(runs, one: Path, curve_of):
+    assert_same_curve(curve_of(ended(runs, "two", "zero3", "cluster.offload=parameters")), curve_of(one))
+
+
 ELSEWHERE = {
     "one process after stage 2": (("zero2", 2), ("auto", 1)),
     "one process after stage 3": (("zero3", 2), ("auto", 1)),
