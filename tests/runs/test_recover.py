@@ -214,3 +214,41 @@ def test_a_failure_on_one_of_two_ranks_is_met_by_both(runs, monkeypatch, at: int
         assert child.wait() == 0, child.said
     assert_same_course(runs.folder / "broken", runs.folder / "undisturbed")
     assert any("made again" in note for note in notes(runs.folder / "broken"))
+
+
+ONLINE = """
+method: {method}
+model:
+  config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
+  tokenizer: builtin:tiny
+data: {{train: {{source: builtin:arithmetic, limit: 40}}}}
+length: {{max_length: 128}}
+generate: {{completions: 4, max_tokens: 10}}
+rewards: {{functions: ["{rewards}:short"]}}
+train: {{batch_rows: 16, micro_rows: 8, max_steps: 3}}
+save: {{every_steps: 3}}
+log: {{every_steps: 1}}
+cluster: {{device: cpu, threads: 1, engine: ddp}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "online_dpo", "ppo"])
+def test_an_update_on_completions_that_runs_out_on_one_of_two_ranks_is_made_again(
+    runs, monkeypatch, method: str
+):
+    recipe = runs.folder / f"{method}.yaml"
+    rewards = runs.folder / "rewards.py"
+    rewards.write_text("def short(completions):\n    return [-len(text) / 50 for text in completions]\n")
+    recipe.write_text(ONLINE.format(method=method, rewards=rewards))
+    asked = {"verb": method.replace("_", "-"), "recipe": str(recipe)}
+    for child in runs.fork_ranks("undisturbed", 2, **asked):
+        assert child.wait() == 0, child.said
+    break_at(monkeypatch, 60, rank=1)
+    for child in runs.fork_ranks("broken", 2, **asked):
+        assert child.wait() == 0, child.said
+    # Losses of GRPO's first updates are nothing but rounding: advantages sum to 0.
+    broken, undisturbed = (losses(runs.folder / name) for name in ("broken", "undisturbed"))
+    assert broken == pytest.approx(undisturbed, rel=2e-5, abs=1e-6)
+    assert any("made again" in note for note in notes(runs.folder / "broken"))
