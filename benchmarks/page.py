@@ -8,6 +8,7 @@ command and commit of its figures. Rows where memtrain loses stay.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -158,9 +159,15 @@ def sft_vs_trl(result: Result) -> list[str]:
 
 
 def methods_vs_trl(result: Result) -> list[str]:
-    """A row for each model and method."""
+    """A row for each model and method, measured or not."""
     rows: list[list[object]] = []
-    for row in result["rows"]:
+    found = {(row["model"], row["case"]): row for row in result["rows"]}
+    names = [list(dict.fromkeys(part)) for part in zip(*found, strict=True)]
+    for model, case in itertools.product(*names):
+        row = found.get((model, case))
+        if row is None:
+            rows.append([model, case, "not measured", *[""] * 9])
+            continue
         ours, theirs, ratio = row["memtrain"], row["trl"], row["ratio"]
         apart = row.get("largest_loss_difference")
         rows.append(
