@@ -3,8 +3,8 @@
     python benchmarks/memory_tables.py    writes benchmarks/results/memory_tables.json and the tables
 
 Interrupted, and started again at the same commit, it goes on from the rows it has; `--page` writes the tables
-from the results that are there. What no CPU can hold (kernels of bitsandbytes, a second device) is played: see
-trainers/trace/bits.py and ranks.py.
+from the results that are there. What no CPU can hold (kernels of bitsandbytes, a second device) is played:
+see trainers/trace/bits.py and ranks.py.
 
 Every recipe of tests/trainers/trace_cases.py: its steps on the CPU under torch's profiler, a trace of the
 same steps on tensors without data, and the arithmetic. Rows of a GPU are written by `make bench-gpu`.
