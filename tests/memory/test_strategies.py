@@ -110,7 +110,7 @@ def test_a_strategy_that_cannot_be_used_here_is_refused_by_name(plan: Plan, name
         ({"memory__use": "master_weights", "model__dtype": "float32"}, "float32 already"),
         (
             {"memory__use": ("boundary_offloading", "full_offloading")},
-            "no plan honours all of boundary_offloading, full_offloading",
+            "boundary_offloading cannot be with full_offloading",
         ),
         (
             {"memory__use": ("activation_checkpointing", "full_offloading")},
