@@ -99,9 +99,9 @@ def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int
 
 def facts_note(looked: LookedAt, path: str | None) -> str:
     """What is uncertain about the shape."""
-    from memtrain.memory.shape import shape_of
+    from memtrain.cli.shaping import shape_for
 
-    note = shape_of(looked.config, path or "model.config").note
+    note = shape_for(looked.config, path or "model.config").note
     return f"{note[0].upper()}{note[1:]}." if note else ""
 
 

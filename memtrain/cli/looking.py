@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.facts import Facts
+from memtrain.memory.families import FAMILIES
 from memtrain.memory.hardware import Hardware, detect
 from memtrain.memory.honour import with_key
 from memtrain.memory.known_models import known_config
 from memtrain.memory.rules import Asked
-from memtrain.memory.shape import FAMILIES, shape_of
 from memtrain.memory.units import gib
 from memtrain.memory.unread import unread_counter, unread_profile
 from memtrain.recipes.model import Model
@@ -195,7 +196,7 @@ def facts_without_data(
         apart = (own, unread_counter(recipe, own))
     return Facts(
         hardware=hardware,
-        shape=shape_of(looked.config, recipe.model.path or "model.config", METHODS[recipe.method].head),
+        shape=shape_for(looked.config, recipe.model.path or "model.config", METHODS[recipe.method].head),
         config=looked.config,
         profile=profile,
         count_steps=unread_counter(recipe, profile),

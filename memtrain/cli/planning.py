@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import memtrain
+from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError
 from memtrain.memory.beside import RewardShape
 from memtrain.memory.facts import Facts
@@ -21,7 +22,6 @@ from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import Plan, PreparedData
 from memtrain.memory.resolve import resolve
 from memtrain.memory.rules import Asked
-from memtrain.memory.shape import shape_of
 from memtrain.recipes.load import LoadedRecipe
 from memtrain.recipes.model import Model
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
@@ -83,7 +83,7 @@ def facts_of(
     apart = sequences_of(recipe, data, shares_prompts=False) if has_apart else None
     return Facts(
         hardware=hardware,
-        shape=shape_of(config, recipe.model.path or "model.config", METHODS[recipe.method].head),
+        shape=shape_for(config, recipe.model.path or "model.config", METHODS[recipe.method].head),
         config=config,
         profile=shared.profile,
         count_steps=_counter(recipe, shared),
@@ -107,7 +107,7 @@ def reward_shapes(
     models = recipe.rewards.models if recipe.rewards is not None else ()
     named = [(one, Model(path=one.path, revision=one.revision)) for one in models]
     look = look or model_config
-    return tuple(RewardShape(shape_of(look(model), one.path), one.dtype) for one, model in named)
+    return tuple(RewardShape(shape_for(look(model), one.path), one.dtype) for one, model in named)
 
 
 def model_config(model: Model) -> Mapping[str, object]:

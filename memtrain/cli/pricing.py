@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtrain.cli.planning import model_config
+from memtrain.cli.shaping import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.facts import CountSteps, Facts, typical_micro
 from memtrain.memory.hardware import Hardware, detect, known_names
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
-from memtrain.memory.shape import shape_of
 from memtrain.memory.units import gib
 from memtrain.recipes.length import Length
 from memtrain.recipes.load import LoadedRecipe
@@ -37,7 +37,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
     """
     recipe = loaded.recipe
     config = model_config(recipe.model)
-    shape = shape_of(config, recipe.model.path or "model.config")
+    shape = shape_for(config, recipe.model.path or "model.config")
     hardware = detect(recipe.cluster.device)
     if hardware.device == "cpu" and budget_bytes is not None and recipe.cluster.device == "auto":
         hardware = card_of(budget_bytes)

@@ -15,6 +15,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.facts import Facts, Priced, budget_of
 from memtrain.memory.hardware import Hardware, known_names
 from memtrain.memory.honour import with_key
+from memtrain.memory.names import canonical
 from memtrain.memory.resolve import LENGTH_STEP, Resolved, longest_that_fits, open_space, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.search import price_all
@@ -61,7 +62,7 @@ def solution(what: str, question: Question, facts: Facts) -> Solution:
 
 def _max_length(question: Question, facts: Facts) -> Solution:
     asked, recipe = question.asked, question.asked.recipe
-    limit = question.looked.config.get("max_position_embeddings")
+    limit = canonical(question.looked.config).get("max_position_embeddings")
     most = int(limit) if isinstance(limit, int) else MOST_LENGTH
     found = longest_that_fits(asked, facts, most)
     if found is None:
@@ -141,8 +142,9 @@ def _num_gpus(question: Question, facts: Facts) -> Solution:
             return Solution("num_gpus", 1, (f"One {name} is enough{_how(found)}.", more))
         engine = found.settings.engine
         held = f"They share weights, gradients and moments ({engine})." if engine != "ddp" else ""
-        said = f"{count} {name} are enough, and fewer are not{_how(found)}."
-        return Solution("num_gpus", count, (said, held))
+        return Solution(
+            "num_gpus", count, (f"{count} {name} are enough, and fewer are not{_how(found)}.", held)
+        )
     assert refused is not None, "Nothing fitted."
     raise refused
 

@@ -119,8 +119,8 @@ def attention_kept(load: Load) -> int:
     if load.settings.attention == "dense":
         # Softmax in float32 and its copy for the product with the values, and the inverted mask.
         return kept + N * N * (shape.num_heads * (4 + a) + 1)
-    if shape.attention_softcap:
-        # The model's own eager attention: capped scores, softmax, rounded copy.
+    if shape.makes_scores:
+        # The model's own attention in steps: capped or dropped scores, softmax, rounded copy.
         return kept + _scores(load) * (a + 4 + (a if load.is_half else 0))
     return kept + 4 * N * shape.num_heads
 
@@ -159,9 +159,8 @@ def mlp_kept(load: Load) -> int:
     shape, N, a = load.shape, load.N, load.a
     needs_product = load.trains_all or _keeps_input(load, "down_proj")
     dense = a * N * shape.mlp_width * (4 if needs_product else 3)
-    return (
-        max(dense, experts_kept(load)) if shape.num_expert_layers < shape.num_layers else experts_kept(load)
-    )
+    is_mixed = shape.num_expert_layers < shape.num_layers
+    return max(dense if is_mixed else 0, experts_kept(load))
 
 
 def experts_kept(load: Load) -> int:
@@ -184,9 +183,8 @@ def experts_kept(load: Load) -> int:
 def adapter_kept(load: Load) -> int:
     """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout.
 
-    The mask of what was dropped is a byte a number on CUDA, and a number on a CPU.
-
-    In half precision also the float32 adapter weights as they are multiplied: rounded.
+    The mask of what was dropped is a byte a number on CUDA, and a number on a CPU. In half precision also
+    the float32 adapter weights as they are multiplied: rounded.
     """
     adapter = load.settings.adapter
     if adapter is None:
@@ -212,7 +210,8 @@ def layer_kept(load: Load) -> int:
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
     attention_input = load.trains_all or _keeps_input(load, "q_proj", "k_proj", "v_proj", "qkv_proj")
     mlp_input = load.trains_all or _keeps_input(load, "gate_proj", "up_proj", "gate_up_proj")
-    kept += a * N * shape.width * (attention_input + mlp_input)
+    # What was dropped after the attention and after the MLP: a mask and a product each.
+    kept += a * N * shape.width * (attention_input + mlp_input + 4 * shape.hidden_dropout)
     return kept + attention_kept(load) + mlp_kept(load) + adapter_kept(load)
 
 
@@ -237,7 +236,7 @@ def layer_backward(load: Load) -> int:
     if load.settings.attention == "dense":
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
         attention += N * N * shape.num_heads * (6 if load.is_half else 4)
-    if shape.attention_softcap:
+    if shape.makes_scores:
         attention += 8 * _scores(load)
     return max(mlp, attention) + dequantized(load)
 
@@ -253,7 +252,7 @@ def layer_forward(load: Load) -> int:
     attention += gathered_forward(load)
     if load.settings.attention == "dense":
         attention += 12 * N * N * shape.num_heads
-    if shape.attention_softcap:
+    if shape.makes_scores:
         attention += 12 * _scores(load)
     return max(mlp, attention, experts_kept(load)) + dequantized(load)
 
@@ -264,7 +263,7 @@ def norm_backward(load: Load) -> int:
 
 
 def rotary(load: Load) -> int:
-    """Cosines and sines of the positions, shared by all layers."""
+    """Cosines and sines of the positions."""
     return 2 * load.a * load.N * load.shape.head_dim
 
 
@@ -278,7 +277,7 @@ def dequantized(load: Load) -> int:
     """Weights of the largest linear map in the precision of the computation, while they are multiplied."""
     if load.settings.quantize == "none":
         return 0
-    return load.a * max(part.num_inputs * part.num_outputs for part in load.shape.linears)
+    return load.a * load.shape.largest_linear
 
 
 class HeadBytes(NamedTuple):
@@ -395,5 +394,6 @@ def _keeps_input(load: Load, *names: str) -> bool:
 
 
 def _adapts(load: Load, *names: str) -> bool:
-    adapter = load.settings.adapter
-    return adapter is not None and any(part.name in names for part in load.shape.adapted(adapter))
+    """Whether any of the maps is adapted; any map at all where a family's names are its own."""
+    adapter, is_counted = load.settings.adapter, load.shape.counts is not None
+    return adapter is not None and any(is_counted or p.name in names for p in load.shape.adapted(adapter))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from memtrain.errors import Fault, RecipeError
+from memtrain.memory.kept_apart import KEPT_APART
+from memtrain.memory.names import canonical
 
 
 class AttentionBackend(StrEnum):
@@ -66,6 +68,8 @@ class AttentionFacts:
     attention_dropout: float = 0.0
     has_sinks: bool = False
     own_layers: tuple[str, ...] = ()
+    untried: str = ""
+    """The model type, where its rows were never seen to stay apart; empty where they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,9 @@ def choose_attention(facts: AttentionFacts, asked: AttentionBackend | None = Non
         RecipeError: the one asked for cannot run here; the error says why and names those that can.
     """
     order = PREFERENCE[facts.device]
+    if asked is not None:
+        # Whoever asks may try: the worker checks its model before the first step.
+        facts = replace(facts, untried="")
     refused = {backend: why for backend in order if (why := refusal(backend, facts))}
     usable = [backend for backend in order if backend not in refused]
     listed = tuple(refused.items())
@@ -118,6 +125,8 @@ def _model_refusal(facts: AttentionFacts) -> str | None:
         return "the model has attention sinks, which no packed kernel here computes"
     if facts.attention_dropout:
         return f"attention dropout {facts.attention_dropout:g} needs the scores; set it to 0"
+    if facts.untried:
+        return f"rows of a {facts.untried} model were never seen to stay apart in one row; to try, name it"
     for tokens, name in (
         (facts.sliding_window_tokens, "slides over"),
         (facts.chunk_tokens, "is cut into chunks of"),
@@ -158,6 +167,8 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = text  # pyright: ignore[reportUnknownVariableType]
+    config = canonical(config)
+    model_type = str(config.get("model_type") or "")
     kinds = _layer_kinds(config)
     window = _positive(config, "sliding_window")
     # Qwen2 and Qwen3 carry a window that is off unless this says so.
@@ -175,6 +186,7 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
         "attention_dropout": _positive(config, "attention_dropout") or 0.0,
         "has_sinks": config.get("model_type") in MODELS_WITH_SINKS,
         "own_layers": tuple(sorted(own)),
+        "untried": "" if model_type in KEPT_APART or not model_type else model_type,
     }
 
 

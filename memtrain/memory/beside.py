@@ -33,7 +33,8 @@ class RewardShape:
 
 def headless(shape: ModelShape) -> ModelShape:
     """The same without an LM head of its own: one number comes out in its place."""
-    return replace(shape, tied=True)
+    counts = None if shape.counts is None else replace(shape.counts, num_head=0)
+    return replace(shape, tied=True, counts=counts)
 
 
 def with_beside(

@@ -144,12 +144,7 @@ def moments_bytes(settings: Settings, shape: ModelShape) -> int:
         if settings.adapter is not None:
             return moments
         size = moments // max(1, shape.num_parameters)
-        return moments + size * (
-            shape.num_embedding
-            + shape.num_head
-            + shape.width
-            + shape.num_layers * (shape.num_norms_per_layer + shape.num_biases_per_layer)
-        )
+        return moments + size * (shape.num_embedding + shape.num_head + shape.num_vectors)
     return 0
 
 
@@ -158,18 +153,15 @@ def largest_trained(settings: Settings, shape: ModelShape) -> int:
     if settings.adapter is not None:
         widest = max((max(p.num_inputs, p.num_outputs) for p in shape.adapted(settings.adapter)), default=0)
         return max(settings.adapter.r * widest, shape.num_saved_modules(settings.adapter))
-    experts = shape.experts
-    stacked = experts.num_experts * 2 * experts.mlp_width * shape.width if experts else 0
-    return max(shape.num_embedding, stacked, *(p.num_inputs * p.num_outputs for p in shape.linears))
+    return shape.largest_tensor
 
 
 def _rows_and_columns(settings: Settings, shape: ModelShape) -> int:
     """Second moments of Adafactor. Source: Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4."""
     if settings.adapter is not None:
         return num_trained(settings, shape) // max(1, settings.adapter.r) * 2
-    layers = sum(part.num_inputs + part.num_outputs for part in shape.linears) * shape.num_layers
     embeddings = (1 if shape.tied else 2) * (shape.vocab_size + shape.width)
-    return layers + embeddings + shape.num_layers * shape.num_norms_per_layer
+    return shape.num_rows_and_columns + embeddings + shape.num_vectors
 
 
 class Overhead(NamedTuple):

@@ -14,6 +14,7 @@ from memtrain.memory.rules import (
     decide_attention,
     decide_device,
     decide_dtype,
+    refuse_past_positions,
     refuse_what_cannot_run,
 )
 from memtrain.memory.settings import Settings
@@ -33,7 +34,12 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     dtype = decide_dtype(ledger, hardware)
     refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config)
+    if facts.shape.experts is not None:
+        ledger.decide(
+            "router_balance_loss", "off", "the loss is that of the tokens; expert loads are not evened"
+        )
     attention = decide_attention(ledger, hardware, dtype, facts.config)
+    refuse_past_positions(ledger, facts.shape.num_positions, facts.profile.longest_piece)
     sharing = recipe.cluster.sharing
     replicas = max(1, processes // sharing)
     rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=sharing)

@@ -108,7 +108,7 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
     # A tied head's gradient waits for the embedding's, and the two are summed into a third.
     waits = embedding if shape.tied else 0
     waiting = waits if accumulates else max(waits, head.weight_gradient)
-    weight = load.a * max(p.num_inputs * p.num_outputs for p in shape.linears) if trains_all else 0
+    weight = load.a * shape.largest_linear if trains_all else 0
     one_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0) * load.a - weight if trains_all else 0
     is_away = settings.offload == "all"
     backward = (offloaded_backward(load) if is_away else layer_backward(load)) + (
@@ -210,7 +210,7 @@ def optimizer_scratch(load: Load) -> int:
     if settings.optimizer == "muon":
         if settings.adapter is not None:
             return 0
-        matrix = max(p.num_inputs * p.num_outputs for p in shape.linears)
+        matrix = shape.largest_linear
         return matrix * (2 * load.a + 2 * 4)
     static = static_bytes(settings, shape)
     return (

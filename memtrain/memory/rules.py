@@ -175,6 +175,18 @@ def decide_attention(
     return choice
 
 
+def refuse_past_positions(ledger: Ledger, num_positions: int | None, longest_tokens: int) -> None:
+    """Note rows that are longer than a model's table of learnt positions."""
+    multiple = ledger.asked.recipe.length.pad_to_multiple_of or 1
+    padded = -(-longest_tokens // multiple) * multiple
+    if num_positions is not None and padded > num_positions:
+        ledger.refuse(
+            f"the longest row has {padded:,} tokens, and the model's table {num_positions:,} positions",
+            "length.max_length",
+            f"set it to at most {num_positions // multiple * multiple:,}",
+        )
+
+
 def padded_by(recipe: Recipe) -> str:
     """The key that makes padded rows, as `name: value`; empty where rows may lie end to end."""
     length = recipe.length

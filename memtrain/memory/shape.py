@@ -10,114 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memtrain.errors import RecipeError
+from memtrain.memory.families import FAMILIES, FULL_EVERY, Family
+from memtrain.memory.names import canonical
+from memtrain.memory.parts import Counts, Experts, Linear
 from memtrain.recipes.model import Adapter
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """One linear map of a decoder layer."""
-
-    name: str
-    num_inputs: int
-    num_outputs: int
-    has_bias: bool = False
-
-    @property
-    def num_parameters(self) -> int:
-        """Weight and bias."""
-        return self.num_outputs * (self.num_inputs + self.has_bias)
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The mixture of experts of a layer: a router and expert MLPs stored as two stacked tensors."""
-
-    num_experts: int
-    num_per_token: int
-    mlp_width: int
-
-    def num_parameters(self, width: int) -> int:
-        """Router, gates, up and down projections."""
-        return self.num_experts * width * (1 + 3 * self.mlp_width)
-
-    def num_adapter(self, width: int, rank: int) -> int:
-        """What PEFT's `all-linear` adds: router, fused gate and up (at twice the rank), down."""
-        gate_up = 2 * (width + 2 * self.mlp_width)
-        return rank * (width + self.num_experts + self.num_experts * (gate_up + width + self.mlp_width))
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What the code of a model type does that its config does not say."""
-
-    qk_norm: Literal["none", "head", "whole"] = "none"
-    """Norms on queries and keys: none, one scale for all heads, or one over the whole width."""
-    num_wide_norms: int = 2
-    """RMS norms of the model's width in a layer."""
-    bias: Literal["none", "config", "qkv"] = "config"
-    """Biases of the attention: never, `attention_bias` of the config, or always on q, k and v."""
-    fused: bool = False
-    """q, k and v are one linear map, gate and up another."""
-    norms_in_float: bool = False
-    """The norm multiplies by its scale in float32 (others round first)."""
-    sliding: Literal["none", "all", "types"] = "none"
-    """Which layers a `sliding_window` concerns when `layer_types` does not say."""
-    defaults: Mapping[str, Any] | None = None
-    """What transformers fills in for keys a config.json leaves out."""
-
-
-def _defaults(vocab: int, width: int, mlp: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": width,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    } | more
-
-
-# Source: configuration_*.py and modeling_*.py of transformers 5.23; held by tests/memory/test_shape.py.
-_QWEN = _defaults(151936, 4096, 22016, 32, 32, num_key_value_heads=32)
-_OLMO = _defaults(50304, 4096, 11008, 32, 32)
-_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
-_CAPPED = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0} | _GEMMA
-_GEMMA2 = _defaults(256000, 2304, 9216, 26, 8, num_key_value_heads=4, sliding_window=4096, **_CAPPED)
-_GEMMA3 = _defaults(262208, 2304, 9216, 26, 8, num_key_value_heads=4, sliding_window=4096, **_GEMMA)
-_MISTRAL = _defaults(32000, 4096, 14336, 32, 32, num_key_value_heads=8, sliding_window=4096)
-_MOE = {"moe_intermediate_size": 768, "num_local_experts": 128, "num_experts_per_tok": 8}
-FAMILIES: dict[str, Family] = {
-    "llama": Family(defaults=_defaults(32000, 4096, 11008, 32, 32)),
-    "mistral": Family(bias="none", sliding="all", defaults=_MISTRAL),
-    "mixtral": Family(
-        bias="none",
-        sliding="all",
-        defaults=_MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
-    ),
-    "qwen2": Family(bias="qkv", defaults=_QWEN),
-    "qwen3": Family(qk_norm="head", defaults=_QWEN | {"head_dim": 128}),
-    "qwen3_moe": Family(
-        qk_norm="head", defaults=_defaults(151936, 2048, 6144, 24, 32, num_key_value_heads=4, **_MOE)
-    ),
-    "smollm3": Family(
-        defaults=_defaults(128256, 2048, 11008, 36, 16, num_key_value_heads=4, tie_word_embeddings=True)
-    ),
-    "phi3": Family(bias="none", fused=True, sliding="all", defaults=_defaults(32064, 3072, 8192, 32, 32)),
-    "granite": Family(defaults=_defaults(32000, 4096, 11008, 32, 32)),
-    "olmo2": Family(qk_norm="whole", norms_in_float=True, defaults=_OLMO),
-    "olmo3": Family(
-        qk_norm="whole", norms_in_float=True, sliding="types", defaults=_OLMO | {"sliding_window": 4096}
-    ),
-    "gemma": Family(
-        norms_in_float=True,
-        defaults=_defaults(256000, 3072, 24576, 28, 16, num_key_value_heads=16, **_GEMMA),
-    ),
-    "gemma2": Family(num_wide_norms=4, norms_in_float=True, sliding="types", defaults=_GEMMA2),
-    "gemma3_text": Family(
-        qk_norm="head", num_wide_norms=4, norms_in_float=True, sliding="types", defaults=_GEMMA3
-    ),
-}
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
-"""Every n-th layer attends to everything where `layer_types` is not written."""
 
 
 # No slots: sums over all layers are remembered, and a search asks for them thousands of times.
@@ -145,9 +41,14 @@ class ModelShape:
     sliding_window: int | None
     num_sliding_layers: int
     logit_softcap: bool
-    attention_softcap: bool
     note: str
     """What is uncertain about these numbers; empty when nothing is."""
+    makes_scores: bool = False
+    """Attention keeps its scores: they are capped or dropped, or the class has no fused form."""
+    hidden_dropout: bool = False
+    """Numbers are dropped between layers."""
+    counts: Counts | None = None
+    """What was counted in a model whose family has no formula here; None where the formulas hold."""
     ends_in: Literal["lm", "score"] = "lm"
     """The LM head, or one number for a sequence."""
 
@@ -164,11 +65,15 @@ class ModelShape:
     @property
     def num_embedding(self) -> int:
         """Parameters of the token embedding."""
+        if self.counts is not None:
+            return self.counts.num_embedding
         return self.vocab_size * self.width
 
     @property
     def num_head(self) -> int:
         """Parameters of the head that are not the embedding's."""
+        if self.counts is not None:
+            return self.counts.num_head
         if self.ends_in == "score":
             return self.width
         return 0 if self.tied else self.vocab_size * self.width
@@ -190,7 +95,9 @@ class ModelShape:
         return sum(part.num_parameters for part in self.linears if part.name not in MLP_NAMES)
 
     def num_per_layer(self, *, expert: bool) -> int:
-        """Parameters of one layer: with a mixture of experts, or dense."""
+        """Parameters of one layer: with a mixture of experts, or dense; of the largest that was counted."""
+        if self.counts is not None:
+            return max(self.counts.layers)
         shared = self.num_norms_per_layer + self.num_attention_per_layer
         if expert and self.experts is not None:
             return shared + self.experts.num_parameters(self.width)
@@ -199,6 +106,8 @@ class ModelShape:
     @cached_property
     def num_layer_parameters(self) -> int:
         """Parameters of all layers."""
+        if self.counts is not None:
+            return self.counts.num_layer_parameters
         dense = self.num_layers - self.num_expert_layers
         return dense * self.num_per_layer(expert=False) + self.num_expert_layers * self.num_per_layer(
             expert=True
@@ -207,22 +116,55 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Every parameter, tied ones once."""
+        if self.counts is not None:
+            return self.counts.num_trunk + self.num_head
         return self.num_embedding + self.num_layer_parameters + self.width + self.num_head
 
     @cached_property
     def num_linear_weights(self) -> int:
         """Weights of the layers' linear maps: what quantization stores in 4 or 8 bits."""
+        if self.counts is not None:
+            return self.counts.num_linear_weights
         dense = self.num_layers - self.num_expert_layers
         attention = sum(p.num_inputs * p.num_outputs for p in self.linears if p.name not in MLP_NAMES)
         mlp = sum(p.num_inputs * p.num_outputs for p in self.linears if p.name in MLP_NAMES)
         return self.num_layers * attention + dense * mlp
 
+    @property
+    def num_positions(self) -> int | None:
+        """Rows of a table of positions: no token may stand later in its row. None where there is none."""
+        return None if self.counts is None else self.counts.num_positions
+
+    @cached_property
+    def num_vectors(self) -> int:
+        """Parameters that are no matrices: scales and biases."""
+        if self.counts is not None:
+            return self.counts.num_vectors
+        return self.width + self.num_layers * (self.num_norms_per_layer + self.num_biases_per_layer)
+
+    @cached_property
+    def num_rows_and_columns(self) -> int:
+        """Of the matrices of all layers: an expert's are not among them."""
+        if self.counts is not None:
+            return self.counts.num_rows_and_columns
+        return sum(part.num_inputs + part.num_outputs for part in self.linears) * self.num_layers
+
+    @cached_property
+    def largest_tensor(self) -> int:
+        """Numbers in the largest parameter."""
+        if self.counts is not None:
+            return self.counts.largest_tensor
+        stacked = self.experts.num_experts * 2 * self.experts.mlp_width * self.width if self.experts else 0
+        return max(self.num_embedding, stacked, self.largest_linear)
+
+    @cached_property
+    def largest_linear(self) -> int:
+        """Weights of the largest linear map of a layer; 0 where a layer has none."""
+        return max((part.num_inputs * part.num_outputs for part in self.linears), default=0)
+
     def adapted(self, adapter: Adapter) -> tuple[Linear, ...]:
         """The linear maps of a dense layer that get an adapter."""
-        if "all-linear" in adapter.target_modules:
-            return self.linears
-        names = {target.rsplit(".", 1)[-1] for target in adapter.target_modules}
-        return tuple(part for part in self.linears if part.name in names)
+        return tuple(part for part in self.linears if _names(adapter, part))
 
     def num_adapter_per_layer(self, adapter: Adapter, *, expert: bool = False) -> int:
         """Trained parameters that an adapter adds to one layer."""
@@ -235,6 +177,8 @@ class ModelShape:
 
     def num_adapter(self, adapter: Adapter) -> int:
         """Trained parameters of an adapter, without `modules_to_save`."""
+        if self.counts is not None:
+            return self._num_counted_adapter(adapter, self.counts)
         dense = self.num_layers - self.num_expert_layers
         head = self.vocab_size + self.width if "lm_head" in adapter.target_modules else 0
         layers = dense * self.num_adapter_per_layer(adapter)
@@ -244,6 +188,22 @@ class ModelShape:
             + adapter.r * head
         )
 
+    def _num_counted_adapter(self, adapter: Adapter, counts: Counts) -> int:
+        is_dora = adapter.kind == "dora"
+        parts = [(part, count) for part, count in counts.all_linears if _names(adapter, part)]
+        if "lm_head" in adapter.target_modules:
+            parts.append((Linear("lm_head", self.width, self.vocab_size), 1))
+        maps = sum(
+            count * (adapter.r * (part.num_inputs + part.num_outputs) + is_dora * part.num_outputs)
+            for part, count in parts
+        )
+        if "all-linear" not in adapter.target_modules:
+            return maps
+        # Both halves of fused gate and up get the rank: at most twice the rank of every stack.
+        return maps + sum(
+            2 * adapter.r * number * (rows + columns) for number, rows, columns in counts.stacks
+        )
+
     def num_saved_modules(self, adapter: Adapter) -> int:
         """Parameters of `modules_to_save`: trained copies beside the frozen originals."""
         sizes = {"embed_tokens": self.num_embedding, "lm_head": self.vocab_size * self.width}
@@ -251,6 +211,18 @@ class ModelShape:
 
 
 MLP_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+
+
+def _names(adapter: Adapter, part: Linear) -> bool:
+    """Whether an adapter is put on a linear map."""
+    if "all-linear" in adapter.target_modules:
+        return True
+    return part.name in {target.rsplit(".", 1)[-1] for target in adapter.target_modules}
+
+
+def has_formula(config: Mapping[str, Any]) -> bool:
+    """Whether the parts of a model follow from its config alone; else they are counted in its modules."""
+    return "text_config" not in config and config.get("model_type") in FAMILIES
 
 
 def read_config(folder: Path) -> ModelShape:
@@ -266,23 +238,32 @@ def read_config(folder: Path) -> ModelShape:
     return shape_of(json.loads(file.read_text()), where=str(file))
 
 
-def shape_of(config: Mapping[str, Any], where: str = "", head: Literal["lm", "score"] = "lm") -> ModelShape:
+def shape_of(
+    config: Mapping[str, Any],
+    where: str = "",
+    head: Literal["lm", "score"] = "lm",
+    *,
+    counts: Counts | None = None,
+) -> ModelShape:
     """The shape that a transformers config (as a mapping) describes, with the `head` of a method.
 
-    A model type that is not in FAMILIES is read like a Llama with what its config says, and noted.
+    A model type that is not in FAMILIES is read like a Llama with what its config says, and noted; with
+    `counts` its weights are those that were counted.
 
     Raises: RecipeError when the numbers of a decoder are missing.
     """
     notes: list[str] = []
     if isinstance(config.get("text_config"), Mapping):
-        notes.append("only the text part of the model is counted")
+        if counts is None:
+            notes.append("only the text part of the model is counted")
         config = config["text_config"]
     model_type = str(config.get("model_type", ""))
     family = FAMILIES.get(model_type)
     if family is None:
         family = Family()
-        notes.append(f"model type '{model_type}' is not in the table: counted like a Llama of its sizes")
-    known = dict(family.defaults or {}) | dict(config)
+        part = "counted" if counts is None else "weights are counted, activations are taken to be"
+        notes.append(f"model type '{model_type}' is not in the table: {part} like a Llama of its sizes")
+    known = dict(family.defaults or {}) | canonical(config)
     try:
         width, heads = int(known["hidden_size"]), int(known["num_attention_heads"])
         layers, vocab = int(known["num_hidden_layers"]), int(known["vocab_size"])
@@ -297,6 +278,7 @@ def shape_of(config: Mapping[str, Any], where: str = "", head: Literal["lm", "sc
     head_dim = int(known.get("head_dim") or width // heads)
     window, num_sliding = _window(model_type, family, known, layers)
     experts = _experts(known)
+    linears = _linears(family, known, width, heads * head_dim, kv_heads * head_dim, mlp_width)
     return ModelShape(
         model_type=model_type,
         num_layers=layers,
@@ -309,14 +291,17 @@ def shape_of(config: Mapping[str, Any], where: str = "", head: Literal["lm", "sc
         tied=head == "lm" and bool(known.get("tie_word_embeddings", False)),
         ends_in=head,
         family=family,
-        linears=_linears(family, known, width, heads * head_dim, kv_heads * head_dim, mlp_width),
+        linears=linears if counts is None else counts.linears,
         experts=experts,
         num_expert_layers=0 if experts is None else _num_expert_layers(known, layers),
         sliding_window=window,
         num_sliding_layers=num_sliding,
         logit_softcap=bool(known.get("final_logit_softcapping")),
-        attention_softcap=bool(known.get("attn_logit_softcapping")),
         note="; ".join(notes),
+        makes_scores=any(known.get(key) for key in ("attn_logit_softcapping", "attention_dropout"))
+        or (counts is not None and counts.is_eager),
+        hidden_dropout=bool(known.get("hidden_dropout")),
+        counts=counts,
     )
 
 
@@ -345,7 +330,7 @@ def _linears(
 
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
-    count = config.get("num_experts") or config.get("num_local_experts")
+    count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if not count or int(count) < 2:
         return None
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
@@ -369,7 +354,7 @@ def _window(
     if types is not None:
         count = sum(1 for kind in types if kind == "sliding_attention")
     elif family.sliding == "types":
-        count = num_layers - num_layers // _FULL_EVERY[model_type]
+        count = num_layers - num_layers // FULL_EVERY[model_type]
     else:
         count = num_layers if family.sliding == "all" else 0
     return (int(window), count) if count else (None, 0)

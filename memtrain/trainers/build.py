@@ -33,7 +33,7 @@ from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.context import make_context
 from memtrain.trainers.model.deferred import is_empty
 from memtrain.trainers.model.head import Scorer, base_model, verify_head
-from memtrain.trainers.model.isolation import verify_isolation, verify_slices
+from memtrain.trainers.model.isolation import verify_causal, verify_isolation, verify_slices
 from memtrain.trainers.model.liger import apply_liger
 from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.noise import add_noise
@@ -151,16 +151,20 @@ def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) 
 
 
 def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | RewardScorer:
-    """What scores tokens, or answers, with the model; checked against the model's own logits."""
+    """What scores tokens, or answers, with the model, which is causal; checked against its own logits."""
     scorer = scorer_of(model, METHODS[plan.recipe.method].head, plan.settings)
     if plan.settings.value != "none":
         scorer = ValueScorer(model, _own_value(plan, model), **loss_form(plan.settings))
     if is_empty(model):
         return scorer
-    if isinstance(scorer, RewardScorer):
-        return scorer
+    is_stock = plan.settings.attention == "stock"
+    if is_stock:
+        verify_causal(model)
     with attention_switched(base_model(model), "eager"):
-        verify_head(scorer)
+        if not is_stock:
+            verify_causal(model)
+        if not isinstance(scorer, RewardScorer):
+            verify_head(scorer)
     return scorer
 
 

@@ -14,9 +14,10 @@ from memtrain.memory.budget import needed, usable
 from memtrain.memory.estimate import estimate
 from memtrain.memory.plan import PhasePeak, Plan
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import shape_of
+from memtrain.memory.shape import has_formula, shape_of
 from memtrain.memory.units import gib
 from memtrain.memory.ways_out import WayOut, ways_out
+from memtrain.trainers.model.count import counted_shape
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.recover import Exhausted
 
@@ -75,7 +76,8 @@ def refuse_over_budget(
 
 def _ways(plan: Plan, settings: Settings, model: nn.Module, tokens: int) -> tuple[PhasePeak, list[WayOut]]:
     """(the peak predicted for one micro-batch of `tokens` in one row, what would be lower)."""
-    shape = shape_of(base_model(model).config.to_dict())
+    config = base_model(model).config.to_dict()
+    shape = shape_of(config) if has_formula(config) else counted_shape(config)
     batch = HeaviestBatch(1, tokens, tokens, tokens)
     predicted = estimate(settings, shape, batch).peak
     budget = plan.prediction.budget_bytes

@@ -120,7 +120,7 @@ def test_a_back_end_asked_for_that_cannot_run_is_an_error_naming_those_that_can(
             {"softcap": 50.0, "attention_dropout": 0.1},
         ),
         ({"attn_logit_softcapping": None, "sliding_window": None}, {}),
-        ({"model_type": "gpt_oss"}, {"has_sinks": True}),
+        ({"model_type": "gpt_oss"}, {"has_sinks": True, "untried": "gpt_oss"}),
         (
             {"layer_types": ["linear_attention", "full_attention", "moe"]},
             {"own_layers": ("linear_attention",)},
@@ -138,6 +138,7 @@ def test_facts_are_read_from_a_configuration(config: dict[str, object], expected
         "attention_dropout": 0.0,
         "has_sinks": False,
         "own_layers": (),
+        "untried": "",
     }
     assert model_facts(config) == nothing | expected
 

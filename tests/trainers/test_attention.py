@@ -318,17 +318,29 @@ def test_a_window_must_cover_prompt_and_completion_together():
 @pytest.mark.parametrize(
     ("layout", "kwargs", "sentence"),
     [
-        (None, {}, "layout="),
         (packed_layout([4, 2]), {"rows": 2}, "not a batch of 2"),
         (packed_layout([4, 3]), {}, "6 tokens and its layout 7"),
         (packed_layout([4, 2]), {"keys": 9}, "9 keys"),
-        (packed_layout([4, 2]), {"attention_mask": torch.ones(1, 1, 6, 6)}, "no attention_mask"),
     ],
 )
 def test_a_call_that_would_mix_rows_is_stopped(
     layout: Layout | None, kwargs: dict[str, object], sentence: str
 ):
     with pytest.raises(AssertionError, match=sentence):
+        call(layout, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kwargs", "sentence"),
+    [
+        (None, {}, "no layout"),
+        (packed_layout([4, 2]), {"attention_mask": torch.ones(1, 1, 6, 6)}, "mask of its own"),
+    ],
+)
+def test_a_class_that_passes_no_layout_or_makes_a_mask_is_refused(
+    layout: Layout | None, kwargs: dict[str, object], sentence: str
+):
+    with pytest.raises(LaunchError, match=sentence):
         call(layout, **kwargs)
 
 

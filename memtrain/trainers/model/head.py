@@ -29,6 +29,7 @@ Inside = Callable[[Pairs, Tensor | None], Any]
 
 _MULTIPLIES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVIDES = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _MULTIPLIES_DESPITE_ITS_NAME = ("hyperclovax", "hyperclovax_vision_v2")
 
 
@@ -77,7 +78,7 @@ class Scorer(nn.Module):
 
     def hidden(self, inputs: dict[str, Any], index_N: Tensor) -> Tensor:
         """Rows `index_N` of the flattened hidden states [N, D]."""
-        backbone = base_model(self.model).get_decoder()
+        backbone = backbone_of(base_model(self.model))
         hidden_BTD = backbone(**inputs, use_cache=False).last_hidden_state
         return hidden_BTD.flatten(0, 1).index_select(0, index_N)
 
@@ -106,6 +107,16 @@ def head_of(base: PreTrainedModel) -> nn.Module:
     return head
 
 
+def backbone_of(base: PreTrainedModel) -> nn.Module:
+    """The module that turns ids into the hidden states that the head reads."""
+    # transformers takes any part called `decoder` for it: in ModernBERT that is the head.
+    no_backbones = (base, base.get_output_embeddings())
+    for found in (base.get_decoder(), base.base_model):
+        if found not in no_backbones:
+            return found
+    return cast(nn.Module, base.model)
+
+
 def head_form(config: PretrainedConfig) -> HeadForm:
     """What the model does to its logits, by the names transformers gives it in `config`."""
     known = config.get_text_config().to_dict()
@@ -115,7 +126,8 @@ def head_form(config: PretrainedConfig) -> HeadForm:
     for name in _DIVIDES:
         factor = known.get(name) or 1.0
         scale *= factor if known.get("model_type") in _MULTIPLIES_DESPITE_ITS_NAME else 1.0 / factor
-    return HeadForm(softcap=known.get("final_logit_softcapping"), scale=scale)
+    caps = [cap for name in _CAPS if (cap := known.get(name))]
+    return HeadForm(softcap=caps[0] if caps else None, scale=scale)
 
 
 def open_head(head: nn.Module, owner: str) -> None:
@@ -166,6 +178,7 @@ def verify_head(scorer: Scorer) -> None:
     try:
         with torch.no_grad():
             index_N = torch.arange(ids_BT.shape[1] - 1, device=weight.device)
+            _check_reads_hidden(base, scorer.hidden(inputs, index_N))
             logp_N = scorer(inputs, index_N, LogprobRequest(ids_BT[0, 1:])).logp_N
             logits_NV = scorer.model(**inputs, use_cache=False).logits[0, :-1]
             plain_N = logits_NV.float().log_softmax(-1).gather(1, ids_BT[0, 1:, None])[:, 0]
@@ -180,6 +193,18 @@ def verify_head(scorer: Scorer) -> None:
             f"by {worst:.3g} (allowed {allowed:.3g})",
             where=str(base.config.name_or_path or base.config.model_type),
             fix="the model changes its logits in a way memtrain does not know; please report it",
+        )
+
+
+def _check_reads_hidden(base: PreTrainedModel, hidden_ND: Tensor) -> None:
+    """Raise LaunchError where a head reads something wider or narrower than the hidden states."""
+    weight = cast(Tensor, next(head_of(base).parameters()))
+    if weight.shape[-1] != hidden_ND.shape[-1]:
+        raise LaunchError(
+            f"the LM head of {type(base).__name__} reads vectors of {weight.shape[-1]}, and hidden states "
+            f"have {hidden_ND.shape[-1]}: something stands between them",
+            str(base.config.name_or_path or base.config.model_type),
+            "name a decoder whose head reads its hidden states, such as Qwen/Qwen3-0.6B",
         )
 
 

@@ -19,7 +19,7 @@ from memtrain.memory.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.functions import WAY_OUT
 from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.head import backbone_of, base_model
 from memtrain.trainers.model.layout import Layout, packed_layout, shared_layout
 from memtrain.trainers.model.sliced_scoring import sliced
 
@@ -88,6 +88,30 @@ def verify_isolation(
     return Isolation(*packed, *shared)
 
 
+def verify_causal(model: nn.Module) -> float:
+    """Run `model` on a row, and on the same row with another end, under the attention that it has now.
+
+    How far the end moves what stands before it, over the largest hidden state.
+
+    Raises:
+        LaunchError: it does, so that the loss would ask a token about what it has seen.
+    """
+    base = base_model(model)
+    generator = torch.Generator().manual_seed(0)
+    row, other = (_draw(base, sum(LENGTHS), generator) for _ in range(2))
+    other[: LENGTHS[0]] = row[: LENGTHS[0]]
+    with _undisturbed(base), torch.no_grad():
+        hidden, beside_other = (_hidden(base, ids)[: LENGTHS[0]] for ids in (row, other))
+    seen = _distance([beside_other], [hidden], hidden.abs().max().float())
+    if not seen <= seen_bound(base, hidden):
+        raise LaunchError(
+            f"{type(base).__name__} is not causal: tokens see those that come after them (off by {seen:.1e})",
+            str(base.config.name_or_path or base.config.model_type),
+            "name a decoder; for an encoder that can be one, set is_decoder: true in its config.json",
+        )
+    return seen
+
+
 def seen_bound(model: PreTrainedModel, hidden_TD: Tensor) -> float:
     """How far changing one row may move the hidden states of another, over the largest one."""
     return _bound(model, hidden_TD, SEEN_REGROUPED if _regroups(model) else SEEN)
@@ -109,7 +133,7 @@ def verify_slices(model: nn.Module, backend: AttentionBackend, ranks: ContextRan
     own, own_layout = sliced(whole, ranks)
     with _undisturbed(base), torch.no_grad(), attention_switched(base, NAMES[backend]):
         expected = _hidden(base, ids_T, layout)
-        found = base.get_decoder()(**own, use_cache=False)[0][0]
+        found = backbone_of(base)(**own, use_cache=False)[0][0]
     different = _distance([found], [expected[own_layout.index]], expected.abs().max().float())
     worst = ranks.gather(torch.tensor([different], device=ids_T.device)).max().item()
     bounds = ALONE_REGROUPED if _regroups(base) else ALONE
@@ -144,8 +168,14 @@ def _measured(
     rows, others = [draw(length) for length in LENGTHS], [draw(length) for length in LENGTHS]
 
     def together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_TD = _hidden(model, torch.cat([*prompt, first, second]), layout)[layout.num_prompt_tokens :]
-        return hidden_TD[: LENGTHS[0]], hidden_TD[LENGTHS[0] :]
+        try:
+            hidden_TD = _hidden(model, torch.cat([*prompt, first, second]), layout)
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            # A class whose attention is of another kind trips over one that is not its own, each in its way.
+            what = f"{type(model).__name__} does not run under {backend} attention ({error})"
+            raise LaunchError(what, fix=WAY_OUT) from error
+        rows_TD = hidden_TD[layout.num_prompt_tokens :]
+        return rows_TD[: LENGTHS[0]], rows_TD[LENGTHS[0] :]
 
     with attention_switched(model, NAMES[backend]):
         first, second = together(*rows)
@@ -170,7 +200,7 @@ def _measured(
 def _hidden(model: PreTrainedModel, ids_T: Tensor, layout: Layout | None = None) -> Tensor:
     """[T, D], the last hidden states; without a layout, of a row alone."""
     kwargs = {"position_ids": layout.position_ids, "layout": layout} if layout is not None else {}
-    return model.get_decoder()(input_ids=ids_T[None], use_cache=False, **kwargs)[0][0]
+    return backbone_of(model)(input_ids=ids_T[None], use_cache=False, **kwargs)[0][0]
 
 
 def _distance(found: Sequence[Tensor], expected: Sequence[Tensor], largest: Tensor) -> float:
@@ -196,7 +226,7 @@ def _regroups(model: PreTrainedModel) -> bool:
 
 
 def _check_takes_layout(model: PreTrainedModel) -> None:
-    parameters = inspect.signature(model.get_decoder().forward).parameters.values()
+    parameters = inspect.signature(backbone_of(model).forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise LaunchError(f"{type(model).__name__} does not pass a layout on to its attention", fix=WAY_OUT)
 

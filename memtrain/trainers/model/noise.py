@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from memtrain.trainers.model.head import backbone_of
+
 # B rows, T tokens, D width.
 
 
@@ -37,7 +39,7 @@ def add_noise(model: nn.Module, alpha: float) -> Callable[[], None]:
         return embedding_BTD + noise_BTD * bound_BT[..., None].to(embedding_BTD.dtype)
 
     handles = [
-        base.get_decoder().register_forward_pre_hook(note_positions, with_kwargs=True),
+        backbone_of(base).register_forward_pre_hook(note_positions, with_kwargs=True),
         base.get_input_embeddings().register_forward_hook(noisy),
     ]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.head import backbone_of, base_model
 from memtrain.trainers.model.sliced_scoring import over_slices
 
 
@@ -47,7 +47,7 @@ class RewardScorer(nn.Module):
 
     def _rewards(self, inputs: dict[str, Any], last_A: Tensor) -> Rewards:
         base = base_model(self.model)
-        hidden_BTD = base.get_decoder()(**inputs, use_cache=False).last_hidden_state
+        hidden_BTD = backbone_of(base)(**inputs, use_cache=False).last_hidden_state
         hidden_AD = hidden_BTD.flatten(0, 1).index_select(0, last_A)
         with torch.autocast(hidden_AD.device.type, enabled=False):
             return Rewards(head_of_rewards(base)(hidden_AD.float())[:, 0])

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from memtrain.memory.names import canonical
 from memtrain.memory.plan import Owned, PhasePeak
 from memtrain.trainers.trace.fake import KINDS
 from memtrain.trainers.trace.recorder import Recorder
@@ -51,7 +52,7 @@ def predict_by_trace(job: Job, *, is_whole: bool = False) -> Traced:
 def num_layers(job: Job) -> int:
     """Layers of the model."""
     config = job.config.get("text_config") or job.config
-    return int(config["num_hidden_layers"])
+    return int(canonical(config)["num_hidden_layers"])
 
 
 def kinds_period(config: Mapping[str, Any]) -> int:

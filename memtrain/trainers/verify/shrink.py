@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from memtrain.errors import RecipeError
 from memtrain.memory.plan import Plan
 from memtrain.recipes.registry import METHODS
 
@@ -35,6 +36,12 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with few layers, one of each kind at least, and small widths."""
     if isinstance(config.get("text_config"), Mapping):
         return {**config, "text_config": shrunk_config(config["text_config"])}
+    if "hidden_size" not in config or "num_hidden_layers" not in config:
+        raise RecipeError(
+            f"a {config.get('model_type')} is not made small: its configuration has names of its own",
+            "--shrink",
+            "verify the recipe without it",
+        )
     made = dict(config)
     layers = int(made["num_hidden_layers"])
     kept = _layers_kept(made, layers)

@@ -80,7 +80,13 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
 
 @contextmanager
 def attention_switched(model: nn.Module, implementation: str) -> Iterator[None]:
-    """`model` attends by `implementation`, a name transformers knows, until the block ends."""
+    """`model` attends by `implementation`, a name transformers knows, until the block ends.
+
+    With `eager`, a class that takes no attention functions (Falcon) keeps its own.
+    """
+    if implementation == "eager" and not model._can_set_attn_implementation():  # pyright: ignore
+        yield
+        return
     register()
     before: str = model.config._attn_implementation  # pyright: ignore
     _switch(model, implementation)
@@ -112,16 +118,20 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         **others: Any,
     ) -> tuple[Tensor, None]:
         """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
-        assert layout is not None, "The model must be called with layout=, which says which rows are which."
+        if layout is None:
+            what = f"{type(module).__name__} gets no layout of its rows: the model does not pass it on"
+            raise LaunchError(what, fix=WAY_OUT)
         _check(module, query, key, attention_mask, dropout, layout, others)
         if torch.is_autocast_enabled(query.device.type):
             # SDPA has a casting rule, raw kernels do not: norms on queries and keys leave these in fp32.
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         D, D_value = query.shape[-1], value.shape[-1]
-        if D_value < D and backend is not AttentionBackend.DENSE:
+        if D_value != D and backend is not AttentionBackend.DENSE:
             # The flash kernels want one width; zeros add nothing.
-            value = F.pad(value, (0, D - D_value))
+            query, key, value = (
+                F.pad(one, (0, max(D, D_value) - one.shape[-1])) for one in (query, key, value)
+            )
         query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         scale = scaling if scaling is not None else D**-0.5
         if isinstance(layout, SlicedLayout):
@@ -143,7 +153,9 @@ def _check(
     others: dict[str, Any],
 ) -> None:
     """Make sure that nothing is asked that the back ends would silently not do."""
-    assert attention_mask is None, "A flattened row takes its layout and no attention_mask."
+    if attention_mask is not None:
+        what = f"{type(module).__name__} has a mask of its own making, which packed attention does not take"
+        raise LaunchError(what, fix=WAY_OUT)
     assert query.shape[0] == 1, f"Packed attention takes one flattened row, not a batch of {query.shape[0]}."
     assert query.shape[2] == layout.num_tokens, (
         f"The row has {query.shape[2]} tokens and its layout {layout.num_tokens}."

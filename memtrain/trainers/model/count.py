@@ -1,0 +1,138 @@
+"""The parts of a model counted in its modules, built without data: for families without a formula."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from memtrain.memory.names import OTHER_NAMES, canonical
+from memtrain.memory.parts import Counts, Linear
+from memtrain.memory.shape import ModelShape, shape_of
+from memtrain.trainers.model.head import backbone_of
+from memtrain.trainers.model.load import AUTO
+
+SPARE_POSITIONS = 16
+"""Rows that a table of positions may have beyond the longest row: OPT's has two. Taste."""
+
+MOST_WORDS = 160
+"""Letters of another's error that are told."""
+
+
+def count_model(config: Mapping[str, Any], head: str = "lm") -> tuple[Counts | None, dict[str, Any], str]:
+    """(the counts, the numbers under the names used here, why there are none: then empty counts).
+
+    `config` is a config.json as a mapping. The model is built on the meta device: no weight is made.
+    """
+    return _counted(json.dumps(dict(config), sort_keys=True, default=str), head)
+
+
+@lru_cache(maxsize=16)
+def _counted(config: str, head: str) -> tuple[Counts | None, dict[str, Any], str]:
+    given = json.loads(config)
+    try:
+        made = AutoConfig.for_model(**given)
+        if head == "score":
+            made.num_labels = 1
+        with torch.device("meta"):
+            model = AUTO[head].from_config(made)
+    # What a class of transformers raises over a configuration it does not like has no common kind.
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0][:MOST_WORDS]
+        return None, {}, f"transformers cannot build it ({type(error).__name__}: {said})"
+    return counts_of(model), _numbers(made), ""
+
+
+def counted_shape(
+    config: Mapping[str, Any], where: str = "", head: Literal["lm", "score"] = "lm"
+) -> ModelShape:
+    """The shape of a model of any family, its weights counted; a Llama's where it cannot be built.
+
+    Raises: RecipeError when the numbers of a decoder are missing.
+    """
+    counts, numbers, why = count_model(config, head)
+    if counts is None:
+        found = shape_of(config, where, head)
+        return replace(found, note="; ".join(note for note in (found.note, why) if note))
+    inner = config.get("text_config")
+    said = {"text_config": {**inner, **numbers}} if isinstance(inner, Mapping) else numbers
+    return shape_of({**config, **said}, where, head, counts=counts)
+
+
+def counts_of(model: PreTrainedModel) -> Counts:
+    """The counts of a built model, with or without data."""
+    backbone = backbone_of(model)
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    layers = _layers(backbone)
+    largest = max(layers, key=_num_parameters)
+    all_linears = Counter(
+        one for name, module in model.named_modules() if module is not head and (one := _linear(name, module))
+    )
+    own = list(model.parameters())
+    num_trunk = _num_parameters(backbone)
+    return Counts(
+        num_trunk=num_trunk,
+        num_embedding=_num_parameters(embedding),
+        num_head=_num_parameters(model) - num_trunk,
+        layers=tuple(_num_parameters(layer) for layer in layers),
+        largest_tensor=max(p.numel() for p in own),
+        num_vectors=sum(p.numel() for p in own if p.dim() < 2),
+        linears=tuple(one for name, module in largest.named_modules() if (one := _linear(name, module))),
+        all_linears=tuple(all_linears.items()),
+        stacks=tuple(cast(Any, tuple(p.shape)) for p in own if p.dim() == 3),
+        num_positions=_num_positions(model, embedding),
+        is_eager=not model._supports_sdpa,  # pyright: ignore[reportPrivateUsage]
+    )
+
+
+def _layers(backbone: nn.Module) -> list[nn.Module]:
+    """The decoder layers: the list of modules that holds the most parameters."""
+    lists = [list(module) for module in backbone.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda one: sum(map(_num_parameters, one)), default=[backbone])
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _linear(name: str, module: nn.Module) -> Linear | None:
+    leaf = name.rsplit(".", 1)[-1]
+    if isinstance(module, nn.Linear):
+        return Linear(leaf, module.in_features, module.out_features, module.bias is not None)
+    if isinstance(module, Conv1D):
+        num_inputs, num_outputs = module.weight.shape
+        return Linear(leaf, num_inputs, num_outputs, True)
+    return None
+
+
+def _num_positions(model: PreTrainedModel, embedding: nn.Module) -> int | None:
+    """The longest row that a table of positions allows; None where there is no such table."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return None
+    tables = [
+        module.num_embeddings
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module is not embedding
+    ]
+    tables += [
+        buffer.shape[0] for name, buffer in model.named_buffers() if buffer.dim() == 2 and "position" in name
+    ]
+    return longest if any(longest <= rows <= longest + SPARE_POSITIONS for rows in tables) else None
+
+
+def _numbers(config: PretrainedConfig) -> dict[str, Any]:
+    text = config.get_text_config()
+    said, other = canonical(text.to_dict()), text.attribute_map
+    names = (*OTHER_NAMES, "vocab_size", "tie_word_embeddings", "head_dim")
+    found = {name: said.get(name, said.get(other.get(name, name))) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
