@@ -10,6 +10,8 @@ from memtrain.recipes.base import PositiveInt, Section, one_or_many
 
 Format = Literal["auto", "text", "prompt_completion", "messages", "ids", "preference", "unpaired", "prompt"]
 
+TextUnit = Literal["line", "paragraph", "document"]
+
 
 class Columns(Section):
     """The user's column names, where they differ from memtrain's."""
@@ -67,6 +69,9 @@ class Source(Section):
     columns: Columns | None = None
     """Column names of this source, when they differ from `data.columns`."""
 
+    text_unit: TextUnit | None = None
+    """What is one row of the text files of this source, when it differs from `data.text_unit`."""
+
 
 def source_of(value: object) -> object:
     """A list of sources from a string, a mapping, or a list of either."""
@@ -98,6 +103,11 @@ class Data(Section):
 
     columns: Columns = Columns()
     """Column names, where yours differ: `{prompt: question, completion: answer}`."""
+
+    text_unit: TextUnit = "line"
+    """What is one row of a .txt file: `line` (blank ones are passed over), `paragraph` (lines up to a blank
+    one), or `document` (the whole file, cut after a paragraph where it is longer than 32,768 characters).
+    A longer unit is a longer row: more context to learn from, and more memory unless `length` cuts it."""
 
     completion_only_loss: bool | None = None
     """Learn only the completion. Not given: yes for prompt-completion rows."""

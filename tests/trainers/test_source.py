@@ -100,11 +100,34 @@ def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, texts, chunk):
         readers.JSON_CHUNK_CHARS = whole
 
 
-def test_a_text_file_is_cut_into_rows_and_nothing_is_lost(tmp_path):
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [
+        ("line", [(1, "é a"), (2, "b"), (5, "  c"), (6, "d")]),
+        ("paragraph", [(1, "é a\nb"), (5, "  c\nd")]),
+        ("document", [(1, "é a\r\nb\n\n \n  c\nd")]),
+    ],
+)
+def test_a_row_of_a_text_file_is_a_line_a_paragraph_or_the_whole(tmp_path, unit, expected):
+    path = tmp_path / "a.txt"
+    path.write_bytes("é a\r\nb\n\n \n  c\nd".encode())
+    assert [(line, row["text"]) for line, row in read_file(path, unit)] == expected
+
+
+def test_a_text_file_in_other_units_is_other_content(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a\nb\n")
+    digests = {
+        locate(Source(source=str(path), text_unit=unit), "text")[0].digest() for unit in ("line", "document")
+    }
+    assert len(digests) == 2
+
+
+def test_a_long_document_is_cut_into_rows_and_nothing_is_lost(tmp_path):
     path = tmp_path / "a.txt"
     said = "".join(f"Speaker {i}:\nsome words é\r\n\n" for i in range(5000))
     path.write_bytes(said.encode())
-    rows = [row["text"] for _, row in read_file(path)]
+    rows = [row["text"] for _, row in read_file(path, "document")]
     assert "".join(rows) == said
     assert len(rows) > 3
     assert all(len(row) <= readers.TEXT_ROW_CHARS for row in rows)

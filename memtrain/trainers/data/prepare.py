@@ -106,10 +106,13 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
             "no rows are left to learn from", "data.train", "lower data.held_out, or give more rows"
         )
     if data.held_out and not len(chosen.eval):
+        is_one = train.num_rows == 1
+        why = "the data is one row" if is_one else "rows of one prompt stay together, and there is one"
+        smaller = ", make the rows of a text file smaller (data.text_unit)" if is_one else ""
         raise DataError(
-            "no row can be held out: rows of one prompt stay together, and there is one",
+            f"no row can be held out: {why}",
             "data.held_out",
-            "give held-out rows of their own with data.eval, or set data.held_out: 0",
+            f"give held-out rows of their own with data.eval{smaller}, or set data.held_out: 0",
         )
     held_out = len(chosen.eval)
     other = store_of(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
@@ -178,6 +181,7 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
     Raises: DataError when there are no rows, or they fit no format the method can use.
     """
     declared = source.format if source.format != "auto" else data.format
+    source = source.model_copy(update={"text_unit": source.text_unit or data.text_unit})
     streams = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
     columns = source.columns if source.columns is not None else data.columns
     if source.source.startswith("builtin:"):

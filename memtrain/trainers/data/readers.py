@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from memtrain.errors import DataError
+from memtrain.recipes.data import TextUnit
 from memtrain.recipes.formats.fields import BadRow, Row, kind_of, shown
 
 Line = tuple[int, Row | BadRow]
@@ -27,6 +28,7 @@ MAX_ROW_BYTES = 2**28
 JSON_CHUNK_CHARS = 2**16
 TEXT_ROW_CHARS = 2**15
 """A text file is cut into rows of at most this many characters, some 8,000 tokens."""
+TEXT = ".txt"
 ROWS_AT_ONCE = 256
 """Rows of a table turned into Python at a time."""
 
@@ -173,7 +175,40 @@ def table_rows(batches: Iterator[Any]) -> Iterator[Line]:
                 yield number, row
 
 
-def text(path: Path, file: IO[bytes]) -> Iterator[Line]:
+def text_lines(path: Path, file: IO[bytes]) -> Iterator[Line]:
+    """The lines of a text file, each a row `text` without its line end; blank ones are passed over.
+
+    Raises: DataError where a line is longer than 256 MiB.
+    """
+    yield from text_blocks(path, file, is_paragraph=False)
+
+
+def text_blocks(path: Path, file: IO[bytes], *, is_paragraph: bool = True) -> Iterator[Line]:
+    """The paragraphs of a text file, each a row `text`: lines that follow each other, up to a blank one.
+
+    Raises: DataError where a line or a paragraph is longer than 256 MiB.
+    """
+    stream = io.TextIOWrapper(file, encoding="utf-8-sig")
+    block: list[str] = []
+    first, size, number = 1, 0, 0
+    while line := stream.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        size += len(line)
+        if size > MAX_ROW_BYTES:
+            what = f"the {'paragraph' if is_paragraph else 'line'} is longer than {MAX_ROW_BYTES >> 20} MiB"
+            raise DataError(what, f"{path}:{first}", "set data.text_unit: document, which cuts long text")
+        if not line.isspace():
+            block.append(line)
+        if block and (line.isspace() or not is_paragraph):
+            yield first, {"text": "".join(block).rstrip("\n")}
+            block = []
+        if not block:
+            first, size = number + 1, 0
+    if block:
+        yield first, {"text": "".join(block).rstrip("\n")}
+
+
+def text_pieces(path: Path, file: IO[bytes]) -> Iterator[Line]:
     """Consecutive pieces of a text file, each a row `text` of at most 32,768 characters.
 
     A piece ends after the last blank line that fits, else after the last line end, else where it is full:
@@ -209,9 +244,15 @@ READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[Line]]] = {
     ".tsv": lambda path, file: separated(path, file, "\t"),
     ".parquet": parquet,
     ".arrow": arrow,
-    ".txt": text,
+    TEXT: text_lines,
 }
 """Readers by the ending of the file's name, before a `.gz`."""
+TEXT_READERS: dict[TextUnit, Callable[[Path, IO[bytes]], Iterator[Line]]] = {
+    "line": text_lines,
+    "paragraph": text_blocks,
+    "document": text_pieces,
+}
+"""Readers of text by what a row of it is."""
 SEEKING = (".parquet", ".arrow")
 
 
@@ -226,12 +267,12 @@ def opened(path: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
-def read_file(path: Path) -> Iterator[Line]:
-    """The rows of a file, in order.
+def read_file(path: Path, unit: TextUnit = "line") -> Iterator[Line]:
+    """The rows of a file, in order; `unit` is a row of it where it is text.
 
     Raises: DataError when the file is missing, of an unknown kind, or cannot be read to its end.
     """
-    reader = READERS.get(ending(path))
+    reader = TEXT_READERS[unit] if ending(path) == TEXT else READERS.get(ending(path))
     if reader is None:
         raise DataError(
             f"'{path.name}' is of no kind that can be read",

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from memtrain.errors import DataError
-from memtrain.recipes.data import Format, Source
+from memtrain.recipes.data import Format, Source, TextUnit
 from memtrain.trainers.data import arithmetic
-from memtrain.trainers.data.readers import READERS, Line, ending, read_file
+from memtrain.trainers.data.readers import READERS, TEXT, Line, ending, read_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation"}
@@ -64,18 +64,18 @@ def located(source: Source, form: Format, streaming: bool) -> tuple[Stream, ...]
     """The streams of a source, by its kind."""
     if source.source.startswith("builtin:"):
         return (builtin(source, form),)
-    path = Path(source.source).expanduser()
+    path, unit = Path(source.source).expanduser(), source.text_unit or "line"
     if path.is_dir():
-        return tuple(file_stream(file) for file in files_in(path, source.split))
+        return tuple(file_stream(file, unit) for file in files_in(path, source.split))
     if path.exists():
-        return (file_stream(path),)
+        return (file_stream(path, unit),)
     if glob.has_magic(source.source):
         files = sorted(Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found))
         if not files:
             raise DataError(
                 f"no file matches '{source.source}'", "data", f"the current folder is {Path.cwd()}"
             )
-        return tuple(file_stream(file) for file in files)
+        return tuple(file_stream(file, unit) for file in files)
     if ending(path) in READERS or not HUB_ID.fullmatch(source.source):
         raise DataError(*missing_file(path))
     return (hub_streamed(source) if streaming else hub_stream(source),)
@@ -96,12 +96,12 @@ def missing_file(path: Path) -> tuple[str, str, str]:
     return f"there is no file '{path}'", "data", f"paths are counted from the current folder, {Path.cwd()}"
 
 
-def file_stream(path: Path) -> Stream:
-    """The stream of one file."""
-    return Stream(str(path), lambda: read_file(path), lambda: content_digest(path))
+def file_stream(path: Path, unit: TextUnit) -> Stream:
+    """The stream of one file; `unit` is a row of it where it is text."""
+    return Stream(str(path), lambda: read_file(path, unit), lambda: content_digest(path, unit))
 
 
-def content_digest(path: Path) -> str:
+def content_digest(path: Path, unit: TextUnit = "line") -> str:
     """Digest of a file's bytes (xxh3, 128 bits) and of how they are read."""
     import xxhash
 
@@ -112,7 +112,8 @@ def content_digest(path: Path) -> str:
                 digest.update(chunk)
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror or error}", str(path)) from None
-    return f"{ending(path)}:{digest.hexdigest()}"
+    read_as = f"{ending(path)} by {unit}" if ending(path) == TEXT else ending(path)
+    return f"{read_as}:{digest.hexdigest()}"
 
 
 def files_in(folder: Path, split: str) -> list[Path]:
