@@ -55,8 +55,8 @@ def open_trackers(plan: Plan, folder: RunFolder) -> Trackers:
     trackers: list[GeneralTracker] = []
     for name in log.trackers:
         folder.trackers.mkdir(parents=True, exist_ok=True)
-        tracker = MAKERS[name](log.project, run, str(folder.trackers))
         try:
+            tracker = MAKERS[name](log.project, run, str(folder.trackers))
             tracker.start()
             tracker.store_init_configuration(flat_recipe(plan))
         except Exception as error:  # noqa: BLE001 (each package raises errors of its own)
