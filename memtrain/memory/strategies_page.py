@@ -26,11 +26,11 @@ ON_A_CPU = "peak of a step on a CPU: [memory.md](memory.md#measured)"
 ON_A_GPU = "not yet: it needs a GPU"
 MEASURED: Mapping[str, str] = {
     "padding_free": ON_A_CPU,
-    "packing": "[packing](benchmarks.md#packing), [SFT](benchmarks.md#sft-a-strategy-at-a-time)",
+    "packing": "[packing](benchmarks.md#packing)",
     "shared_prompts": "[pairs](methods.md#the-prompt-once), [groups](methods.md#the-groups-prompt-once)",
     "context_parallel": "[context-parallel.md](context-parallel.md#measured)",
     "smaller_micro_batch": ON_A_CPU,
-    "activation_checkpointing": f"{ON_A_CPU}, [SFT](benchmarks.md#sft-a-strategy-at-a-time)",
+    "activation_checkpointing": ON_A_CPU,
     "checkpoint_every_n": ON_A_CPU,
     "boundary_offloading": f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     "full_offloading": f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
