@@ -34,12 +34,8 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     dtype = decide_dtype(ledger, hardware)
     refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config)
-    if facts.shape.experts is not None:
-        ledger.decide(
-            "router_balance_loss", "off", "the loss is that of the tokens; expert loads are not evened"
-        )
     attention = decide_attention(ledger, hardware, dtype, facts.config)
-    refuse_past_positions(ledger, facts.shape.num_positions, facts.profile.longest_piece)
+    _tell_of_model(ledger, facts)
     sharing = recipe.cluster.sharing
     replicas = max(1, processes // sharing)
     rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=sharing)
@@ -85,6 +81,14 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
         }
     )
     return settings, micros
+
+
+def _tell_of_model(ledger: Ledger, facts: Facts) -> None:
+    """What a mixture of experts does not do, and rows that a table of positions does not reach."""
+    if facts.shape.experts is not None:
+        reason = "the loss is that of the tokens; expert loads are not evened"
+        ledger.decide("router_balance_loss", "off", reason)
+    refuse_past_positions(ledger, facts.shape.num_positions, facts.profile.longest_piece)
 
 
 def _threads(recipe: Recipe, hardware: Hardware, processes: int) -> int:

@@ -252,17 +252,8 @@ def shape_of(
 
     Raises: RecipeError when the numbers of a decoder are missing.
     """
-    notes: list[str] = []
-    if isinstance(config.get("text_config"), Mapping):
-        if counts is None:
-            notes.append("only the text part of the model is counted")
-        config = config["text_config"]
+    config, family, note = _looked_up(config, counts)
     model_type = str(config.get("model_type", ""))
-    family = FAMILIES.get(model_type)
-    if family is None:
-        family = Family()
-        part = "counted" if counts is None else "weights are counted, activations are taken to be"
-        notes.append(f"model type '{model_type}' is not in the table: {part} like a Llama of its sizes")
     known = dict(family.defaults or {}) | canonical(config)
     try:
         width, heads = int(known["hidden_size"]), int(known["num_attention_heads"])
@@ -297,12 +288,27 @@ def shape_of(
         sliding_window=window,
         num_sliding_layers=num_sliding,
         logit_softcap=bool(known.get("final_logit_softcapping")),
-        note="; ".join(notes),
+        note=note,
         makes_scores=any(known.get(key) for key in ("attn_logit_softcapping", "attention_dropout"))
         or (counts is not None and counts.is_eager),
         hidden_dropout=bool(known.get("hidden_dropout")),
         counts=counts,
     )
+
+
+def _looked_up(config: Mapping[str, Any], counts: Counts | None) -> tuple[Mapping[str, Any], Family, str]:
+    """(the text part of a config, its family, what is uncertain about it)."""
+    notes: list[str] = []
+    if isinstance(config.get("text_config"), Mapping):
+        if counts is None:
+            notes.append("only the text part of the model is counted")
+        config = config["text_config"]
+    model_type = str(config.get("model_type", ""))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        part = "counted" if counts is None else "weights are counted, activations are taken to be"
+        notes.append(f"model type '{model_type}' is not in the table: {part} like a Llama of its sizes")
+    return config, family or Family(), "; ".join(notes)
 
 
 def _linears(

@@ -76,6 +76,7 @@ def run_recipe(
     from memtrain.cli.launch.local import recipe_yaml, start, write_files
     from memtrain.cli.planning import make_plan
     from memtrain.cli.showing import print_end, print_plan, reading_progress
+    from memtrain.trainers.run.disk import disk_fault
     from memtrain.trainers.run.folder import RunFolder
     from memtrain.trainers.run.standing import is_over
     from memtrain.trainers.run.trackers import check_trackers
@@ -95,9 +96,12 @@ def run_recipe(
             say("To make it anew: --no-resume, or another --run-dir.")
             return folder.path
         print_plan(planned)
-        folder.recipe.write_text(recipe_yaml(plan.recipe))
-        plan.write(folder.path)
-        script = write_files(plan, folder.path)
+        try:
+            folder.recipe.write_text(recipe_yaml(plan.recipe))
+            plan.write(folder.path)
+            script = write_files(plan, folder.path)
+        except OSError as error:
+            raise disk_fault(error, "the plan cannot be written", folder.path) from None
         if dry_run:
             say(f"Nothing was started. The plan is in {whole(folder.plan)}; {whole(script)} runs it.")
             return folder.path
