@@ -247,3 +247,11 @@ def test_a_changed_recipe_is_refused_with_its_keys_and_nothing_is_touched(runs):
     assert "length.max_length was 128 up to step 6 and is now 64" in ended.err
     assert "train.seed was 0 up to step 6 and is now 1" in ended.err
     assert [(folder / name).read_text() for name in names] == before
+
+
+def test_a_plan_that_the_disk_refuses_is_one_error(runs):
+    (runs.folder / "run" / "recipe.yaml").mkdir(parents=True)
+    ended = runs.run("run")
+    assert ended.code == 5
+    assert "the plan cannot be written" in ended.err
+    assert "Traceback" not in ended.err
