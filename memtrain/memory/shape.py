@@ -256,7 +256,9 @@ def shape_of(
     model_type = str(config.get("model_type", ""))
     known = dict(family.defaults or {}) | canonical(config)
     try:
-        width, heads = int(known["hidden_size"]), int(known["num_attention_heads"])
+        width = int(known["hidden_size"])
+        # A counted model may have no attention at all.
+        heads = int(known["num_attention_heads"] if counts is None else known.get("num_attention_heads") or 1)
         layers, vocab = int(known["num_hidden_layers"]), int(known["vocab_size"])
         mlp_width = int(known.get("intermediate_size") or 4 * width)
     except (KeyError, TypeError) as missing:
