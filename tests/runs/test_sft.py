@@ -141,6 +141,7 @@ def test_a_dry_run_starts_nothing_and_its_script_does(runs, curve_of):
     }
     script = subprocess.run([folder / "launch.sh"], capture_output=True, text=True, cwd="/", check=False)
     assert script.returncode == 0, script.stderr
+    assert "accelerator" not in script.stdout + script.stderr, "DeepSpeed tells what it guesses"
     assert curve_of(folder) == curve_of(runs.done("plain", "train.max_steps=2"))
 
 

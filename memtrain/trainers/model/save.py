@@ -9,6 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +48,8 @@ def save_final(
     given: dict[str, Any] = {} if state is None else {"state_dict": dict(state)}
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
+    # transformers imports DeepSpeed here where it is installed, which tells what it guesses unless it knows.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     try:
         unfinished.mkdir(parents=True)
         if isinstance(model, PeftModel):
