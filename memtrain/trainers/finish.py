@@ -88,14 +88,25 @@ def remember_peaks(run: Run) -> None:
 def sample(run: Run, built: Built) -> str:
     """What the trained model writes after the beginning of a held-out row (or of a training row).
 
-    Nothing where it scores sequences.
+    Nothing where it scores sequences. Where its class cannot write (transformers' generate fails on some), or
+    memory runs out, the reason: the model is saved all the same.
     """
     if not isinstance(built.scorer, Scorer):
         return ""
-    feed = run.eval_feed or run.steps.feed
-    prompt_T = feed.sample_prompt().to(run.device)
     was_training = built.model.training
     built.model.eval()
+    try:
+        return _written(run, built)
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"(no sample: {type(base_model(built.model)).__name__}.generate fails: {lines[0]})"
+    finally:
+        built.model.train(was_training)
+
+
+def _written(run: Run, built: Built) -> str:
+    feed = run.eval_feed or run.steps.feed
+    prompt_T = feed.sample_prompt().to(run.device)
     with attention_switched(base_model(built.model), "eager"), torch.no_grad():
         written = cast(Any, built.model).generate(
             input_ids=prompt_T[None],
@@ -106,5 +117,4 @@ def sample(run: Run, built: Built) -> str:
             pad_token_id=built.tokenizer.pad_token_id or built.tokenizer.eos_token_id,
             eos_token_id=built.tokenizer.eos_token_id,
         )
-    built.model.train(was_training)
     return str(built.tokenizer.decode(written[0], skip_special_tokens=False))

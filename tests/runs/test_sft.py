@@ -250,6 +250,20 @@ def test_a_changed_recipe_is_refused_with_its_keys_and_nothing_is_touched(runs):
     assert [(folder / name).read_text() for name in names] == before
 
 
+@pytest.mark.parametrize("error", [AttributeError("no cache"), torch.OutOfMemoryError("no room")])
+def test_a_sample_that_cannot_be_written_costs_no_model(runs, metrics, monkeypatch, error: Exception):
+    """transformers 5.23 cannot generate with recurrent_gemma, for one."""
+
+    def generate(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
+    folder = runs.done("run", "train.max_steps=1")
+    said = f"(no sample: LlamaForCausalLM.generate fails: {error})"
+    assert [line["sample"] for line in metrics(folder, "final")] == [said]
+    assert AutoModelForCausalLM.from_pretrained(folder / "final") is not None
+
+
 def test_a_plan_that_the_disk_refuses_is_one_error(runs):
     (runs.folder / "run" / "recipe.yaml").mkdir(parents=True)
     ended = runs.run("run")
