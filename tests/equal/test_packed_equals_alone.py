@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memtrain.errors import LaunchError
 from memtrain.memory.attention import AttentionBackend
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.layout import packed_layout
@@ -95,7 +96,7 @@ def test_two_packed_rows_in_one_batch_are_stopped(tiny_llama: Callable[..., nn.M
 def test_a_forgotten_layout_is_stopped(tiny_llama: Callable[..., nn.Module]):
     model = tiny_llama()
     set_attention(model, AttentionBackend.CPU)
-    with pytest.raises(AssertionError, match="layout="):
+    with pytest.raises(LaunchError, match="no layout of its rows"):
         model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
 
 
