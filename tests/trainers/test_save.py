@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memtrain.errors import LaunchError
@@ -72,6 +73,22 @@ def test_a_disk_that_refuses_is_told(tiny_llama: TinyModel, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="the model cannot be saved"):
         save_final(tiny_llama(), load_tokenizer("builtin:tiny"), tmp_path / "file" / "final")
+
+
+def test_a_disk_that_is_full_is_told_and_nothing_half_made_stays(
+    tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """safetensors has an error of its own for it, with the system's number in its words."""
+    model = tiny_llama()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    with pytest.raises(LaunchError, match="No space left on device") as refused:
+        save_final(model, load_tokenizer("builtin:tiny"), tmp_path / "final")
+    assert "free some space" in refused.value.faults[0].fix
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_adapter_is_saved_as_an_adapter(tiny_llama: TinyModel, tmp_path: Path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.run.disk import disk_fault
+from memtrain.trainers.run.disk import disk_fault, system_errors
 
 MOST_BYTES = 50 * 10**9
 """Bytes of one file of weights: transformers' own limit."""
@@ -52,12 +52,13 @@ def save_final(
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     try:
         unfinished.mkdir(parents=True)
-        if isinstance(model, PeftModel):
-            # "auto" would ask the hub for a vocabulary size; a trained embedding is in the adapter anyway.
-            model.save_pretrained(str(unfinished), save_embedding_layers=False, **given)
-        else:
-            model.save_pretrained(unfinished, max_shard_size=max_shard_bytes, **given)
-            _save_configs(model, tokenizer, unfinished)
+        with system_errors():
+            if isinstance(model, PeftModel):
+                # "auto" would ask the hub for a vocabulary size; a trained embedding is in the adapter.
+                model.save_pretrained(str(unfinished), save_embedding_layers=False, **given)
+            else:
+                model.save_pretrained(unfinished, max_shard_size=max_shard_bytes, **given)
+                _save_configs(model, tokenizer, unfinished)
         tokenizer.save_pretrained(unfinished)
         _refuse_empty(unfinished, least)
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,6 +18,7 @@ from memtrain.trainers.losses.request import LogprobRequest, Request
 from memtrain.trainers.model.head import Scorer, base_model, head_of
 from memtrain.trainers.model.reward_head import head_of_rewards, in_float
 from memtrain.trainers.model.save import save_final
+from memtrain.trainers.run.disk import disk_fault, system_errors
 
 HEAD_FILE = "value_head.safetensors"
 """A shared value model in the folder of the trained model: `weight` [1, D] and `bias` [1], in float32."""
@@ -85,9 +86,16 @@ class ValueScorer(Scorer):
 
 
 def save_value(scorer: ValueScorer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the value model into `folder`, beside the policy: its head, or a folder of its own."""
+    """Write the value model into `folder`, beside the policy: its head, or a folder of its own.
+
+    Raises: LaunchError when the disk refuses.
+    """
     if scorer.own is not None:
         save_final(scorer.own, tokenizer, folder / OWN_FOLDER)
         return
     tensors = {name: one.detach().cpu() for name, one in scorer.value_head.named_parameters()}
-    save_file(cast(dict[str, Tensor], tensors), folder / HEAD_FILE)
+    try:
+        with system_errors():
+            save_file(cast(dict[str, Tensor], tensors), folder / HEAD_FILE)
+    except OSError as error:
+        raise disk_fault(error, "the value head cannot be saved", folder) from None

@@ -30,6 +30,7 @@ from memtrain.trainers.rollout.protocol import Finish, Group, OnDone, Sample, Sa
 from memtrain.trainers.rollout.server_http import Unanswered, ask
 from memtrain.trainers.rollout.vllm_sampler import SEED_BITS, sampling_arguments
 from memtrain.trainers.rollout.vllm_weights import vllm_weights
+from memtrain.trainers.run.disk import disk_fault, system_errors
 from memtrain.trainers.run.ranks import Ranks
 
 AT_ONCE = 64
@@ -156,7 +157,12 @@ class ServerSampler:
         """
         mark = f"memtrain-{uuid.uuid4().hex[:12]}"
         folder = self.folder / mark
-        write_checkpoint(vllm_weights(self.model), folder)
+        try:
+            with system_errors():
+                write_checkpoint(vllm_weights(self.model), folder)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise disk_fault(error, "weights for the server cannot be written", folder) from None
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
         try:
             self._ask("POST", "/collective_rpc", asked)

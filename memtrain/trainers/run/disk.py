@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from memtrain.errors import LaunchError
 
@@ -52,6 +57,19 @@ def write_whole(path: Path, data: str | bytes) -> None:
         unfinished.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """What safetensors says of a disk that refuses becomes an OSError, as everybody else raises it."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        number = int(found.group(1))
+        raise OSError(number, os.strerror(number)) from error
 
 
 def disk_fault(error: OSError, doing: str, path: Path) -> LaunchError:
