@@ -1,51 +1,64 @@
-"""What a rollout has so far is told once, in any order, and only the rest is written by somebody else."""
+"""A terminal sees every step in one line; a file has plain lines and no control characters."""
 
-from collections.abc import Sequence
+import io
+from pathlib import Path
 
-from memtrain.trainers.rollout.progress import Progress
-from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampling
+import pytest
+from rich.console import Console
 
-
-class _Writer:
-    """Writes each group's seed as its one token."""
-
-    name = "writer"
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def generate(
-        self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
-    ) -> list[list[Sample]]:
-        self.asked = [group.seed for group in groups]
-        made = [[Sample((group.seed,), (0.0,), "length")] for group in groups]
-        assert on_done is not None
-        for place in reversed(range(len(made))):
-            on_done(place, made[place])
-        return made
-
-    def close(self) -> None:
-        pass
+from memtrain.trainers.run.events import EvalEvent, StepEvent
+from memtrain.trainers.run.progress import Progress, duration
 
 
-def _groups() -> list[Group]:
-    return [Group((1, 2), 1, seed) for seed in (10, 11, 12)]
+def tell(progress: Progress, steps: int) -> None:
+    with progress:
+        for number in range(1, steps + 1):
+            progress.stepped(
+                StepEvent(
+                    step=number, loss=2.0, lr=1e-4, tokens=10, learnt=5, seconds=0.1, peak_bytes=3 * 2**30
+                )
+            )
+        progress.evaluated(EvalEvent(step=steps, loss=1.5, tokens=10))
 
 
-def test_only_what_is_missing_is_written_by_another_and_each_group_is_told_once() -> None:
-    told: list[int] = []
-    progress = Progress(_groups(), lambda number, samples: told.append(number))
-    progress.add(1, [Sample((11,), (0.0,), "length")])
-    writer = _Writer()
-    progress.finish_with(writer, Sampling(max_tokens=1))
-    assert writer.asked == [10, 12]
-    assert told == [1, 2, 0]
-    assert [samples[0].token_ids for samples in progress.in_order()] == [(10,), (11,), (12,)]
+def test_a_file_has_plain_lines_every_few_steps(tmp_path: Path):
+    shown = io.StringIO()
+    progress = Progress(25, every_steps=10, log=tmp_path / "log.txt", console=Console(file=shown, width=60))
+    tell(progress, 25)
+    lines = shown.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25", "25"]
+    assert lines[1].startswith("step 10/25  loss 2.0000  lr 1.00e-04  ")
+    assert "peak 3.00 GiB" in lines[1]
+    assert lines[-1] == "step 25  held-out loss 1.5000"
+    assert "\x1b" not in shown.getvalue()
+    assert [line.split("  ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()] == lines
 
 
-def test_nobody_is_asked_when_nothing_is_missing() -> None:
-    progress = Progress(_groups()[:1])
-    progress.add(0, [Sample((10,), (0.0,), "length")])
-    writer = _Writer()
-    progress.finish_with(writer, Sampling(max_tokens=1))
-    assert writer.asked == []
+def test_a_terminal_has_one_line_that_is_gone_at_the_end(tmp_path: Path):
+    shown = io.StringIO()
+    console = Console(file=shown, width=120, force_terminal=True)
+    tell(Progress(25, log=tmp_path / "log.txt", console=console), 25)
+    assert "step 25/25" in shown.getvalue()
+    assert "held-out loss 1.5000" in shown.getvalue()
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 5
+
+
+def test_other_ranks_say_nothing():
+    shown = io.StringIO()
+    tell(Progress(5, console=Console(file=shown, force_terminal=True), is_shown=False), 5)
+    assert shown.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0, "0.0 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 00 s"),
+        (3599.6, "1 h 00 min"),
+        (7800, "2 h 10 min"),
+        (273600, "3 d 4 h"),
+    ],
+)
+def test_durations_read_as_people_say_them(seconds: float, said: str):
+    assert duration(seconds) == said
