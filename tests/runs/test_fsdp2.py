@@ -7,12 +7,23 @@ import time
 from pathlib import Path
 
 import pytest
+import shared_out
 import torch
 from safetensors.torch import load_file
+from shared_out import (
+    WIDE,
+    assert_same_curve,
+    assert_same_model,
+    final,
+    peaks,
+    stop_after,
+    write_method,
+    write_online,
+)
 
 from memtrain.errors import LaunchError, RecipeError, ResumeError
 from memtrain.memory.plan import read_plan
-from memtrain.trainers import engine, snapshot, worker
+from memtrain.trainers import engine, snapshot
 from memtrain.trainers.run.checkpoint import Checkpoint, newest_complete
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.slices import fill_from, rows_of
@@ -41,46 +52,6 @@ def two(shared_runs) -> Path:
 def ended(runs, name: str, num_ranks: int, *overrides: str, verb: str = "sft") -> Path:
     ranks = runs.fork_ranks(name, num_ranks, *FSDP2, *overrides, verb=verb)
     assert [rank.wait() for rank in ranks] == [0] * num_ranks, "\n".join(rank.said for rank in ranks)
-    return runs.folder / name
-
-
-def assert_same_curve(found: list[tuple], expected: list[tuple], rel: float = 2e-5) -> None:
-    assert len(found) == len(expected)
-    for (step, loss, norm, *rest), wanted in zip(found, expected, strict=True):
-        assert (step, *rest) == (wanted[0], *wanted[3:])
-        # The mean loss of RLOO is zero but for rounding.
-        assert (loss, norm) == pytest.approx(wanted[1:3], rel=rel, abs=1e-7)
-
-
-def final(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next((folder / "final").glob("*model.safetensors")))
-
-
-def assert_same_model(one: Path, other: Path, *, exactly: bool) -> None:
-    torch.testing.assert_close(
-        final(one), final(other), rtol=0 if exactly else 1e-3, atol=0 if exactly else 2e-4
-    )
-
-
-def stop_after(runs, name: str, num_ranks: int, step: int, monkeypatch, *overrides: str) -> Path:
-    """A run that ends like a killed one right after the checkpoint of `step`."""
-    plain = worker.save_checkpoint
-
-    def save(folder, parts, facts, **named):
-        made = plain(folder, parts, facts, **named)
-        if facts.step == step:
-            named["ranks"].barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(worker, "save_checkpoint", save)
-        if num_ranks > 1:
-            ranks = runs.fork_ranks(name, num_ranks, *overrides)
-            # The other may see the connection break before it is killed.
-            assert all(rank.wait() for rank in ranks)
-        else:
-            assert runs.fork(name, *overrides).wait() == -signal.SIGKILL
     return runs.folder / name
 
 
@@ -230,7 +201,7 @@ def test_each_rank_reads_its_own_rows_of_a_model_from_files(
     head = f"model.config.tie_word_embeddings={tied}"
     begun = runs.run("begun", "train.max_steps=1", head)
     assert begun.code == 0, begun.err
-    runs.recipe.write_text(runs.recipe.read_text().replace("method: sft", f"method: {method}"))
+    write_method(runs, method)
     asked = (
         "model.config=null",
         f"model.path={runs.folder / 'begun' / 'final'}",
@@ -250,27 +221,8 @@ def test_each_rank_reads_its_own_rows_of_a_model_from_files(
     assert_same_model(folder, runs.folder / "one", exactly=False)
 
 
-CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    # Defect C2 of TRL 1.16: the checkpointing that adapters on shards need was set where nobody reads it.
-    "lora, checkpointed": ("sft", ("model.adapter={r: 4}", "memory.activation_checkpointing=on")),
-    "packed and checkpointed": (
-        "sft",
-        ("length.packing=bfd", "memory.activation_checkpointing=on", "train.micro_rows=2"),
-    ),
-    "boundaries on the host": (
-        "sft",
-        ("memory.activation_checkpointing=on", "memory.activation_offloading=on"),
-    ),
-    "head of its own, logits in tiles": (
-        "sft",
-        ("model.config.tie_word_embeddings=false", "memory.loss=chunked", "memory.loss_tile=64KiB"),
-    ),
-    "bfloat16 with master weights": ("sft", ("model.dtype=bfloat16", "optim.master_weights=true")),
-    "dpo beside a copy": ("dpo", ("dpo.reference=copy",)),
+CASES = shared_out.CASES | {
     "dpo following the policy": ("dpo", ("dpo.reference=synced", "dpo.reference_sync_steps=2")),
-    "dpo computed before": ("dpo", ("dpo.reference=precomputed",)),
-    "kto": ("kto", ("kto.reference=copy",)),
-    "reward": ("reward", ()),
 }
 
 
@@ -278,8 +230,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_method_has_the_losses_of_one_process(runs, curve_of, case: str):
     method, overrides = CASES[case]
-    text = runs.recipe.read_text().replace("method: sft", f"method: {method}")
-    runs.recipe.write_text(text)
+    write_method(runs, method)
     done = runs.run("one", *overrides, verb=method)
     assert done.code == 0, done.err
     ended(runs, "two", 2, *overrides, verb=method)
@@ -290,12 +241,7 @@ def test_every_method_has_the_losses_of_one_process(runs, curve_of, case: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_completions_are_those_of_one_process(runs, curve_of, method: str):
-    rewards = runs.folder / "rewards.py"
-    rewards.write_text("def has_k(completion):\n    return float('k' in completion)\n")
-    text = runs.recipe.read_text().replace("method: sft", f"method: {method}")
-    text = text.replace("batch_rows: 8, max_steps: 6", "batch_rows: 16, max_steps: 3")
-    text += f"generate: {{completions: 4, max_tokens: 8}}\nrewards: {{functions: [{rewards}:has_k]}}\n"
-    runs.recipe.write_text(text)
+    write_online(runs, method)
     done = runs.run("one", verb=method)
     assert done.code == 0, done.err
     ended(runs, "two", 2, verb=method)
@@ -308,12 +254,6 @@ def test_a_shard_is_what_torch_chunk_gives():
             chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(world)]
             chunks += [[]] * (world - len(chunks))
             assert [list(rows_of(rows, rank, world)) for rank in range(world)] == chunks
-
-
-WIDE = (
-    "model.config={model_type: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 4, "
-    "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 64, tie_word_embeddings: %s, vocab_size: 2048}"
-)
 
 
 @pytest.mark.slow
@@ -330,10 +270,7 @@ def test_the_peak_of_a_rank_is_predicted(runs, metrics, tied: str, checkpointing
         "train.max_steps=3",
         f"memory.activation_checkpointing={checkpointing}",
     )
-    predicted = {phase.phase: phase.num_bytes for phase in read_plan(folder / "plan.json").prediction.phases}
-    measured: dict[str, int] = {}
-    for event in metrics(folder, "memory"):
-        measured[event["phase"]] = max(measured.get(event["phase"], 0), event["allocated"])
+    predicted, measured = peaks(folder, metrics)
     assert predicted["saving"] == pytest.approx(measured["saving"], rel=0.01)
     assert predicted["evaluation"] == pytest.approx(measured["evaluation"], rel=0.02)
     assert -0.02 < predicted["steady step"] / measured["steady step"] - 1 < 0.20

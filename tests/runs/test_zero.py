@@ -2,17 +2,24 @@
 
 import json
 import os
-import signal
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+import shared_out
+from shared_out import (
+    WIDE,
+    assert_same_curve,
+    assert_same_model,
+    peaks,
+    stop_after,
+    write_method,
+    write_online,
+)
 
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.plan import read_plan
-from memtrain.trainers import worker, zero
+from memtrain.trainers import zero
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -40,45 +47,13 @@ def ended(runs, name: str, engine: str, *overrides: str, num_ranks: int = 2, ver
     return runs.folder / name
 
 
-def assert_same_curve(found: list[tuple], expected: list[tuple], rel: float = 2e-5) -> None:
-    assert len(found) == len(expected)
-    for (step, loss, norm, *rest), wanted in zip(found, expected, strict=True):
-        assert (step, *rest) == (wanted[0], *wanted[3:])
-        # The mean loss of RLOO is zero but for rounding.
-        assert (loss, norm) == pytest.approx(wanted[1:3], rel=rel, abs=1e-7)
-
-
-def final(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next((folder / "final").glob("*model.safetensors")))
-
-
-def killed_after(runs, name: str, num_ranks: int, step: int, monkeypatch, *overrides: str) -> None:
-    """A run that ends like a killed one right after the checkpoint of `step`."""
-    plain = worker.save_checkpoint
-
-    def save(folder, parts, facts, **named):
-        made = plain(folder, parts, facts, **named)
-        if facts.step == step:
-            named["ranks"].barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(worker, "save_checkpoint", save)
-        if num_ranks == 1:
-            assert runs.fork(name, *SAVED, *overrides).wait() == -signal.SIGKILL
-            return
-        ranks = runs.fork_ranks(name, num_ranks, *SAVED, *overrides)
-        assert all(rank.wait() for rank in ranks)
-
-
 @pytest.mark.parametrize("engine", ["zero2", "zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_a_stage_has_the_losses_and_the_weights_of_one_process(
     runs, one: Path, curve_of, metrics, engine: str
 ):
     folder = ended(runs, "two", engine, *SAVED)
     assert_same_curve(curve_of(folder), curve_of(one))
-    torch.testing.assert_close(final(folder), final(one), rtol=1e-3, atol=2e-4)
+    assert_same_model(folder, one, exactly=False)
     samples = [metrics(run, "final")[0]["sample"] for run in (one, folder)]
     assert samples[1]
     assert samples[0].startswith(samples[1])
@@ -90,10 +65,10 @@ def test_a_stage_has_the_losses_and_the_weights_of_one_process(
 @pytest.mark.parametrize("engine", ["zero3", *(pytest.param(e, marks=pytest.mark.slow) for e in STAGES[:2])])
 def test_a_killed_run_goes_on_to_the_last_bit(runs, curve_of, monkeypatch, engine: str):
     whole = ended(runs, "whole", engine, *SAVED)
-    killed_after(runs, "run", 2, 4, monkeypatch, f"cluster.engine={engine}")
+    stop_after(runs, "run", 2, 4, monkeypatch, *SAVED, f"cluster.engine={engine}")
     ended(runs, "run", engine, *SAVED)
     assert curve_of(runs.folder / "run") == curve_of(whole)
-    torch.testing.assert_close(final(runs.folder / "run"), final(whole), rtol=0, atol=0)
+    assert_same_model(runs.folder / "run", whole, exactly=True)
 
 
 @pytest.mark.slow
@@ -118,13 +93,13 @@ def test_another_engine_or_number_of_ranks_goes_on_and_says_so(
 ):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)), raising=False)
     (first, before), (second, after) = ELSEWHERE[case]
-    killed_after(runs, "run", before, 4, monkeypatch, f"cluster.engine={first}")
+    stop_after(runs, "run", before, 4, monkeypatch, *SAVED, f"cluster.engine={first}")
     if after == 1:
         runs.done("run", *SAVED)
     else:
         ended(runs, "run", second, *SAVED, num_ranks=after)
     assert_same_curve(curve_of(runs.folder / "run"), curve_of(one))
-    torch.testing.assert_close(final(runs.folder / "run"), final(one), rtol=1e-3, atol=2e-4)
+    assert_same_model(runs.folder / "run", one, exactly=False)
     notes = [note["text"] for note in metrics(runs.folder / "run", "note")]
     assert any("inexact from here" in text for text in notes)
 
@@ -153,29 +128,10 @@ def test_what_deepspeed_cannot_do_is_refused_before_anything_starts(runs, overri
     assert words in refused.err
 
 
-CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    # Defect C2 of TRL 1.16: the checkpointing that adapters on shards need was set where nobody reads it.
-    "lora, checkpointed": ("sft", ("model.adapter={r: 4}", "memory.activation_checkpointing=on")),
-    "packed and checkpointed": (
-        "sft",
-        ("length.packing=bfd", "memory.activation_checkpointing=on", "train.micro_rows=2"),
-    ),
-    "boundaries on the host": (
-        "sft",
-        ("memory.activation_checkpointing=on", "memory.activation_offloading=on"),
-    ),
-    "head of its own, logits in tiles": (
-        "sft",
-        ("model.config.tie_word_embeddings=false", "memory.loss=chunked", "memory.loss_tile=64KiB"),
-    ),
-    "bfloat16 with master weights": ("sft", ("model.dtype=bfloat16", "optim.master_weights=true")),
+CASES = shared_out.CASES | {
     "best kept": ("sft", ("save.keep_best=true", "eval.every_steps=2", "save.every_steps=2")),
     "states on the host": ("sft", ("cluster.offload=optimizer",)),
     "plain SGD": ("sft", ("optim.kind=sgd", "optim.max_grad_norm=null")),
-    "dpo beside a copy": ("dpo", ("dpo.reference=copy",)),
-    "dpo computed before": ("dpo", ("dpo.reference=precomputed",)),
-    "kto": ("kto", ("kto.reference=copy",)),
-    "reward": ("reward", ()),
 }
 
 
@@ -184,7 +140,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_method_has_the_losses_of_one_process(runs, curve_of, case: str, engine: str):
     method, overrides = CASES[case]
-    runs.recipe.write_text(runs.recipe.read_text().replace("method: sft", f"method: {method}"))
+    write_method(runs, method)
     alone = () if "host" in case else overrides
     done = runs.run("one", *alone, verb=method)
     assert done.code == 0, done.err
@@ -227,21 +183,6 @@ def test_weights_are_gathered_for_a_rollout_or_streamed_with_less_memory(
     assert peak["off"] < 0.9 * peak["on"]
 
 
-def write_online(runs, method: str) -> None:
-    rewards = runs.folder / "rewards.py"
-    rewards.write_text("def has_k(completion):\n    return float('k' in completion)\n")
-    text = runs.recipe.read_text().replace("method: sft", f"method: {method}")
-    text = text.replace("batch_rows: 8, max_steps: 6", "batch_rows: 16, max_steps: 3")
-    text += f"generate: {{completions: 4, max_tokens: 8}}\nrewards: {{functions: [{rewards}:has_k]}}\n"
-    runs.recipe.write_text(text)
-
-
-WIDE = (
-    "model.config={model_type: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 4, "
-    "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 64, tie_word_embeddings: %s, vocab_size: 2048}"
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
@@ -257,10 +198,7 @@ def test_the_peak_of_a_rank_is_predicted(runs, metrics, engine: str, tied: str, 
         "train.max_steps=3",
         f"memory.activation_checkpointing={checkpointing}",
     )
-    predicted = {phase.phase: phase.num_bytes for phase in read_plan(folder / "plan.json").prediction.phases}
-    measured: dict[str, int] = {}
-    for event in metrics(folder, "memory"):
-        measured[event["phase"]] = max(measured.get(event["phase"], 0), event["allocated"])
+    predicted, measured = peaks(folder, metrics)
     assert predicted["saving"] == pytest.approx(measured["saving"], rel=0.01)
     for phase in ("first step", "steady step", "evaluation"):
         assert -0.03 < predicted[phase] / measured[phase] - 1 < 0.10, phase
