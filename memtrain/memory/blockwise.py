@@ -12,6 +12,8 @@ from typing import NamedTuple
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 
+BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+"""Optimizers whose states are bitsandbytes'."""
 BLOCK = 256
 """Numbers of a state that share a scale."""
 WEIGHT_BLOCK = 64

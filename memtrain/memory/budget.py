@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.activations import DTYPE_BYTES
-from memtrain.memory.blockwise import blockwise_states
+from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
 from memtrain.memory.calibration import Measured
 from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.settings import Settings
@@ -16,8 +16,6 @@ from memtrain.memory.units import GIB, MIB
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit weight: half a byte, an 8-bit scale for 64, a float32 scale for 256 of those.
 Source: Dettmers et al. 2023, arXiv:2305.14314, section 3."""
-BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
-"""Optimizers whose states are bitsandbytes'."""
 
 
 MASTER_BUCKET = 256 * MIB

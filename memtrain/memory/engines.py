@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from memtrain.memory.rules import BITSANDBYTES, Ledger
+from memtrain.memory.blockwise import BITSANDBYTES
+from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 

@@ -14,14 +14,13 @@ from memtrain.memory.attention import (
     choose_attention,
     model_facts,
 )
+from memtrain.memory.blockwise import BITSANDBYTES
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.plan import Decision
 from memtrain.recipes.recipe import Recipe
 
 DEFAULT_BATCH_ROWS = 32
 """Rows of a step when nothing is said: the field's usual size for fine-tuning."""
-
-BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.errors import LaunchError
+from memtrain.memory.blockwise import BITSANDBYTES
 from memtrain.memory.engines import uses_zero
 from memtrain.memory.settings import Settings
 from memtrain.recipes.optim import Optim
@@ -139,5 +140,3 @@ KINDS: dict[str, Callable[[list[Group], Optim], Optimizer]] = {
     "sgd": _sgd,
 }
 """What makes each `Settings.optimizer`."""
-
-BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")

@@ -9,37 +9,11 @@ Source: Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4.
 
 from __future__ import annotations
 
-from memtrain.memory.settings import Settings
-from memtrain.memory.strategy import Case, Strategy, Updates, Wish
-from memtrain.recipes.recipe import Recipe
+from memtrain.memory.other_optimizers import other_optimizer
 
-
-def wish(recipe: Recipe) -> Wish:
-    """On when it is the recipe's optimizer, else only where it is allowed."""
-    return "on" if recipe.optim.kind == "adafactor" else "allow"
-
-
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
-    """This optimizer in place of the recipe's."""
-    return ({"optimizer": "adafactor"},)
-
-
-def refusal(case: Case) -> str | None:
-    """It runs everywhere."""
-    return None
-
-
-STRATEGY = Strategy(
-    name="adafactor",
-    axis="optimizer",
+STRATEGY = other_optimizer(
+    "adafactor",
     says="second moments as a row and a column for each matrix",
     saves="nearly all of the moments",
     costs="another optimizer, with other weights at the end",
-    is_exact=False,
-    is_used=lambda settings: settings.optimizer == "adafactor",
-    wish=wish,
-    use_keys=lambda recipe: {"optim.kind": "adafactor"},
-    changes=changes,
-    without={"optimizer": "adamw"},
-    refusal=refusal,
 )

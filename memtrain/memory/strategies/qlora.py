@@ -9,8 +9,8 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, section 3.
 
 from __future__ import annotations
 
+from memtrain.memory.other_optimizers import without_bitsandbytes
 from memtrain.memory.settings import Settings
-from memtrain.memory.strategies.adamw_8bit import refusal
 from memtrain.memory.strategy import Case, Strategy, Updates, Wish
 from memtrain.recipes.model import Adapter
 from memtrain.recipes.recipe import Recipe
@@ -41,5 +41,5 @@ STRATEGY = Strategy(
     never_keys=lambda recipe: {"model.quantize": "none"},
     changes=changes,
     without={"quantize": "none"},
-    refusal=refusal,
+    refusal=without_bitsandbytes,
 )

@@ -1,0 +1,50 @@
+"""What the strategies that stand in for the recipe's optimizer have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Case, Strategy, Updates, Wish, never_refused
+from memtrain.recipes.recipe import Recipe
+
+
+def without_bitsandbytes(case: Case) -> str | None:
+    """Why bitsandbytes, a package of CUDA kernels, is not to be had here; None where it is."""
+    if case.facts.hardware.device != "cuda":
+        return "bitsandbytes computes on CUDA devices"
+    if not case.facts.has("bitsandbytes"):
+        return "bitsandbytes is not installed (pip install 'memtrain[quant]')"
+    return None
+
+
+def other_optimizer(
+    kind: str,
+    *,
+    says: str,
+    saves: str,
+    costs: str,
+    refusal: Callable[[Case], str | None] = never_refused,
+) -> Strategy:
+    """The optimizer `kind` in place of the recipe's: on when the recipe names it, else only where allowed."""
+
+    def wish(recipe: Recipe) -> Wish:
+        return "on" if recipe.optim.kind == kind else "allow"
+
+    def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+        return ({"optimizer": kind},)
+
+    return Strategy(
+        name=kind,
+        axis="optimizer",
+        says=says,
+        saves=saves,
+        costs=costs,
+        is_exact=False,
+        is_used=lambda settings: settings.optimizer == kind,
+        wish=wish,
+        use_keys=lambda recipe: {"optim.kind": kind},
+        changes=changes,
+        without={"optimizer": "adamw"},
+        refusal=refusal,
+    )
