@@ -20,7 +20,8 @@ from memtrain.memory.reasons import gains, left_out
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.search import frontier, price_all
-from memtrain.memory.traced import Traced
+from memtrain.memory.traced import Judged, Traced, judged_of
+from memtrain.memory.vllm import longest_prompt
 from memtrain.recipes.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 
@@ -168,6 +169,7 @@ def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
         accumulates=num_micros > 1,
         is_whole=is_whole,
         passes=passes,
+        judges=judges_of(resolved),
     )
     try:
         return traced(job), ""
@@ -189,6 +191,14 @@ def passes_batch(resolved: Resolved) -> HeaviestBatch | None:
     tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
     larger = settings.model_copy(update={"micro_rows": factor * settings.micro_rows, "micro_tokens": tokens})
     return heaviest(larger, resolved.case.facts)
+
+
+def judges_of(resolved: Resolved) -> tuple[Judged, ...]:
+    """The reward models beside the policy, with the most that each reads at once."""
+    facts, recipe = resolved.case.facts, resolved.case.recipe
+    if not facts.rewards:
+        return ()
+    return judged_of(facts.rewards, longest_prompt(facts, recipe.generation) + recipe.generation.max_tokens)
 
 
 def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def facts_without_data(
         count_steps=unread_counter(recipe, profile),
         method=recipe.method,
         apart=apart,
-        rewards=reward_shapes(recipe, lambda model: look_at_model(model).config),
+        rewards=reward_shapes(recipe, looked.config, lambda model: look_at_model(model).config),
         presumed=presumed,
         is_guessed=True,
         at_length=lambda length: facts_without_data(

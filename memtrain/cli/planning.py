@@ -89,7 +89,7 @@ def facts_of(
         count_steps=_counter(recipe, shared),
         method=recipe.method,
         apart=None if apart is None else (apart.profile, _counter(recipe, apart)),
-        rewards=reward_shapes(recipe),
+        rewards=reward_shapes(recipe, config),
         presumed=presumed,
         at_length=lambda length: facts_of(
             with_key(recipe, "length.max_length", length), data, config, hardware, presumed
@@ -98,16 +98,26 @@ def facts_of(
 
 
 def reward_shapes(
-    recipe: Recipe, look: Callable[[Model], Mapping[str, object]] | None = None
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    look: Callable[[Model], Mapping[str, object]] | None = None,
 ) -> tuple[RewardShape, ...]:
-    """The reward models of a recipe; `look` finds a model's configuration.
+    """The reward models of a recipe beside a policy of `config`; `look` finds a model's configuration.
 
     Raises: LaunchError when there is none of that name.
     """
     models = recipe.rewards.models if recipe.rewards is not None else ()
-    named = [(one, Model(path=one.path, revision=one.revision)) for one in models]
-    look = look or model_config
-    return tuple(RewardShape(shape_for(look(model), one.path), one.dtype) for one, model in named)
+    found = [(look or model_config)(Model(path=one.path, revision=one.revision)) for one in models]
+    return tuple(
+        RewardShape(
+            shape=shape_for(own, one.path),
+            dtype=one.dtype,
+            config=own,
+            is_alike=own.get("model_type") == config.get("model_type"),
+            max_length=one.max_length,
+        )
+        for one, own in zip(models, found, strict=True)
+    )
 
 
 def model_config(model: Model) -> Mapping[str, object]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, norm_kept, rotary
 from memtrain.memory.budget import static_bytes
@@ -24,11 +24,37 @@ class RewardShape:
     shape: ModelShape
     dtype: str
     """`auto`: the policy's."""
+    config: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Its configuration, as in config.json."""
+    is_alike: bool = True
+    """Its architecture is the policy's, so that its rows lie as the policy's do; else they are padded."""
+    max_length: int | None = None
+    """Longest prompt with completion that it reads; None: all of it."""
 
     def weights_bytes(self, settings: Settings) -> int:
         """Its weights, without a head over the vocabulary."""
-        dtype = settings.dtype if self.dtype == "auto" else self.dtype
+        dtype = judge_settings(settings, self.dtype, is_alike=self.is_alike).dtype
         return DTYPE_BYTES[dtype] * headless(self.shape).num_parameters
+
+
+def judge_settings(settings: Settings, dtype: str, *, is_alike: bool) -> Settings:
+    """How a reward model of some precision stands beside a policy: whole, without an adapter.
+
+    `is_alike`: its architecture is the policy's. Rows of others are padded: nobody checked that they can lie
+    end to end.
+    """
+    own = settings.dtype if dtype == "auto" else dtype
+    plain = {"dtype": own, "adapter": None, "quantize": "none", "engine": "ddp"}
+    if not is_alike:
+        plain |= {"attention": "stock", "padding_free": False, "shared_prompts": False}
+    return settings.model_copy(update=plain)
+
+
+def judged_batch(longest: int, max_length: int | None = None) -> HeaviestBatch:
+    """The most that a reward model reads at once of answers of `longest` tokens with their prompts."""
+    longest = min(longest, max_length or longest)
+    count = max(1, READ_TOKENS // longest)
+    return HeaviestBatch(count, count * longest, count, longest)
 
 
 def headless(shape: ModelShape) -> ModelShape:
@@ -72,9 +98,12 @@ def with_beside(
 
 def judging_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: int) -> int:
     """Most that a reward model holds beside its weights while it reads, of all of them in turn."""
-    batch = HeaviestBatch(1, max(READ_TOKENS, longest), 1, longest)
     loads = [
-        Load(settings.model_copy(update={"adapter": None, "quantize": "none"}), one.shape, batch)
+        Load(
+            judge_settings(settings, one.dtype, is_alike=one.is_alike),
+            one.shape,
+            judged_batch(longest, one.max_length),
+        )
         for one in rewards
     ]
     return max((layer_forward(load) + rotary(load) for load in loads), default=0)

@@ -6,13 +6,14 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from memtrain.errors import LaunchError
 from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.beside import RewardShape, judged_batch
 from memtrain.memory.engines import uses_zero
 from memtrain.memory.plan import Prediction
 from memtrain.memory.settings import Settings
@@ -21,6 +22,19 @@ from memtrain.recipes.recipe import Recipe
 
 WORKER = "memtrain.trainers.trace.worker"
 """The module that traces, as text: it is on a higher floor."""
+
+
+class Judged(Section):
+    """A reward model beside the policy."""
+
+    config: dict[str, Any]
+    """Its configuration, as in config.json."""
+    dtype: str = "auto"
+    """`auto`: the policy's."""
+    is_alike: bool = True
+    """See RewardShape."""
+    batch: HeaviestBatch
+    """The most that it reads at once."""
 
 
 class TraceJob(Section):
@@ -37,6 +51,7 @@ class TraceJob(Section):
     """The heaviest micro-batch (see HeaviestBatch)."""
     passes: HeaviestBatch | None = None
     """The heaviest micro-batch of answers that are scored before they are learnt from; None: none are."""
+    judges: tuple[Judged, ...] = ()
     accumulates: bool
     """A step has several micro-batches."""
     is_whole: bool = False
@@ -68,12 +83,12 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
     if recipe.method not in TRACED_METHODS:
         return f"the step of {recipe.method} is not traced yet"
-    if recipe.rewards is not None and recipe.rewards.models:
-        return "reward models beside the policy are not traced yet"
     if uses_zero(settings):
         return f"{settings.engine} is DeepSpeed's, whose buffers are made by code that asks for a device"
     if settings.num_processes > 1 and settings.shard_offload != "none":
         return "shards that wait on the host are moved by torch's own streams, which a trace does not have"
+    if settings.background_save and settings.device == "cpu":
+        return "the copy of a save in the background is not traced"
     if settings.liger or settings.loss == "liger":
         return "Liger's kernels ask which device they are on, and a trace has none"
     return None
@@ -88,6 +103,7 @@ def job_of(
     accumulates: bool,
     is_whole: bool = False,
     passes: HeaviestBatch | None = None,
+    judges: Sequence[Judged] = (),
 ) -> TraceJob:
     """The job that traces these settings."""
     return TraceJob(
@@ -101,6 +117,20 @@ def job_of(
         accumulates=accumulates,
         is_whole=is_whole,
         passes=passes,
+        judges=tuple(judges),
+    )
+
+
+def judged_of(rewards: Sequence[RewardShape], longest: int) -> tuple[Judged, ...]:
+    """Reward models that read answers of `longest` tokens with their prompts."""
+    return tuple(
+        Judged(
+            config=dict(one.config),
+            dtype=one.dtype,
+            is_alike=one.is_alike,
+            batch=judged_batch(longest, one.max_length),
+        )
+        for one in rewards
     )
 
 

@@ -61,8 +61,9 @@ SCRATCH = {
 def test_a_trace_finds_the_peak_of_the_real_allocator(name):
     job, found = CASES[name].job, traced_here(name)
     allowed, _ = SCRATCH.get(name, (0.001, ""))
-    room = max(random_states(job), allowed * found.peak_bytes)
-    assert found.peak_bytes == pytest.approx(real_peak(job), rel=0, abs=room)
+    real = real_peak(job)
+    # Not all of the random states need be there at the peak: they are taken off in one piece.
+    assert found.peak_bytes == pytest.approx(real, rel=0, abs=random_states(job) + allowed * real)
     # Hooks of a step inside the backward pass, and those that send gradients, hold weights from C++, where gc
     # does not see.
     is_hooked = job.settings.in_backward or job.settings.num_processes > 1

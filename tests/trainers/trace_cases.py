@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memtrain.memory.activations import HeaviestBatch, Load
-from memtrain.memory.beside import with_beside
+from memtrain.memory.beside import RewardShape, judging_bytes, with_beside
 from memtrain.memory.engines import is_sharded
-from memtrain.memory.estimate import estimate, kept_bytes
+from memtrain.memory.estimate import estimate, kept_bytes, phase_peak
 from memtrain.memory.facts import asks_of
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
+from memtrain.memory.traced import judged_of
 from memtrain.recipes.model import Adapter
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES
@@ -26,6 +27,7 @@ SMALL = LLAMA | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 QWEN = LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 BATCH = HeaviestBatch(rows=4, tokens=512, scored_tokens=400, longest=200)
+LONGEST = 200
 LORA = Adapter(r=8)
 DORA = Adapter(r=8, kind="dora")
 RANDOM_STATE_BYTES = 5056
@@ -83,6 +85,8 @@ class Case:
     said: dict[str, Any] = field(default_factory=dict)
     """What the recipe says beside the settings."""
     batch: HeaviestBatch = BATCH
+    rewards: tuple[RewardShape, ...] = ()
+    """Reward models beside the policy, which read answers of 200 tokens with their prompts."""
 
     @property
     def settings(self):
@@ -102,6 +106,7 @@ class Case:
             num_micros=self.num_micros,
             want_stats=True,
             passes=passes,
+            judges=judged_of(self.rewards, LONGEST),
         )
 
     def estimated(self):
@@ -112,7 +117,13 @@ class Case:
         batch = self.batch._replace(asks=asks_of(self.method), scored_tokens=scored)
         load = Load(self.settings, shape, batch)
         told = estimate(self.settings, shape, batch, accumulates=self.num_micros > 1)
-        return with_beside(told, load, kept_bytes(load), ())
+        told = with_beside(told, load, kept_bytes(load), self.rewards)
+        if not self.rewards:
+            return told
+        resting = {one.owner: one.num_bytes for one in told.phases[-1].owners}
+        reading = judging_bytes(self.settings, self.rewards, LONGEST)
+        judging = phase_peak("rewards", resting | {"activations": reading})
+        return told.model_copy(update={"phases": (*told.phases, judging)})
 
     @property
     def recipe(self):
@@ -139,6 +150,11 @@ ONLINE = ("grpo", "rloo", "online_dpo", "ppo")
 
 def sft(config, changes=None, num_micros=1, **said):
     return Case("sft", config, changes or {}, num_micros, said)
+
+
+def judge(config, dtype="auto", **more):
+    """A reward model of that kind."""
+    return RewardShape(shape_of(config, head="score"), dtype, config, **more)
 
 
 def arch(model_type, changes=None, **config):
@@ -213,6 +229,26 @@ METHODS = {
     ),
     "rloo, no reference": Case("rloo", LLAMA, HALF | EVERY | SHARED, said={"rloo": {"beta": 0.0}}),
 }
+JUDGES = {
+    "grpo, a reward model": Case("grpo", LLAMA, HALF | SHARED, rewards=(judge(LLAMA),)),
+    "rloo, reward models of two kinds": Case(
+        "rloo",
+        LLAMA,
+        {"reference": "copy"} | SHARED,
+        said={"rloo": {"beta": 0.05}},
+        rewards=(judge(LLAMA, dtype="bfloat16"), judge(QWEN, is_alike=False)),
+    ),
+    "online dpo, LoRA, a reward model that reads less": Case(
+        "online_dpo", QWEN, LORA_OFF | EVERY | SHARED, rewards=(judge(QWEN, max_length=150),)
+    ),
+    "ppo, a reward model, padded": Case(
+        "ppo",
+        LLAMA,
+        {"reference": "copy", "value": "shared", "loss": "full"} | PADDED,
+        rewards=(judge(LLAMA),),
+    ),
+}
+METHODS |= JUDGES
 ARCHITECTURES = {
     "qwen2": arch("qwen2"),
     "qwen3, checkpointed": arch("qwen3", EVERY, head_dim=32),
@@ -279,8 +315,7 @@ def _real_peak(job):
             random_states(job)
         )
     cast = bare_cast(job, "cpu")
-    held = [model for model in (cast.model, cast.copy, cast.own) if model is not None]
-    peak = allocator_peak(held, lambda: play(cast, job, _Nobody(), is_marked=False))
+    peak = allocator_peak(cast.models, lambda: play(cast, job, _Nobody(), is_marked=False))
     return peak - random_states(job)
 
 

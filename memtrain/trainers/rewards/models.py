@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from memtrain.memory.beside import READ_TOKENS, judge_settings
 from memtrain.memory.settings import Settings
 from memtrain.recipes.model import Model
 from memtrain.recipes.rewards import RewardModel
@@ -22,9 +23,6 @@ from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.reward_head import RewardScorer
 from memtrain.trainers.model.where import find_origin, read_config
 from memtrain.trainers.rewards.answer import Answer
-
-READ_TOKENS = 8192
-"""Tokens that a reward model reads in one forward pass, where no answer alone is longer. Taste."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +105,7 @@ def load_reward_model(
     named = Model(path=recipe.path, revision=recipe.revision)
     own = tokenizer_of(named)
     is_alike = read_config(find_origin(recipe.path, recipe.revision)).model_type == model_type
-    plain = settings.model_copy(
-        update={
-            "dtype": settings.dtype if recipe.dtype == "auto" else recipe.dtype,
-            "adapter": None,
-            "quantize": "none",
-            "attention": settings.attention if is_alike else "stock",
-            "padding_free": settings.padding_free and is_alike,
-            "shared_prompts": settings.shared_prompts and is_alike,
-        }
-    )
+    plain = judge_settings(settings, recipe.dtype, is_alike=is_alike)
     model = load_model(named, plain, seed=0, vocab_size=len(own), head="score", is_new=False)
     scorer = RewardScorer(model.requires_grad_(False)).eval()
     pad = own.pad_token_id

@@ -28,13 +28,16 @@ from memtrain.trainers.prompt_feed import PromptFeed
 Ints = NDArray[np.int64]
 
 
+NOTHING = Needs(old=False, reference=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What a micro-batch is made for."""
 
     recipe: Recipe
     settings: Settings
-    needs: Needs
+    needs: Needs = NOTHING
     """What the loss of an online method reads."""
 
 
@@ -83,6 +86,11 @@ def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
         token_advantage_N=numbers(method.has_value),
         return_N=numbers(method.has_value),
     )
+
+
+def judged_micro(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
+    """Completions that a reward model reads, every prompt one token long."""
+    return _answers(subject, batch, num_answers=1)
 
 
 DUMMIES: dict[Any, Callable[[Subject, HeaviestBatch], Any]] = {

@@ -20,7 +20,7 @@ from memtrain.trainers.trace.run import STEPS, Job, trace
 
 FEWEST = 3
 """A first, a last and a middle layer."""
-PHASES = ("load", *STEPS, "evaluation", "passes", "saving")
+PHASES = ("load", *STEPS, "evaluation", "rewards", "passes", "saving")
 Owners = Mapping[str, int]
 
 

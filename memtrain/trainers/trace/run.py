@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.engines import is_sharded
 from memtrain.memory.settings import Settings
+from memtrain.memory.traced import Judged
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.trainers.online_method import Needs
 from memtrain.trainers.spread import local_of
 from memtrain.trainers.trace.bits import playing_bitsandbytes
-from memtrain.trainers.trace.dummies import DUMMIES, Subject
+from memtrain.trainers.trace.dummies import DUMMIES, NOTHING, Subject
 from memtrain.trainers.trace.fake import bare_model, fakeify, without_data
 from memtrain.trainers.trace.host import bytes_on_host
+from memtrain.trainers.trace.judges import Judge, bare_judge, one_judgement
 from memtrain.trainers.trace.oracle import RULES, pretending
 from memtrain.trainers.trace.ranks import playing_ranks, slicing_without_data
 from memtrain.trainers.trace.recorder import Recorder
@@ -36,7 +38,6 @@ from memtrain.trainers.trace.steps import (
     watch_layers,
 )
 
-NOTHING = Needs(old=False, reference=False)
 STEPS = ("first step", "steady step")
 """Optimizer states appear at the end of the first; the peak is mostly in the second."""
 
@@ -57,6 +58,8 @@ class Job:
     want_stats: bool = False
     passes: HeaviestBatch | None = None
     """What an online method scores without gradients before it learns from it; None: it does not."""
+    judges: tuple[Judged, ...] = ()
+    """Reward models beside the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +82,13 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
     ):
         with unset_fake_temporarily():
             cast = bare_cast(job, "meta")
-        for model in (cast.model, cast.copy, cast.own):
-            if model is not None:
-                fakeify(model)
+        for model in cast.models:
+            fakeify(model)
         cast = replace(
             cast,
             micros=[without_data(micro, mode.from_tensor) for micro in cast.micros],
             passes=without_data(cast.passes, mode.from_tensor),
+            judges=[judge.without_data(mode.from_tensor) for judge in cast.judges],
         )
         recorder = Recorder("cpu", rules=RULES | rules)
         recorder.enter("load")
@@ -108,6 +111,14 @@ class Cast:
     """What an online method scores before it learns."""
     own: Any | None = None
     """A value model beside the policy."""
+    judges: Sequence[Judge] = ()
+    """Reward models beside it."""
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """All that hold weights."""
+        judges = [judge.scorer for judge in self.judges]
+        return [model for model in (self.model, self.copy, self.own, *judges) if model is not None]
 
 
 def bare_cast(job: Job, device: str) -> Cast:
@@ -127,7 +138,8 @@ def bare_cast(job: Job, device: str) -> Cast:
     subject, make = Subject(recipe, settings, needs), DUMMIES[module.feed]
     micros = [make(subject, job.batch) for _ in range(min(2, job.num_micros))]
     passes = None if job.passes is None else make(subject, job.passes)
-    return Cast(model, copy, micros, passes, own)
+    judges = [bare_judge(recipe, settings, judged, device) for judged in job.judges]
+    return Cast(model, copy, micros, passes, own, judges)
 
 
 def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_marked: bool = True) -> Stage:
@@ -141,6 +153,8 @@ def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_
         if cast.own is not None:
             recorder.own([*cast.own.parameters(), *cast.own.buffers()], "value model")
             own_gradients(cast.own, recorder)
+        for judge in cast.judges:
+            recorder.own(judge.weights, "reward models")
         in_shards = is_sharded(job.settings)
         if in_shards:
             held.enter_context(recorder.resizing())
@@ -165,6 +179,9 @@ def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_
                 stepped=lambda: recorder.own(gradients_of(stage), "gradients"),
             )
             own_states(stage, recorder)
+        for judge in cast.judges:
+            recorder.enter("rewards")
+            one_judgement(judge)
         if cast.passes is not None:
             recorder.enter("passes")
             one_pass(stage, cast.passes)

@@ -23,6 +23,7 @@ def answer(asked: TraceJob) -> Traced:
         num_micros=2 if asked.accumulates else 1,
         want_stats=True,
         passes=asked.passes,
+        judges=asked.judges,
     )
     found = predict_by_trace(job, is_whole=asked.is_whole)
     reserved = None
