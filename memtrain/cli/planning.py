@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import memtrain
+from memtrain.cli.keeping import begun_in, resolve_again
 from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError
 from memtrain.memory.beside import RewardShape
@@ -45,8 +46,11 @@ def make_plan(
     run_dir: str | None = None,
     hardware: Hardware | None = None,
     progress: Callable[[int, int], None] | None = None,
+    keeps: bool = False,
 ) -> Planned:
     """Prepare the data, look at the model, and resolve every setting.
+
+    `keeps`: a run that its folder has checkpoints of goes on with the plan it had, while that fits.
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit.
     """
@@ -55,11 +59,14 @@ def make_plan(
     data = prepare(recipe, progress=progress)
     config = model_config(recipe.model)
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
-    resolved = resolve(asked, replace(facts, history=read_history()))
+    facts = replace(facts, history=read_history())
+    folder = run_dir or recipe.run_dir or str(Path("runs") / loaded.path.stem)
+    begun = begun_in(Path(folder)) if keeps else None
+    resolved = resolve(asked, facts) if begun is None else resolve_again(asked, facts, begun)
     plan = Plan(
         recipe=resolved.case.recipe,
         recipe_path=str(loaded.path),
-        run_dir=run_dir or recipe.run_dir or str(Path("runs") / loaded.path.stem),
+        run_dir=folder,
         settings=resolved.settings,
         decisions=resolved.decisions,
         data=data,

@@ -12,10 +12,11 @@ from memtrain.memory.all_strategies import STRATEGIES, is_searched
 from memtrain.memory.rules import Asked
 from memtrain.memory.strategy import Strategy
 from memtrain.recipes.base import Section
+from memtrain.recipes.generate import Generate
 from memtrain.recipes.preference import Dpo, Kto
 from memtrain.recipes.recipe import Recipe
 
-EMPTY: Mapping[str, Callable[[], Section]] = {"dpo": Dpo, "kto": Kto}
+EMPTY: Mapping[str, Callable[[], Section]] = {"dpo": Dpo, "generate": Generate, "kto": Kto}
 """Sections that a recipe may leave out."""
 
 ONE_OF: Mapping[str, str] = {

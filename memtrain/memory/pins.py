@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from memtrain.memory.engines import shards_weights
+from memtrain.memory.honour import with_key
 from memtrain.memory.rules import Asked
 from memtrain.memory.settings import Settings
 
@@ -39,7 +41,34 @@ def pins(asked: Asked, settings: Settings) -> dict[str, object]:
         wanted["model.dtype"] = settings.dtype
     if recipe.model.attention == "auto":
         wanted["model.attention"] = settings.attention
+    if recipe.cluster.engine == "auto" and settings.num_processes > 1:
+        wanted["cluster.engine"] = settings.engine
+    if recipe.cluster.context_parallel == "auto":
+        wanted["cluster.context_parallel"] = settings.context_parallel
     return wanted
+
+
+def kept_pins(asked: Asked, settings: Settings) -> Asked:
+    """The wish with every choice as in `settings`, also those that follow from the machine.
+
+    Nobody is told to have written them: their decisions are by rule, as they were.
+    """
+    recipe, cluster = asked.recipe, asked.recipe.cluster
+    wanted = pins(asked, settings)
+    if cluster.processes == "auto":
+        wanted["cluster.processes"] = settings.num_processes
+    if cluster.threads == "auto":
+        wanted["cluster.threads"] = settings.threads
+    if recipe.model.liger == "auto":
+        wanted["model.liger"] = "on" if settings.liger else "off"
+    if shards_weights(settings) and settings.sampler in ("native", "transformers"):
+        wanted["generate.gather_weights"] = "on" if settings.gather_weights else "off"
+    if recipe.method in ("dpo", "kto") and settings.reference != "none":
+        wanted[f"{recipe.method}.reference"] = settings.reference
+    for key, value in wanted.items():
+        value = settings.adapter if key == "model.adapter" else value
+        recipe = with_key(recipe, key, value)
+    return Asked(recipe, asked.where)
 
 
 def yaml_lines(keys: Mapping[str, object]) -> list[str]:

@@ -84,7 +84,7 @@ def run_recipe(
     check_trackers(loaded.recipe.log.trackers)
     check_rewards(loaded)
     with reading_progress() as progress:
-        planned = make_plan(loaded, run_dir=run_dir, progress=progress)
+        planned = make_plan(loaded, run_dir=run_dir, progress=progress, keeps=resume)
     plan = planned.plan
     check_rewards(loaded, plan.data)
     folder = RunFolder(Path(plan.run_dir))

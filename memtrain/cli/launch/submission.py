@@ -69,7 +69,7 @@ def prepare(recipe: str, overrides: Sequence[str], run_dir: str | None) -> Submi
     for words in sweep(asked.array, loaded.where("cluster.slurm.array")):
         each = load_recipe(recipe, [*overrides, *words]) if words else loaded
         folder = above / folder_name(words) if words else above
-        made = make_plan(each, run_dir=str(folder), hardware=hardware_of(each, nodes))
+        made = make_plan(each, run_dir=str(folder), hardware=hardware_of(each, nodes), keeps=True)
         check_rewards(each, made.plan.data)
         _check_free(folder)
         if not is_over(RunFolder(folder), made.plan):
@@ -106,7 +106,11 @@ def _lead(asked: Slurm, plan: Plan, folder: RunFolder) -> tuple[int, str]:
     saving = next(phase for phase in plan.prediction.phases if phase.phase == "saving")
     written = sum(owned.num_bytes for owned in saving.owners if owned.owner in kept)
     return lead_s(
-        asked, save_s=max(saves, default=None), step_s=max(steps, default=0.0), checkpoint_bytes=written
+        asked,
+        save_s=max(saves, default=None),
+        step_s=max(steps, default=0.0),
+        checkpoint_bytes=written,
+        is_background=plan.settings.background_save,
     )
 
 

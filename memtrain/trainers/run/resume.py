@@ -137,21 +137,21 @@ def check_resumable(facts: CheckpointFacts, plan: Plan, *, allow_inexact: bool =
     Raises: ResumeError with every key that differs and would make it another run.
     """
     other_run = list(_other_run(facts, plan))
-    waived = [one for one in other_run if allow_inexact and not _is_below(one.key, STATE_KEYS)]
+    waived = [one for one in other_run if allow_inexact and not is_below(one.key, STATE_KEYS)]
     refused = [one for one in other_run if one not in waived]
     if refused:
         raise ResumeError([_fault(one, facts.step) for one in refused])
-    said = [f"another run from here: {_sentence(one)}" for one in waived]
+    said = [f"another run from here: {sentence(one)}" for one in waived]
     return said + [
-        f"inexact from here, sums are taken in another order: {_sentence(one)}"
+        f"inexact from here, sums are taken in another order: {sentence(one)}"
         for one in _rounding(facts, plan)
     ]
 
 
 def _other_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
     asked_recipe = plan.recipe.model_dump(mode="json")
-    for one in _differences(facts.recipe, asked_recipe):
-        if not _is_below(one.key, FREE_KEYS + RESOLVED_KEYS):
+    for one in differences(facts.recipe, asked_recipe):
+        if not is_below(one.key, FREE_KEYS + RESOLVED_KEYS):
             yield one
     asked = plan.settings.model_dump(mode="json")
     for setting, key in SETTING_NAMES.items():
@@ -187,29 +187,31 @@ def _rounding(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
         saved = facts.settings.get(setting, Settings.model_fields[setting].get_default())
         if saved != asked[setting]:
             yield Difference(setting, saved, asked[setting])
-    yield from _differences(dict(facts.versions), dict(plan.versions), "version of ")
+    yield from differences(dict(facts.versions), dict(plan.versions), "version of ")
     device = device_name(plan.settings.device)
     if facts.device != device:
         yield Difference("device", facts.device, device)
 
 
-def _differences(
+def differences(
     saved: Mapping[str, JsonValue], asked: Mapping[str, JsonValue], prefix: str = ""
 ) -> Iterator[Difference]:
     """Every leaf that differs, by dotted key; a section that one side lacks is one leaf."""
     for key in sorted({*saved, *asked}):
         before, after = saved.get(key), asked.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{prefix}{key}.")
+            yield from differences(before, after, f"{prefix}{key}.")
         elif before != after:
             yield Difference(prefix + key, before, after)
 
 
-def _is_below(key: str, keys: tuple[str, ...]) -> bool:
+def is_below(key: str, keys: tuple[str, ...]) -> bool:
+    """Whether a dotted key is one of `keys`, or in a section that is."""
     return any(key == one or key.startswith(one + ".") for one in keys)
 
 
-def _sentence(one: Difference) -> str:
+def sentence(one: Difference) -> str:
+    """The key with both values."""
     return f"{one.key} {_shown(one.saved)} -> {_shown(one.asked)}"
 
 

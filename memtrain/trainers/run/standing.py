@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtrain.memory.plan import Plan
 from memtrain.trainers.run.checkpoint import complete_steps
 from memtrain.trainers.run.folder import RunFolder, RunState
-from memtrain.trainers.run.manifest import Manifest, read_manifest
+from memtrain.trainers.run.manifest import CheckpointFacts, read_manifest
 from memtrain.trainers.run.resume import check_resumable
 
 
@@ -16,19 +16,20 @@ def is_over(folder: RunFolder, plan: Plan) -> bool:
 
     Raises: ResumeError when the folder holds checkpoints of another run.
     """
-    newest = _newest_manifest(folder)
+    newest = newest_facts(folder)
     if newest is None:
         return False
-    check_resumable(newest.facts, plan)
+    check_resumable(newest, plan)
     status = folder.read_status()
     is_done = status is not None and status.state is RunState.DONE
-    return is_done and newest.facts.step == plan.settings.max_steps and folder.final.is_dir()
+    return is_done and newest.step == plan.settings.max_steps and folder.final.is_dir()
 
 
-def _newest_manifest(folder: RunFolder) -> Manifest | None:
+def newest_facts(folder: RunFolder) -> CheckpointFacts | None:
+    """What the newest checkpoint of a folder says of its run; None where none can be read."""
     for path in reversed(complete_steps(folder.checkpoints).values()):
         try:
-            return read_manifest(path)
+            return read_manifest(path).facts
         except ValueError:
             continue
     return None

@@ -1,0 +1,193 @@
+"""A run that goes on keeps the plan of its newest checkpoint while that still fits, and says if it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import JsonValue, ValidationError
+
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.facts import Facts, need_of, predict
+from memtrain.memory.pins import kept_pins
+from memtrain.memory.plan import Decision
+from memtrain.memory.resolve import Resolved, resolve
+from memtrain.memory.rules import Asked
+from memtrain.memory.settings import Settings
+from memtrain.memory.units import gib
+from memtrain.memory.vllm import training_budget
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.run.folder import RunFolder
+
+RESTS_ON = (
+    "cluster.context_parallel",
+    "cluster.device",
+    "cluster.engine",
+    "cluster.offload",
+    "cluster.processes",
+    "cluster.slurm.gpus_per_node",
+    "cluster.slurm.nodes",
+    "cluster.threads",
+    "generate.backend",
+    "generate.gather_weights",
+    "generate.rows",
+    "generate.vllm",
+    "length",
+    "memory.activation_checkpointing",
+    "memory.activation_offloading",
+    "memory.allow",
+    "memory.checkpoint_every",
+    "memory.loss",
+    "memory.loss_tile",
+    "memory.never",
+    "memory.optimizer_offload",
+    "memory.use",
+    "model",
+    "optim.in_backward",
+    "train.batch_rows",
+    "train.batch_tokens",
+    "train.micro_rows",
+    "train.micro_tokens",
+)
+"""Recipe keys, or sections, that a plan follows from. A budget is none of them: a plan is held against it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How a run began that is to go on."""
+
+    step: int
+    """Of its newest checkpoint."""
+    recipe: Mapping[str, JsonValue]
+    settings: Mapping[str, JsonValue]
+
+
+def begun_in(folder: Path) -> Begun | None:
+    """The run that a folder holds checkpoints of; None where it holds none that can be read."""
+    from memtrain.trainers.run.standing import newest_facts
+
+    facts = newest_facts(RunFolder(folder))
+    return None if facts is None else Begun(facts.step, facts.recipe, facts.settings)
+
+
+def resolve_again(asked: Asked, facts: Facts, begun: Begun) -> Resolved:
+    """The plan of a run that goes on: its own one, or another where that cannot be kept; told in a decision.
+
+    Its own: every choice that the recipe leaves open is what it was, whatever is free now, measured since or
+    counted on this machine, so that the numbers stay the same to the last bit.
+
+    Raises: RecipeError and DoesNotFit, as `resolve` does for a run that begins.
+    """
+    settings = _read(begun.settings)
+    if settings is None:
+        why = "the checkpoint is of a version of memtrain whose settings this one does not know"
+        return _told(resolve(asked, facts), "new", why, begun)
+    asked, facts = _at_its_length(asked, facts, settings)
+    moved = _moved(asked, begun)
+    if moved:
+        return _told(resolve(asked, facts), "new", f"changed in the recipe: {moved}", begun)
+    try:
+        made = resolve(kept_pins(asked, settings), _with_room(facts, settings))
+    except (DoesNotFit, RecipeError) as fault:
+        new = resolve(asked, facts)
+        why = f"{_why_not(fault, asked, facts, settings)}; this one needs {_need(new)}"
+        return _told(new, "new", why, begun)
+    made = replace(
+        made, case=replace(made.case, asked=asked), settings=_same_sampler(made.settings, settings)
+    )
+    budget = gib(made.prediction.budget_bytes or 0)
+    why = f"as it was up to there; it needs {_need(made)} of {budget}{_beside(facts, settings)}"
+    return _told(made, "kept", why, begun)
+
+
+def _read(saved: Mapping[str, JsonValue]) -> Settings | None:
+    """The settings of a checkpoint; None for those of a version that had others."""
+    known = {name: value for name, value in saved.items() if name in Settings.model_fields}
+    try:
+        return Settings.model_validate_json(json.dumps(known))
+    except ValidationError:
+        return None
+
+
+def _at_its_length(asked: Asked, facts: Facts, settings: Settings) -> tuple[Asked, Facts]:
+    """The recipe with rows as short as the run made them (`memory.allow: [shorter_sequences]`)."""
+    memory, length = asked.recipe.memory, asked.recipe.length
+    is_shorter = settings.max_length is not None and settings.max_length != length.max_length
+    if "shorter_sequences" not in memory.allow or not is_shorter or facts.at_length is None:
+        return asked, facts
+    allow = tuple(name for name in memory.allow if name != "shorter_sequences")
+    recipe = asked.recipe.model_copy(
+        update={
+            "memory": memory.model_copy(update={"allow": allow}),
+            "length": length.model_copy(update={"max_length": settings.max_length}),
+        }
+    )
+    shorter = replace(facts.at_length(settings.max_length or 0), history=facts.history)
+    return Asked(recipe, asked.where), shorter
+
+
+def _moved(asked: Asked, begun: Begun) -> str:
+    """The keys under a plan that the recipe says otherwise now, in words; empty where there are none."""
+    from memtrain.trainers.run.resume import differences, is_below, sentence
+
+    moved = differences(_with_defaults(begun.recipe), asked.recipe.model_dump(mode="json"))
+    return ", ".join(sentence(one) for one in moved if is_below(one.key, RESTS_ON))
+
+
+def _with_defaults(saved: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """A recipe as it was saved, with the keys that are newer than it."""
+    try:
+        return Recipe.model_validate_json(json.dumps(saved)).model_dump(mode="json")
+    except ValidationError:
+        return saved
+
+
+def _with_room(facts: Facts, settings: Settings) -> Facts:
+    """A CPU with fewer cores than the run has processes still runs them, only slower."""
+    hardware = facts.hardware
+    if hardware.device != "cpu":
+        return facts
+    cores = max(hardware.num_cores, -(-settings.num_processes // hardware.num_nodes))
+    return replace(facts, hardware=replace(hardware, num_cores=cores))
+
+
+def _same_sampler(made: Settings, settings: Settings) -> Settings:
+    """vLLM with the memory that it had, where there is as much now."""
+    if made.sampler != "vllm" or made.sampler_bytes < settings.sampler_bytes:
+        return made
+    kept = {name: getattr(settings, name) for name in ("sampler_bytes", "sampler_keys_bytes")}
+    return made.model_copy(update=kept)
+
+
+def _beside(facts: Facts, settings: Settings) -> str:
+    """What this machine has more of, or less, than the plan was made for."""
+    hardware = facts.hardware
+    cores, devices = hardware.num_nodes * hardware.num_cores, hardware.num_nodes * hardware.num_devices
+    if hardware.device == "cuda" and devices > settings.num_processes:
+        return f"; {devices} devices are here: cluster.processes takes more of them"
+    wanted = settings.threads * settings.num_processes
+    if hardware.device == "cpu" and wanted > cores:
+        return f"; {wanted} threads on {cores} core{'s' if cores > 1 else ''}: slower, the same numbers"
+    return ""
+
+
+def _why_not(fault: DoesNotFit | RecipeError, asked: Asked, facts: Facts, settings: Settings) -> str:
+    """Why the earlier plan cannot be kept, with what it needs where that is it."""
+    if isinstance(fault, DoesNotFit):
+        need = need_of(predict(settings, facts), settings)
+        budget = training_budget(asked.recipe, facts, settings)
+        if need > budget:
+            return f"the one before needs {gib(need)} with its margin, and {gib(budget)} may be used"
+    return f"the one before cannot be kept: {fault.faults[0].what}"
+
+
+def _need(made: Resolved) -> str:
+    return f"{gib(made.chosen.need_bytes)} with its margin"
+
+
+def _told(made: Resolved, value: str, why: str, begun: Begun) -> Resolved:
+    source = f"checkpoint of step {begun.step}"
+    told = Decision(setting="plan", value=value, reason=why, source=source)
+    return replace(made, decisions=(told, *made.decisions))

@@ -1,0 +1,148 @@
+"""A run that goes on keeps its own plan, whatever is free or known on this machine by now."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memtrain.cli import planning
+from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.history import History
+from memtrain.memory.plan import read_plan
+from memtrain.memory.units import GIB, MIB
+
+OPEN = ("train.batch_rows=16", "optim.schedule=constant", "optim.warmup_steps=0", "data.held_out=0")
+TIGHT, ROOMY = 720 * MIB, 64 * GIB
+"""Budgets of a small and of the usual micro-batch; a CPU run takes 0.8 of what is free."""
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Makes this machine one with so much free memory, and so many cores."""
+
+    def set_to(free: int, cores: int = 2, ratios: dict[str, tuple[float, ...]] | None = None) -> None:
+        found: Hardware = replace(cpu(ROOMY, cores), free_bytes=free)
+        monkeypatch.setattr(planning, "detect", lambda device="auto": found)
+        monkeypatch.setattr(planning, "read_history", lambda: History(ratios or {}))
+
+    return set_to
+
+
+def told(folder: Path) -> tuple[str, str]:
+    """(value, reason) of what became of the run's plan."""
+    found = next(one for one in read_plan(folder / "plan.json").decisions if one.setting == "plan")
+    return found.value, found.reason
+
+
+def notes(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [event["text"] for event in events if event["kind"] == "note"]
+
+
+def micro_tokens(folder: Path) -> int | None:
+    return read_plan(folder / "plan.json").settings.micro_tokens
+
+
+def test_free_memory_and_history_that_moved_leave_the_plan_and_every_bit(runs, curve_of, here):
+    here(int(TIGHT / 0.8))
+    whole = runs.done("whole", *OPEN)
+    runs.done("run", *OPEN, "train.max_steps=3")
+    small = micro_tokens(whole)
+    kind = read_plan(whole / "plan.json").prediction.kind
+    here(ROOMY)
+    assert micro_tokens(runs.done("roomy", *OPEN, "--dry-run")) > small
+    # A machine with more memory, that remembers runs of this kind which needed a little less.
+    here(ROOMY, ratios={kind: (0.95,)})
+    folder = runs.done("run", *OPEN)
+    assert micro_tokens(folder) == small
+    assert told(folder)[0] == "kept"
+    assert not [one for one in notes(folder) if "inexact" in one]
+    assert curve_of(folder) == curve_of(whole)
+    # A budget is none of what a plan rests on, while it fits.
+    assert runs.run("run", *OPEN, "memory.budget=2GiB").out.startswith("The run in")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        pytest.param(1, 2, "", id="more"),
+        pytest.param(2, 1, "2 threads on 1 core: slower", id="fewer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_place_with_other_cores_goes_on_with_the_same_threads_and_bits(
+    runs, curve_of, here, before: int, now: int, words: str
+):
+    said = (*OPEN, "cluster.threads=auto", "train.batch_rows=2", "train.max_steps=3")
+    here(ROOMY, cores=before)
+    whole = runs.done("whole", *said)
+    runs.done("run", *said, "train.max_steps=2")
+    here(ROOMY, cores=now)
+    folder = runs.done("run", *said)
+    value, reason = told(folder)
+    assert (value, words in reason) == ("kept", True)
+    assert read_plan(folder / "plan.json").settings.threads == before
+    assert not [one for one in notes(folder) if "inexact" in one]
+    assert curve_of(folder) == curve_of(whole)
+
+
+def test_a_plan_that_no_longer_fits_is_replaced_and_both_numbers_are_told(runs, here):
+    here(ROOMY)
+    runs.done("run", *OPEN, "train.max_steps=3")
+    large = micro_tokens(runs.folder / "run")
+    here(int(TIGHT / 0.8))
+    ended = runs.run("run", *OPEN)
+    assert ended.code == 0, ended.err
+    folder = runs.folder / "run"
+    value, reason = told(folder)
+    assert (value, micro_tokens(folder) < large) == ("new", True)
+    assert reason == (
+        "the one before needs 726 MiB with its margin, and 720 MiB may be used; this one needs 718 MiB with "
+        "its margin"
+    )
+    assert "the one before needs 726 MiB" in " ".join(ended.out.split())
+    assert [one for one in notes(folder) if one.startswith("inexact from here") and "micro_tokens" in one]
+
+
+def test_what_the_recipe_says_otherwise_now_is_planned_for(runs, here):
+    here(ROOMY)
+    runs.done("run", *OPEN, "train.max_steps=3")
+    folder = runs.done("run", *OPEN, "memory.activation_checkpointing=on")
+    value, reason = told(folder)
+    assert (value, reason) == ("new", "changed in the recipe: memory.activation_checkpointing auto -> on")
+    assert read_plan(folder / "plan.json").settings.checkpoint_every
+
+
+@pytest.mark.parametrize("broken", ["{", '{"version": 0}', None])
+def test_a_broken_plan_file_moves_nothing_and_is_written_anew(runs, curve_of, here, broken: str | None):
+    """The checkpoint knows the plan that made it."""
+    here(int(TIGHT / 0.8))
+    whole = runs.done("whole", *OPEN)
+    folder = runs.done("run", *OPEN, "train.max_steps=3")
+    (folder / "plan.json").write_text(broken) if broken is not None else (folder / "plan.json").unlink()
+    here(ROOMY)
+    runs.done("run", *OPEN)
+    assert told(folder)[0] == "kept"
+    assert curve_of(folder) == curve_of(whole)
+
+
+def test_settings_of_another_version_are_planned_anew_and_it_is_said(runs, here, monkeypatch):
+    from memtrain.cli import keeping
+
+    here(ROOMY)
+    runs.done("run", *OPEN, "train.max_steps=3")
+    begun = keeping.begun_in(runs.folder / "run")
+    other = replace(begun, settings={**begun.settings, "loss": "a loss of old"})
+    monkeypatch.setattr(planning, "begun_in", lambda folder: other)
+    value, reason = told(runs.done("run", *OPEN))
+    assert (value, "settings this one does not know" in reason) == ("new", True)
+
+
+def test_begun_anew_a_run_is_planned_anew(runs, here):
+    here(int(TIGHT / 0.8))
+    runs.done("run", *OPEN, "train.max_steps=3")
+    small = micro_tokens(runs.folder / "run")
+    here(ROOMY)
+    folder = runs.done("run", *OPEN, "train.max_steps=3", "--no-resume")
+    assert micro_tokens(folder) > small
+    assert "plan" not in [one.setting for one in read_plan(folder / "plan.json").decisions]
