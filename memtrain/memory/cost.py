@@ -56,7 +56,7 @@ def step_time(
 ) -> StepTime:
     """Time of a step of `num_micros` micro-batches like `batch` (a typical one, not the heaviest)."""
     load = Load(settings, shape, batch)
-    rates = hardware.rates
+    rates = hardware.rates_of(settings.threads, settings.num_processes)
     half = settings.dtype != "float32" and hardware.has_bfloat16
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
     products = num_micros * (_layer_operations(load) + _head_operations(load)) / rate

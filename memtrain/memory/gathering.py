@@ -59,7 +59,8 @@ def ways(settings: Settings, facts: Facts, *, rows: int, tokens: int) -> Ways:
     operators. Streaming sends all other ranks' parts besides, at the speed of the link to the host (what is
     between devices is not known), in as many collectives as there are groups of weights.
     """
-    shape, rates = facts.shape, facts.hardware.rates
+    shape, count = facts.shape, settings.num_processes
+    rates = facts.hardware.rates_of(settings.threads, count)
     whole = weights_bytes(settings, shape)
     load = Load(settings, shape, HeaviestBatch(1, 1, 1, 1))
     streamed = gathered_module(load) if uses_zero(settings) else gathered(settings, shape).forward
@@ -67,7 +68,6 @@ def ways(settings: Settings, facts: Facts, *, rows: int, tokens: int) -> Ways:
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
     launch = shape.num_layers * FORWARD_OPERATORS * rates.launch_s
     compute = launch + whole / rates.bytes_per_s + 2.0 * shape.num_parameters * rows / rate
-    count = settings.num_processes
     groups = shape.num_layers * (MODULES_OF_LAYER if uses_zero(settings) else 1) + 2
     sending = whole * (count - 1) / count / rates.host_bytes_per_s + groups * COLLECTIVE_S[settings.device]
     slowdown = tokens * (compute + sending) / (tokens * compute + sending)

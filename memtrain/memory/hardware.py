@@ -82,6 +82,21 @@ class Hardware:
         """The same node with another number of devices."""
         return replace(self, num_devices=num_devices)
 
+    def rates_of(self, threads: int, num_processes: int) -> Rates:
+        """What one of so many processes reaches: on a CPU with its threads, as far as there are cores.
+
+        `rates` of a CPU are those of all its cores together, but for bytes, which are those of one.
+        """
+        if self.device == "cuda":
+            return self.rates
+        cores = min(threads, self.num_nodes * self.num_cores / num_processes)
+        share = cores / self.num_cores
+        return replace(
+            self.rates,
+            half_matmul_per_s=share * self.rates.half_matmul_per_s,
+            single_matmul_per_s=share * self.rates.single_matmul_per_s,
+        )
+
     def words(self) -> str:
         """One line for people."""
         count = f"{self.num_devices} x " if self.num_devices > 1 else ""

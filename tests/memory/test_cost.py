@@ -88,3 +88,23 @@ def test_a_faster_card_is_faster_and_a_cpu_is_not():
     cards = [seconds(Hardware.named(name)) for name in ("b200", "h100", "a100", "l4")]
     assert cards == sorted(cards)
     assert seconds(cpu(64 * GIB, 16), dtype="float32", device="cpu") > 100 * cards[1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_threads_and_not_visible_cores_make_time_and_plan(ask, facts_of, processes: int):
+    """A job with as many cores as it has threads, beside a machine with sixteen."""
+    said = {"cluster__threads": 1, "cluster__processes": processes, "train__batch_rows": 8}
+    few, many = (ask(facts_of(cpu(64 * GIB, cores)), **said) for cores in (processes, 16))
+    assert few.settings == many.settings
+    assert few.chosen.step_s == many.chosen.step_s
+    assert [one.token_s for one in few.tried] == [one.token_s for one in many.tried]
+
+
+def test_a_process_computes_with_its_threads_as_far_as_there_are_cores():
+    machine = cpu(64 * GIB, 8)
+    alone = machine.rates_of(8, 1)
+    assert alone == machine.rates
+    assert machine.rates_of(2, 1).single_matmul_per_s == pytest.approx(alone.single_matmul_per_s / 4)
+    # Four processes with four threads each on eight cores have two cores each.
+    assert machine.rates_of(4, 4) == machine.rates_of(2, 4)
+    assert Hardware.named("h100").rates_of(1, 8) == Hardware.named("h100").rates
