@@ -28,8 +28,8 @@ OFFLOAD_BUCKET = 256 * MIB
 COMMUNICATION_BYTES = 300 * MIB
 """Buffers of a communicator of several GPUs, typical."""
 
-SMALL_GRADIENTS = 16 * MIB
-"""Most bytes of gradients below 1 MiB each, of a usual model: norms and biases, or small adapters."""
+SMALL_GRADIENT = MIB
+"""Bytes below which a gradient is summed over the ranks together with others (trainers/exchange.py)."""
 
 
 class Static(NamedTuple):
@@ -108,8 +108,23 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
         gradients=0 if is_away else own_gradients,
         optimizer=0 if waits_on_host(settings) else optimizer_bytes(settings, shape),
         master=0 if waits_on_host(settings) and settings.shard_offload != "none" else master,
-        reduce=min(gradients, SMALL_GRADIENTS) if sums_whole else 0,
+        reduce=small_gradients(settings, shape) if sums_whole else 0,
     )
+
+
+def small_gradients(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of the gradients that are summed end to end: norms, biases, and matrices below 1 MiB."""
+    size = DTYPE_BYTES[settings.dtype]
+    if settings.adapter is None:
+        maps = [(part.num_inputs * part.num_outputs, shape.num_layers) for part in shape.linears]
+        matrices = [*maps, (shape.num_embedding, 1), (shape.num_head, 1)]
+        vectors = size * shape.num_vectors
+    else:
+        size, vectors = 4, 0
+        rank, parts = settings.adapter.r, shape.adapted(settings.adapter)
+        widths = [width for part in parts for width in (part.num_inputs, part.num_outputs)]
+        matrices = [(rank * width, shape.num_layers) for width in widths]
+    return vectors + sum(size * each * count for each, count in matrices if size * each < SMALL_GRADIENT)
 
 
 def waits_on_host(settings: Settings) -> bool:

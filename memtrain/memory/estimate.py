@@ -30,10 +30,10 @@ from memtrain.memory.budget import (
     weights_bytes,
 )
 from memtrain.memory.engines import shards_weights, uses_zero
+from memtrain.memory.fsdp_moments import fsdp_moments, pass_moments
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
-from memtrain.memory.sharded import gathered
 from memtrain.memory.zero_moments import TO_SAVE, between_steps, gathered_module, saved_whole, zero_moments
 
 Moment = dict[str, int]
@@ -96,7 +96,7 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
         resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
         return zero_moments(load, resting, last, _kept(load), holds=accumulates)
     if shards_weights(settings):
-        return _sharded_moments(load, has_state=has_state)
+        return _sharded_moments(load, has_state=has_state, accumulates=accumulates)
     static = static_bytes(settings, shape)
     trains_all = settings.adapter is None
     head = head_bytes(load, trains_head=trains_head(settings))
@@ -165,24 +165,14 @@ def reference_pass(load: Load, head: HeadBytes) -> int:
     return max(layer_forward(load), head.evaluation) + rotary(load)
 
 
-def _sharded_moments(load: Load, *, has_state: bool) -> list[Moment]:
+def _sharded_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Moment]:
     """The same where weights are in shards: layers are gathered, and gradients leave as they are made."""
-    settings, shape = load.settings, load.shape
-    whole = gathered(settings, shape)
-    head = head_bytes(load, trains_head=trains_head(settings))
-    kept, last, first = _kept(load)
-    resting = _resting(load, has_state=has_state) | {"gradients": static_bytes(settings, shape).gradients}
-    forward = resting | {"gathered weights": whole.forward, "activations": kept + head.norm}
-    backward = resting | {"gathered weights": whole.backward, "reduce buffers": whole.gradients}
-    recomputed = {"recomputation": layer_backward(load)}
+    asked = reference_pass(load, head_bytes(load, trains_head=trains_head(load.settings)))
+    resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
+    own = static_bytes(load.settings, load.shape).gradients
     return [
-        forward | {"logits": head.forward},
-        forward | {"logits": head.backward, "gathered weights": whole.backward},
-        backward | {"activations": kept + head.norm, "logits": norm_backward(load)},
-        backward | {"activations": kept - last} | recomputed,
-        backward | {"activations": first} | recomputed,
-        _resting(load, has_state=True)
-        | {"gradients": resting["gradients"], "optimizer scratch": optimizer_scratch(load)},
+        *fsdp_moments(load, resting, _kept(load), holds=accumulates, asked=asked),
+        last | {"gradients": own, "optimizer scratch": optimizer_scratch(load)},
     ]
 
 
@@ -231,7 +221,8 @@ def evaluation_moment(load: Load) -> Moment:
     """A forward pass without gradients between two steps."""
     head = head_bytes(load, trains_head=trains_head(load.settings))
     base = _resting(load, has_state=True)
-    base |= {"gathered weights": gathered(load.settings, load.shape).forward}
+    if shards_weights(load.settings) and not uses_zero(load.settings):
+        return max(pass_moments(load, base), key=total)
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
     layer = base | {"activations": layer_forward(load) + rotary(load)}

@@ -63,7 +63,7 @@ def ways(settings: Settings, facts: Facts, *, rows: int, tokens: int) -> Ways:
     rates = facts.hardware.rates_of(settings.threads, count)
     whole = weights_bytes(settings, shape)
     load = Load(settings, shape, HeaviestBatch(1, 1, 1, 1))
-    streamed = gathered_module(load) if uses_zero(settings) else gathered(settings, shape).forward
+    streamed = gathered_module(load) if uses_zero(settings) else gathered(settings, shape)
     half = DTYPE_BYTES[settings.dtype] == 2
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
     launch = shape.num_layers * FORWARD_OPERATORS * rates.launch_s

@@ -1,17 +1,11 @@
-"""Bytes of a rank whose weights are in shards: its rows, the layers that are gathered, the sums on their way.
-
-With n ranks a rank keeps 1/n of weights, gradients and optimizer states. Beside these a layer is whole while
-it computes; in the backward pass the next one is gathered meanwhile, and the gradients of the one before are
-on their way. Source: Zhao et al. 2023 (FSDP), arXiv:2304.11277, section 3.2; which buffers live together was
-read in torch 2.13's `fully_shard`, and is held against measured peaks of two gloo ranks (tests/runs).
-"""
+"""How weights are dealt to ranks: a rank's part of them, and the groups that are gathered together."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from memtrain.memory.activations import DTYPE_BYTES
-from memtrain.memory.engines import is_sharded, shards_weights
+from memtrain.memory.engines import is_sharded
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 
@@ -19,15 +13,27 @@ GATHERED = 2
 """Copies of a group while it is gathered: the flat buffer that arrives, and the weights cut out of it."""
 
 
-class Gathered(NamedTuple):
-    """What is there beside a rank's own rows, at most, in a phase; bytes."""
+class Group(NamedTuple):
+    """What is gathered together; bytes of all ranks' parts."""
 
-    forward: int
-    """In a pass without gradients, or in the forward pass."""
-    backward: int
-    """In the backward pass of a layer."""
-    gradients: int
-    """Whole gradients of a group, and the flat buffer in which they are summed over the ranks."""
+    weights: int = 0
+    gradients: int = 0
+    """As the backward pass makes them."""
+    sent: int = 0
+    """Laid end to end to be summed: in float32 for half-precision weights."""
+
+
+class Groups(NamedTuple):
+    """The groups of a model, as trainers/shards.py makes them."""
+
+    layer: Group
+    """The largest decoder layer."""
+    embedding: Group
+    """Empty where it is the head, too."""
+    head: Group
+    """One of its own."""
+    root: Group
+    """An embedding that is the head, too: in the group of the backbone, which is whole in both passes."""
 
 
 def share(num_bytes: int, settings: Settings, *, of: str) -> int:
@@ -45,27 +51,26 @@ def share(num_bytes: int, settings: Settings, *, of: str) -> int:
     return -(-num_bytes // settings.num_processes) if settings.engine in shared else num_bytes
 
 
-def gathered(settings: Settings, shape: ModelShape) -> Gathered:
-    """What FSDP2 gathers and sums beside a rank's own rows; nothing where weights are whole."""
-    if not shards_weights(settings):
-        return Gathered(0, 0, 0)
-    size = DTYPE_BYTES[settings.dtype]
-    layer = size * shape.num_per_layer(expert=shape.num_expert_layers > 0)
-    # A tied head keeps the embedding whole through both passes; else each is gathered when it is needed.
-    stays = size * shape.num_embedding if shape.tied else 0
-    outer = 0 if shape.tied else size * max(shape.num_embedding, shape.num_head)
-    trained = _trained_of(settings, shape, max(layer, outer, stays))
-    wide = 4 if size == 2 else size
-    return Gathered(
-        # A rank's own rows are laid end to end before they are sent: measured, see tests/runs/test_fsdp2.py.
-        forward=stays + GATHERED * max(layer, outer) + -(-max(layer, outer) // settings.num_processes),
-        backward=stays + layer + GATHERED * max(layer, outer),
-        gradients=trained + trained * wide // size,
-    )
+def groups(settings: Settings, shape: ModelShape) -> Groups:
+    """The groups of a model that FSDP2 cuts."""
+    size, adapter = DTYPE_BYTES[settings.dtype], settings.adapter
+
+    def plain(count: int, *, is_trained: bool) -> Group:
+        gradients = size * count if is_trained else 0
+        return Group(size * count, gradients, 4 * count if is_trained else 0)
+
+    layer = plain(shape.num_per_layer(expert=shape.num_expert_layers > 0), is_trained=adapter is None)
+    if adapter is not None:
+        added = 4 * shape.num_adapter_per_layer(adapter, expert=shape.num_expert_layers > 0)
+        layer = Group(layer.weights + added, added, added)
+    names = () if adapter is None else {name.rsplit(".", 1)[-1] for name in adapter.modules_to_save}
+    embedding = plain(shape.num_embedding, is_trained=adapter is None or "embed_tokens" in names)
+    head = plain(shape.num_head, is_trained=adapter is None or "lm_head" in names)
+    none = Group()
+    return Groups(layer, none, none, embedding) if shape.tied else Groups(layer, embedding, head, none)
 
 
-def _trained_of(settings: Settings, shape: ModelShape, group: int) -> int:
-    """Bytes of the gradients of a group of so many bytes."""
-    if settings.adapter is None:
-        return group
-    return 4 * shape.num_adapter_per_layer(settings.adapter)
+def gathered(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of whole weights that a pass without gradients holds at most, beside a rank's own rows."""
+    cut = groups(settings, shape)
+    return cut.root.weights + GATHERED * max(cut.layer.weights, cut.embedding.weights, cut.head.weights)

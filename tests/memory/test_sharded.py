@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.memory.activations import HeaviestBatch
+from memtrain.memory.activations import HeaviestBatch, Load
 from memtrain.memory.budget import static_bytes
 from memtrain.memory.estimate import estimate
+from memtrain.memory.fsdp_moments import fsdp_moments
 from memtrain.memory.hardware import Hardware, cpu
 from memtrain.memory.shape import shape_of
-from memtrain.memory.sharded import gathered, share
+from memtrain.memory.sharded import gathered, groups, share
 from memtrain.memory.units import GIB
+from memtrain.recipes.model import Adapter
 
 # Width 8, two layers: q and o 8x8, k and v 8x4, three of 8x16 for the MLP, two norms of 8.
 TINY: dict[str, Any] = {
@@ -36,7 +38,15 @@ def test_a_rank_keeps_its_part_of_weights_gradients_and_moments(make_settings):
     assert (found.weights, found.gradients, found.optimizer, found.reduce) == (part, part, 2 * part, 0)
     plain = static_bytes(make_settings(num_processes=4), shape_of(TINY))
     assert (plain.weights, plain.gradients, plain.optimizer) == (4 * WHOLE, 4 * WHOLE, 8 * WHOLE)
-    assert plain.reduce > 0
+    assert plain.reduce == 4 * WHOLE
+
+
+def test_only_gradients_below_a_mebibyte_travel_end_to_end(make_settings):
+    """Embedding and head of 32,768 x 8 in float32 have one each: they are summed where they are."""
+    wide = shape_of(TINY | {"vocab_size": 32_768})
+    assert static_bytes(make_settings(num_processes=4), wide).reduce == 4 * (2 * LAYER + 8)
+    adapter = Adapter(r=2, target_modules=("q_proj",))
+    assert static_bytes(make_settings(num_processes=4, adapter=adapter), wide).reduce == 2 * 128
 
 
 def test_the_stages_of_zero_share_out_more_and_more(make_settings):
@@ -55,15 +65,41 @@ def test_the_stages_of_zero_share_out_more_and_more(make_settings):
 KINDS = ("weights", "gradients", "states")
 
 
-def test_what_is_gathered_is_the_largest_group_twice(make_settings):
-    """The head, 100x8 in float32, is larger than a layer of 592; flat as it arrives, and cut into weights."""
-    found = gathered(make_settings(num_processes=2, engine="fsdp2"), shape_of(TINY))
-    assert found == (2 * 3200 + 3200 // 2, 4 * LAYER + 2 * 3200, 2 * 3200)
-    tied = gathered(
-        make_settings(num_processes=2, engine="fsdp2"), shape_of(TINY | {"tie_word_embeddings": True})
-    )
-    assert tied == (3200 + 2 * 4 * LAYER + 2 * LAYER, 3200 + 3 * 4 * LAYER, 2 * 3200)
-    assert gathered(make_settings(num_processes=2), shape_of(TINY)) == (0, 0, 0)
+def test_groups_are_layers_the_embedding_and_the_head(make_settings):
+    """Float32: 4 bytes a number. A tied embedding is in the backbone's group, which is whole all the time."""
+    settings = make_settings(num_processes=2, engine="fsdp2")
+    layer, outer = (4 * LAYER,) * 3, (3200,) * 3
+    assert groups(settings, shape_of(TINY)) == (layer, outer, outer, (0, 0, 0))
+    tied = shape_of(TINY | {"tie_word_embeddings": True})
+    assert groups(settings, tied) == (layer, (0, 0, 0), (0, 0, 0), outer)
+    # The head arrives flat and is cut into weights; so is a layer, beside a tied embedding.
+    assert gathered(settings, shape_of(TINY)) == 2 * 3200
+    assert gathered(settings, tied) == 3200 + 2 * 4 * LAYER
+
+
+def test_gradients_of_half_weights_travel_in_float32_and_frozen_ones_not_at_all(make_settings):
+    """An adapter of rank 2 on q: 2x8 and 8x2 numbers a layer, in float32."""
+    half = make_settings(num_processes=2, engine="fsdp2", dtype="bfloat16")
+    assert groups(half, shape_of(TINY)).layer == (2 * LAYER, 2 * LAYER, 4 * LAYER)
+    adapter = Adapter(r=2, target_modules=("q_proj",))
+    found = groups(half.model_copy(update={"adapter": adapter}), shape_of(TINY))
+    assert found.layer == (2 * LAYER + 128, 128, 128)
+    assert found.head == (1600, 0, 0)
+
+
+def test_the_gradients_of_one_layer_at_a_time_are_whole(make_settings):
+    """While the first layer goes back, of all others a rank keeps half; no moment has all gradients whole."""
+    settings = make_settings(num_processes=2, engine="fsdp2", checkpoint_every=1)
+    shape, batch = shape_of(TINY), HeaviestBatch(1, 16, 16, 16)
+    moments = fsdp_moments(Load(settings, shape, batch), {"weights": 0}, (0, 0, 0), holds=False, asked=0)
+    last, first = 3200 // 2, (4 * LAYER + 3200 + 32) // 2
+    found = [moment["gradients"] for moment in moments if "recomputation" in moment]
+    largest = 4 * 128
+    assert found == [last + largest, first + largest]
+    assert max(moment["gradients"] for moment in moments) < 4 * WHOLE
+    holding = fsdp_moments(Load(settings, shape, batch), {"weights": 0}, (0, 0, 0), holds=True, asked=0)
+    part = -(-4 * WHOLE // 2)
+    assert {moment["gradients"] for moment in holding if "recomputation" in moment} == {part + largest}
 
 
 def test_every_rank_loads_the_whole_model_first(make_settings):

@@ -260,7 +260,7 @@ def test_a_shard_is_what_torch_chunk_gives():
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
 def test_the_peak_of_a_rank_is_predicted(runs, metrics, tied: str, checkpointing: str):
-    """Measured when written: +7 % to +14 % in the step, exact in evaluation and while saving."""
+    """Measured when written: +0.2 % to +1.5 % in the step, -0.5 % in evaluation, exact while saving."""
     folder = ended(
         runs,
         "run",
@@ -273,4 +273,5 @@ def test_the_peak_of_a_rank_is_predicted(runs, metrics, tied: str, checkpointing
     predicted, measured = peaks(folder, metrics)
     assert predicted["saving"] == pytest.approx(measured["saving"], rel=0.01)
     assert predicted["evaluation"] == pytest.approx(measured["evaluation"], rel=0.02)
-    assert -0.02 < predicted["steady step"] / measured["steady step"] - 1 < 0.20
+    assert -0.01 < predicted["steady step"] / measured["steady step"] - 1 < 0.03
+    assert -0.01 < predicted["first step"] / measured["first step"] - 1 < 0.03

@@ -1,0 +1,190 @@
+"""Bytes of a rank under FSDP2: which groups are whole at a moment of a step, and which gradients travel.
+
+With n ranks a rank keeps 1/n of weights, gradients and states. Beside these, in the order of a step: a group
+that is gathered is there twice while it is cut out of the buffer that arrived; in a forward pass the buffer
+of the group before is there until then; the backward pass keeps a group once, and the buffer of the one that
+is next; the gradients of the group before lie end to end until those of the present one are summed.
+
+Source: Zhao et al. 2023 (FSDP), arXiv:2304.11277, section 3.2; which buffers live together was read in
+torch 2.13's `fully_shard` (_fsdp_param_group.py), and is held against traces by tests/trainers/test_trace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from memtrain.memory.activations import (
+    HeadBytes,
+    Load,
+    head_bytes,
+    layer_backward,
+    layer_boundary,
+    layer_forward,
+    layer_kept,
+    norm_backward,
+    norm_kept,
+    rotary,
+)
+from memtrain.memory.budget import static_bytes, trains_head
+from memtrain.memory.sharded import GATHERED, Group, Groups, groups
+
+Moment = dict[str, int]
+"""Bytes by owner at one moment."""
+
+
+class Turn(NamedTuple):
+    """A layer that has its turn in the backward pass."""
+
+    activations: int
+    """Kept by what is below it."""
+    summed: int
+    """A rank's part of the gradients that are summed before, in its first micro-batch."""
+    on_its_way: int
+    """Gradients of the group above, end to end."""
+    ahead: int
+    """The group below, which is gathered meanwhile."""
+    recomputation: int
+
+
+def fsdp_moments(
+    load: Load, resting: Mapping[str, int], kept: tuple[int, int, int], *, holds: bool, asked: int
+) -> list[Moment]:
+    """The moments of forward and backward passes at which memory can be highest.
+
+    `resting`: what rests from the step's start on. `kept`: see estimate. `holds`: the step has several
+    micro-batches, so a rank's gradients are there from the start of each. `asked`: bytes of a reference's
+    pass between the policy's two.
+    """
+    cut = groups(load.settings, load.shape)
+    own = static_bytes(load.settings, load.shape).gradients
+    rest = dict(resting) | {"gradients": own if holds else 0}
+    largest = load.a * load.shape.largest_linear if load.trains_all else 0
+    boundary = layer_boundary(load)
+    moments = [*_forward(load, cut, rest, kept), *_loss(load, cut, rest, kept, asked)]
+    for turn in _turns(load, cut, own, kept):
+        whole = cut.root.weights + cut.layer.weights + turn.ahead
+        backward = rest | {"gathered weights": whole, "reduce buffers": turn.on_its_way}
+        held = (own if holds else turn.summed) + cut.root.gradients
+        moments += [
+            backward
+            | {"activations": turn.activations, "recomputation": turn.recomputation}
+            | {"gradients": held + largest},
+            backward
+            | {"activations": turn.activations + 2 * boundary, "gradients": held + cut.layer.gradients},
+        ]
+    return [*moments, *_embedding(load, cut, rest, own)]
+
+
+def pass_moments(load: Load, resting: Mapping[str, int]) -> list[Moment]:
+    """The moments of a pass without gradients: when groups are gathered, in a layer, and in the head."""
+    cut, base = groups(load.settings, load.shape), dict(resting)
+    scores = head_bytes(load, trains_head=trains_head(load.settings)).evaluation
+    layer = {"activations": layer_forward(load) + rotary(load)}
+    return [
+        *_forward(load, cut, base, (0, 0, 0)),
+        base | layer | {"gathered weights": cut.root.weights + GATHERED * cut.layer.weights},
+        base | {"gathered weights": _in_head(cut), "logits": scores},
+    ]
+
+
+def _forward(load: Load, cut: Groups, rest: Moment, kept: tuple[int, int, int]) -> list[Moment]:
+    """When groups are gathered: the first layer, another one, the head."""
+    everything, of_last, _ = kept
+    outer = GATHERED * cut.root.weights + cut.embedding.weights
+    first = max(GATHERED * cut.embedding.weights, outer + GATHERED * cut.layer.weights)
+    layer = cut.root.weights + (GATHERED + 1) * cut.layer.weights
+    head = GATHERED * cut.head.weights + cut.layer.weights if cut.head.weights else 0
+    boundary = layer_boundary(load)
+    return [
+        rest | {"gathered weights": first, "activations": boundary + rotary(load)},
+        rest | {"gathered weights": layer, "activations": everything - of_last + boundary},
+        rest | {"gathered weights": head, "activations": everything + 2 * boundary},
+    ]
+
+
+def _loss(load: Load, cut: Groups, rest: Moment, kept: tuple[int, int, int], asked: int) -> list[Moment]:
+    """The head and the final norm, both ways."""
+    head, boundary = head_bytes(load, trains_head=trains_head(load.settings)), layer_boundary(load)
+    loss = rest | {"activations": kept[0] + head.norm}
+    # A tied head has the backbone's turn: the last layer is on its way while the loss goes back.
+    ahead = 0 if cut.head.weights else cut.layer.weights
+    read = cut.root.weights + GATHERED * max(cut.layer.weights, cut.head.weights)
+    summed = 0 if rest["gradients"] else _part(load, cut.head.gradients)
+    # The last gradient of a group is let go when the group is summed: here it is the only one.
+    summing = cut.head.gradients + _part(load, cut.head.sent + _rounded(cut.head))
+    leaving = rest["gradients"] + summed + cut.root.gradients
+    return [
+        loss | {"gathered weights": _in_head(cut), "logits": head.forward},
+        loss | {"gathered weights": read, "logits": head.kept, "reference's pass": asked},
+        loss | {"gathered weights": cut.root.weights + cut.head.weights + ahead, "logits": head.backward},
+        loss
+        | {"gradients": rest["gradients"] + summing, "logits": _hidden_gradients(load, head)}
+        | {"reduce buffers": cut.head.sent},
+        loss
+        | {"gathered weights": cut.root.weights + cut.layer.weights, "reduce buffers": cut.head.sent}
+        | {"gradients": leaving, "logits": norm_backward(load)},
+        loss
+        | {"gradients": leaving, "logits": 2 * boundary, "reduce buffers": cut.head.sent}
+        | {"gathered weights": cut.root.weights + GATHERED * cut.layer.weights},
+    ]
+
+
+def _hidden_gradients(load: Load, head: HeadBytes) -> int:
+    """What the loss's backward pass leaves of the scored rows while the head's gradient is summed."""
+    return load.S * load.shape.width * (load.a + (4 if load.is_half else 0)) if head.weight_gradient else 0
+
+
+def _in_head(cut: Groups) -> int:
+    """Whole weights in the loss's forward pass: the head twice, or a tied one and the last layer's buffer."""
+    return cut.root.weights + (GATHERED * cut.head.weights or cut.layer.weights)
+
+
+def _turns(load: Load, cut: Groups, own: int, kept: tuple[int, int, int]) -> list[Turn]:
+    """The last layer, the one below it, and the first: what is kept shrinks, what is on its way changes."""
+    everything, of_last, first = kept
+    num_layers, every = load.shape.num_layers, load.settings.checkpoint_every
+    after_head = _part(load, cut.head.gradients)
+    after_all = own - _part(load, cut.layer.gradients + cut.embedding.gradients + cut.root.gradients)
+    after_last = min(after_all, after_head + _part(load, cut.layer.gradients))
+    is_plain = not every or (num_layers - 2) % every != 0
+    below = everything - (of_last or layer_boundary(load)) - (layer_kept(load) if is_plain else 0)
+    # A layer's input that waits on the host is fetched while the one above is at work.
+    fetched = layer_boundary(load) if load.settings.offload == "boundaries" else 0
+    backward = layer_backward(load)
+    # A frozen embedding needs no gradient, so the first norm of all keeps nothing.
+    unneeded = 0 if load.trains_all else norm_kept(load, load.shape.width, num_scales=1)
+    turns = [Turn(everything - of_last + fetched, after_head, cut.head.sent, cut.layer.weights, backward)]
+    if num_layers > 2:
+        below = max(first, below + fetched)
+        turns.append(Turn(below, after_last, cut.layer.sent, cut.layer.weights, backward))
+    if num_layers > 1:
+        outer = cut.embedding.weights
+        turns.append(Turn(first, max(0, after_all), cut.layer.sent, outer, backward - unneeded))
+    return turns
+
+
+def _embedding(load: Load, cut: Groups, rest: Moment, own: int) -> list[Moment]:
+    """The embedding's gradient, and a tied head's, which waited for it."""
+    outer = cut.root if cut.root.weights else cut.embedding
+    made = 3 * outer.gradients if cut.root.weights else outer.gradients
+    held = rest["gradients"] or own - _part(load, outer.gradients)
+    summed = _part(load, outer.sent + _rounded(outer))
+    # The last gradient of a group is let go when the group is summed: the only one of an embedding alone.
+    summing = max(outer.gradients, summed) if cut.root.weights else outer.gradients + summed
+    return [
+        rest
+        | {"gathered weights": outer.weights, "reduce buffers": cut.layer.sent}
+        | {"gradients": held + made, "activations": layer_boundary(load)},
+        rest | {"gradients": held + summing, "reduce buffers": outer.sent},
+    ]
+
+
+def _rounded(group: Group) -> int:
+    """Bytes of the gradients of a group that are summed in float32 and rounded then."""
+    return group.gradients if group.sent > group.gradients else 0
+
+
+def _part(load: Load, num_bytes: int) -> int:
+    """A rank's part of gradients."""
+    return -(-num_bytes // load.settings.num_processes)
