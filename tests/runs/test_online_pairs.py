@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import ONLINE, curve, dies_at, run_in, steps
 
-from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, RecipeError
 from memtrain.memory.plan import read_plan
 
 METHODS = ("online_dpo", "ppo")
-RECIPE = """
-method: {method}
-model:
-  config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
-    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
-  tokenizer: builtin:tiny
-data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.1, cache_dir: {cache}}}
-length: {{max_length: 128}}
-generate: {{completions: 4, max_tokens: 10}}
+RECIPE = (
+    ONLINE
+    + """
 rewards: {{functions: [{{function: "{rewards}:short"}}]}}
-optim: {{lr: 1e-2}}
-train: {{batch_rows: 16, max_steps: 4}}
-eval: {{every_steps: 2}}
-save: {{every_steps: 1, keep: 20}}
-memory: {{watch: false}}
-log: {{every_steps: 1}}
-cluster: {{device: cpu, threads: 1}}
 """
+)
 REWARDS = """
 def short(completions):
     return [-len(text) / 50 for text in completions]
@@ -59,18 +46,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, method: str, cache: Path, *overrides: str, name: str = "run") -> list[dict]:
     """Train to the end; the lines of the metrics."""
-    recipe = folder / f"{method}.yaml"
-    recipe.write_text(RECIPE.format(method=method, cache=cache, rewards=cache / "rewards.py"))
-    run_recipe(method, str(recipe), list(overrides), run_dir=str(folder / name))
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps(told: list[dict]) -> list[dict]:
-    return [line for line in told if line["kind"] == "step"]
-
-
-def curve(told: list[dict]) -> list[tuple[float, ...]]:
-    return [(line["loss"], line["grad_norm"]) for line in steps(told)]
+    recipe = RECIPE.format(method=method, cache=cache, rewards=cache / "rewards.py")
+    return run_in(folder, method, recipe, overrides, name)
 
 
 def test_online_dpo_begins_at_log_2_and_tells_its_pairs(tmp_path: Path, cache: Path):
@@ -176,24 +153,12 @@ WINDOW = ("steps_per_rollout=2", "updates_per_rollout=2")
     ids=str,
 )
 def test_a_run_that_goes_on_in_the_middle_of_a_rollout_is_the_run_that_was_never_stopped(
-    method: str, given: tuple[str, ...], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, given: tuple[str, ...], tmp_path: Path, cache: Path
 ):
     overrides = (*(f"{method}.{one}" for one in given), "train.max_steps=8")
     whole = run(tmp_path, method, cache, *overrides, name="whole")
-
-    from memtrain.trainers import loop
-
-    plain = loop.one_step
-
-    def dies(run, work, *rest):
-        if work.step == 5:
-            raise KeyboardInterrupt
-        return plain(run, work, *rest)
-
-    monkeypatch.setattr(loop, "one_step", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with dies_at(5):
         run(tmp_path, method, cache, *overrides, name="again")
-    monkeypatch.setattr(loop, "one_step", plain)
     again = run(tmp_path, method, cache, *overrides, name="again")
     assert curve(again) == curve(whole)
     for file in ("final/model.safetensors", "completions.jsonl"):

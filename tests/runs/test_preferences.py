@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from small_runs import MODEL, dies_at, run_in
 
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, MemtrainError, RecipeError
@@ -12,20 +13,16 @@ from memtrain.recipes.load import load_recipe
 
 METHODS = ("dpo", "kto", "reward")
 SYNCED = ("dpo.reference=synced", "dpo.reference_sync_steps=2")
-RECIPE = """
-method: {method}
-model:
-  config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
-    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
-  tokenizer: builtin:tiny
+RECIPE = (
+    MODEL
+    + """
 data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.2, cache_dir: {cache}}}
 length: {{max_length: 160}}
-optim: {{lr: 1e-2}}
 train: {{batch_rows: 8, max_steps: 6}}
 eval: {{every_steps: 3}}
 save: {{every_steps: 2}}
-cluster: {{device: cpu, threads: 1}}
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +38,7 @@ def written(folder: Path, method: str, cache: Path) -> str:
 
 def run(folder: Path, method: str, cache: Path, *overrides: str, name: str = "run") -> list[dict]:
     """Train to the end; the lines of the metrics."""
-    recipe = written(folder, method, cache)
-    run_recipe(method, recipe, list(overrides), run_dir=str(folder / name))
-    return lines(folder / name)
+    return run_in(folder, method, RECIPE.format(method=method, cache=cache), overrides, name)
 
 
 def lines(folder: Path) -> list[dict]:
@@ -79,23 +74,11 @@ def test_a_run_begins_where_the_formula_says_and_learns(method: str, tmp_path: P
     ],
 )
 def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(
-    method: str, overrides: tuple[str, ...], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, overrides: tuple[str, ...], tmp_path: Path, cache: Path
 ):
     whole = run(tmp_path, method, cache, *overrides, name="whole")
-
-    from memtrain.trainers import loop
-
-    plain = loop.one_step
-
-    def dies_at_four(run, work, *rest):
-        if work.step == 4:
-            raise KeyboardInterrupt
-        return plain(run, work, *rest)
-
-    monkeypatch.setattr(loop, "one_step", dies_at_four)
-    with pytest.raises(KeyboardInterrupt):
+    with dies_at(4):
         run(tmp_path, method, cache, *overrides, name="again")
-    monkeypatch.setattr(loop, "one_step", plain)
     again = run(tmp_path, method, cache, *overrides, name="again")
     assert losses(again) == losses(whole)
     assert losses(again, "eval") == losses(whole, "eval")
