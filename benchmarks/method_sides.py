@@ -69,24 +69,26 @@ def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
         return norm
 
     loop.update = clocked
-    own = online.OnlineSteps._written
+    own = online.OnlineSteps.written
 
     def made_up(group: Any) -> list[Sample]:
         ids = [fixed_completion(group.prompt_ids, n, job["max_tokens"]) for n in range(group.count)]
         return [Sample(tuple(one), (-1.0,) * len(one), "length") for one in ids]
 
-    def written(self: Any, groups: Any, sampling: Any, *on_done: Any) -> list[list[Sample]]:
+    def written(
+        self: Any, groups: Any, sampling: Any, *on_done: Any, phase: str = "generation"
+    ) -> list[list[Sample]]:
         if job["fixed"]:
             made = [made_up(group) for group in groups]
             for tell in filter(None, on_done):
                 for number, group in enumerate(made):
                     tell(number, group)
         else:
-            made = own(self, groups, sampling, *on_done)
+            made = own(self, groups, sampling, *on_done, phase=phase)
         clock.completion_tokens += sum(len(one.token_ids) for group in made for one in group)
         return made
 
-    setattr(online.OnlineSteps, "_written", written)  # noqa: B010
+    setattr(online.OnlineSteps, "written", written)  # noqa: B010
     folder = Path(job["folder"])
     recipe = folder / "recipe.yaml"
     recipe.write_text(json.dumps(recipe_of(job, folder)))

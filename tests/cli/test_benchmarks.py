@@ -161,3 +161,18 @@ def test_made_up_completions_depend_on_the_prompt_and_their_number_only(script: 
     assert one == sides.fixed_completion([5, 6, 7], 0, 32)
     assert one != sides.fixed_completion([5, 6, 7], 1, 32)
     assert 16 <= len(one) <= 32
+
+
+def test_our_side_of_the_comparison_learns_from_completions_that_are_made_up(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from memtrain.trainers import loop, online
+
+    sides, methods = script("method_sides"), script("methods_vs_trl")
+    monkeypatch.setattr(loop, "update", loop.update)
+    monkeypatch.setattr(online.OnlineSteps, "written", online.OnlineSteps.written)
+    job = methods.job_of("grpo, same completions", "0.9M", tmp_path)
+    told = sides.run_memtrain(job | {"model": "builtin:tiny", "steps": 1, "folder": str(tmp_path)})
+    assert len(told["losses"]) == len(told["cpu_s"]) == 1
+    most = job["batch_rows"] * job["max_tokens"]
+    assert most / 2 <= told["completion_tokens"] <= most
