@@ -103,6 +103,8 @@ def _said(recipe: Recipe) -> dict[str, object]:
     return {
         "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",
         "shard_offload": recipe.cluster.offload,
+        "checkpoint_layout": "full" if recipe.save.layout == "full" else "sharded",
+        "background_save": recipe.save.background,
         "adapter": recipe.model.adapter,
         "quantize": recipe.model.quantize,
         "max_length": recipe.length.max_length,

@@ -77,17 +77,6 @@ def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharde
             )
             ledger.settle()
         return "full"
-    if uses_zero(settings):
-        if wanted == "sharded":
-            ledger.refuse(
-                "save.layout sharded: DeepSpeed's parts are cut through the middle of weights, and another "
-                "number of processes could not go on from them",
-                path,
-                "remove it: the main process gathers weight by weight; or set cluster.engine: fsdp2",
-            )
-            ledger.settle()
-        ledger.decide("checkpoint_layout", "full", "the main process gathers all", path)
-        return "full"
     layout = "full" if wanted == "full" else "sharded"
     words = "each process writes its own shards" if layout == "sharded" else "the main process gathers all"
     ledger.decide("checkpoint_layout", layout, words, path)

@@ -32,6 +32,7 @@ from memtrain.memory.budget import (
 from memtrain.memory.engines import shards_weights, uses_zero
 from memtrain.memory.fsdp_moments import fsdp_moments, pass_moments
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
+from memtrain.memory.saving import copied_here, writes_shards
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.zero_moments import TO_SAVE, between_steps, gathered_module, saved_whole, zero_moments
@@ -55,7 +56,10 @@ def estimate(
     phases = {
         "load": [_loading(load)],
         "first step": step_moments(load, has_state=False, accumulates=accumulates),
-        "steady step": step_moments(load, has_state=True, accumulates=accumulates),
+        "steady step": [
+            moment | copied_here(settings, shape)
+            for moment in step_moments(load, has_state=True, accumulates=accumulates)
+        ],
         "evaluation": [evaluation_moment(load)],
         "saving": [saving_moment(load)],
     }
@@ -220,7 +224,7 @@ def offload_bucket(load: Load) -> int:
 def evaluation_moment(load: Load) -> Moment:
     """A forward pass without gradients between two steps."""
     head = head_bytes(load, trains_head=trains_head(load.settings))
-    base = _resting(load, has_state=True)
+    base = _resting(load, has_state=True) | copied_here(load.settings, load.shape)
     if shards_weights(load.settings) and not uses_zero(load.settings):
         return max(pass_moments(load, base), key=total)
     if uses_zero(load.settings):
@@ -231,11 +235,14 @@ def evaluation_moment(load: Load) -> Moment:
 
 
 def saving_moment(load: Load) -> Moment:
-    """Weights and states are written from where they are; DeepSpeed's are gathered in host memory first."""
-    resting = _resting(load, has_state=True)
+    """Weights and states are written from where they are; DeepSpeed's are gathered in host memory first where
+    the main process writes all."""
+    resting = _resting(load, has_state=True) | copied_here(load.settings, load.shape)
     if not uses_zero(load.settings):
         return resting
-    is_there = load.settings.device == "cpu"
+    # What is copied is copied as it is gathered, a tensor at a time.
+    is_there = load.settings.device == "cpu" and not load.settings.background_save
+    is_there = is_there and not writes_shards(load.settings)
     saved = {TO_SAVE: saved_whole(load.settings, load.shape) if is_there else 0}
     return resting | between_steps(load.settings, load.shape) | saved
 

@@ -8,6 +8,7 @@ from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
 from memtrain.memory.budget import host_overhead, needed, optimizer_bytes
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.plan import Prediction
+from memtrain.memory.saving import COPY, copied_beside
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import gib
@@ -23,16 +24,19 @@ def host_bytes(
     """Bytes by owner, of all processes together. On a CPU the device's memory is the host's.
 
     offloaded activations: the inputs of checkpointed layers, or all that the layers keep. optimizer states:
-    offloaded or paged moments. processes: interpreter, libraries and pinned buffers.
+    offloaded or paged moments. checkpoint copy: what a save in the background writes from. processes:
+    interpreter, libraries and pinned buffers.
     """
     owners = {
         "offloaded activations": _activations(settings, shape, heaviest),
         "optimizer states": _states(settings, shape),
         "dataset index": ROW_BYTES * num_rows,
     }
+    copies = copied_beside(settings, shape)
     if settings.device == "cpu":
         owners = {"the run itself": needed(prediction.peak.num_bytes, settings)} | owners
     of_all = {name: size * settings.num_processes for name, size in owners.items() if size}
+    of_all |= {COPY: copies} if copies else {}
     return of_all | ({"processes": host_overhead(settings)} if settings.device == "cuda" else {})
 
 
@@ -58,6 +62,7 @@ def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | No
 FIXES = {
     "offloaded activations": "set memory.activation_offloading: off",
     "optimizer states": "set memory.optimizer_offload: off, or optim.kind: adafactor",
+    COPY: "set save.background: false",
     "the run itself": "lower cluster.processes, or train.micro_rows",
     "processes": "lower cluster.processes",
 }

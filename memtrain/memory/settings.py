@@ -30,6 +30,8 @@ class Settings(Section):
     """Numbers that DeepSpeed reduces, or gathers, at once; 0: it is not used."""
     checkpoint_layout: Literal["full", "sharded"] = "full"
     """Who writes checkpoints: the main process whole weights, or each its shards."""
+    background_save: bool = False
+    """What is saved is copied into host memory, and written from there while the run goes on."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     """Precision of the weights and of the computation."""

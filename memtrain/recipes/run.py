@@ -73,6 +73,11 @@ class Save(Section):
     whole weights, which takes host memory for all of them. `auto`: sharded where the engine shards. Either
     goes on in any number of processes, and `memtrain export` makes a model of it."""
 
+    background: bool = False
+    """Write while the run goes on: a save holds the steps only as long as it takes to copy weights and states
+    into host memory, which the plan counts. The next save waits for the last one. Same numbers; a disk that
+    refuses is told after a later step."""
+
     keep_best: bool = False
     """Also save and keep what has the lowest evaluation loss so far, and make it the final model."""
 

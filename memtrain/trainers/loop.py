@@ -22,6 +22,7 @@ from memtrain.trainers.run.events import EvalEvent, Event, StepEvent
 from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.seed import seed_step
 from memtrain.trainers.run.watch import MemoryWatch
+from memtrain.trainers.saving import Saver
 from memtrain.trainers.step import Engine, forward_backward, set_rate, update
 
 
@@ -46,8 +47,7 @@ class Run:
     """Takes what happens: to the metrics, the terminal and the trackers, on the main rank."""
     watch: MemoryWatch
     is_asked_to_stop: Callable[[], bool]
-    save: Callable[[Position], None]
-    """Writes a checkpoint; called by all ranks together."""
+    saver: Saver
     recovery: Recovery
     """What is done when memory runs out."""
     post_mortem: Callable[[Exhausted], MemtrainError]
@@ -62,16 +62,18 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Make the steps that are left.
+    """Make the steps that are left; nothing is being saved any more when they are made.
 
     Raises: Interrupted when asked to stop, after saving; OutOfMemory when nothing helps, after saving the
-    last whole step; MemtrainError when the loss is no number any more.
+    last whole step; MemtrainError when the loss is no number any more; LaunchError when the disk refuses.
     """
     try:
         _steps_left(run)
+        run.saver.settle()
     except Exhausted as spent:
         if run.position.step:
-            run.save(run.position)
+            run.saver.save(run.position)
+            run.saver.settle()
         raise run.post_mortem(spent) from None
 
 
@@ -86,16 +88,25 @@ def _steps_left(run: Run) -> None:
         run.position.eval_loss = None
         if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
             evaluate(run)
-        is_stopped = run.ranks.any(run.is_asked_to_stop())
+        is_stopped = _agreed_to_stop(run)
         if is_stopped or _is_due(run, work, run.plan.recipe.save.every_steps) or _is_best_to_keep(run):
             with run.watch.phase("saving"):
-                run.save(run.position)
+                run.saver.save(run.position)
         if is_stopped and run.position.step < run.plan.settings.max_steps:
+            run.saver.settle()
             raise Interrupted(
                 f"stopped after step {run.position.step} of {run.plan.settings.max_steps}, and saved",
                 where=run.plan.run_dir,
                 fix="run the same command again to go on from here",
             )
+
+
+def _agreed_to_stop(run: Run) -> bool:
+    """Whether any rank was asked to stop. What is being saved goes on where every rank has done its part."""
+    told = run.ranks.max({"stop": float(run.is_asked_to_stop()), "writing": float(run.saver.is_at_work)})
+    if not told["writing"]:
+        run.saver.advance()
+    return told["stop"] > 0
 
 
 def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
@@ -118,6 +129,7 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
     totals = run.ranks.sum(told)
     _tell(run, work, totals, lr, time.perf_counter() - started)
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
+        run.saver.settle()
         raise MemtrainError(
             f"the loss is {totals['loss']}, the gradient norm {totals['grad_norm']} at step {work.step + 1}",
             where=run.plan.run_dir,

@@ -79,7 +79,7 @@ class Synced:
 
     def kept_state(self) -> dict[str, Tensor]:
         """The weights of the copy: they cannot be made again from the policy's."""
-        return {name: local_of(one.detach()) for name, one in self.scorer.named_parameters()}
+        return {name: one.detach() for name, one in self.scorer.named_parameters()}
 
 
 @contextmanager

@@ -1,15 +1,15 @@
 """What a checkpoint holds, and how a run goes on from it: trained weights, optimizer, position.
 
-Whole, written by the main rank; or in shards, each written by the rank that holds it. Both hold the same
-numbers, and either is read by any number of ranks: a rank takes the rows that it holds now from the files
-they are in (slices.py).
+Whole, written by the main rank; or in shards, each written by the rank that holds it. All hold the same
+numbers, and each is read by any number of ranks: a rank takes what it holds now from the files it is in
+(rows: slices.py; what DeepSpeed's ranks step: pieces.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ from torch.optim import Optimizer
 from memtrain.trainers.method import FollowsSteps
 from memtrain.trainers.position import Position
 from memtrain.trainers.run.checkpoint import Checkpoint, Parts
+from memtrain.trainers.run.host_copy import HostCopies
+from memtrain.trainers.run.pieces import has_pieces, read_states
 from memtrain.trainers.run.ranks import Ranks
-from memtrain.trainers.run.slices import fill_from, name_of, read_optimizer
+from memtrain.trainers.run.shard_files import PIECES, name_of
+from memtrain.trainers.run.slices import fill_from, read_optimizer
 from memtrain.trainers.run.state_io import load_state, save_state
 from memtrain.trainers.spread import full_of, gathered_here, is_cut, local_of, trained_parameters
+from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 State = dict[str, Any]
 
@@ -38,33 +42,40 @@ def parts_of(
     trained: Mapping[str, nn.Parameter] | None = None,
     ranks: Ranks | None = None,
     is_sharded: bool = False,
+    copies: HostCopies | None = None,
 ) -> Parts:
     """The parts that this rank saves; `kept`: the rollout at hand, of methods that write their completions.
 
-    `trained`: what the optimizer steps, by name. Called by all ranks: whole weights are gathered here, before
-    anything is written, so that a disk that refuses leaves nobody waiting. No random state: every draw is
-    named by its step and not by those before it.
+    `trained`: what the optimizer steps, by name. `copies`: what the parts are copied into, so that the run
+    may change weights and states before they are written. Called by all ranks: whole weights are gathered
+    here, before anything is written, so that a disk that refuses leaves nobody waiting. No random state:
+    every draw is named by its step and not by those before it.
     """
     ranks = ranks or Ranks()
     trained = trained_parameters(model) if trained is None else trained
-    read = local_of if is_sharded else full_of
-    states: dict[str, Callable[[], object]] = {}
-    weights = _read_all(trained_parameters(model), read, ranks, is_sharded=is_sharded)
-    states["weights"] = lambda: weights
-    state = optimizer.state_dict() if is_sharded else _whole_optimizer(model, optimizer, trained)
-    states["optimizer"] = lambda: state
+    how = _Reading(ranks, is_sharded, copies if is_sharded or ranks.is_main else None)
+    cut = optimizer if is_sharded and isinstance(optimizer, ZeroOptimizer) else None
+    own: dict[str, object] = {}
+    whole: dict[str, object] = {}
+    if cut is not None:
+        own["weights" + PIECES] = how.pieces(cut, trained)
+        own["optimizer" + PIECES] = cut.own_state(how.own)
+    else:
+        states = own if is_sharded else whole
+        states["weights"] = how.weights(trained_parameters(model))
+        states["optimizer"] = how.optimizer(model, optimizer, trained)
     if follower is not None:
-        followed = _read_all(follower.kept_state(), read, ranks, is_sharded=is_sharded)
-        states["follower"] = lambda: followed
-    if is_sharded:
-        states = {name_of(name, ranks.rank, ranks.world): state for name, state in states.items()}
+        # DeepSpeed is given the policy alone: what follows it is whole.
+        states = own if is_sharded and cut is None else whole
+        states["follower"] = how.weights(follower.kept_state())
     if ranks.is_main:
-        states["loop"] = lambda: asdict(position)
+        whole["loop"] = asdict(position)
         if kept is not None:
-            states["rollout"] = kept
-    elif not is_sharded:
-        states = {}
-    return {name: _writer(made) for name, made in states.items()}
+            whole["rollout"] = kept() if copies is None else copies.state(kept())
+    else:
+        whole = {}
+    named = {name_of(name, ranks.rank, ranks.world): state for name, state in own.items()}
+    return {name: _writer(state) for name, state in (named | whole).items()}
 
 
 def restore(
@@ -82,8 +93,12 @@ def restore(
     load_weights(checkpoint, model, ranks)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     rank, world = _place(model, ranks)
-    names = names_in(optimizer, trained)
-    optimizer.load_state_dict(read_optimizer(checkpoint, names, shapes, rank=rank, world=world))
+    if isinstance(optimizer, ZeroOptimizer) and has_pieces(checkpoint, "optimizer"):
+        number = ranks.rank if ranks is not None else 0
+        optimizer.load_pieces(lambda wanted: read_states(checkpoint, wanted, own=number)["state"])
+    else:
+        names = names_in(optimizer, trained)
+        optimizer.load_state_dict(read_optimizer(checkpoint, names, shapes, rank=rank, world=world))
     for name, value in load_state(checkpoint.part("loop")).items():
         setattr(position, name, value)
     if follower is not None:
@@ -111,44 +126,75 @@ def _place(model: nn.Module, ranks: Ranks | None) -> tuple[int, int]:
     return (ranks.rank, ranks.world) if ranks is not None and in_shards else (0, 1)
 
 
-def _read_all(
-    tensors: Mapping[str, Tensor], read: Callable[[Tensor], Tensor], ranks: Ranks, *, is_sharded: bool
-) -> dict[str, Tensor]:
-    """The tensors as this rank writes them. Gathered ones are moved to the host, one at a time."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        made = read(tensor).detach()
-        if is_cut(tensor) and not is_sharded:
-            made = made.to("cpu", copy=True) if ranks.is_main else made.new_empty(0)
-        found[name] = made
-    return found
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How this rank takes what it writes: whole or its rows; as it is, or as a copy in host memory."""
+
+    ranks: Ranks
+    is_sharded: bool
+    copies: HostCopies | None
+    """None also where this rank writes nothing."""
+
+    def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as this rank writes them. Gathered ones are moved to the host, one at a time."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if is_cut(tensor) and not self.is_sharded:
+                found[name] = self._gathered(full_of(tensor).detach())
+            else:
+                found[name] = self.own(local_of(tensor).detach())
+        return found
+
+    def pieces(self, optimizer: ZeroOptimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, State]:
+        """This rank's pieces of the weights, by name."""
+        names = names_in(optimizer, trained)
+        return {
+            names[index]: {"first": first, "numbers": self.own(numbers)}
+            for index, (first, numbers) in optimizer.own_weights().items()
+        }
+
+    def optimizer(self, model: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> State:
+        """The optimizer's state, of this rank's rows or with those of all ranks together."""
+        if isinstance(optimizer, ZeroOptimizer):
+            return optimizer.whole_state(self._gathered)
+        state = optimizer.state_dict()
+        weights = dict(model.named_parameters())
+        names = names_in(optimizer, trained)
+        entries: dict[int, dict[str, Any]] = {}
+        for index, entry in state["state"].items():
+            weight, own = weights[names[index]], trained[names[index]]
+            entries[index] = {key: self._of(value, weight, own) for key, value in entry.items()}
+        groups = [dict(group) for group in state["param_groups"]]
+        return state | {"state": entries, "param_groups": groups}
+
+    def _of(self, value: Any, weight: Tensor, own: Tensor) -> Any:
+        """One entry of the state of a weight."""
+        if not isinstance(value, Tensor):
+            return value
+        is_of_rows = isinstance(weight, DTensor) and value.shape == own.shape
+        if self.is_sharded or not is_of_rows:
+            return self.own(value)
+        assert isinstance(weight, DTensor), "Only these have rows elsewhere."
+        placed = DTensor.from_local(
+            value.to(weight.device),
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+        return self._gathered(placed.full_tensor())
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """A tensor of this rank."""
+        return tensor if self.copies is None else self.copies.tensor(tensor)
+
+    def _gathered(self, whole: Tensor) -> Tensor:
+        """A tensor that was made of all ranks' parts; nothing beside the main one."""
+        if not self.ranks.is_main:
+            return whole.new_empty(0)
+        return whole.to("cpu", copy=True) if self.copies is None else self.copies.tensor(whole)
 
 
-def _whole_optimizer(model: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> State:
-    """The optimizer's state with rows of all ranks together, in host memory."""
-    state = optimizer.state_dict()
-    weights = dict(model.named_parameters())
-    names = names_in(optimizer, trained)
-    entries: dict[int, dict[str, Any]] = {}
-    for index, entry in state["state"].items():
-        weight = weights[names[index]]
-        entries[index] = {key: _whole(value, weight, trained[names[index]]) for key, value in entry.items()}
-    return state | {"state": entries}
-
-
-def _whole(value: Any, weight: Tensor, own: Tensor) -> Any:
-    if not isinstance(weight, DTensor) or not isinstance(value, Tensor) or value.shape != own.shape:
-        return value
-    placed = DTensor.from_local(
-        value.to(weight.device),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    return placed.full_tensor().to("cpu", copy=True)
-
-
-def _writer(state: Callable[[], object]) -> Callable[[Path], None]:
-    return lambda path: save_state(state(), path)
+def _writer(state: object) -> Callable[[Path], None]:
+    return lambda path: save_state(state, path)

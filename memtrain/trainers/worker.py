@@ -40,19 +40,18 @@ from memtrain.trainers.run.checkpoint import (
     mend_checkpoints,
     newest_complete,
     remove_checkpoints,
-    save_checkpoint,
 )
-from memtrain.trainers.run.events import Event, MemoryEvent, NoteEvent, SaveEvent
+from memtrain.trainers.run.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.run.faults import LAUNCHED, note_fault
 from memtrain.trainers.run.folder import RunFolder
-from memtrain.trainers.run.manifest import facts_of
 from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.resume import check_resumable
 from memtrain.trainers.run.signals import StopRequest, hold_signals
 from memtrain.trainers.run.standing import is_over
 from memtrain.trainers.run.watch import MemoryWatch
+from memtrain.trainers.saving import Saver
 from memtrain.trainers.schedule import lr_at
-from memtrain.trainers.snapshot import parts_of, restore
+from memtrain.trainers.snapshot import restore
 from memtrain.trainers.spread import local_of
 from memtrain.trainers.step import Engine
 from memtrain.trainers.telling import Teller, open_teller
@@ -107,7 +106,7 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             tell=teller.tell,
             watch=watch,
             is_asked_to_stop=lambda: stop.asked,
-            save=_saver(plan, folder, built, ranks, teller, online),
+            saver=_open_saver(stack, plan, folder, built, ranks, teller, online),
             recovery=recovery,
             post_mortem=lambda spent: post_mortem(
                 spent, plan, recovery.settings, built.model, built.optimizer, step=position.step
@@ -204,30 +203,18 @@ def _recovery(plan: Plan, built: Built, position: Position, teller: Teller) -> R
     return recovery
 
 
-def _saver(
-    plan: Plan, folder: RunFolder, built: Built, ranks: Ranks, teller: Teller, online: OnlineSteps | None
-) -> Callable[[Position], None]:
-    save = plan.recipe.save
-
-    def write(position: Position) -> None:
-        teller.sync()
-        facts = facts_of(plan, step=position.step, eval_loss=position.eval_loss)
-        kept = online.kept if online is not None else None
-        began = time.perf_counter()
-        parts = parts_of(
-            built.scorer,
-            built.optimizer,
-            position,
-            built.follower,
-            kept,
-            trained=built.trained,
-            ranks=ranks,
-            is_sharded=plan.settings.checkpoint_layout == "sharded",
-        )
-        save_checkpoint(folder, parts, facts, keep=save.keep, keep_best=save.keep_best, ranks=ranks)
-        teller.tell(SaveEvent(step=position.step, seconds=time.perf_counter() - began))
-
-    return write
+def _open_saver(
+    stack: ExitStack,
+    plan: Plan,
+    folder: RunFolder,
+    built: Built,
+    ranks: Ranks,
+    teller: Teller,
+    online: OnlineSteps | None,
+) -> Saver:
+    saver = Saver(plan, folder, built, ranks, teller, online)
+    stack.callback(saver.close)
+    return saver
 
 
 def _watch(

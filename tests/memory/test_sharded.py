@@ -134,7 +134,6 @@ def test_shards_are_taken_where_whole_weights_do_not_fit_and_the_plan_says_why(a
     ("said", "words"),
     [
         ({"cluster__engine": "zero2", "optim__kind": "muon"}, "needs whole matrices"),
-        ({"cluster__engine": "zero3", "save__layout": "sharded"}, "through the middle of weights"),
         ({"cluster__engine": "zero1", "memory__optimizer_offload": "on"}, "flat parts of weights"),
         ({"cluster__engine": "fsdp2", "optim__kind": "muon"}, "needs whole matrices"),
         ({"cluster__offload": "parameters"}, "needs an engine that moves them"),

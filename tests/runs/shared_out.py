@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from memtrain.memory.plan import read_plan
-from memtrain.trainers import worker
+from memtrain.trainers import saving
 
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     # Defect C2 of TRL 1.16: the checkpointing that adapters on shards need was set where nobody reads it.
@@ -58,21 +58,22 @@ def assert_same_model(one: Path, other: Path, *, exactly: bool) -> None:
     )
 
 
-def stop_after(runs, name: str, num_ranks: int, step: int, monkeypatch, *overrides: str) -> Path:
+def stop_after(
+    runs, name: str, num_ranks: int, step: int, monkeypatch, *overrides: str, verb: str = "sft"
+) -> Path:
     """A run that ends like a killed one right after the checkpoint of `step`."""
-    plain = worker.save_checkpoint
+    plain = saving.Saver._tell
 
-    def save(folder, parts, facts, **named):
-        made = plain(folder, parts, facts, **named)
-        if facts.step == step:
-            named["ranks"].barrier()
+    def tell(saver, seconds):
+        plain(saver, seconds)
+        if saver._step == step:
+            saver._ranks.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
-        return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "save_checkpoint", save)
+        patch.setattr(saving.Saver, "_tell", tell)
         if num_ranks > 1:
-            ranks = runs.fork_ranks(name, num_ranks, *overrides)
+            ranks = runs.fork_ranks(name, num_ranks, *overrides, verb=verb)
             # The other may see the connection break before it is killed.
             assert all(rank.wait() for rank in ranks)
         else:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import shared_out
+import torch
+from safetensors.torch import load_file
 from shared_out import (
     WIDE,
     assert_same_curve,
     assert_same_model,
+    final,
     peaks,
     stop_after,
     write_method,
@@ -20,6 +23,8 @@ from shared_out import (
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.plan import read_plan
 from memtrain.trainers import zero
+from memtrain.trainers.model.export import export_run
+from memtrain.trainers.run.state_io import load_state
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -62,13 +67,49 @@ def test_a_stage_has_the_losses_and_the_weights_of_one_process(
     assert read_plan(folder / "plan.json").settings.engine == engine
 
 
-@pytest.mark.parametrize("engine", ["zero3", *(pytest.param(e, marks=pytest.mark.slow) for e in STAGES[:2])])
-def test_a_killed_run_goes_on_to_the_last_bit(runs, curve_of, monkeypatch, engine: str):
-    whole = ended(runs, "whole", engine, *SAVED)
-    stop_after(runs, "run", 2, 4, monkeypatch, *SAVED, f"cluster.engine={engine}")
-    ended(runs, "run", engine, *SAVED)
+HALVES = ("model.dtype=bfloat16", "optim.master_weights=true")
+KILLED = {
+    "stage 3": ("zero3", ()),
+    "stage 2": ("zero2", ()),
+    "stage 1": ("zero1", ()),
+    "stage 3, gathered": ("zero3", ("save.layout=full",)),
+    "stage 1, gathered": ("zero1", ("save.layout=full",)),
+    "stage 2 in bfloat16": ("zero2", HALVES),
+    "stage 3 in bfloat16": ("zero3", HALVES),
+    "stage 2 with an adapter": ("zero2", ("model.adapter={r: 4}",)),
+    "stage 3 in the background": ("zero3", ("save.background=true",)),
+    "stage 2, gathered in the background": ("zero2", ("save.background=true", "save.layout=full")),
+}
+
+
+SELDOM = [pytest.param(case, marks=pytest.mark.slow) for case in [*KILLED][1:]]
+
+
+@pytest.mark.parametrize("case", ["stage 3", *SELDOM])
+def test_a_killed_run_goes_on_to_the_last_bit(runs, curve_of, monkeypatch, case: str):
+    engine, asked = KILLED[case]
+    whole = ended(runs, "whole", engine, *SAVED, *asked)
+    stop_after(runs, "run", 2, 4, monkeypatch, *SAVED, *asked, f"cluster.engine={engine}")
+    ended(runs, "run", engine, *SAVED, *asked)
     assert curve_of(runs.folder / "run") == curve_of(whole)
     assert_same_model(runs.folder / "run", whole, exactly=True)
+
+
+def test_each_rank_writes_what_it_steps_and_export_makes_a_model_of_it(runs, tmp_path: Path):
+    """Half of all numbers each, cut through the middle of a weight; no pickle, and no whole states."""
+    folder = ended(runs, "run", "zero2", *SAVED)
+    newest = folder / "checkpoints" / "step-000006"
+    names = {path.stem for path in newest.iterdir()}
+    parts = {f"{part}_pieces-{rank:05d}-of-00002" for part in ("weights", "optimizer") for rank in range(2)}
+    assert names == parts | {"loop", "manifest"}
+    halves = [load_state(newest / f"weights_pieces-{rank:05d}-of-00002") for rank in range(2)]
+    counts = [sum(piece["numbers"].numel() for piece in half.values()) for half in halves]
+    assert max(counts) - min(counts) <= 2
+    assert halves[0].keys() & halves[1].keys(), "A weight is in both."
+    exported = export_run(folder, tmp_path / "model")
+    assert exported.step == 6
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    torch.testing.assert_close(found, final(folder), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -83,6 +124,8 @@ ELSEWHERE = {
     "stage 1 after FSDP2": (("fsdp2", 2), ("zero1", 2)),
     "FSDP2 after stage 3": (("zero3", 2), ("fsdp2", 2)),
     "three ranks after two": (("zero2", 2), ("zero3", 3)),
+    "two ranks after three": (("zero3", 3), ("zero1", 2)),
+    "FSDP2 after stage 1": (("zero1", 2), ("fsdp2", 2)),
 }
 
 
@@ -115,7 +158,6 @@ def test_without_deepspeed_the_run_says_what_to_install(monkeypatch):
     ("overrides", "words"),
     [
         (("optim.kind=muon",), "needs whole matrices"),
-        (("save.layout=sharded",), "through the middle of weights"),
         (("model.dtype=bfloat16",), "float32 copies of bfloat16 weights"),
         (("model.dtype=bfloat16", "model.adapter={r: 4}"), "round what is trained in float32"),
         (("memory.optimizer_offload=on",), "flat parts of weights"),

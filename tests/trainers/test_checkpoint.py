@@ -16,6 +16,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan
 from memtrain.trainers.run.checkpoint import (
     Parts,
+    Save,
     best_complete,
     complete_steps,
     mend_checkpoints,
@@ -47,7 +48,7 @@ def save(
     folder: RunFolder, plan: Plan, step: int, *, keep: int = 2, loss: float | None = None, best: bool = False
 ) -> Path:
     facts = facts_of(plan, step=step, eval_loss=loss)
-    return save_checkpoint(folder, parts_of(step), facts, keep=keep, keep_best=best)
+    return save_checkpoint(Save(folder, parts_of(step), facts, keep=keep, keep_best=best))
 
 
 def steps_of(folder: RunFolder) -> list[int]:
@@ -248,7 +249,7 @@ def test_no_space_left_tells_how_much_is_free(folder: RunFolder, make_plan: Make
 
     facts = facts_of(make_plan(), step=1)
     with pytest.raises(LaunchError, match=r"No space left on device \([0-9.]+ GiB free\)"):
-        save_checkpoint(folder, {"model": full}, facts, keep=1)
+        save_checkpoint(Save(folder, {"model": full}, facts, keep=1))
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(folder: RunFolder, make_plan: MakePlan):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan
-from memtrain.trainers.run.checkpoint import newest_complete, save_checkpoint
+from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpoint
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
 from memtrain.trainers.run.ranks import Ranks, current_ranks
@@ -70,10 +70,10 @@ def test_two_ranks_write_one_checkpoint_or_none(tmp_path: Path, make_plan: Calla
 
         name = f"rng-{ranks.rank}"
         first = facts_of(make_plan(), step=1)
-        save_checkpoint(folder, {name: write}, first, keep=2, ranks=ranks)
+        save_checkpoint(Save(folder, {name: write}, first, keep=2), ranks)
         second = first.model_copy(update={"step": 2})
         with pytest.raises(LaunchError, match=r"step 2 cannot be written \(step-000001 stands\)"):
-            save_checkpoint(folder, {name: full}, second, keep=2, ranks=ranks)
+            save_checkpoint(Save(folder, {name: full}, second, keep=2), ranks)
 
     on_two_ranks(tmp_path, act)
     found = newest_complete(folder).checkpoint

@@ -131,18 +131,26 @@ def _quoted(value: str) -> str:
     return f'"{value}"' if " " in value else value
 
 
-def lead_s(asked: Slurm, *, save_s: float | None, step_s: float, checkpoint_bytes: int) -> tuple[int, str]:
+def lead_s(
+    asked: Slurm,
+    *,
+    save_s: float | None,
+    step_s: float,
+    checkpoint_bytes: int,
+    is_background: bool = False,
+) -> tuple[int, str]:
     """Seconds before the time limit at which the run is asked to save, and why.
 
     `save_s`: the longest save so far, or None; `step_s`: the longest step so far, or 0. Never more than half
-    of the time limit.
+    of the time limit. `is_background`: one more save may be under way, and is waited for first.
     """
     if asked.signal_lead_s != "auto":
         return asked.signal_lead_s, "asked for"
     taken_s = checkpoint_bytes / BYTES_PER_S if save_s is None else save_s
     source = f"{taken_s:.0f} s, expected" if save_s is None else f"{taken_s:.1f} s, measured"
-    needed_s = math.ceil(SAVES * taken_s + STEPS * step_s)
-    lead, reason = max(SHORTEST_LEAD_S, needed_s), f"three saves ({source}) and two steps"
+    saves, words = (2 * SAVES, "two times three saves") if is_background else (SAVES, "three saves")
+    needed_s = math.ceil(saves * taken_s + STEPS * step_s)
+    lead, reason = max(SHORTEST_LEAD_S, needed_s), f"{words} ({source}) and two steps"
     if lead == SHORTEST_LEAD_S:
         reason = f"the shortest that SLURM keeps; {reason} take {needed_s} s"
     limit_s = None if asked.time is None else seconds_of(asked.time)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from memtrain.trainers.model.where import Origin
-from memtrain.trainers.run.slices import rows_of
+from memtrain.trainers.run.shard_files import rows_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

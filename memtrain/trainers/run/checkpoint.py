@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from memtrain.errors import LaunchError, MemtrainError
+from memtrain.errors import Fault, LaunchError
 from memtrain.trainers.run.disk import disk_fault, sync_file, sync_folder, write_whole
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import (
@@ -30,7 +30,7 @@ from memtrain.trainers.run.manifest import (
 from memtrain.trainers.run.ranks import Ranks
 
 Parts = Mapping[str, Callable[[Path], None]]
-"""What is saved: each writes a file, a folder, or several files whose names begin with the given path."""
+"""What is saved: each writes a file, a folder, or files that have the given path's name before a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,87 +106,138 @@ def remove_checkpoints(folder: RunFolder) -> None:
         _remove(path)
 
 
-def save_checkpoint(
-    folder: RunFolder,
-    parts: Parts,
-    facts: CheckpointFacts,
-    *,
-    keep: int,
-    keep_best: bool = False,
-    ranks: Ranks | None = None,
-) -> Path:
-    """Write the checkpoint of `facts.step`, then remove those no longer kept. Returns the new one's folder.
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint that is to be written, by all ranks together: each writes its own parts into one folder.
 
-    Kept are the newest `keep`, and with `keep_best` the one with the lowest held-out loss as well.
-    Checkpoints of later steps are of a course that was left (they were broken, or the run began anew) and are
-    removed. All ranks call this; each writes its own parts into the one folder, so that names of parts must
-    differ between ranks where more than one writes. A sound checkpoint of the same step and facts is not
-    written again.
+    Names of parts differ between ranks where more than one writes. Kept beside it are the newest `keep`, and
+    with `keep_best` the one with the lowest held-out loss. Checkpoints of later steps are of a course that
+    was left (they were broken, or the run began anew) and are removed.
+    """
+
+    folder: RunFolder
+    parts: Parts
+    facts: CheckpointFacts
+    keep: int
+    keep_best: bool = False
+
+    @property
+    def target(self) -> Path:
+        """Where it stands when it is whole."""
+        return self.folder.checkpoints / step_name(self.facts.step)
+
+    @property
+    def unfinished(self) -> Path:
+        """Where it is written."""
+        return self.folder.checkpoints / f".tmp-{self.target.name}"
+
+    def stands(self) -> bool:
+        """Whether a sound checkpoint of the same step and facts is there already."""
+        same = self.target.exists() and not fault_of(self.target)
+        return same and read_manifest(self.target).facts == self.facts
+
+    def prepare(self) -> None:
+        """Make its folder; the main rank does this."""
+        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        mend_checkpoints(self.folder)
+        self.unfinished.mkdir()
+
+    def write(self) -> None:
+        """Write this rank's parts."""
+        for name, write in self.parts.items():
+            write(self.unfinished / name)
+
+    def own_files(self) -> list[Path]:
+        """Files that this rank's parts have written."""
+        return [file for name in self.parts for file in _files_of(self.unfinished / name)]
+
+    def all_files(self) -> list[Path]:
+        """Files that are there, of all ranks."""
+        return sorted(path for path in self.unfinished.rglob("*") if path.is_file())
+
+    def entries(self, files: Iterable[Path]) -> list[FileEntry]:
+        """Checksums of some files, which are then on the disk itself."""
+        made: list[FileEntry] = []
+        for file in files:
+            sync_file(file)
+            made.append(file_entry(self.unfinished, file))
+        return made
+
+    def finish(self, entries: Iterable[FileEntry]) -> None:
+        """Give it its name, and remove those no longer kept; the main rank does this."""
+        files = tuple(sorted(entries, key=lambda entry: entry.name))
+        _finish(self.unfinished, self.target, Manifest(facts=self.facts, files=files).sealed())
+        _prune(self.folder.checkpoints, self.facts.step, self.keep, self.keep_best)
+
+    def fault(self, error: OSError) -> LaunchError:
+        """What a user reads when the disk refuses."""
+        steps = complete_steps(self.folder.checkpoints).items()
+        earlier = [path.name for number, path in steps if number < self.facts.step]
+        stands = f"{earlier[-1]} stands" if earlier else "there is no earlier one"
+        doing = f"the checkpoint of step {self.facts.step} cannot be written ({stands})"
+        return disk_fault(error, doing, self.folder.checkpoints)
+
+
+def save_checkpoint(save: Save, ranks: Ranks | None = None) -> Path:
+    """Write a checkpoint, then remove those no longer kept. Returns the new one's folder.
+
+    All ranks call this. A sound checkpoint of the same step and facts is not written again.
 
     Raises: LaunchError, on every rank, when the disk refuses; the checkpoints before are then untouched.
     """
     ranks = ranks or Ranks()
-    target = folder.checkpoints / step_name(facts.step)
-    unfinished = folder.checkpoints / f".tmp-{target.name}"
     entries: list[FileEntry] = []
 
-    def prepare() -> None:
-        folder.checkpoints.mkdir(parents=True, exist_ok=True)
-        mend_checkpoints(folder)
-        unfinished.mkdir()
-
-    def write_parts() -> None:
-        for name, write in parts.items():
-            write(unfinished / name)
-
     def hash_share() -> None:
-        files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-        for file in files[ranks.rank :: ranks.world]:
-            sync_file(file)
-            entries.append(file_entry(unfinished, file))
+        entries.extend(save.entries(save.all_files()[ranks.rank :: ranks.world]))
 
     def finish() -> None:
-        files = sorted((entry for share in shares for entry in share), key=lambda entry: entry.name)
-        _finish(unfinished, target, Manifest(facts=facts, files=tuple(files)).sealed())
-        _prune(folder.checkpoints, facts.step, keep, keep_best)
+        save.finish(entry for share in shares for entry in share)
 
-    if ranks.broadcast(ranks.is_main and _stands(target, facts)):
-        return target
-    _together(ranks, prepare if ranks.is_main else None, folder, facts.step)
-    _together(ranks, write_parts, folder, facts.step)
-    _together(ranks, hash_share, folder, facts.step)
+    if ranks.broadcast(ranks.is_main and save.stands()):
+        return save.target
+    together(ranks, save, save.prepare if ranks.is_main else None)
+    together(ranks, save, save.write)
+    together(ranks, save, hash_share)
     shares = ranks.gather(entries)
-    _together(ranks, finish if ranks.is_main else None, folder, facts.step)
-    return target
+    together(ranks, save, finish if ranks.is_main else None)
+    return save.target
 
 
-def _together(ranks: Ranks, act: Callable[[], None] | None, folder: RunFolder, step: int) -> None:
+def together(ranks: Ranks, save: Save, act: Callable[[], None] | None) -> None:
     """Do one act of a save; when it fails on one rank, it fails on all of them with the same error."""
-    fault: MemtrainError | None = None
+    fault = None if act is None else attempted(save, act)
+    agree(save, ranks.gather(fault), ranks)
+
+
+def attempted(save: Save, act: Callable[[], None]) -> tuple[Fault, ...] | None:
+    """Do an act of a save; what to tell where the disk refuses."""
     try:
-        if act is not None:
-            act()
+        act()
     except OSError as error:
-        fault = _save_fault(error, folder, step)
+        return save.fault(error).faults
     except SafetensorError as error:
-        fault = _save_fault(OSError(str(error)), folder, step)
-    faults = [one for one in ranks.gather(None if fault is None else fault.faults) if one is not None]
-    if not faults:
+        return save.fault(OSError(str(error))).faults
+    return None
+
+
+def agree(save: Save, faults: Iterable[tuple[Fault, ...] | None], ranks: Ranks) -> None:
+    """Give a save up where it failed on any rank. Raises: LaunchError, the same on every rank."""
+    told = [one for one in faults if one is not None]
+    if not told:
         return
     if ranks.is_main:
-        shutil.rmtree(folder.checkpoints / f".tmp-{step_name(step)}", ignore_errors=True)
-    raise LaunchError(faults[0])
+        shutil.rmtree(save.unfinished, ignore_errors=True)
+    raise LaunchError(list(told[0]))
 
 
-def _save_fault(error: OSError, folder: RunFolder, step: int) -> LaunchError:
-    earlier = [path.name for number, path in complete_steps(folder.checkpoints).items() if number < step]
-    stands = f"{earlier[-1]} stands" if earlier else "there is no earlier one"
-    doing = f"the checkpoint of step {step} cannot be written ({stands})"
-    return disk_fault(error, doing, folder.checkpoints)
-
-
-def _stands(target: Path, facts: CheckpointFacts) -> bool:
-    return target.exists() and not fault_of(target) and read_manifest(target).facts == facts
+def _files_of(part: Path) -> Iterator[Path]:
+    """The files of a part that was given this path."""
+    if part.is_dir():
+        yield from (path for path in part.rglob("*") if path.is_file())
+    elif part.is_file():
+        yield part
+    yield from part.parent.glob(f"{part.name}.*")
 
 
 def _finish(unfinished: Path, target: Path, manifest: Manifest) -> None:

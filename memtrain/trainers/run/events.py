@@ -115,6 +115,10 @@ class SaveEvent:
     step: int
     seconds: float
     """Wall time of writing it, for the ranks together."""
+    held_s: float | None = None
+    """So long did the steps wait for it: all of that time, or what a save in the background left."""
+    waited_s: float = 0.0
+    """Of this, for the save before, which was still being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ class MetricsWriter:
         """
         if isinstance(event, Mapping):
             event = from_values({"step": self.step} | dict(event))
-        self.step = event.step
+        # A save that was written beside the steps is told after them.
+        self.step = max(self.step, event.step)
         try:
             self._file.write(to_line(event, time.time()) + "\n")
             self._file.flush()

@@ -14,7 +14,15 @@ from rich.text import Text
 from memtrain.memory.lengths import by_answer_words
 from memtrain.memory.plan import PhasePeak, Plan, read_plan
 from memtrain.memory.units import gib
-from memtrain.trainers.run.events import DataEvent, EvalEvent, FinalEvent, MemoryEvent, NoteEvent, StepEvent
+from memtrain.trainers.run.events import (
+    DataEvent,
+    EvalEvent,
+    FinalEvent,
+    MemoryEvent,
+    NoteEvent,
+    SaveEvent,
+    StepEvent,
+)
 from memtrain.trainers.run.folder import RunFolder, Status
 from memtrain.trainers.run.metrics import read_metrics
 from memtrain.trainers.run.progress import duration
@@ -44,6 +52,7 @@ class Report:
     """The highest of each phase, in the order they were met."""
     notes: tuple[NoteEvent, ...]
     final: FinalEvent | None
+    saves: tuple[SaveEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,7 @@ def load_report(folder: RunFolder) -> Report:
         data=tuple({event.split: event for event in events if isinstance(event, DataEvent)}.values()),
         memory=tuple(peaks.values()),
         notes=tuple(event for event in events if isinstance(event, NoteEvent)),
+        saves=tuple(event for event in events if isinstance(event, SaveEvent)),
         final=finals[-1] if finals else None,
     )
 
@@ -214,6 +224,14 @@ def reward_words(figures: Figures) -> str:
     return f"{first:.4f} -> {last:.4f}{means}"
 
 
+def save_words(saves: Sequence[SaveEvent]) -> str:
+    """How many checkpoints were written, and how long the steps waited for them."""
+    held_s = sum(one.seconds if one.held_s is None else one.held_s for one in saves)
+    waited_s = sum(one.waited_s for one in saves)
+    words = f"{len(saves):,} written, steps waited {held_s:.1f} s"
+    return words + (f", {waited_s:.1f} s of it for one still being written" if waited_s >= 0.1 else "")
+
+
 def lost_words(data: DataEvent) -> str:
     """What truncation and packing took, in one sentence."""
     lost = []
@@ -248,6 +266,8 @@ def _figures_table(report: Report) -> Table:
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
     if figures.measured_bytes is not None:
         table.add_row("peak memory", _peak_words(figures))
+    if report.saves:
+        table.add_row("checkpoints", save_words(report.saves))
     return table
 
 

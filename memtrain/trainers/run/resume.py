@@ -66,6 +66,7 @@ FREE_SETTINGS = (
     "loads_shards",
     "gather_weights",
     "checkpoint_layout",
+    "background_save",
 )
 """Settings that give the same numbers bit for bit."""
 

@@ -1,40 +1,25 @@
 """Rows of saved states: whole or in shards on disk, read by any number of ranks.
 
 A shard holds consecutive rows of every tensor, in the split of `torch.chunk`: shard r of n the rows from
-r * ceil(rows / n) on. A rank reads the files that hold some of its rows, one at a time.
+r * ceil(rows / n) on. A rank reads the files that hold some of its rows, one at a time. What DeepSpeed's
+ranks wrote is no rows, and read by pieces.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memtrain.errors import ResumeError
 from memtrain.trainers.run.checkpoint import Checkpoint
+from memtrain.trainers.run.pieces import fill_from_pieces, has_pieces, read_rows
+from memtrain.trainers.run.shard_files import files_of, rows_of
 from memtrain.trainers.run.state_io import load_state
 from memtrain.trainers.spread import local_of
 
 State = dict[str, Any]
-
-
-def name_of(part: str, rank: int, world: int) -> str:
-    """Name of the shard that `rank` writes of a part."""
-    return f"{part}-{rank:05d}-of-{world:05d}"
-
-
-def rows_of(num_rows: int, rank: int, world: int) -> range:
-    """The rows of a tensor that are in shard `rank` of `world`; may be none."""
-    size = -(-num_rows // world)
-    return range(min(num_rows, rank * size), min(num_rows, (rank + 1) * size))
-
-
-def is_there(checkpoint: Checkpoint, part: str) -> bool:
-    """Whether a checkpoint has a part, whole or in shards."""
-    return bool(_files(checkpoint, part))
 
 
 def fill_from(
@@ -47,7 +32,10 @@ def fill_from(
     may_hold_more: bool = False,
 ) -> None:
     """Fill each tensor with its saved rows, in place: those of shard `rank` of `world` (0 of 1 is all)."""
-    files = _files(checkpoint, part)
+    if has_pieces(checkpoint, part):
+        fill_from_pieces(checkpoint, part, tensors, rank=rank, world=world)
+        return
+    files = files_of(checkpoint, part)
     with torch.no_grad():
         for number, name in enumerate(files):
             shapes = {key: tensor.shape for key, tensor in tensors.items()}
@@ -73,7 +61,9 @@ def read_optimizer(
 
     `shapes`: of whole weights. Tensors that are no rows of a weight (counters) are the same in all shards.
     """
-    files = _files(checkpoint, "optimizer")
+    if has_pieces(checkpoint, "optimizer"):
+        return read_rows(checkpoint, names, shapes, rank=rank, world=world)
+    files = files_of(checkpoint, "optimizer")
     if len(files) == 1 and world == 1:
         return load_state(checkpoint.part(files[0]))
     own = {name: shapes[name] for name in names}
@@ -128,25 +118,3 @@ def _has_any(shapes: Mapping[str, torch.Size], number: int, count: int, rank: in
         if max(theirs.start, ours.start) < min(theirs.stop, ours.stop):
             return True
     return False
-
-
-def _files(checkpoint: Checkpoint, part: str) -> list[str]:
-    """Names of the files of a part, in the order of their rows.
-
-    Raises: ResumeError when it is in shards and some are missing.
-    """
-    names = [name.removesuffix(".json") for name in _listed(checkpoint) if name.endswith(".json")]
-    if part in names:
-        return [part]
-    found = sorted(name for name in names if re.fullmatch(rf"{part}-\d+-of-\d+", name))
-    if found and len(found) != int(found[0].rsplit("-", 1)[-1]):
-        raise ResumeError(
-            f"{checkpoint.path.name} has {len(found)} of {int(found[0].rsplit('-', 1)[-1])} shards of {part}",
-            str(checkpoint.path),
-            "every node must write into the same run folder; go on from an earlier checkpoint",
-        )
-    return found
-
-
-def _listed(checkpoint: Checkpoint) -> list[str]:
-    return [entry.name for entry in checkpoint.manifest.files]

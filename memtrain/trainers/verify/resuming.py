@@ -13,7 +13,7 @@ from memtrain.memory.plan import Plan
 from memtrain.trainers.build import build
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.position import Position
-from memtrain.trainers.run.checkpoint import newest_complete, save_checkpoint
+from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpoint
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
 from memtrain.trainers.run.state_io import load_state
@@ -86,7 +86,7 @@ def _save(plan: Plan, side: Side, folder: Path) -> None:
         kept,
         trained=side.built.trained,
     )
-    save_checkpoint(RunFolder(folder), parts, facts_of(plan, step=1), keep=1)
+    save_checkpoint(Save(RunFolder(folder), parts, facts_of(plan, step=1), keep=1))
 
 
 def _restore(side: Side, folder: Path) -> None:

@@ -1,0 +1,122 @@
+"""When a run saves: what is written, who waits for it, and what is told of it."""
+
+from __future__ import annotations
+
+import time
+
+from memtrain.memory.plan import Plan
+from memtrain.trainers.build import Built
+from memtrain.trainers.online import OnlineSteps
+from memtrain.trainers.position import Position
+from memtrain.trainers.run.background import Background
+from memtrain.trainers.run.checkpoint import Parts, Save, save_checkpoint
+from memtrain.trainers.run.events import SaveEvent
+from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run.host_copy import HostCopies
+from memtrain.trainers.run.manifest import facts_of
+from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.snapshot import parts_of
+from memtrain.trainers.telling import Teller
+
+
+class Saver:
+    """Writes the checkpoints of a run: while its steps wait, or beside them (`save.background`).
+
+    Every method is called by all ranks together, but for `is_at_work` and `close`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: RunFolder,
+        built: Built,
+        ranks: Ranks,
+        teller: Teller,
+        online: OnlineSteps | None,
+    ) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._built = built
+        self._ranks = ranks
+        self._teller = teller
+        self._kept = online.kept if online is not None else None
+        self._background = Background(ranks)
+        self._copies = HostCopies() if plan.settings.background_save else None
+        self._step = 0
+        self._began = 0.0
+        self._held_s = 0.0
+        """So long did the steps wait for the save that is under way."""
+        self._waited_s = 0.0
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether this rank still writes."""
+        return self._background.is_at_work
+
+    def save(self, position: Position) -> None:
+        """Save, or begin to: one that is still under way is waited for.
+
+        Raises: LaunchError, on every rank, when the disk refuses, or refused what was under way.
+        """
+        began = time.perf_counter()
+        self.settle()
+        waited_s = time.perf_counter() - began
+        self._teller.sync()
+        facts = facts_of(self._plan, step=position.step, eval_loss=position.eval_loss)
+        keep = self._plan.recipe.save
+        self._step, self._began = position.step, time.perf_counter()
+        save = Save(self._folder, self._parts(position), facts, keep.keep, keep.keep_best)
+        if self._copies is None:
+            save_checkpoint(save, self._ranks)
+            self._held_s = time.perf_counter() - began
+            self._tell(self._held_s)
+        elif self._background.begin(save):
+            self._waited_s, self._held_s = waited_s, time.perf_counter() - began
+
+    def advance(self) -> None:
+        """Bring what is under way one agreement on. All ranks are idle.
+
+        Raises: LaunchError, on every rank, when the disk refused.
+        """
+        if not self._background.is_open:
+            return
+        began = time.perf_counter()
+        is_done = self._background.advance()
+        self._held_s += time.perf_counter() - began
+        if is_done:
+            self._tell(self._background.ended - self._began)
+
+    def settle(self) -> None:
+        """Wait until nothing is under way. Raises: as `advance`."""
+        if not self._background.is_open:
+            return
+        began = time.perf_counter()
+        self._background.settle()
+        self._held_s += time.perf_counter() - began
+        self._tell(self._background.ended - self._began)
+
+    def close(self) -> None:
+        """Let one process end what it writes, whatever has ended the run."""
+        self._background.close()
+
+    def _tell(self, seconds: float) -> None:
+        """The checkpoint stands."""
+        self._teller.tell(
+            SaveEvent(step=self._step, seconds=seconds, held_s=self._held_s, waited_s=self._waited_s)
+        )
+
+    def _parts(self, position: Position) -> Parts:
+        built = self._built
+        if self._copies is not None:
+            self._copies.begin()
+        return parts_of(
+            built.scorer,
+            built.optimizer,
+            position,
+            built.follower,
+            self._kept,
+            trained=built.trained,
+            ranks=self._ranks,
+            is_sharded=self._plan.settings.checkpoint_layout == "sharded",
+            copies=self._copies,
+        )
