@@ -77,23 +77,39 @@ def with_beside(
     judges = sum(one.weights_bytes(load.settings) for one in rewards)
     if load.settings.value != "own" and not judges:
         return prediction
+
+    def added(phase: PhasePeak) -> dict[str, int]:
+        passes = any(owned.owner == "activations" for owned in phase.owners)
+        return {"reward models": judges} | value_model(load, activations, phase.phase, passes=passes)
+
+    return prediction.model_copy(
+        update={"phases": tuple(_with(phase, added(phase)) for phase in prediction.phases)}
+    )
+
+
+def value_model(load: Load, activations: int, phase: str, *, passes: bool) -> dict[str, int]:
+    """What a value model of its own adds to a moment of a phase; nothing where there is none.
+
+    `passes`: activations are held then: in the update of a step there are none, and in the first step there
+    are no states before it.
+    """
+    if load.settings.value != "own":
+        return {}
     static = static_bytes(load.settings, headless(load.shape))
     # Its final norm, and the rows that its head reads, widened to float32.
     picked = (load.a + (4 if load.is_half else 0)) * load.S * load.shape.width
     kept = activations + norm_kept(load, load.shape.width, num_scales=1) + picked
-
-    def added(phase: str) -> dict[str, int]:
-        more = {"reward models": judges}
-        if load.settings.value == "own":
-            state = 0 if phase == "load" else static.optimizer + static.master
-            more["value model"] = static.weights + state
-            if phase in STEPS:
-                more["value model's step"] = kept + static.gradients
-        return more
-
-    return prediction.model_copy(
-        update={"phases": tuple(_with(phase, added(phase.phase)) for phase in prediction.phases)}
-    )
+    # ZeRO-2 lays its part of the gradients end to end beside what was summed before; ZeRO-3 holds its part
+    # from the beginning (zero_moments).
+    engine = load.settings.engine if load.settings.num_processes > 1 else "ddp"
+    made = static.gradients * {"zero2": 2, "zero3": 0}.get(engine, 1)
+    held = static.gradients if engine == "zero3" and phase != "load" else 0
+    is_before = phase == "load" or (phase == STEPS[0] and passes)
+    states = 0 if is_before else static.optimizer + static.master
+    found = {"value model": static.weights + states + held}
+    if phase in STEPS:
+        found["value model's step"] = made + (kept if passes else 0)
+    return found
 
 
 def judging_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: int) -> int:

@@ -19,6 +19,7 @@ from memtrain.memory.activations import (
     norm_kept,
     rotary,
 )
+from memtrain.memory.beside import value_model
 from memtrain.memory.budget import (
     MASTER_BUCKET,
     OFFLOAD_BUCKET,
@@ -63,8 +64,17 @@ def estimate(
         "evaluation": [evaluation_moment(load)],
         "saving": [saving_moment(load)],
     }
+    kept = kept_bytes(load)
+
+    def whole(phase: str, moment: Moment) -> int:
+        passes = moment.get("activations", 0) > 0
+        return total(moment) + sum(value_model(load, kept, phase, passes=passes).values())
+
     return Prediction(
-        phases=tuple(phase_peak(name, max(moments, key=total)) for name, moments in phases.items()),
+        phases=tuple(
+            phase_peak(name, max(moments, key=lambda moment: whole(name, moment)))
+            for name, moments in phases.items()
+        ),
         method="arithmetic",
         budget_bytes=None,
     )

@@ -50,6 +50,7 @@ def unread_profile(asked: Asked, *, shares_prompts: bool) -> LengthProfile:
         total_tokens=NUM_LONGEST * tokens,
         longest=(tokens,) * NUM_LONGEST,
         longest_piece=longest,
+        most_learnt=(recipe.generation.max_tokens,) * NUM_LONGEST if recipe.online is not None else (),
         rows_per_sequence=answers,
     )
 

@@ -4,6 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.memory.lengths import longest_first
+from memtrain.memory.rules import Asked
+from memtrain.memory.unread import unread_profile
 
 Rows = list[tuple[int, int]]
 
@@ -42,3 +44,13 @@ def test_no_micro_batch_has_more_learnt_tokens_than_the_bound(profile_of, rows: 
     sequences, tokens = profile.heaviest(size, None)
     some = draw.sample(rows, min(size, len(rows)))
     assert sum(row[1] for row in some) <= profile.most_scored(sequences, tokens)
+
+
+def test_only_completions_are_scored_where_they_are_written_here(recipe_of):
+    """Four completions of at most 8 tokens: 32, however long their prompts are."""
+    said = {"method": "grpo", "rewards.functions": ["length"], "generate.max_tokens": 8}
+    recipe = recipe_of(said | {"length.max_length": 100})
+    profile = unread_profile(Asked(recipe, lambda dotted: "default"), shares_prompts=True)
+    assert profile.heaviest(4, None) == (4, 400)
+    assert profile.most_scored(4, 400) == 32
+    assert profile.most_scored(4, 20) == 20

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.memory.lengths import LengthProfile, LengthReport, longest_first
+from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport, longest_first
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.store import TokenStore
 
@@ -103,5 +103,6 @@ def lay_out_completions(store: TokenStore, rows: Ints, recipe: Recipe, *, is_sha
             total_tokens=int(tokens.sum()) - (repeated if is_shared else 0),
             longest=longest_first(tokens),
             longest_piece=int(each.max()),
+            most_learnt=(generate.max_tokens,) * min(len(tokens), NUM_LONGEST),
         ),
     )

@@ -1,0 +1,43 @@
+"""A value model beside the policy, by hand: what it adds to which moment of a step."""
+
+from memtrain.memory.activations import HeaviestBatch, Load
+from memtrain.memory.beside import STEPS, headless, value_model, with_beside
+from memtrain.memory.estimate import estimate, kept_bytes
+from memtrain.memory.shape import shape_of
+
+TINY = {"model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16}
+TINY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+BATCH = HeaviestBatch(1, 16, 16, 16)
+
+
+def load_of(make_settings, **changes) -> Load:
+    return Load(make_settings(**changes), shape_of(TINY), BATCH)
+
+
+def test_a_value_model_of_its_own_has_states_from_the_first_update_on(make_settings):
+    """Float32 weights W, gradients W, moments 2 W; 16 rows of 8 numbers and their norm are its head's."""
+    load = load_of(make_settings, value="own")
+    weights = 4 * headless(load.shape).num_parameters
+    norm = 16 * 8 * (4 + 4) + 4 * 16
+    picked = 4 * load.S * 8
+    assert value_model(load, 1000, "load", passes=False) == {"value model": weights}
+    assert value_model(load, 1000, STEPS[0], passes=True) == {
+        "value model": weights,
+        "value model's step": weights + 1000 + norm + picked,
+    }
+    updated = {"value model": 3 * weights, "value model's step": weights}
+    assert value_model(load, 1000, STEPS[0], passes=False) == updated
+    assert value_model(load, 1000, "saving", passes=False) == {"value model": 3 * weights}
+    assert value_model(load_of(make_settings, value="shared"), 1000, STEPS[0], passes=True) == {}
+
+
+def test_the_peak_of_a_step_is_that_of_both_models_together(make_settings):
+    """Each moment of the policy with what the value model holds then, and the highest sum."""
+    load = load_of(make_settings, value="own")
+    kept = kept_bytes(load)
+    made = with_beside(estimate(load.settings, load.shape, BATCH), load, kept, ())
+    weights = 4 * headless(load.shape).num_parameters
+    alone = estimate(load.settings.model_copy(update={"value": "none"}), load.shape, BATCH)
+    for both, one in zip(made.phases, alone.phases, strict=True):
+        most = value_model(load, kept, both.phase, passes=True)
+        assert one.num_bytes + weights <= both.num_bytes <= one.num_bytes + sum(most.values()) + 3 * weights
