@@ -10,6 +10,7 @@ from typing import Any
 from memtrain.cli.looking import LookedAt, facts_without_data, look_at_devices, look_at_model
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.budget import needed
+from memtrain.memory.engines import uses_zero
 from memtrain.memory.facts import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.history import read_history
@@ -22,6 +23,7 @@ from memtrain.memory.rules import Asked
 from memtrain.memory.search import frontier, price_all
 from memtrain.memory.traced import Judged, Traced, judged_of
 from memtrain.memory.vllm import longest_prompt
+from memtrain.memory.weighing import Weighed, weighed_engines
 from memtrain.recipes.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 
@@ -70,6 +72,13 @@ class Answer:
     def frontier(self) -> list[Priced]:
         """The best plan of each size, fitting or not, among those weighed."""
         return frontier(self.resolved.tried)
+
+    @cached_property
+    def engines(self) -> tuple[Weighed, ...]:
+        """What each engine would take."""
+        resolved = self.resolved
+        budget = resolved.prediction.budget_bytes or 0
+        return weighed_engines(resolved.chosen, everything(self), budget, resolved.case)
 
     @property
     def tokens_per_s(self) -> float:
@@ -135,7 +144,10 @@ def answer(question: Question, facts: Facts, note: str = "") -> Answer:
     """
     notes = (*question.notes, note) if note else question.notes
     facts = replace(facts, history=read_history())
-    return Answer(question, facts, resolve(question.asked, facts), notes)
+    resolved = resolve(question.asked, facts)
+    if question.presumed and uses_zero(resolved.settings):
+        notes = (*notes, "DeepSpeed is taken to be installed there (pip install 'memtrain[deepspeed]').")
+    return Answer(question, facts, resolved, notes)
 
 
 def everything(made: Answer) -> list[Priced]:
@@ -143,7 +155,7 @@ def everything(made: Answer) -> list[Priced]:
     from memtrain.memory.resolve import open_space
 
     _, case, choices = open_space(made.question.asked, made.facts)
-    tried = [one.settings for one in made.resolved.tried]
+    tried = {one.settings for one in made.resolved.tried}
     rest = [one for group in choices.groups for one in group if one not in tried]
     return [*made.resolved.tried, *price_all(rest, case.facts)]
 
@@ -232,6 +244,15 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
             for one in gains(made.chosen, resolved.case.facts)
         ],
         "left_out": {one.strategy: one.reason for one in left_out(made.chosen, resolved.case)},
+        "engines": [
+            {
+                "engine": one.name,
+                "with_margin_bytes": None if one.best is None else one.best.need_bytes,
+                "step_s": None if one.best is None else one.best.step_s,
+                "why": one.words,
+            }
+            for one in made.engines
+        ],
         "frontier": [
             {
                 "with_margin_bytes": one.need_bytes,

@@ -25,8 +25,8 @@ from memtrain.recipes.registry import METHODS
 HUB_TIMEOUT_S = 3.0
 """How long the hub is waited for: what it would say is a page of numbers."""
 
-ELSEWHERE = frozenset({"bitsandbytes", "vllm"})
-"""Packages that another machine is taken to have where a recipe asks for them by name."""
+ELSEWHERE = frozenset({"bitsandbytes", "deepspeed", "vllm"})
+"""Packages that another machine is taken to have; a plan that needs one of them says so."""
 
 
 @dataclass(frozen=True, slots=True)

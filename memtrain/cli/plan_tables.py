@@ -18,6 +18,7 @@ from memtrain.memory.search import frontier
 from memtrain.memory.settings import Settings
 from memtrain.memory.traced import Traced
 from memtrain.memory.units import gib
+from memtrain.memory.weighing import form_words
 from memtrain.recipes.shipped import configs_dir
 
 QUIET = ("device", "max_steps", "recover", "rehearse", "liger", "budget", "num_processes")
@@ -126,12 +127,30 @@ def _print_rest(made: Answer) -> None:
     typer.echo()
     print_table(("left out", "why"), [(one.strategy, one.reason) for one in left_out(chosen, resolved.case)])
     typer.echo()
+    _print_engines(made)
     _print_frontier(made)
     lines = yaml_lines(pins(resolved.case.asked, resolved.settings))
     if lines:
         typer.echo()
         say("To pin this plan, write into the recipe:")
         typer.echo("\n".join(f"  {line}" for line in lines))
+
+
+def _print_engines(made: Answer) -> None:
+    """What each engine would take; nothing with one process."""
+    rows = [
+        (
+            one.name,
+            gib(one.best.need_bytes) if one.best is not None else "",
+            seconds(one.best.step_s) if one.best is not None else "",
+            one.words,
+        )
+        for one in made.engines
+    ]
+    if rows:
+        say("What each engine would take:")
+        print_table(("engine", "needs", "a step", "why"), rows)
+        typer.echo()
 
 
 def _misses(need: int, made: Answer) -> str:
@@ -156,7 +175,7 @@ def _print_frontier(made: Answer) -> None:
 
 
 def _same(one: Priced, other: Priced) -> bool:
-    kept = {"recovery": (), "rehearse": False}
+    kept = {"recovery": (), "rehearse": False, "zero_bucket": 0, "checkpoint_layout": "full"}
     return one.settings.model_copy(update=kept) == other.settings.model_copy(update=kept)
 
 
@@ -172,7 +191,7 @@ def thinned(best: list[Priced], *, chosen: Priced, most: int = 10) -> list[Price
 
 def settings_words(settings: Settings) -> str:
     """The memory choices of settings in a few words."""
-    said: list[str] = []
+    said = [form_words(settings)] if settings.num_processes > 1 else []
     if settings.adapter is not None:
         said.append("LoRA" if settings.quantize == "none" else f"LoRA on {settings.quantize}")
     if settings.checkpoint_every:

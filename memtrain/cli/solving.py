@@ -133,12 +133,12 @@ def _num_gpus(question: Question, facts: Facts) -> Solution:
     refused: DoesNotFit | None = None
     for count in GPU_COUNTS:
         try:
-            found = resolve(question.asked, replace(facts, hardware=facts.hardware.with_devices(count)))
+            found = resolve(question.asked, replace(facts, hardware=_so_many(facts.hardware, count)))
         except DoesNotFit as error:
             refused = refused or error
             continue
         if count == 1:
-            more = "More GPUs share the rows of a step, and with cluster.engine: fsdp2 what each must hold."
+            more = "More GPUs share the rows of a step, and what each must hold where that is faster."
             return Solution("num_gpus", 1, (f"One {name} is enough{_how(found)}.", more))
         engine = found.settings.engine
         held = f"They share weights, gradients and moments ({engine})." if engine != "ddp" else ""
@@ -172,6 +172,15 @@ def _how(found: Resolved) -> str:
 
 def _plan(priced: Priced) -> str:
     return f": {settings_words(priced.settings)}, {1 / priced.token_s:,.0f} tokens/s a device"
+
+
+def _so_many(hardware: Hardware, count: int) -> Hardware:
+    """The node with so many devices; one that is only named has the host memory that goes with them."""
+    if hardware.name.lower() in known_names():
+        named = Hardware.named(hardware.name, hardware.num_devices)
+        if hardware == named:
+            return Hardware.named(hardware.name, count)
+    return hardware.with_devices(count)
 
 
 def _at_length(asked: Asked, length: int) -> Asked:

@@ -30,6 +30,11 @@ class Chosen(Protocol):
         """Why it is as it is."""
         ...
 
+    @property
+    def tried(self) -> tuple[Priced, ...]:
+        """What was weighed."""
+        ...
+
 
 Found = TypeVar("Found", bound=Chosen)
 
@@ -45,8 +50,10 @@ def sizes(asked: Asked, facts: Facts) -> Iterator[int]:
         size *= 2
 
 
-def by_context(asked: Asked, facts: Facts, act: Callable[[Asked, Facts], Found]) -> tuple[Found, str]:
-    """The fastest plan that fits over all sizes, the smallest of equally fast ones; and why.
+def by_context(
+    asked: Asked, facts: Facts, act: Callable[[Asked, Facts], Found]
+) -> tuple[Found, str, tuple[Priced, ...]]:
+    """(the fastest plan that fits over all sizes, the smallest of equally fast ones; why; all weighed).
 
     Raises: RecipeError and DoesNotFit as for single processes, where no size fits.
     """
@@ -66,7 +73,8 @@ def by_context(asked: Asked, facts: Facts, act: Callable[[Asked, Facts], Found])
         raise first
     limit = min(one.chosen.token_s for _, one in found) * (1 + TIE)
     size, best = next((size, one) for size, one in found if one.chosen.token_s <= limit)
-    return best, _words(size, found, first)
+    tried = tuple(priced for _, one in found for priced in one.tried)
+    return best, _words(size, found, first), tried
 
 
 def _words(size: int, found: Sequence[tuple[int, Chosen]], first: DoesNotFit | None) -> str:

@@ -20,8 +20,8 @@ from memtrain.memory.activations import (
     num_gathered,
 )
 from memtrain.memory.budget import num_trained, optimizer_bytes, static_bytes, trains_head
-from memtrain.memory.engines import shards_weights
 from memtrain.memory.hardware import Hardware
+from memtrain.memory.sending import Sending, Waiting, sending, waiting
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 
@@ -65,7 +65,7 @@ def step_time(
     launch = rates.launch_s * (
         num_micros * (_layer_operators(load) + _tile_operators(load)) + _optimizer_operators(settings, shape)
     )
-    copy = num_micros * (_copied(load) + _gathered_bytes(settings, shape)) / rates.host_bytes_per_s
+    copy = num_micros * _copied(load) / rates.host_bytes_per_s
     gathering = num_micros * gathered_bytes(load) / rates.host_bytes_per_s
     states = _moved_states(settings, shape) / rates.host_bytes_per_s
     # A kernel is not done before its last block is: the shorter the kernels, the more of them is waiting.
@@ -73,20 +73,29 @@ def step_time(
     computing = products + traffic + tails
     forward = computing / sum(_passes(load))
     again = forward if settings.reference in WITH_A_PASS else 0.0
-    device = again + _overlapped(forward, copy) + _overlapped(computing - forward, copy) + gathering
-    seconds = _overlapped(device + _overlapped(optimizer, states), launch)
+    sent, waits = sending(settings, shape, rates), waiting(settings, shape, rates)
+    passes = _passes_time(forward, computing - forward, copy, sent, waits, num_micros)
+    device = again + passes + gathering + sent.after + waits.after + waits.step
+    stepping = 0.0 if waits.step else _overlapped(optimizer, states)
+    seconds = _overlapped(device + stepping, launch)
     return StepTime(seconds, products, traffic, optimizer, launch, 2 * copy + states)
 
 
-def _gathered_bytes(settings: Settings, shape: ModelShape) -> float:
-    """Bytes that reach a rank in one direction of a pass where weights are in shards: all others' parts.
+def _passes_time(
+    forward: float, backward: float, copy: float, sent: Sending, waits: Waiting, num_micros: int
+) -> float:
+    """Seconds of all passes of a step, with what is copied and sent meanwhile.
 
-    The link is taken to be as fast as the one to the host: what is between devices is not known.
+    What is sent once a step hides behind the backward pass of its last micro-batch.
     """
-    if not shards_weights(settings):
-        return 0.0
-    whole = settings.num_processes * static_bytes(settings, shape).weights
-    return whole * (settings.num_processes - 1) / settings.num_processes
+    there, back = copy + num_micros * waits.forward, copy + num_micros * waits.backward
+    sending_there, sending_back = num_micros * sent.forward, num_micros * sent.backward
+    if not sent.is_ahead:
+        passes = _overlapped(forward, there) + _overlapped(backward, back) + sending_there + sending_back
+    else:
+        passes = _overlapped(forward, there + sending_there) + _overlapped(backward, back + sending_back)
+    of_last = backward / num_micros
+    return passes + _overlapped(of_last, sent.last) - of_last
 
 
 def _overlapped(one: float, other: float) -> float:

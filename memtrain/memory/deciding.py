@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memtrain.memory.batching import Micro, decide_batch, micro_candidates
 from memtrain.memory.context import refuse_attention, refuse_context, row_multiple
-from memtrain.memory.engines import open_engines, refuse_engine
+from memtrain.memory.engines import first_form, refuse_engine
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.online import refuse_uneven_groups
@@ -64,7 +64,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
             "device": hardware.device,
             "num_processes": processes,
             "threads": _threads(recipe, hardware, processes),
-            "engine": open_engines(recipe, processes)[0],
+            "engine": first_form(recipe).engine,
             "context_parallel": sharing,
             "dtype": dtype,
             "attention": str(attention.backend),
@@ -102,7 +102,7 @@ def _said(recipe: Recipe) -> dict[str, object]:
     """The settings that say again what the recipe says; those of strategies are off until one is chosen."""
     return {
         "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",
-        "shard_offload": recipe.cluster.offload,
+        "shard_offload": first_form(recipe).offload,
         "checkpoint_layout": "full" if recipe.save.layout == "full" else "sharded",
         "background_save": recipe.save.background,
         "adapter": recipe.model.adapter,

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from memtrain.memory.blockwise import BITSANDBYTES
+from memtrain.memory.preferences import section_of
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 
 EngineName = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+Offload = Literal["none", "optimizer", "parameters"]
 
+OFFLOADS: dict[EngineName, tuple[Offload, ...]] = {
+    "ddp": ("none",),
+    "fsdp2": ("none", "parameters"),
+    "zero1": ("none", "optimizer"),
+    "zero2": ("none", "optimizer"),
+    "zero3": ("none", "optimizer", "parameters"),
+}
+"""What may wait in host memory under each engine; the simpler engines first."""
+
+PACKAGE = "deepspeed"
+MISSING = "DeepSpeed is not installed (pip install 'memtrain[deepspeed]')"
 ZERO: tuple[EngineName, ...] = ("zero1", "zero2", "zero3")
 PATH = "cluster.engine"
 
@@ -30,20 +44,73 @@ def shards_weights(settings: Settings) -> bool:
     return settings.num_processes > 1 and settings.engine in ("fsdp2", "zero3")
 
 
-def open_engines(recipe: Recipe, processes: int) -> tuple[EngineName, ...]:
-    """The engines that the search weighs, the usual one first."""
-    if recipe.cluster.engine != "auto":
-        return (recipe.cluster.engine,)
-    return ("ddp", "fsdp2") if processes > 1 and not fsdp2_faults(recipe) else ("ddp",)
+class Form(NamedTuple):
+    """An engine with what waits in host memory."""
+
+    engine: EngineName
+    offload: Offload
+
+
+def first_form(recipe: Recipe) -> Form:
+    """What is said of the engine, and the simplest where nothing is."""
+    engine, offload = recipe.cluster.engine, recipe.cluster.offload
+    return Form("ddp" if engine == "auto" else engine, "none" if offload == "auto" else offload)
+
+
+def open_forms(recipe: Recipe, base: Settings, has: Callable[[str], bool]) -> tuple[Form, ...]:
+    """The engines that the search weighs, with what may wait on the host; the simplest first.
+
+    `has`: whether a package is there. On a CPU the host's memory is the device's, and nothing is gained.
+    """
+    if base.num_processes == 1:
+        return (first_form(recipe),)
+    cluster = recipe.cluster
+    names: tuple[EngineName, ...] = (cluster.engine,) if cluster.engine != "auto" else tuple(OFFLOADS)
+    closed = dict(closed_engines(recipe, base, has))
+    return tuple(
+        Form(engine, offload)
+        for engine in names
+        if engine not in closed
+        for offload in OFFLOADS[engine]
+        if cluster.offload in ("auto", offload)
+        and (cluster.offload != "auto" or offload == "none" or base.device == "cuda")
+    )
+
+
+def closed_engines(
+    recipe: Recipe, base: Settings, has: Callable[[str], bool]
+) -> tuple[tuple[EngineName, str], ...]:
+    """(engine, why) of those that `auto` does not weigh; none where an engine is named."""
+    if recipe.cluster.engine != "auto" or base.num_processes == 1:
+        return ()
+    found: list[tuple[EngineName, str]] = []
+    faults = fsdp2_faults(recipe)
+    if faults:
+        found.append(("fsdp2", faults[0][0]))
+    for engine in ZERO:
+        faults = zero_faults(recipe, base.dtype, engine)
+        if base.context_parallel > 1:
+            found.append((engine, "slices of rows and DeepSpeed's shards were never tried together"))
+        elif faults:
+            found.append((engine, f"{faults[0][0]} ({faults[0][1]}: {faults[0][2]})"))
+        elif not has(PACKAGE):
+            found.append((engine, MISSING))
+    return tuple(found)
 
 
 def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
     """Note what the engine that is asked for cannot honour."""
     recipe = ledger.asked.recipe
     asked = recipe.cluster.engine
-    _refuse_offload(ledger)
+    _refuse_offload(ledger, processes)
     if asked == "auto":
         return
+    if asked in ZERO and processes > 1 and not ledger.has(PACKAGE):
+        ledger.refuse(
+            f"cluster.engine {asked} is DeepSpeed's, which is not installed",
+            PATH,
+            "pip install 'memtrain[deepspeed]', or set cluster.engine: fsdp2",
+        )
     if asked != "ddp" and processes == 1:
         ledger.refuse(
             f"cluster.engine {asked} shares out weights or states, and one process has nobody to share with",
@@ -52,7 +119,7 @@ def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
         )
     faults = fsdp2_faults(recipe) if asked == "fsdp2" else []
     if asked in ZERO:
-        faults = zero_faults(recipe, dtype)
+        faults = zero_faults(recipe, dtype, asked)
     for what, path, fix in faults:
         ledger.refuse(f"cluster.engine {asked}: {what}", path, fix)
 
@@ -83,11 +150,31 @@ def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharde
     return layout
 
 
-def _refuse_offload(ledger: Ledger) -> None:
+def refuse_closed(ledger: Ledger, base: Settings) -> None:
+    """Note a `cluster.offload` that no engine which is open here takes, each with its reason."""
+    recipe = ledger.asked.recipe
+    if recipe.cluster.engine == "auto" and not open_forms(recipe, base, ledger.has):
+        closed = "; ".join(f"{engine}: {why}" for engine, why in closed_engines(recipe, base, ledger.has))
+        ledger.refuse(
+            f"cluster.offload {recipe.cluster.offload}: no engine that moves them is open here ({closed})",
+            "cluster.offload",
+            "remove it, or what closes the engines",
+        )
+
+
+def _refuse_offload(ledger: Ledger, processes: int) -> None:
     cluster = ledger.asked.recipe.cluster
-    takes = {"none": ("auto", "ddp", "fsdp2", *ZERO), "optimizer": ZERO, "parameters": ("fsdp2", "zero3")}
-    if cluster.engine not in takes[cluster.offload]:
-        able = ", ".join(takes[cluster.offload])
+    if cluster.offload in ("auto", "none"):
+        return
+    if cluster.engine == "auto" and processes == 1:
+        ledger.refuse(
+            f"cluster.offload {cluster.offload} moves shards, and one process has nobody to share with",
+            "cluster.offload",
+            "use memory.optimizer_offload: on, or set cluster.processes",
+        )
+    takes = [engine for engine, offloads in OFFLOADS.items() if cluster.offload in offloads]
+    if cluster.engine not in ("auto", *takes):
+        able = ", ".join(takes)
         ledger.refuse(
             f"cluster.offload {cluster.offload} needs an engine that moves them, and cluster.engine is "
             f"{cluster.engine}",
@@ -110,9 +197,9 @@ def vllm_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
     ]
 
 
-def zero_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:
+def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str, str]]:
     """(what, where, fix) of everything in a recipe that DeepSpeed's engine cannot honour."""
-    in_parts = recipe.cluster.engine == "zero3"
+    in_parts = engine == "zero3"
     faults = vllm_faults(recipe) if in_parts else []
     faults += _unshared_faults(recipe, "of flat parts")
     if recipe.memory.optimizer_offload == "on":
@@ -126,10 +213,10 @@ def zero_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:
     elif dtype == "bfloat16" and not recipe.optim.master_weights:
         what = "it keeps float32 copies of bfloat16 weights in any case"
         faults.append((what, "optim.master_weights", "set optim.master_weights: true"))
-    section = recipe.dpo
+    section = section_of(recipe)
     if in_parts and section is not None and section.reference == "synced":
-        what = "a reference that follows the policy would have to gather it"
-        faults.append((what, "dpo.reference", "use precomputed or copy, or cluster.engine: fsdp2"))
+        what, fix = "a reference that follows the policy would have to gather it", "cluster.engine: fsdp2"
+        faults.append((what, f"{recipe.method}.reference", f"use precomputed or copy, or {fix}"))
     return faults
 
 

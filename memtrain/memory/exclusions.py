@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.context import NOT_SLICED, NOT_WITH_LIGER, SLICED
-from memtrain.memory.engines import ZERO, is_sharded
+from memtrain.memory.engines import ZERO, is_sharded, uses_zero
 from memtrain.memory.settings import Settings
 
 
@@ -90,6 +90,24 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "optimizer_offload",
         "optimizer_in_backward",
         "moments travel in buckets after the backward pass; in backward each weight wants its own",
+    ),
+    Exclusion(
+        "optimizer_offload",
+        "DeepSpeed's ZeRO",
+        uses_zero,
+        "it steps flat parts of weights; cluster.offload: optimizer moves their states",
+    ),
+    Exclusion(
+        "optimizer_offload",
+        "shards that wait on the host",
+        lambda settings: settings.shard_offload != "none",
+        "the states wait there with them",
+    ),
+    Exclusion(
+        "lora",
+        "DeepSpeed's ZeRO in bfloat16",
+        lambda settings: uses_zero(settings) and settings.dtype == "bfloat16",
+        "it would round an adapter that is trained in float32",
     ),
     Exclusion(
         "optimizer_in_backward",

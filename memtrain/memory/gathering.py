@@ -10,17 +10,13 @@ from memtrain.memory.cost import FORWARD_OPERATORS
 from memtrain.memory.engines import shards_weights, uses_zero
 from memtrain.memory.facts import Facts
 from memtrain.memory.rules import Ledger
+from memtrain.memory.sending import COLLECTIVE_S, num_groups
 from memtrain.memory.settings import Settings
 from memtrain.memory.sharded import gathered
 from memtrain.memory.units import gib
 from memtrain.memory.zero_moments import gathered_module
 
 PATH = "generate.gather_weights"
-COLLECTIVE_S = {"cpu": 3e-3, "cuda": 5e-5}
-"""Time that a small collective takes. Source: cpu: measured, two gloo ranks on two cores, torch 2.13; cuda:
-typical of NCCL, not measured."""
-MODULES_OF_LAYER = 9
-"""Modules of a layer with weights of their own, which DeepSpeed gathers one by one: seven maps, two norms."""
 
 
 class Ways(NamedTuple):
@@ -68,8 +64,8 @@ def ways(settings: Settings, facts: Facts, *, rows: int, tokens: int) -> Ways:
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
     launch = shape.num_layers * FORWARD_OPERATORS * rates.launch_s
     compute = launch + whole / rates.bytes_per_s + 2.0 * shape.num_parameters * rows / rate
-    groups = shape.num_layers * (MODULES_OF_LAYER if uses_zero(settings) else 1) + 2
-    sending = whole * (count - 1) / count / rates.host_bytes_per_s + groups * COLLECTIVE_S[settings.device]
+    starts = num_groups(settings, shape) * COLLECTIVE_S[settings.device]
+    sending = whole * (count - 1) / count / rates.host_bytes_per_s + starts
     slowdown = tokens * (compute + sending) / (tokens * compute + sending)
     return Ways(whole, streamed, slowdown)
 

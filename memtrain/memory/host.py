@@ -9,6 +9,7 @@ from memtrain.memory.budget import host_overhead, needed, optimizer_bytes
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.plan import Prediction
 from memtrain.memory.saving import COPY, copied_beside
+from memtrain.memory.sending import waiting_bytes
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import gib
@@ -24,12 +25,13 @@ def host_bytes(
     """Bytes by owner, of all processes together. On a CPU the device's memory is the host's.
 
     offloaded activations: the inputs of checkpointed layers, or all that the layers keep. optimizer states:
-    offloaded or paged moments. checkpoint copy: what a save in the background writes from. processes:
-    interpreter, libraries and pinned buffers.
+    offloaded or paged moments. shards: those that wait on the host (`cluster.offload`). checkpoint copy: what
+    a save in the background writes from. processes: interpreter, libraries and pinned buffers.
     """
     owners = {
         "offloaded activations": _activations(settings, shape, heaviest),
         "optimizer states": _states(settings, shape),
+        "shards": waiting_bytes(settings, shape),
         "dataset index": ROW_BYTES * num_rows,
     }
     copies = copied_beside(settings, shape)
@@ -63,6 +65,7 @@ FIXES = {
     "offloaded activations": "set memory.activation_offloading: off",
     "optimizer states": "set memory.optimizer_offload: off, or optim.kind: adafactor",
     COPY: "set save.background: false",
+    "shards": "set cluster.offload: none, or take more nodes",
     "the run itself": "lower cluster.processes, or train.micro_rows",
     "processes": "lower cluster.processes",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.budget import usable
 from memtrain.memory.context import context_faults
-from memtrain.memory.engines import fsdp2_faults
+from memtrain.memory.engines import fsdp2_faults, loads_shards
 from memtrain.memory.estimate import estimate
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
@@ -67,6 +67,7 @@ def fewest_gpus(closest: Priced, budget: int, asked: Asked, facts: Facts) -> Way
             continue
         updates: dict[str, object] = {"num_processes": count, "engine": "fsdp2", "in_backward": False}
         shared = settings.model_copy(update=updates)
+        shared = shared.model_copy(update={"loads_shards": loads_shards(asked.recipe, shared)})
         peak = estimate(shared, facts.shape, batch).peak.num_bytes
         if excluded(shared) is None and peak <= usable(_left(budget), shared):
             return WayOut((Change(f"{count} GPUs with cluster.engine: fsdp2", updates),), peak)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of
 from memtrain.memory.batching import Micro, worked_line
-from memtrain.memory.engines import open_engines
+from memtrain.memory.engines import open_forms
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, Priced, budget_of, price
 from memtrain.memory.preferences import explain_reference
@@ -116,10 +116,14 @@ def explain(ledger: Ledger, chosen: Priced, facts: Facts, budget: int) -> None:
         return _gain_words(chosen, without, facts)
 
     if settings.num_processes > 1:
-        words = gain({"engine": "ddp"}) if settings.engine != "ddp" else ""
-        if settings.engine == "ddp" and "fsdp2" in open_engines(ledger.asked.recipe, settings.num_processes):
+        words = gain({"engine": "ddp", "shard_offload": "none"}) if settings.engine != "ddp" else ""
+        others = [form.engine for form in open_forms(ledger.asked.recipe, settings, facts.has)]
+        if settings.engine == "ddp" and "fsdp2" in others:
             words = _price_of(chosen, {"engine": "fsdp2"}, facts)
         ledger.decide("engine", settings.engine, words, "cluster.engine")
+    if settings.shard_offload != "none":
+        words = gain({"shard_offload": "none"})
+        ledger.decide("shard_offload", settings.shard_offload, words, "cluster.offload")
     if settings.context_parallel > 1:
         ledger.decide(
             "context_parallel",

@@ -10,7 +10,7 @@ from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.auto_context import by_context, told
 from memtrain.memory.budget import measured_beside
 from memtrain.memory.deciding import decide_base
-from memtrain.memory.engines import decide_layout, loads_shards, uses_zero
+from memtrain.memory.engines import decide_layout, refuse_closed, uses_zero
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.history import kind_of_run
@@ -58,9 +58,9 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
     """
     if asked.recipe.cluster.context_parallel != "auto":
         return _resolve(asked, facts)
-    found, words = by_context(asked, facts, _resolve)
+    found, words, tried = by_context(asked, facts, _resolve)
     decisions = told(found.decisions, found.settings.context_parallel, words)
-    return replace(found, decisions=decisions)
+    return replace(found, decisions=decisions, tried=tried)
 
 
 def _resolve(asked: Asked, facts: Facts) -> Resolved:
@@ -79,7 +79,6 @@ def _resolve(asked: Asked, facts: Facts) -> Resolved:
             "recovery": decide_recovery(ledger, chosen.settings),
             "checkpoint_layout": decide_layout(ledger, chosen.settings),
             "rehearse": decide_rehearsal(ledger, facts.hardware),
-            "loads_shards": loads_shards(case.recipe, chosen.settings),
             "zero_bucket": bucket_of(facts.shape) if uses_zero(chosen.settings) else 0,
         }
     )
@@ -113,6 +112,7 @@ def open_space(asked: Asked, facts: Facts) -> tuple[Ledger, Case, Space]:
         ledger.settle()
     assert base is not None, "A refusal was not noted."
     base = base.model_copy(update={"beside_bytes": measured_beside(base, facts.hardware.measured)})
+    refuse_closed(ledger, base)
     refuse_vllm(ledger, base)
     wholes = in_backward_choices(ledger, (base.batch_rows, base.batch_tokens), base.num_processes)
     ledger.settle()
@@ -165,6 +165,7 @@ def plain(settings: Settings, profile: LengthProfile) -> Settings:
             "padding_free": False,
             "shared_prompts": False,
             "context_parallel": 1,
+            "shard_offload": "none",
             "packing": "none",
             "batch_rows": rows,
             "micro_rows": max(1, round(sequences * per_sequence)),

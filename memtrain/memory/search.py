@@ -8,7 +8,7 @@ from typing import get_args
 
 from memtrain.memory.all_strategies import STRATEGIES, is_searched, wish_of
 from memtrain.memory.batching import Micro
-from memtrain.memory.engines import is_sharded, open_engines
+from memtrain.memory.engines import OFFLOADS, loads_shards, open_forms
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, Priced, fits_host, price
 from memtrain.memory.settings import Settings
@@ -17,6 +17,9 @@ from memtrain.memory.strategy import Axis, Case
 TIE = 0.03
 """Plans whose times differ by less are taken to be equally fast: the prediction cannot tell them apart.
 The one that needs less memory is then chosen. Source: the design's rule; half of what recomputation costs."""
+
+SIMPLEST = tuple(OFFLOADS)
+"""Engines in the order in which equally fast ones are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +30,34 @@ class Space:
     """Plans with the same numbers, in the order of the strategies."""
     stepping: tuple[Settings, ...]
     """The same, with the optimizer stepping in the backward pass: such a step cannot be made again."""
+    waiting: tuple[Settings, ...]
+    """The same with shards that wait on the host, where the recipe leaves that open: always slower."""
     changing: tuple[tuple[Settings, ...], ...]
     """Plans that learn something else, which the recipe allows: those with one such change, with two, ..."""
 
     @property
     def groups(self) -> tuple[tuple[Settings, ...], ...]:
         """The plans to weigh, group by group: a later one is taken where nothing of an earlier one fits."""
-        return tuple(group for group in (self.exact, self.stepping, *self.changing) if group)
+        return tuple(group for group in self._in_order if group)
+
+    @property
+    def _in_order(self) -> tuple[tuple[Settings, ...], ...]:
+        return (self.exact, self.stepping, self.waiting, *self.changing)
 
 
 def space(base: Settings, case: Case, micros: Sequence[Micro], wholes: Sequence[Micro | None]) -> Space:
     """Every combination that no rule excludes. `wholes`: see `in_backward_choices`."""
-    engines = open_engines(case.recipe, base.num_processes)
-    options = [base.model_copy(update={"engine": engine}) for engine in engines]
+    forms = open_forms(case.recipe, base, case.facts.has)
+    options = [base.model_copy(update={"engine": engine, "shard_offload": away}) for engine, away in forms]
+    options = [one.model_copy(update={"loads_shards": loads_shards(case.recipe, one)}) for one in options]
     for axis in get_args(Axis):
         options = _along(axis, options, case)
     names = {name for name in case.recipe.memory.use if is_searched(STRATEGIES[name])}
     is_pinned = None not in wholes
     exact: dict[Settings, None] = {}
     stepping: dict[Settings, None] = {}
+    waiting: dict[Settings, None] = {}
+    is_open = case.recipe.cluster.offload == "auto"
     changing: dict[int, dict[Settings, None]] = {}
     for option in options:
         for whole in wholes:
@@ -60,10 +72,11 @@ def space(base: Settings, case: Case, micros: Sequence[Micro], wholes: Sequence[
                 if excluded(settings) or not all(STRATEGIES[name].is_used(settings) for name in names):
                     continue
                 group = exact if whole is None or is_pinned else stepping
+                group = waiting if is_open and option.shard_offload != "none" else group
                 count = _num_changes(settings, base, case)
                 (changing.setdefault(count, {}) if count else group)[settings] = None
     by_count = tuple(tuple(changing[count]) for count in sorted(changing))
-    return Space(tuple(exact), tuple(stepping), by_count)
+    return Space(tuple(exact), tuple(stepping), tuple(waiting), by_count)
 
 
 def _along(axis: Axis, options: Iterable[Settings], case: Case) -> list[Settings]:
@@ -104,7 +117,8 @@ def price_all(choices: Iterable[Settings], facts: Facts) -> list[Priced]:
 
 
 def fastest(priced: Sequence[Priced], budget: int, facts: Facts) -> Priced | None:
-    """The fastest that fits budget and host; among equally fast ones the least moved, then the smallest.
+    """The fastest that fits budget and host; among equally fast ones the least moved, then the simplest
+    engine, then the smallest.
 
     Whole weights go before shards: what travels between devices is priced by a guess.
     """
@@ -118,13 +132,14 @@ def fastest(priced: Sequence[Priced], budget: int, facts: Facts) -> Priced | Non
     limit = min(one.token_s for one in fitting) * (1 + TIE)
     return min(
         (one for one in fitting if one.token_s <= limit),
-        key=lambda one: (_moved(one), is_sharded(one.settings), one.need_bytes, one.token_s),
+        key=lambda one: (_moved(one), SIMPLEST.index(one.settings.engine), one.need_bytes, one.token_s),
     )
 
 
 def _moved(one: Priced) -> int:
     """Strategies that lean on the bus and on host memory, which other programs use too."""
-    return (one.settings.offload != "none") + one.settings.optimizer_offload
+    settings = one.settings
+    return (settings.offload != "none") + settings.optimizer_offload + (settings.shard_offload != "none")
 
 
 def frontier(priced: Iterable[Priced]) -> list[Priced]:

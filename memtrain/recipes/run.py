@@ -118,12 +118,13 @@ class Cluster(Section):
     engine: Literal["auto", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "auto"
     """What several processes share. `ddp`: the rows; each holds all weights. `fsdp2`: weights, gradients and
     optimizer states too, in shards; a layer is gathered while it computes. `zero1`, `zero2`, `zero3`:
-    DeepSpeed shares out states; gradients too; weights too. `auto`: ddp where it fits, else fsdp2."""
+    DeepSpeed shares out states; gradients too; weights too. `auto`: the fastest that fits, the simplest of
+    equally fast ones; DeepSpeed's where it is installed and would learn the same."""
 
-    offload: Literal["none", "optimizer", "parameters"] = "none"
+    offload: Literal["auto", "none", "optimizer", "parameters"] = "auto"
     """What waits in host memory between its uses. `optimizer`: states, with an engine of DeepSpeed's;
     `parameters`: shards of weights, gradients and states (fsdp2, zero3). Less device memory, much slower
-    steps."""
+    steps. `auto`: what makes the run fit, where nothing else does."""
 
     slurm: Slurm | None = None
     """The job that `memtrain slurm` writes and submits."""

@@ -136,7 +136,7 @@ def test_shards_are_taken_where_whole_weights_do_not_fit_and_the_plan_says_why(a
         ({"cluster__engine": "zero2", "optim__kind": "muon"}, "needs whole matrices"),
         ({"cluster__engine": "zero1", "memory__optimizer_offload": "on"}, "flat parts of weights"),
         ({"cluster__engine": "fsdp2", "optim__kind": "muon"}, "needs whole matrices"),
-        ({"cluster__offload": "parameters"}, "needs an engine that moves them"),
+        ({"cluster__engine": "ddp", "cluster__offload": "parameters"}, "needs an engine that moves them"),
         ({"save__layout": "sharded"}, "there are no shards to write"),
     ],
 )
@@ -155,5 +155,6 @@ def test_completions_are_written_with_whole_weights_and_these_are_counted(ask, f
     owners = {
         phase.phase: {one.owner: one.num_bytes for one in phase.owners} for phase in made.prediction.phases
     }
-    assert owners["generation"]["gathered weights"] == owners["load"]["weights"]
-    assert owners["generation"]["weights"] * 2 == owners["load"]["weights"]
+    assert owners["generation"]["gathered weights"] == 2 * owners["generation"]["weights"]
+    # Each rank reads its own rows.
+    assert owners["generation"]["weights"] == owners["load"]["weights"]

@@ -1,0 +1,66 @@
+"""What each engine would take: the best plan of each, as it was weighed, and those that were not weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memtrain.memory.engines import closed_engines
+from memtrain.memory.facts import Facts, Priced, fits_host
+from memtrain.memory.reasons import time_words
+from memtrain.memory.search import SIMPLEST, fastest
+from memtrain.memory.settings import Settings
+from memtrain.memory.strategy import Case
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """One engine with what waits on the host and how many processes hold a row together."""
+
+    name: str
+    best: Priced | None
+    """Its fastest plan that fits, else its smallest; None: it was not weighed."""
+    words: str
+    """Why it was taken, or was not."""
+
+
+def form_words(settings: Settings) -> str:
+    """An engine in words: `fsdp2, parameters on the host, 2 a row`."""
+    said = [settings.engine]
+    if settings.shard_offload != "none":
+        said.append(f"{settings.shard_offload} on the host")
+    if settings.context_parallel > 1:
+        said.append(f"{settings.context_parallel} a row")
+    return ", ".join(said)
+
+
+def weighed_engines(chosen: Priced, tried: Sequence[Priced], budget: int, case: Case) -> tuple[Weighed, ...]:
+    """Every engine beside the one of the plan; none with one process."""
+    if chosen.settings.num_processes == 1:
+        return ()
+    forms: dict[str, list[Priced]] = {}
+    for one in sorted(tried, key=_order):
+        forms.setdefault(form_words(one.settings), []).append(one)
+    own = form_words(chosen.settings)
+    found = [_weighed(name, of_form, own, chosen, budget, case.facts) for name, of_form in forms.items()]
+    closed = closed_engines(case.recipe, chosen.settings, case.facts.has)
+    return (*found, *(Weighed(engine, None, f"not weighed: {why}") for engine, why in closed))
+
+
+def _order(one: Priced) -> tuple[int, int, str]:
+    settings = one.settings
+    return (settings.context_parallel, SIMPLEST.index(settings.engine), settings.shard_offload)
+
+
+def _weighed(
+    name: str, of_form: Sequence[Priced], own: str, chosen: Priced, budget: int, facts: Facts
+) -> Weighed:
+    best = fastest(of_form, budget, facts)
+    if name == own:
+        return Weighed(name, chosen, "taken")
+    if best is not None:
+        return Weighed(name, best, time_words(best.token_s / chosen.token_s))
+    smallest = min(of_form, key=lambda one: one.need_bytes)
+    if smallest.need_bytes <= budget and not fits_host(smallest, facts):
+        return Weighed(name, smallest, "does not fit the host's memory")
+    return Weighed(name, smallest, "does not fit")

@@ -1,0 +1,200 @@
+"""Which engine `auto` takes for models and devices of known size, and what it says of the others."""
+
+from typing import Any
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.memory.engines import open_forms
+from memtrain.memory.facts import Facts, heaviest, price
+from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.host import host_bytes
+from memtrain.memory.known_models import known_config
+from memtrain.memory.pins import pins
+from memtrain.memory.resolve import Resolved, open_space
+from memtrain.memory.search import TIE, fastest
+from memtrain.memory.sending import sending, waiting_bytes
+from memtrain.memory.units import GIB
+from memtrain.memory.weighing import Weighed, form_words, weighed_engines
+
+DEEPSPEED = frozenset({"deepspeed"})
+COPIES = {"optim__master_weights": True}
+"""Float32 copies of bfloat16 weights: without them DeepSpeed would learn something else."""
+
+
+@pytest.fixture
+def plan(ask, facts_of, profile_of):
+    def made(
+        model: str, card: str, count: int, presumed: frozenset[str] = DEEPSPEED, **said: Any
+    ) -> Resolved:
+        config = known_config(model)
+        assert config is not None
+        return ask(facts(card, count, config, presumed), **{"train__batch_rows": 64} | said)
+
+    def facts(card: str, count: int, config: Any, presumed: frozenset[str]) -> Facts:
+        return facts_of(Hardware.named(card, count), profile_of(*[2048] * 64), config, presumed=presumed)
+
+    return made
+
+
+def weighed(made: Resolved) -> tuple[Weighed, ...]:
+    _, case, choices = open_space(made.case.asked, made.case.facts)
+    tried = [price(one, case.facts) for group in choices.groups for one in group]
+    return weighed_engines(made.chosen, tried, made.prediction.budget_bytes, made.case)
+
+
+def told(made: Resolved) -> dict[str, str]:
+    return {one.name: one.words for one in weighed(made)}
+
+
+SHAPES = [
+    # All of it on every card: 16 bytes a weight are 10 GiB.
+    ("Qwen/Qwen3-0.6B", "h100", 8, COPIES, "ddp", "none"),
+    ("Qwen/Qwen3-1.7B", "4090", 8, {}, "ddp", "none"),
+    # 16 bytes a weight are 27 GiB, 6 of them and 10 / 8 are 11: only the states have to be shared out.
+    ("Qwen/Qwen3-1.7B", "4090", 8, COPIES, "zero1", "none"),
+    ("meta-llama/Llama-3.1-8B", "h100", 8, COPIES, "fsdp2", "none"),
+    ("meta-llama/Llama-3.1-8B", "4090", 8, {}, "fsdp2", "none"),
+    ("meta-llama/Llama-3.1-70B", "h100", 8, {}, "fsdp2", "none"),
+    ("meta-llama/Llama-3.1-70B", "h100", 16, COPIES, "fsdp2", "none"),
+    # 8 bytes a weight in shards of eight are 66 GiB: only what waits on the host leaves room.
+    (
+        *("meta-llama/Llama-3.1-70B", "a100-40", 8),
+        {"memory__never": "optimizer_offload", "cluster__engine": "fsdp2"},
+        *("fsdp2", "parameters"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "card", "count", "said", "engine", "offload"), SHAPES)
+def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, engine, offload, monkeypatch):
+    monkeypatch.setattr("memtrain.memory.facts.fits_host", lambda priced, facts: True)
+    monkeypatch.setattr("memtrain.memory.search.fits_host", lambda priced, facts: True)
+    made = plan(model, card, count, **said)
+    assert (made.settings.engine, made.settings.shard_offload) == (engine, offload)
+    words = told(made)
+    assert words[form_words(made.settings)] == "taken"
+    if engine != "ddp" and "cluster__engine" not in said:
+        assert words["ddp"] == "does not fit" or words["ddp"].endswith("slower")
+
+
+def test_every_engine_is_weighed_with_what_may_wait_on_the_host(plan):
+    made = plan("Qwen/Qwen3-1.7B", "4090", 8, **COPIES)
+    assert list(told(made)) == [
+        "ddp",
+        "fsdp2",
+        "fsdp2, parameters on the host",
+        "zero1",
+        "zero1, optimizer on the host",
+        "zero2",
+        "zero2, optimizer on the host",
+        "zero3",
+        "zero3, optimizer on the host",
+        "zero3, parameters on the host",
+    ]
+    assert all(one.best is not None and one.best.step_s > 0 for one in weighed(made))
+
+
+@pytest.mark.parametrize(
+    ("presumed", "said", "words"),
+    [
+        (frozenset(), COPIES, "DeepSpeed is not installed (pip install 'memtrain[deepspeed]')"),
+        (DEEPSPEED, {}, "optim.master_weights: true"),
+        (DEEPSPEED, COPIES | {"model__adapter": {"kind": "lora"}}, "would round what is trained in float32"),
+        (DEEPSPEED, COPIES | {"cluster__context_parallel": 2}, "were never tried together"),
+    ],
+)
+def test_engines_that_are_not_weighed_are_told_with_the_reason(plan, presumed, said, words: str, monkeypatch):
+    monkeypatch.setattr("memtrain.memory.rules.installed", lambda *names: frozenset())
+    monkeypatch.setattr("memtrain.memory.facts.installed", lambda *names: frozenset())
+    if "model__adapter" in said:
+        said = {key: value for key, value in said.items() if key not in COPIES}
+    made = plan("Qwen/Qwen3-1.7B", "h100", 8, presumed, **said)
+    assert not made.settings.engine.startswith("zero")
+    reasons = told(made)
+    for engine in ("zero1", "zero2", "zero3"):
+        assert reasons[engine].startswith("not weighed: ")
+        assert words in reasons[engine]
+
+
+def test_an_engine_of_deepspeeds_is_refused_by_name_where_it_is_not_installed(plan, monkeypatch):
+    monkeypatch.setattr("memtrain.memory.rules.installed", lambda *names: frozenset())
+    with pytest.raises(RecipeError, match="DeepSpeed's, which is not installed") as caught:
+        plan("Qwen/Qwen3-1.7B", "h100", 8, frozenset(), cluster__engine="zero2", **COPIES)
+    assert "memtrain[deepspeed]" in caught.value.faults[0].fix
+    with pytest.raises(RecipeError, match="DeepSpeed is not installed"):
+        plan("Qwen/Qwen3-1.7B", "h100", 8, frozenset(), cluster__offload="optimizer", **COPIES)
+
+
+def test_what_waits_on_the_host_for_one_process_has_a_key_of_its_own(plan):
+    with pytest.raises(RecipeError, match="nobody to share with") as caught:
+        plan("Qwen/Qwen3-1.7B", "h100", 1, cluster__offload="parameters")
+    assert "memory.optimizer_offload" in caught.value.faults[0].fix
+
+
+def test_the_choice_is_the_same_every_time_and_in_any_order(plan):
+    made = plan("Qwen/Qwen3-1.7B", "4090", 8, **COPIES)
+    again = plan("Qwen/Qwen3-1.7B", "4090", 8, **COPIES)
+    assert (made.settings, made.decisions) == (again.settings, again.decisions)
+    backwards = fastest(made.tried[::-1], made.prediction.budget_bytes, made.case.facts)
+    assert backwards is not None
+    assert form_words(backwards.settings) == form_words(made.settings)
+
+
+def test_of_equally_fast_engines_the_simpler_one_is_taken(plan):
+    """fsdp2 would need less on a card where whole weights fit, and is within what can be told apart."""
+    made = plan("Qwen/Qwen3-0.6B", "h100", 8)
+    assert made.settings.engine == "ddp"
+    shards = {"engine": "fsdp2", "loads_shards": True}
+    other = price(made.chosen.settings.model_copy(update=shards), made.case.facts)
+    assert other.need_bytes < made.chosen.need_bytes
+    assert other.token_s < made.chosen.token_s * (1 + TIE)
+    assert fastest([other, made.chosen], 80 * GIB, made.case.facts) == made.chosen
+
+
+def test_on_a_cpu_nothing_waits_on_the_host_unless_asked(ask, facts_of, recipe_of):
+    base = ask(facts_of(cpu(64 * GIB, 4)), cluster__processes=2).settings
+    forms = open_forms(recipe_of({"cluster.processes": 2}), base, lambda name: True)
+    assert {form.offload for form in forms} == {"none"}
+    assert [form.engine for form in forms] == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+
+
+def test_a_pinned_plan_says_engine_and_offload(plan):
+    made = plan("Qwen/Qwen3-1.7B", "4090", 8, **COPIES)
+    assert pins(made.case.asked, made.settings)["cluster.engine"] == "zero1"
+    made = plan("Qwen/Qwen3-1.7B", "4090", 8, cluster__engine="fsdp2", memory__budget="16GiB")
+    wanted = pins(made.case.asked, made.settings)
+    assert wanted.get("cluster.offload", "none") == made.settings.shard_offload
+
+
+def test_what_is_sent_is_counted_by_hand(plan):
+    """Two processes, 2 bytes a gradient: a sum brings each 2 * 1/2 of them, a gather 1/2 of the weights."""
+    made = plan("Qwen/Qwen3-1.7B", "h100", 2, cluster__engine="ddp")
+    shape, rates = made.case.facts.shape, made.case.facts.hardware.rates
+    numbers, bus = shape.num_parameters, rates.host_bytes_per_s
+    assert sending(made.settings, shape, rates).last == pytest.approx(2 * numbers / bus)
+    first = made.settings.model_copy(update={"engine": "zero1"})
+    sent = sending(first, shape, rates)
+    assert (sent.last, sent.after, sent.forward) == (
+        pytest.approx(numbers / bus),
+        pytest.approx(numbers / bus),
+        0,
+    )
+    cut = sending(made.settings.model_copy(update={"engine": "fsdp2"}), shape, rates)
+    starts = (shape.num_layers + 2) * 5e-5
+    assert cut.forward == pytest.approx(numbers / bus + starts)
+    # FSDP2 sums float32 gradients.
+    assert cut.backward == pytest.approx((1 + 2) * numbers / bus + 2 * starts)
+
+
+def test_shards_on_the_host_are_counted_there(plan):
+    """Eight ranks with an eighth each of 2 + 2 + 4 bytes a weight."""
+    made = plan("Qwen/Qwen3-1.7B", "h100", 8, cluster__engine="fsdp2", cluster__offload="parameters")
+    numbers = made.case.facts.shape.num_parameters
+    assert 8 * waiting_bytes(made.settings, made.case.facts.shape) == pytest.approx(8 * numbers, rel=1e-6)
+    facts = made.case.facts
+    owners = host_bytes(made.settings, facts.shape, heaviest(made.settings, facts), 64, made.prediction)
+    assert owners["shards"] == pytest.approx(8 * numbers, rel=1e-6)
+    whole = price(made.settings.model_copy(update={"shard_offload": "none"}), facts)
+    assert whole.need_bytes > made.chosen.need_bytes
+    assert whole.step_s < made.chosen.step_s
