@@ -94,8 +94,10 @@ def norm_kept(load: Load, width: int, *, num_scales: int) -> int:
     """Kept by RMS norms over `width` numbers a token, without their outputs.
 
     4*N*width for the float32 copy (in float32 the input itself), its normalized form where the scale is
-    trained, and 4*N for each root mean square.
+    trained, and 4*N for each root mean square. Liger's kernel keeps its input as it came, and the latter.
     """
+    if load.settings.liger:
+        return load.a * load.N * width + 4 * load.N * num_scales
     normalized = 0
     if load.trains_all:
         normalized = 4 if load.shape.family.norms_in_float else load.a
@@ -155,10 +157,13 @@ def gathered_backward(load: Load) -> int:
 
 
 def mlp_kept(load: Load) -> int:
-    """Kept by the MLP of one layer: 4*a*N*M for gate, activated gate, up and their product."""
+    """Kept by the MLP of one layer: 4*a*N*M for gate, activated gate, up and their product.
+
+    Liger's kernel activates the gate again in the backward pass.
+    """
     shape, N, a = load.shape, load.N, load.a
     needs_product = load.trains_all or _keeps_input(load, "down_proj")
-    dense = a * N * shape.mlp_width * (4 if needs_product else 3)
+    dense = a * N * shape.mlp_width * (2 + (not load.settings.liger) + needs_product)
     is_mixed = shape.num_expert_layers < shape.num_layers
     return max(dense if is_mixed else 0, experts_kept(load))
 
@@ -224,12 +229,14 @@ def layer_backward(load: Load) -> int:
     """Most that one layer holds during its backward pass, what it kept included.
 
     In the MLP: everything kept, and the gradients of the product's two factors and of the residual stream
-    (the product itself is gone by then). In the attention: what the attention kept, and its gradients.
+    (the product itself is gone by then; Liger writes them over the factors, and the product's own is there).
+    In the attention: what the attention kept, and its gradients.
     """
     shape, N, a = load.shape, load.N, load.a
     experts = shape.experts
     width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
-    mlp = layer_kept(load) + a * N * (shape.width + 2 * width) + _in_float(load, 16 * N * width)
+    factors = 1 if load.settings.liger else 2
+    mlp = layer_kept(load) + a * N * (shape.width + factors * width) + _in_float(load, 16 * N * width)
     attention = attention_kept(load) + norm_kept(load, shape.width, num_scales=1)
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     attention += gathered_backward(load)

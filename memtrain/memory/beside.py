@@ -44,7 +44,7 @@ def judge_settings(settings: Settings, dtype: str, *, is_alike: bool) -> Setting
     end to end.
     """
     own = settings.dtype if dtype == "auto" else dtype
-    plain = {"dtype": own, "adapter": None, "quantize": "none", "engine": "ddp"}
+    plain = {"dtype": own, "adapter": None, "quantize": "none", "engine": "ddp", "liger": False}
     if not is_alike:
         plain |= {"attention": "stock", "padding_free": False, "shared_prompts": False}
     return settings.model_copy(update=plain)

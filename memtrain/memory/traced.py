@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,14 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
         return "shards that wait on the host are moved by torch's own streams, which a trace does not have"
     if settings.background_save and settings.device == "cpu":
         return "the copy of a save in the background is not traced"
-    if settings.liger or settings.loss == "liger":
-        return "Liger's kernels ask which device they are on, and a trace has none"
+    if uses_liger(settings) and (find_spec("liger_kernel") is None or find_spec("triton") is None):
+        return "Liger's own code is traced, and it is not installed here (pip install 'memtrain[liger]')"
     return None
+
+
+def uses_liger(settings: Settings) -> bool:
+    """Whether anything is computed by Liger's kernels."""
+    return settings.liger or settings.loss == "liger"
 
 
 def job_of(
@@ -171,7 +177,9 @@ def cache_folder() -> Path:
 
 
 def _key(text: str) -> str:
-    versions = [f"{name} {_version(name)}" for name in ("memtrain", "torch", "transformers", "peft")]
+    versions = [
+        f"{name} {_version(name)}" for name in ("memtrain", "torch", "transformers", "peft", "liger_kernel")
+    ]
     sources = _newest_source()
     return hashlib.sha256("\n".join([text, *versions, sources]).encode()).hexdigest()[:32]
 

@@ -1,8 +1,9 @@
 """Recipes that traces are held against: every method, strategy and precision, and a dozen architectures."""
 
 import gc
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 from memtrain.memory.activations import HeaviestBatch, Load
@@ -12,10 +13,11 @@ from memtrain.memory.estimate import estimate, kept_bytes, phase_peak
 from memtrain.memory.facts import asks_of
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
-from memtrain.memory.traced import judged_of
+from memtrain.memory.traced import judged_of, uses_liger
 from memtrain.recipes.model import Adapter
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES
+from memtrain.trainers.trace import kernels, oracle, run
 from memtrain.trainers.trace.measure import allocator_peak
 from memtrain.trainers.trace.ranks import playing_ranks
 from memtrain.trainers.trace.recorder import Recorder
@@ -282,7 +284,48 @@ RANKS = {
     "slices, checkpointed": replace(sft(LLAMA, SLICED | EVERY | HALF, 2), batch=LEARNT),
     "slices, dpo": Case("dpo", LLAMA, SLICED | {"reference": "copy"} | EVERY | SHARED),
 }
+ON_GPU = {"device": "cuda", "attention": "cpu"}
+"""Liger refuses a CPU; attention is one that a CPU has."""
+KERNELS = {"liger": True} | ON_GPU
+LOSS = {"loss": "liger"}
+LIGER = {
+    "Liger": sft(LLAMA, KERNELS | HALF),
+    "Liger, checkpointed": sft(QWEN, KERNELS | EVERY, 2),
+    "Liger's loss": sft(LLAMA, ON_GPU | LOSS),
+    "Liger and its loss, LoRA": sft(QWEN, KERNELS | LOSS | HALF | {"adapter": LORA}),
+    "Liger, dpo, a copy": Case("dpo", LLAMA, KERNELS | {"reference": "copy"} | EVERY | SHARED),
+    "Liger, padded": arch(
+        "gemma2",
+        KERNELS | LOSS | PADDED,
+        head_dim=32,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=32,
+    ),
+}
+"""Traced, and run, where liger-kernel is installed."""
 CASES = RANKS | STRATEGIES | METHODS | ARCHITECTURES
+
+
+def has_liger():
+    """Whether Liger's own code is here."""
+    return find_spec("liger_kernel") is not None and find_spec("triton") is not None
+
+
+@contextmanager
+def on_a_cpu(job):
+    """Liger's kernels are not launched inside, and no one is told of a GPU: so that tensors with data can be
+    counted in the same step. What is computed is meaningless, and weighs as much."""
+    if not uses_liger(job.settings):
+        yield
+        return
+    before = run.pretending, kernels.seen_as_cuda
+    run.pretending = lambda kind, **skips: oracle.pretending("cpu", **skips)
+    kernels.seen_as_cuda = lambda *names: nullcontext()
+    try:
+        with kernels.playing_liger(job.settings, job.config):
+            yield
+    finally:
+        run.pretending, kernels.seen_as_cuda = before
 
 
 class _Nobody(Recorder):

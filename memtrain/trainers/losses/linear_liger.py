@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.losses.linear import NllResult, Pairs, linear_logprob
+from memtrain.trainers.losses.tiles import TILE_BYTES
 
 MODULE = "liger_kernel.ops.fused_linear_cross_entropy"
 
@@ -27,14 +28,15 @@ def liger_nll(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     want_stats: bool = False,
-    tile_bytes: int = 0,
+    tile_bytes: int = TILE_BYTES,
     weight_of_all: float | None = None,
 ) -> NllResult:
     """As `linear_nll`, computed by Liger; gradients accumulate in float32.
 
     weight_of_all: the weight, where every token has the same: gradients are then made in the forward pass.
-        Otherwise Liger recomputes its chunks in the backward pass. `tile_bytes` is Liger's own business; the
-        figures of `want_stats` come from our own pass without gradients.
+        Otherwise Liger recomputes its chunks in the backward pass.
+    tile_bytes: of our own pass without gradients, which the figures of `want_stats` come from; how large its
+        chunks are is Liger's own business.
     Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy).
 
     Raises: LaunchError for an adapter on the LM head: its logits are a sum of products.
@@ -68,6 +70,12 @@ def liger_nll(
         return NllResult(loss, None, None, None)
     with torch.no_grad():
         scores = linear_logprob(
-            [(hidden_ND, weight_VD)], targets_N, bias=bias, softcap=softcap, scale=scale, want_entropy=True
+            [(hidden_ND, weight_VD)],
+            targets_N,
+            bias=bias,
+            softcap=softcap,
+            scale=scale,
+            want_entropy=True,
+            tile_bytes=tile_bytes,
         )
     return NllResult(loss, scores.logp_N, scores.entropy_N, None)

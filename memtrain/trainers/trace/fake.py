@@ -19,6 +19,7 @@ from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.settings import Settings
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
+from memtrain.trainers.model.liger import apply_liger
 from memtrain.trainers.model.load import AUTO, DTYPES
 from memtrain.trainers.model.reward_head import in_float
 from memtrain.trainers.trace.bits import pack_linear_maps
@@ -57,6 +58,9 @@ def bare_model(
             set_attention(base, PLAYED_BY.get(backend, backend))
         if settings.quantize != "none":
             pack_linear_maps(base, settings.quantize)
+        if not is_reference:
+            # What it puts into the family's module stays, and a reference that is made afterwards has it too.
+            apply_liger(base, settings)
         adapter = None if is_reference else settings.adapter
         model = base if adapter is None else add_adapter(base, adapter, quantize=settings.quantize, head=head)
         if head == "score":

@@ -57,6 +57,7 @@ _MATH_IN_PLACE = (
     "add_ sub_ mul_ div_ exp_ log_ neg_ sqrt_ rsqrt_ tanh_ square_ pow_ clamp_ lerp_ addmm_ addcmul_ "
     "addcdiv_ copy_ fill_ zero_ masked_fill_ scatter_add_ index_add_"
 )
+_INTO = ("out", "dtype_out")
 _PRODUCTS_INTO = ("mm", "addmm", "bmm")
 
 
@@ -65,7 +66,10 @@ def _rules_in_place() -> dict[Any, Callable[..., Any]]:
     for name in _MATH_IN_PLACE.split():
         packet = getattr(aten, name)
         rules |= {getattr(packet, overload): _in_place for overload in packet.overloads()}
-    return rules | {getattr(aten, name).out: _in_place for name in _PRODUCTS_INTO}
+    for name in _PRODUCTS_INTO:
+        packet = getattr(aten, name)
+        rules |= {getattr(packet, one): _in_place for one in packet.overloads() if one in _INTO}
+    return rules
 
 
 RULES: dict[Any, Callable[..., Any]] = {

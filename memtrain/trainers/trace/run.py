@@ -23,6 +23,7 @@ from memtrain.trainers.trace.dummies import DUMMIES, NOTHING, Subject
 from memtrain.trainers.trace.fake import bare_model, fakeify, without_data
 from memtrain.trainers.trace.host import bytes_on_host
 from memtrain.trainers.trace.judges import Judge, bare_judge, one_judgement
+from memtrain.trainers.trace.kernels import playing_liger
 from memtrain.trainers.trace.oracle import RULES, pretending
 from memtrain.trainers.trace.ranks import playing_ranks, slicing_without_data
 from memtrain.trainers.trace.recorder import Recorder
@@ -77,6 +78,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         pretending(settings.device, skips_tiles=skips_tiles),
+        playing_liger(settings, job.config),
         playing_ranks(settings),
         slicing_without_data(settings) as rules,
     ):
