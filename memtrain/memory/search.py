@@ -18,6 +18,9 @@ TIE = 0.03
 """Plans whose times differ by less are taken to be equally fast: the prediction cannot tell them apart.
 The one that needs less memory is then chosen. Source: the design's rule; half of what recomputation costs."""
 
+ENGINE_TIE = 0.1
+"""The same for engines: what travels between devices is priced by a guess. Taste."""
+
 SIMPLEST = tuple(OFFLOADS)
 """Engines in the order in which equally fast ones are taken."""
 
@@ -118,9 +121,7 @@ def price_all(choices: Iterable[Settings], facts: Facts) -> list[Priced]:
 
 def fastest(priced: Sequence[Priced], budget: int, facts: Facts) -> Priced | None:
     """The fastest that fits budget and host; among equally fast ones the least moved, then the simplest
-    engine, then the smallest.
-
-    Whole weights go before shards: what travels between devices is priced by a guess.
+    engine, then the smallest. A simpler engine goes before one that is a little faster (ENGINE_TIE).
     """
     fitting = [one for one in priced if one.need_bytes <= budget]
     if facts.hardware.device == "cuda":
@@ -129,6 +130,16 @@ def fastest(priced: Sequence[Priced], budget: int, facts: Facts) -> Priced | Non
         fitting = [one for one in fitting if fits_host(one, facts)]
     if not fitting:
         return None
+    best = _of_equally_fast(fitting)
+    limit = best.token_s * (1 + ENGINE_TIE)
+    for engine in SIMPLEST[: SIMPLEST.index(best.settings.engine)]:
+        simpler = [one for one in fitting if one.settings.engine == engine and _moved(one) <= _moved(best)]
+        if simpler and min(one.token_s for one in simpler) <= limit:
+            return _of_equally_fast(simpler)
+    return best
+
+
+def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:
     limit = min(one.token_s for one in fitting) * (1 + TIE)
     return min(
         (one for one in fitting if one.token_s <= limit),
