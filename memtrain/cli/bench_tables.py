@@ -27,9 +27,10 @@ def print_bench(made: Bench) -> None:
 
 
 NOTE = (
-    "Peak: live tensors on the device, of which the plan predicts the first; resident: the process above its "
-    "imports. Tokens/s: the median of the repetitions, and their spread. The loss is compared with that of "
-    "the first row, on the same rows in the same order."
+    "Peak: live tensors on the device, in steps with the heaviest micro-batch of the data among them; "
+    "predicted: the same, by the plan; resident: the process above its imports. Tokens/s: the median of the "
+    "repetitions, and their spread. The loss is compared with that of the first row, on the same rows in the "
+    "same order."
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.cli.planning import Planned, facts_of, make_plan, model_config
-from memtrain.cli.variants import Variant, ablations, variant, waterfall
+from memtrain.cli.variants import Variant, ablations, predicted_of, variant, waterfall
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import detect
 from memtrain.memory.plan import Plan
@@ -37,6 +37,8 @@ class Measured:
     speeds: list[float] = field(default_factory=list[float])
     """Tokens a second."""
     losses: tuple[float, ...] = ()
+    heaviest: tuple[int, int, int, int] | None = None
+    """Rows, tokens, learnt tokens and longest row of its heaviest micro-batch."""
     fault: str = ""
     """Why it was not measured: out of memory, or what else ended its process."""
 
@@ -47,6 +49,8 @@ class Measured:
         self.rss.append(int(told["rss_bytes"]))
         self.speeds.append(told["tokens"] / max(1e-9, told["seconds"]))
         self.losses = tuple(told["losses"])
+        rows, tokens, learnt, longest = told["heaviest"]
+        self.heaviest = rows, tokens, learnt, longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,9 @@ def row(one: Measured, plainly: Sequence[float]) -> Row:
         tokens_per_s_all=tuple(one.speeds),
         loss_difference_first=apart[0] if apart else None,
         loss_difference=max(apart) if apart else None,
-        predicted_bytes=one.variant.predicted_bytes,
+        predicted_bytes=predicted_of(one.variant, one.heaviest)
+        if one.heaviest
+        else one.variant.predicted_bytes,
         predicted_step_s=one.variant.predicted_step_s,
         fault=one.fault,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.all_strategies import used_in
 from memtrain.memory.exclusions import excluded
-from memtrain.memory.facts import Facts, price
-from memtrain.memory.plan import Plan
-from memtrain.memory.resolve import plain
+from memtrain.memory.facts import Facts, asks_of, predict, price
+from memtrain.memory.plan import Plan, Prediction
 from memtrain.memory.settings import Settings
 
 
@@ -37,6 +37,10 @@ STAGES = (
 """In the order in which the waterfall goes down: what costs least first."""
 
 
+TIMED = ("passes", "first step", "steady step")
+"""Phases that a benchmark goes through."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One plan to measure, and what is predicted of it."""
@@ -46,6 +50,9 @@ class Variant:
     strategies: tuple[str, ...]
     predicted_bytes: int
     predicted_step_s: float
+    off_plan: Facts | None = None
+    """Of padded rows in micro-batches by tokens, or of packed rows: no plan makes those, it lays them end to
+    end. The peak is then predicted for the micro-batch that was measured."""
 
 
 def waterfall(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
@@ -77,24 +84,33 @@ def ablations(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
 
 
 def variant(name: str, plan: Plan, facts: Facts) -> Variant:
-    """A plan with what is predicted of it, on the rows as it lays them."""
-    settings, scaled = plan.settings, plan.settings
-    if not settings.padding_free and settings.packing != "none":
-        # The pieces of a packed sequence, a padded row each.
-        rows = plain(settings, facts.rows_of(settings))
-        scaled = settings.model_copy(
-            update={
-                name: getattr(rows, name) for name in ("packing", "batch_rows", "micro_rows", "micro_tokens")
-            }
-        )
-    priced = price(scaled, facts)
+    """A plan with what is predicted of it."""
+    settings = plan.settings
+    is_off_plan = not settings.padding_free and (
+        settings.packing != "none" or settings.micro_tokens is not None
+    )
+    priced = price(settings, facts)
     return Variant(
         name,
         plan,
         tuple(one.name for one in used_in(settings)),
-        priced.prediction.peak.num_bytes,
+        peak_of_steps(priced.prediction),
         priced.step_s,
+        facts if is_off_plan else None,
     )
+
+
+def predicted_of(one: Variant, heaviest: tuple[int, int, int, int]) -> int:
+    """Bytes predicted of a variant, given (rows, tokens, learnt tokens, longest row) of what was measured."""
+    if one.off_plan is None:
+        return one.predicted_bytes
+    batch = HeaviestBatch(*heaviest, asks_of(one.off_plan.method))
+    return peak_of_steps(predict(one.plan.settings, one.off_plan, batch))
+
+
+def peak_of_steps(prediction: Prediction) -> int:
+    """Bytes of the heaviest step and the passes before it; a benchmark evaluates and writes nothing."""
+    return max(one.num_bytes for one in prediction.phases if one.phase in TIMED)
 
 
 def _words(before: Variant, settings: Settings, stage: Stage) -> str:

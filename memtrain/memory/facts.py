@@ -96,9 +96,9 @@ def price(settings: Settings, facts: Facts) -> Priced:
     return Priced(settings, prediction, need_of(prediction, settings), seconds, seconds / tokens)
 
 
-def predict(settings: Settings, facts: Facts) -> Prediction:
-    """The peaks of every phase for the heaviest micro-batch of the data."""
-    batch = heaviest(settings, facts)
+def predict(settings: Settings, facts: Facts, batch: HeaviestBatch | None = None) -> Prediction:
+    """The peaks of every phase for a micro-batch; of itself the heaviest of the data."""
+    batch = batch or heaviest(settings, facts)
     load = Load(settings, facts.shape, batch)
     made = with_beside(estimate(settings, facts.shape, batch), load, kept_bytes(load), facts.rewards)
     if not facts.history.ratios:

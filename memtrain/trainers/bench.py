@@ -4,7 +4,8 @@
 
 Prints one line of JSON (`Benched`). Completions of online methods are fixed ones: what writes them is not
 timed. Two steps come before the timed ones: optimizer states appear in the first, and on a CPU both are
-counted tensor by tensor, which costs time.
+counted tensor by tensor, which costs time. After them comes the heaviest micro-batch that the data can make,
+which is what a plan predicts the peak of: few of the timed steps meet it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import resource
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,9 +24,16 @@ import torch
 from memtrain.errors import MemtrainError
 from memtrain.memory.plan import Plan, read_plan
 from memtrain.trainers.build import build
+from memtrain.trainers.data.answer_batch import AnswerBatch
+from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.engine import make_accelerator
+from memtrain.trainers.feed import Feed, Ints
+from memtrain.trainers.heaviest import longest_together, step_of
 from memtrain.trainers.memory_errors import is_out_of_memory
 from memtrain.trainers.model.load import local_device
+from memtrain.trainers.online import OnlineSteps
+from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.rehearse_online import made_up_rollout
 from memtrain.trainers.stepping import Stepper
 from memtrain.trainers.trace.recorder import TensorPeak
 from memtrain.trainers.verify.rollout import Rollouts, online_source
@@ -41,7 +49,7 @@ class Benched:
     """What the steps of one variant needed."""
 
     peak_bytes: int
-    """Highest sum of live tensors on the device."""
+    """Highest sum of live tensors on the device, in steps with the heaviest micro-batch among them."""
     reserved_bytes: int
     """What CUDA's caching allocator held at most; 0 on a CPU."""
     rss_bytes: int
@@ -52,6 +60,8 @@ class Benched:
     """Of the timed steps."""
     losses: tuple[float, ...]
     """Of every step, the first ones among them."""
+    heaviest: tuple[int, int, int, int]
+    """Rows, tokens without padding, learnt tokens, tokens of the longest row of the heaviest micro-batch."""
 
 
 def bench(plan: Plan, num_steps: int) -> Benched:
@@ -65,9 +75,12 @@ def bench(plan: Plan, num_steps: int) -> Benched:
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    with nullcontext() if is_cuda else TensorPeak() as counted:
+    counted = None if is_cuda else TensorPeak()
+    with counted or nullcontext():
         first = [stepper.step(number) for number in range(WARM_STEPS)]
     timed = [stepper.step(WARM_STEPS + number) for number in range(num_steps)]
+    with counted or nullcontext():
+        heaviest = try_heaviest(stepper, step=WARM_STEPS + num_steps)
     counted_bytes = counted.peak_bytes if counted is not None else 0
     return Benched(
         peak_bytes=torch.cuda.max_memory_allocated(device) if is_cuda else held + counted_bytes,
@@ -76,7 +89,47 @@ def bench(plan: Plan, num_steps: int) -> Benched:
         tokens=sum(one.num_tokens for one in timed),
         seconds=sum(one.seconds for one in timed),
         losses=tuple(one.loss for one in (*first, *timed)),
+        heaviest=heaviest,
     )
+
+
+def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
+    """Step by the heaviest micro-batch that the data can make, over gradients where steps have several.
+
+    Its rows, tokens, learnt tokens, and tokens of its longest row.
+    """
+    steps = stepper.steps
+    has_more = len(stepper.work(step - 1).micros) > 1
+    with ExitStack() as held:
+        if isinstance(steps, OnlineSteps):
+            sequences = held.enter_context(made_up_rollout(steps, writes=False))
+        else:
+            sequences = heaviest_sequences(stepper, until=step)
+        work = step_of(steps.feed, sequences, step=step, has_more=has_more)
+        stepper.gradients(work)
+        stepper.update(work)
+        micro = micro_of(steps.feed, sequences)
+    rows, longest = micro.input_ids.shape
+    return rows, micro.num_tokens, micro.num_learnt, longest
+
+
+def heaviest_sequences(stepper: Stepper, *, until: int) -> Ints:
+    """The longest rows together; or, where padding takes more, a micro-batch of the steps before `until`."""
+    feed, settings = stepper.steps.feed, stepper.plan.settings
+    longest = longest_together(feed, settings)
+    if settings.padding_free:
+        return longest
+    met = [micro for step in range(until) for micro in stepper.work(step).micros]
+    return max([longest, *met], key=lambda sequences: micro_of(feed, sequences).input_ids.numel())
+
+
+def micro_of(feed: Feed, sequences: Ints) -> MicroBatch:
+    """What the model is given of some sequences."""
+    made = feed.micro_batch(sequences)
+    answers = made.answers if isinstance(made, PolicyMicro) else made
+    micro = answers.micro if isinstance(answers, AnswerBatch) else answers
+    assert isinstance(micro, MicroBatch)
+    return micro
 
 
 def main() -> int:

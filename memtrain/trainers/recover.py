@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from memtrain.memory.settings import Settings
 from memtrain.memory.units import MIB, gib
 from memtrain.trainers.feed import Feed
+from memtrain.trainers.heaviest import load_of
 from memtrain.trainers.memory_errors import attempt, free
 from memtrain.trainers.position import Position
 from memtrain.trainers.run.ranks import Ranks
@@ -87,13 +88,6 @@ class Recovery:
         """Switch on what the run had switched on before it was continued."""
         for name in self.position.switched_on:
             self._switch(name)
-
-    def load_of(self, feed: Feed, sequences: Ints) -> int:
-        """Tokens that some sequences put into the model at once, padding included."""
-        tokens = feed.tokens[sequences]
-        if not len(tokens):
-            return 0
-        return int(tokens.sum()) if self.settings.padding_free else len(tokens) * int(tokens.max())
 
     def divide(self, feed: Feed, micros: Sequence[Ints]) -> list[Part]:
         """The micro-batches of a step, those split that are as heavy as one that ran out."""
@@ -208,7 +202,7 @@ class Recovery:
         self.tell(f"evaluation ran out of memory with {failure.load:,} tokens at once, and takes fewer now")
 
     def _failure(self, feed: Feed, sequences: Ints) -> Failure:
-        return Failure(self.load_of(feed, sequences), is_single=len(sequences) < 2)
+        return Failure(load_of(feed, sequences, self.settings), is_single=len(sequences) < 2)
 
     def _agree(self, failure: Failure | None, ranks: Ranks) -> Failure | None:
         """The worst failure of all ranks: the lightest load that ran out, a single sequence if any was."""
@@ -227,7 +221,7 @@ class Recovery:
 
     def _below(self, feed: Feed, sequences: Ints, limit: int | None) -> Iterator[Ints]:
         """The sequences in halves of about equal load, and these again, until each is below the limit."""
-        if limit is None or len(sequences) < 2 or self.load_of(feed, sequences) < limit:
+        if limit is None or len(sequences) < 2 or load_of(feed, sequences, self.settings) < limit:
             yield sequences
             return
         ends = np.cumsum(feed.tokens[sequences])

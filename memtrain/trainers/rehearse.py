@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.units import gib
-from memtrain.trainers.feed import Feed, Ints, StepWork, eval_micro_batches
+from memtrain.trainers.feed import Ints, eval_micro_batches
+from memtrain.trainers.heaviest import heaviest_micro, load_of, step_of
 from memtrain.trainers.loop import Run, look_ahead, score, whole_gradients
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.recover import Exhausted
@@ -30,10 +30,6 @@ from memtrain.trainers.run.report import REHEARSAL
 from memtrain.trainers.run.seed import random_state, restore_random_state
 from memtrain.trainers.run.state_io import save_state
 from memtrain.trainers.step import set_rate, update
-
-MOST_SCANNED = 200_000
-"""Sequences whose steps are laid out to find the heaviest micro-batch; beyond, the longest rows of the data
-are put together in its place, which no step can exceed. Taste: a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ def rehearse(run: Run) -> Rehearsed:
             raise run.post_mortem(spent) from None
         with run.watch.phase(f"{REHEARSAL}saving"):
             try_save(run)
-        tokens = run.recovery.load_of(run.steps.feed, heaviest.sequences)
+        tokens = load_of(run.steps.feed, heaviest.sequences, run.plan.settings)
         peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
     assert bits_of(run.parameters) == before, "A rehearsal moves no weight."
     predicted = run.plan.prediction.peak.num_bytes
@@ -91,31 +87,11 @@ def _heaviest(run: Run) -> Iterator[Heaviest]:
         with made_up_rollout(steps) as sequences:
             yield Heaviest(sequences, of_replica > settings.micro_rows, words)
         return
-    sequences, is_real = heaviest_micro(run)
     replicas = run.ranks.num_replicas
+    sequences, is_real = heaviest_micro(steps, settings, start=run.position.step, replicas=replicas)
     first = [run.steps.work(run.position.step, rank=rank, num_ranks=replicas) for rank in range(replicas)]
     words = "the heaviest micro-batch of the run" if is_real else "the longest rows together"
     yield Heaviest(sequences, any(len(work.micros) > 1 for work in first), words)
-
-
-def heaviest_micro(run: Run) -> tuple[Ints, bool]:
-    """The micro-batch of any rank with most tokens, padding included, and whether it is one of the run's."""
-    settings, feed = run.plan.settings, run.steps.feed
-    heaviest: Ints = np.zeros(0, np.int64)
-    most, seen = -1, 0
-    for step in range(run.position.step, settings.max_steps):
-        works = [
-            run.steps.work(step, rank=replica, num_ranks=run.ranks.num_replicas)
-            for replica in range(run.ranks.num_replicas)
-        ]
-        for sequences in (one for work in works for one in work.micros):
-            load = run.recovery.load_of(feed, sequences)
-            if load > most:
-                heaviest, most = sequences, load
-        seen += works[0].num_sequences
-        if seen > MOST_SCANNED:
-            return _longest(feed, settings.micro_rows, settings.micro_tokens), False
-    return heaviest, True
 
 
 def bits_of(parameters: Iterable[nn.Parameter]) -> list[int]:
@@ -171,18 +147,12 @@ def _undone(run: Run) -> Iterator[None]:
 
 def _steps(run: Run, heaviest: Heaviest) -> None:
     """A first step, after which the states are there, and one with them. A run that goes on has them."""
-    step, sequences = run.position.step, heaviest.sequences
-    micros = (sequences, sequences) if heaviest.has_more else (sequences,)
-    feed = run.steps.feed
-    work = StepWork(
-        step=step,
-        epoch=0,
-        is_last_of_epoch=False,
-        sequences=sequences,
-        micros=micros,
-        denominator=max(1.0, float(feed.weights[sequences].sum()) * len(micros) * run.ranks.num_replicas),
-        num_tokens=int(feed.tokens[sequences].sum()),
-        num_sequences=len(sequences),
+    work = step_of(
+        run.steps.feed,
+        heaviest.sequences,
+        step=run.position.step,
+        has_more=heaviest.has_more,
+        replicas=run.ranks.num_replicas,
     )
     set_rate(run.optimizer, 0.0)
     if not run.optimizer.state:
@@ -213,22 +183,13 @@ def _evaluation(run: Run) -> None:
         return
     feed = run.eval_feed
     micros = eval_micro_batches(feed, run.plan.settings, rank=0, num_ranks=1)
-    heaviest = max(micros, key=lambda sequences: run.recovery.load_of(feed, sequences))
+    heaviest = max(micros, key=lambda sequences: load_of(feed, sequences, run.plan.settings))
     was_training = run.model.training
     run.model.eval()
     with run.watch.phase(f"{REHEARSAL}evaluation"), torch.no_grad():
         look_ahead(run, feed, heaviest, [heaviest])
         run.recovery.each(feed, [heaviest], lambda sequences: score(run, feed, sequences), ranks=run.ranks)
     run.model.train(was_training)
-
-
-def _longest(feed: Feed, most_rows: int, most_tokens: int | None) -> Ints:
-    """The longest sequences that one micro-batch may hold."""
-    order = np.argsort(-feed.tokens, kind="stable")[:most_rows].astype(np.int64)
-    if most_tokens is None:
-        return order
-    fits = int(np.searchsorted(np.cumsum(feed.tokens[order]), most_tokens, side="right"))
-    return order[: max(1, fits)]
 
 
 def _states(run: Run) -> list[Tensor]:

@@ -27,16 +27,17 @@ from memtrain.trainers.run.report import REHEARSAL
 
 
 @contextmanager
-def made_up_rollout(steps: OnlineSteps) -> Iterator[Ints]:
+def made_up_rollout(steps: OnlineSteps, *, writes: bool = True) -> Iterator[Ints]:
     """The heaviest micro-batch of a rollout that was written and weighed; the one at hand is back after it.
 
-    Called by all ranks together.
+    `writes` also tries who writes completions. Called by all ranks together.
     """
     method, feed = steps.method, steps.feed
     before = feed.window, feed.norms, method.told
     kept = method.kept() if isinstance(method, WeighsTokens) else {}
     try:
-        write_longest(steps)
+        if writes:
+            write_longest(steps)
         yield _heaviest(steps, weighed(steps))
     finally:
         feed.window, feed.norms, method.told = before

@@ -1,0 +1,63 @@
+"""The heaviest micro-batch that a run will meet, and a step made of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memtrain.memory.settings import Settings
+from memtrain.trainers.feed import Feed, Ints, StepSource, StepWork
+
+MOST_SCANNED = 200_000
+"""Sequences whose steps are laid out to find the heaviest micro-batch; beyond, the longest rows of the data
+are put together in its place, which no step can exceed. Taste: a second."""
+
+
+def load_of(feed: Feed, sequences: Ints, settings: Settings) -> int:
+    """Tokens that some sequences put into the model at once, padding included."""
+    tokens = feed.tokens[sequences]
+    if not len(tokens):
+        return 0
+    return int(tokens.sum()) if settings.padding_free else len(tokens) * int(tokens.max())
+
+
+def heaviest_micro(
+    steps: StepSource, settings: Settings, *, start: int = 0, replicas: int = 1
+) -> tuple[Ints, bool]:
+    """The micro-batch with most tokens from step `start` on, of any replica; whether a step has it."""
+    feed = steps.feed
+    heaviest: Ints = np.zeros(0, np.int64)
+    most, seen = -1, 0
+    for step in range(start, settings.max_steps):
+        works = [steps.work(step, rank=replica, num_ranks=replicas) for replica in range(replicas)]
+        for sequences in (one for work in works for one in work.micros):
+            load = load_of(feed, sequences, settings)
+            if load > most:
+                heaviest, most = sequences, load
+        seen += works[0].num_sequences
+        if seen > MOST_SCANNED:
+            return longest_together(feed, settings), False
+    return heaviest, True
+
+
+def step_of(feed: Feed, sequences: Ints, *, step: int, has_more: bool, replicas: int = 1) -> StepWork:
+    """An optimizer step of one micro-batch; `has_more`: of the same twice, the second meets gradients."""
+    micros = (sequences, sequences) if has_more else (sequences,)
+    return StepWork(
+        step=step,
+        epoch=0,
+        is_last_of_epoch=False,
+        sequences=sequences,
+        micros=micros,
+        denominator=max(1.0, float(feed.weights[sequences].sum()) * len(micros) * replicas),
+        num_tokens=int(feed.tokens[sequences].sum()),
+        num_sequences=len(sequences),
+    )
+
+
+def longest_together(feed: Feed, settings: Settings) -> Ints:
+    """The longest sequences that one micro-batch may hold: no step has more tokens."""
+    order = np.argsort(-feed.tokens, kind="stable")[: settings.micro_rows].astype(np.int64)
+    if settings.micro_tokens is None:
+        return order
+    fits = int(np.searchsorted(np.cumsum(feed.tokens[order]), settings.micro_tokens, side="right"))
+    return order[: max(1, fits)]
