@@ -1,6 +1,7 @@
 """Kills at random moments over methods, engines and ranks: does every run go on with the same bits?
 
     python benchmarks/kill_ranks.py [--kills 100] [--seed 0] [-o benchmarks/results/kill_ranks.json]
+        [--set save.background=true ...]
 
 For each kill a method, an engine, a number of ranks, one of them and a moment are drawn; that rank gets
 SIGKILL, the others end as they do, or are killed after some seconds as a launcher does where they wait for
@@ -81,11 +82,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default=",".join(warm.METHODS))
     parser.add_argument("--engines", default=",".join(warm.ENGINES))
+    parser.add_argument("--set", action="append", default=[], help="override of every run that is killed")
     asked = parser.parse_args()
     told: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.exists() else {"runs": []}
     warm.warm_up()
     told |= about()
-    told["about"]["command"] = "python benchmarks/kill_ranks.py"
+    told["about"]["command"] = " ".join(
+        ["python benchmarks/kill_ranks.py", *(f"--set {one}" for one in asked.set)]
+    )
     moments = random.Random(f"{asked.seed} {len(told['runs'])}")
     taken: dict[Path, float | None] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -104,7 +108,7 @@ def main() -> None:
                 continue
             run = folder / "killed"
             shutil.rmtree(run, ignore_errors=True)
-            warm.plan(recipe, method, run, overrides)
+            warm.plan(recipe, method, run, [*overrides, *asked.set])
             case: dict[str, Any] = {"method": method, "engine": engine, "ranks": num_ranks}
             disturbed(case, moments, run, whole, taken_s)
             if not case["kills_after_s"]:

@@ -205,6 +205,9 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     if recipe.memory.optimizer_offload == "on":
         what = "it steps flat parts of weights, and memory.optimizer_offload moves the states of whole ones"
         faults.append((what, "memory.optimizer_offload", "remove it, and set cluster.offload: optimizer"))
+    if recipe.memory.rehearse == "on":
+        what = "its engine would keep the gradients of what is tried before the first step"
+        faults.append((what, "memory.rehearse", "set it to auto or off"))
     if dtype == "float16":
         faults.append(("float16 needs its loss scaled, and was never tried", "model.dtype", "use bfloat16"))
     if dtype == "bfloat16" and (recipe.model.adapter is not None or recipe.method == "reward"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from memtrain.memory.batching import Micro
-from memtrain.memory.engines import is_sharded
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
 from memtrain.recipes.memory import StrategyName
@@ -30,11 +29,16 @@ STRATEGY_OF: dict[Rung, StrategyName] = {
 """The strategy that a rung turns to: `memory.never` rules it out by that name."""
 
 
-def decide_rehearsal(ledger: Ledger, hardware: Hardware) -> bool:
+def decide_rehearsal(ledger: Ledger, settings: Settings) -> bool:
     """Whether the heaviest batch is tried before the first step."""
     wanted = ledger.asked.recipe.memory.rehearse
+    if uses_zero(settings):
+        # Seen under stage 3 (deepspeed 0.19.8): the first step's norm was twice what it is.
+        reason = "DeepSpeed's engine would keep the gradients of what is tried"
+        ledger.decide("rehearse", "off", reason, "memory.rehearse")
+        return False
     if wanted == "auto":
-        is_on = hardware.device == "cuda"
+        is_on = settings.device == "cuda"
         reason = (
             "a run that will not survive fails in its first minute"
             if is_on

@@ -7,8 +7,6 @@ make as many.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -23,6 +21,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
 from memtrain.memory.zero_config import stage_of, zero_config
 from memtrain.trainers.step import Engine
+from memtrain.trainers.zero_import import import_deepspeed
 from memtrain.trainers.zero_optimizer import Flat, Piece, ZeroOptimizer
 
 _BEGUN: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -48,7 +47,7 @@ def begin_zero(
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 5.
     """
-    deepspeed = _imported(settings.device)
+    deepspeed = import_deepspeed(settings.device)
     is_cpu = settings.device == "cpu"
     deepspeed.init_distributed(
         "gloo" if is_cpu else "nccl", auto_mpi_discovery=False, dist_init_required=False
@@ -63,18 +62,6 @@ def begin_zero(
     return Engine(
         backward=stepping.backward, last_pass=stepping.last_pass, clip=stepping.clip, step=stepping.step
     )
-
-
-def _imported(device: str) -> Any:
-    if device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed  # pyright: ignore[reportMissingImports]
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if device == "cpu":
-        # Its own shared-memory collectives would be compiled first; gloo is there already.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
 
 
 class _Stepping:

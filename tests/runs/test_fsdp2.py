@@ -86,6 +86,22 @@ def test_a_killed_run_goes_on_to_the_last_bit(runs, two: Path, curve_of, monkeyp
     assert_same_model(runs.folder / "run", two, exactly=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["sharded", "full"])
+def test_a_reference_that_follows_the_policy_goes_on_to_the_last_bit(
+    runs, curve_of, monkeypatch, layout: str
+):
+    """Each rank has its rows of it again: it is not that of the start, nor in part."""
+    write_method(runs, "dpo")
+    asked = (*FSDP2, f"save.layout={layout}", "dpo.reference=synced", "dpo.reference_sync_steps=1")
+    whole = runs.fork_ranks("whole", 2, *asked, verb="dpo")
+    assert [rank.wait() for rank in whole] == [0, 0], whole[0].said
+    stop_after(runs, "run", 2, 4, monkeypatch, *asked, verb="dpo")
+    ranks = runs.fork_ranks("run", 2, *asked, verb="dpo")
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+    assert curve_of(runs.folder / "run") == curve_of(runs.folder / "whole")
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_another_number_of_ranks_goes_on_and_says_so(
     runs, one: Path, curve_of, metrics, monkeypatch, before: int, after: int

@@ -162,6 +162,7 @@ def test_without_deepspeed_the_run_says_what_to_install(monkeypatch):
         (("model.dtype=bfloat16", "model.adapter={r: 4}"), "round what is trained in float32"),
         (("memory.optimizer_offload=on",), "flat parts of weights"),
         (("cluster.context_parallel=2",), "never tried together"),
+        (("memory.rehearse=on",), "keep the gradients of what is tried before"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused_before_anything_starts(runs, overrides, words: str):

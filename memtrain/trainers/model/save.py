@@ -9,13 +9,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.run.disk import disk_fault, system_errors
+from memtrain.trainers.zero_import import name_device
 
 MOST_BYTES = 50 * 10**9
 """Bytes of one file of weights: transformers' own limit."""
@@ -48,8 +48,7 @@ def save_final(
     given: dict[str, Any] = {} if state is None else {"state_dict": dict(state)}
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    # transformers imports DeepSpeed here where it is installed, which tells what it guesses unless it knows.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    name_device()
     try:
         unfinished.mkdir(parents=True)
         with system_errors():
