@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, norm_kept, rotary
 from memtrain.memory.budget import static_bytes
+from memtrain.memory.engines import shards_weights
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
+from memtrain.memory.sharded import gathered, share
 
 READ_TOKENS = 8192
 """Tokens that a reward model reads at once, where no answer alone is longer (rewards/models.py)."""
@@ -32,19 +34,21 @@ class RewardShape:
     """Longest prompt with completion that it reads; None: all of it."""
 
     def weights_bytes(self, settings: Settings) -> int:
-        """Its weights, without a head over the vocabulary."""
-        dtype = judge_settings(settings, self.dtype, is_alike=self.is_alike).dtype
-        return DTYPE_BYTES[dtype] * headless(self.shape).num_parameters
+        """Its weights on one rank, without a head over the vocabulary."""
+        own = judge_settings(settings, self.dtype, is_alike=self.is_alike)
+        return share(DTYPE_BYTES[own.dtype] * headless(self.shape).num_parameters, own, of="weights")
 
 
 def judge_settings(settings: Settings, dtype: str, *, is_alike: bool) -> Settings:
-    """How a reward model of some precision stands beside a policy: whole, without an adapter.
+    """How a reward model of some precision stands beside a policy: without an adapter; in FSDP2's shards
+    where the policy's weights are in parts.
 
     `is_alike`: its architecture is the policy's. Rows of others are padded: nobody checked that they can lie
     end to end.
     """
     own = settings.dtype if dtype == "auto" else dtype
-    plain = {"dtype": own, "adapter": None, "quantize": "none", "engine": "ddp", "liger": False}
+    plain = {"dtype": own, "adapter": None, "quantize": "none", "liger": False}
+    plain["engine"] = "fsdp2" if shards_weights(settings) else "ddp"
     if not is_alike:
         plain |= {"attention": "stock", "padding_free": False, "shared_prompts": False}
     return settings.model_copy(update=plain)
@@ -122,7 +126,12 @@ def judging_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: i
         )
         for one in rewards
     ]
-    return max((layer_forward(load) + rotary(load) for load in loads), default=0)
+    return max((layer_forward(load) + rotary(load) + _gathered(load) for load in loads), default=0)
+
+
+def _gathered(load: Load) -> int:
+    """Whole weights of a reward model in shards while it reads."""
+    return gathered(load.settings, headless(load.shape)) if shards_weights(load.settings) else 0
 
 
 def _with(phase: PhasePeak, more: dict[str, int]) -> PhasePeak:

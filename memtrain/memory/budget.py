@@ -86,8 +86,7 @@ def reference_bytes(settings: Settings, shape: ModelShape) -> int:
     if settings.reference not in ("copy", "synced"):
         return 0
     whole = weights_bytes(settings.model_copy(update={"adapter": None}), shape)
-    # DeepSpeed is given the policy alone.
-    return share(whole, settings, of="weights") if settings.engine == "fsdp2" else whole
+    return share(whole, settings, of="weights")
 
 
 def static_bytes(settings: Settings, shape: ModelShape) -> Static:

@@ -125,11 +125,9 @@ def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
 
 
 def loads_shards(recipe: Recipe, settings: Settings) -> bool:
-    """Whether each process reads its own rows of the model's files, where their names are the model's."""
-    is_pretrained = recipe.model.path is not None and not recipe.model.path.startswith("builtin:")
-    is_plain = recipe.model.adapter is None and recipe.model.quantize == "none" and recipe.method != "reward"
-    has_rows = settings.num_processes > 1 and settings.context_parallel == 1
-    return has_rows and settings.engine == "fsdp2" and is_pretrained and is_plain
+    """Whether each process reads, or draws, its own rows of a model; DoRA begins with norms of whole ones."""
+    is_dora = recipe.model.adapter is not None and recipe.model.adapter.kind == "dora"
+    return settings.num_processes > 1 and settings.engine == "fsdp2" and not is_dora
 
 
 def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharded"]:
@@ -210,8 +208,9 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
         faults.append((what, "memory.rehearse", "set it to auto or off"))
     if dtype == "float16":
         faults.append(("float16 needs its loss scaled, and was never tried", "model.dtype", "use bfloat16"))
-    if dtype == "bfloat16" and (recipe.model.adapter is not None or recipe.method == "reward"):
-        what = "it would round what is trained in float32 (an adapter, a score head) to bfloat16"
+    has_float = recipe.model.adapter is not None or recipe.method in ("reward", "ppo")
+    if dtype == "bfloat16" and has_float:
+        what = "it would round what is trained in float32 (an adapter, a score or value head) to bfloat16"
         faults.append((what, "model.dtype", "set it to float32, or cluster.engine: fsdp2"))
     elif dtype == "bfloat16" and not recipe.optim.master_weights:
         what = "it keeps float32 copies of bfloat16 weights in any case"
@@ -240,14 +239,6 @@ def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
 def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]:
     """What no engine that shares weights or states out can honour."""
     faults: list[tuple[str, str, str]] = []
-    if recipe.method == "ppo":
-        faults.append(
-            (
-                "the value model of PPO was never cut into shards",
-                "method",
-                "set cluster.engine: ddp",
-            )
-        )
     if recipe.model.quantize != "none":
         faults.append(
             (

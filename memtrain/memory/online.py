@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
-from memtrain.memory.beside import judging_bytes
+from memtrain.memory.beside import judging_bytes, with_beside
 from memtrain.memory.engines import shards_weights
 from memtrain.memory.estimate import evaluation_moment, phase_peak
 from memtrain.memory.facts import Facts, heaviest
@@ -128,7 +128,10 @@ def _pass_peak(settings: Settings, facts: Facts, factor: int) -> PhasePeak:
     tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
     larger = settings.model_copy(update={"micro_rows": factor * settings.micro_rows, "micro_tokens": tokens})
     load = Load(settings, facts.shape, heaviest(larger, facts))
-    return phase_peak("passes", evaluation_moment(load))
+    alone = Prediction(
+        phases=(phase_peak("passes", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
+    )
+    return with_beside(alone, load, 0, facts.rewards).phases[0]
 
 
 def generation_bytes(

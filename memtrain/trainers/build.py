@@ -31,7 +31,7 @@ from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.context import make_context
-from memtrain.trainers.model.deferred import is_empty
+from memtrain.trainers.model.deferred import is_empty, made_in_parts
 from memtrain.trainers.model.head import Scorer, base_model, verify_head
 from memtrain.trainers.model.isolation import verify_causal, verify_isolation, verify_slices
 from memtrain.trainers.model.liger import apply_liger
@@ -65,6 +65,8 @@ class Built:
     """A reference model that follows the policy."""
     reference: nn.Module | None = None
     """A reference model that is held beside the policy."""
+    why_whole: str = ""
+    """Why each rank loaded the whole model, where the plan had it read its part alone."""
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
@@ -93,19 +95,19 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
     """
     recipe, settings = plan.recipe, plan.settings
     tokenizer = tokenizer_of(recipe.model)
-    model = build_model(plan, vocab_size=len(tokenizer))
-    scorer = build_scorer(plan, model)
+    scorer, why_whole = made_in_parts(settings, lambda: build_scorer(plan, vocab_size=len(tokenizer)))
+    model = scorer.model
     pad_id = cast(int | None, tokenizer.pad_token_id)
     spread, was_empty = spread or Spread(), is_empty(model)
     if was_empty:
         # Its weights are read when they are cut, and it is checked with them.
         spread.lay(scorer)
         _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
-    _verify_rows(model, settings)
-    if was_empty:
-        # Its last pass ends at the head: with that, FSDP2 cuts a tied embedding again.
-        with attention_switched(base_model(model), "eager"):
-            verify_head(cast(Scorer, scorer))
+        _verify_rows(model, settings)
+    # Its last pass ends at the head: with that, FSDP2 cuts a tied embedding again.
+    _verify_scores(scorer, settings)
+    if not was_empty:
+        _verify_rows(model, settings)
     scorer.context = make_context(settings.context_parallel)
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)
@@ -115,7 +117,7 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
     module = import_module(METHODS[recipe.method].trainer)
     train, held_out = build_feeds(plan, module.feed, pad_id if pad_id is not None else 0)
     _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
-    reference = build_reference(plan, scorer, module, train, held_out, lay=spread.lay)
+    reference = build_reference(plan, scorer, module, train, held_out, lay=spread.lay_frozen)
     return Built(
         tokenizer=tokenizer,
         scorer=scorer,
@@ -127,6 +129,7 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
         eval=held_out,
         follower=reference if isinstance(reference, FollowsSteps) else None,
         reference=reference.scorer if isinstance(reference, Live | Synced) else None,
+        why_whole=why_whole,
     )
 
 
@@ -150,14 +153,18 @@ def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) 
             scorer(micro.model_inputs(), micro.scored_index)
 
 
-def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | RewardScorer:
-    """What scores tokens, or answers, with the model, which is causal; checked against its own logits."""
+def build_scorer(plan: Plan, *, vocab_size: int) -> Scorer | RewardScorer:
+    """What scores tokens, or answers, with the model of a plan."""
+    model = build_model(plan, vocab_size=vocab_size)
     scorer = scorer_of(model, METHODS[plan.recipe.method].head, plan.settings)
     if plan.settings.value != "none":
         scorer = ValueScorer(model, _own_value(plan, model), **loss_form(plan.settings))
-    if is_empty(model):
-        return scorer
-    is_stock = plan.settings.attention == "stock"
+    return scorer
+
+
+def _verify_scores(scorer: Scorer | RewardScorer, settings: Settings) -> None:
+    """The model is causal, and is scored as by its own logits."""
+    model, is_stock = scorer.model, settings.attention == "stock"
     if is_stock:
         verify_causal(model)
     with attention_switched(base_model(model), "eager"):
@@ -165,7 +172,6 @@ def build_scorer(plan: Plan, model: PreTrainedModel | PeftModel) -> Scorer | Rew
             verify_causal(model)
         if not isinstance(scorer, RewardScorer):
             verify_head(scorer)
-    return scorer
 
 
 def _own_value(plan: Plan, model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel | None:

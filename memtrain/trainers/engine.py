@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,9 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.zero_config import stage_of
 from memtrain.trainers.build import Built
 from memtrain.trainers.exchange import Exchange
-from memtrain.trainers.model.deferred import fill_shards, is_empty
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.deferred import fill_rows, is_empty
 from memtrain.trainers.model.load import local_device
+from memtrain.trainers.model.own_part import kept_of
 from memtrain.trainers.run.ranks import Ranks, current_ranks
 from memtrain.trainers.shards import check_shards, gathered, own_shards, shard, shard_engine, whole_weights
 from memtrain.trainers.spread import Spread
@@ -100,22 +99,40 @@ def make_spread(settings: Settings) -> Spread:
     """
     if uses_zero(settings):
         refuse_without_deepspeed()
-        in_parts = stage_of(settings) == 3
-        spread = Spread(lay=_same_everywhere, gather=gathered, is_sharded=in_parts)
-        return replace(spread, whole=whole_in_stage_3, streamed=streamed_in_stage_3) if in_parts else spread
-    if settings.num_processes == 1 or settings.engine != "fsdp2":
-        return Spread(lay=_same_everywhere if settings.num_processes > 1 else lambda scorer: None)
+        if stage_of(settings) < 3:
+            return Spread(lay=_same_everywhere, lay_frozen=_same_everywhere, gather=gathered)
+        return Spread(
+            lay=_same_everywhere,
+            # DeepSpeed is given the policy alone: models that are only asked are cut by FSDP2.
+            lay_frozen=_in_rows(settings),
+            whole=whole_in_stage_3,
+            streamed=streamed_in_stage_3,
+            gather=gathered,
+            is_sharded=True,
+        )
+    if settings.num_processes == 1:
+        return Spread()
+    if settings.engine != "fsdp2":
+        return Spread(lay=_same_everywhere, lay_frozen=_same_everywhere)
+    lay = _in_rows(settings)
+    return Spread(
+        lay=lay, lay_frozen=lay, trained=own_shards, whole=whole_weights, gather=gathered, is_sharded=True
+    )
+
+
+def _in_rows(settings: Settings) -> Callable[[nn.Module], None]:
+    """Lays a scorer over the ranks in shards of its rows."""
 
     def lay(scorer: nn.Module) -> None:
-        waits = is_empty(scorer)
-        if settings.device == "cpu" and not waits:
+        kept = kept_of(scorer) if is_empty(scorer) else None
+        if settings.device == "cpu" and kept is None:
             _same_everywhere(scorer)
         shard(scorer, settings)
-        if waits:
-            fill_shards(scorer, base_model(cast(Any, scorer).model), local_device(settings))
         check_shards(scorer, settings.num_processes)
+        if kept is not None:
+            fill_rows(scorer, kept, local_device(settings))
 
-    return Spread(lay=lay, trained=own_shards, whole=whole_weights, gather=gathered, is_sharded=True)
+    return lay
 
 
 def make_engine(plan: Plan, built: Built) -> Engine:

@@ -13,7 +13,7 @@ from memtrain.trainers.loop import Run
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.head import Scorer, base_model
 from memtrain.trainers.model.save import save_final
-from memtrain.trainers.model.value_head import ValueScorer, save_value
+from memtrain.trainers.model.value_head import ValueScorer, save_value, value_of
 from memtrain.trainers.run.card import write_card
 from memtrain.trainers.run.checkpoint import best_complete
 from memtrain.trainers.run.events import FinalEvent, MemoryEvent
@@ -37,13 +37,15 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
     tell_other_peaks(run)
     remember_peaks(run)
     state = built.spread.gather(built.model)
+    scorer, gather = built.scorer, built.spread.gather
+    value_state = gather(value_of(scorer)) if isinstance(scorer, ValueScorer) else None
     # Every rank writes the same words: with weights in shards no rank can do it alone.
     written = sample(run, built) if run.ranks.is_main or built.spread.is_sharded else ""
     if not run.ranks.is_main:
         return
     save_final(built.model, built.tokenizer, folder.final, state)
-    if isinstance(built.scorer, ValueScorer):
-        save_value(built.scorer, built.tokenizer, folder.final)
+    if isinstance(scorer, ValueScorer):
+        save_value(scorer, built.tokenizer, folder.final, value_state)
     run.tell(
         FinalEvent(
             step=run.position.step,

@@ -292,6 +292,7 @@ def online_steps(
 
     generating = open_generating(plan, built, ranks, version=lambda: position.step, tell=note)
     judging = build_judging(plan, built, ranks, teller.say)
+    watch.resident_bytes += judging.held_bytes
     check_columns(dict(enumerate(judging.functions)), list(built.train.columns(0)))
     steps = OnlineSteps(
         plan, built, ranks, watch, teller.tell, generating, judging, built.train, built.eval, position

@@ -27,6 +27,7 @@ from memtrain.trainers.rollout.protocol import Sample
 from memtrain.trainers.rollout.shown import COMPLETIONS_FILE, as_text, show
 from memtrain.trainers.rollout.window import Window
 from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.spread import local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,12 @@ class Judging:
     def weight_F(self) -> Tensor:  # noqa: N802
         """What each verdict is multiplied by."""
         return torch.tensor([function.recipe.weight for function in self.functions], dtype=torch.float64)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of this rank's weights of all reward models."""
+        held = [t for one in self.models.values() for t in (*one.scorer.parameters(), *one.scorer.buffers())]
+        return sum(local_of(tensor).nbytes for tensor in held)
 
     def early(self) -> Early:
         """Takes the groups of one rollout as they are written."""
@@ -149,7 +156,12 @@ def build_judging(plan: Plan, built: Built, ranks: Ranks, say: Callable[[str], N
     model_type = str(base_model(built.model).config.model_type)
     models = {
         function.label: load_reward_model(
-            function.recipe.model, plan.settings, built.tokenizer, model_type=model_type
+            function.recipe.model,
+            plan.settings,
+            built.tokenizer,
+            model_type=model_type,
+            lay=built.spread.lay_frozen,
+            ranks=ranks,
         )
         for function in functions
         if function.recipe.model is not None

@@ -15,6 +15,7 @@ from memtrain.memory.preferences import section_of
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.cache import cache_dir
 from memtrain.trainers.feed import Feed, Steps, eval_order
+from memtrain.trainers.model.deferred import made_in_parts
 from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.scorers import scorer_of
 from memtrain.trainers.precompute import Floats, Question, asked_once
@@ -63,10 +64,13 @@ def _policy_at_rest(scorer: nn.Module) -> Live:
 def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
     """The model's weights a second time, frozen, and without an adapter."""
     recipe, settings = plan.recipe, plan.settings
-    embedding = cast(Any, scorer).model.get_input_embeddings()
-    model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=embedding.num_embeddings)
-    model.requires_grad_(False).eval()
-    return scorer_of(model, "lm", settings).eval()
+    count = cast(Any, scorer).model.get_input_embeddings().num_embeddings
+
+    def made() -> nn.Module:
+        model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)
+        return scorer_of(model.requires_grad_(False).eval(), "lm", settings).eval()
+
+    return made_in_parts(settings, made)[0]
 
 
 def _precompute(plan: Plan, reference: Live, method: ModuleType, train: Feed, held_out: Feed | None) -> None:

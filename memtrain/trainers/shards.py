@@ -32,6 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
 from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.value_head import ValueScorer
 from memtrain.trainers.spread import full_of, local_of
 from memtrain.trainers.step import Engine
 
@@ -50,9 +51,10 @@ def shard(scorer: nn.Module, settings: Settings) -> None:
     Raises: LaunchError when a group trains weights of several precisions.
     """
     mesh = init_device_mesh(settings.device, (settings.num_processes,))
-    for group in _groups(base_model(cast(Any, scorer).model)):
-        _check_precision(group)
-        _shard_group(group, mesh, settings)
+    for base in models_of(scorer):
+        for group in _groups(base):
+            _check_precision(group)
+            _shard_group(group, mesh, settings)
     _shard_group([scorer], mesh, settings)
     assert isinstance(scorer, FSDPModule), "fully_shard makes it one."
     for module in scorer.modules():
@@ -60,6 +62,12 @@ def shard(scorer: nn.Module, settings: Settings) -> None:
             # Gloo sums, and divides nothing; so does NCCL then, in the same order.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def models_of(scorer: nn.Module) -> list[PreTrainedModel]:
+    """The models that a scorer holds: its own, and a value model beside it."""
+    own = scorer.own if isinstance(scorer, ValueScorer) else None
+    return [base_model(model) for model in (cast(Any, scorer).model, own) if model is not None]
 
 
 def _groups(base: PreTrainedModel) -> Iterator[list[nn.Module]]:
@@ -180,7 +188,9 @@ def whole_weights(scorer: nn.Module) -> Iterator[None]:
 
     What every completion needs: ranks write as many tokens as their prompts take. Called by all ranks.
     """
-    groups = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+    # Of the policy alone: a value model beside it writes nothing.
+    policy = cast(nn.Module, cast(Any, scorer).model)
+    groups = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in groups:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()

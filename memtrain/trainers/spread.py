@@ -50,7 +50,9 @@ class Spread:
     """What is done to weights so that they lie where the plan says. The default leaves them whole."""
 
     lay: Callable[[nn.Module], None] = lambda scorer: None
-    """Lays the weights of a scorer over the ranks, in place; called once for each model that is held."""
+    """Lays the weights of the scorer that is trained over the ranks, in place."""
+    lay_frozen: Callable[[nn.Module], None] = lambda scorer: None
+    """The same for a model beside it that is only asked: a reference, a reward model."""
     trained: Callable[[nn.Module], dict[str, nn.Parameter]] = trained_parameters
     """What this rank's optimizer steps, by the name of the weight that it is (a part of)."""
     whole: Callable[[nn.Module], AbstractContextManager[None]] = lambda scorer: nullcontext()

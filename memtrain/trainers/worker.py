@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import psutil
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
@@ -165,6 +166,8 @@ def _tell_start(
     said = [f"passed over {one.path.name}: {one.reason}" for one in found.rejected] + notes
     if found.checkpoint is not None:
         said.append(f"continued after step {position.step}")
+    if built.why_whole:
+        said.append(f"each process loaded the whole model before it was cut: {built.why_whole}")
     for text in said:
         teller.tell(NoteEvent(step=position.step, text=text))
 
@@ -243,8 +246,9 @@ def _watch(
 
 
 def live_bytes() -> int:
-    """Bytes of the storages of all tensors that Python reaches."""
-    return resident([one for one in gc.get_objects() if issubclass(type(one), Tensor)])
+    """Bytes of the storages of all tensors that Python reaches; a DTensor has none beside its rank's part."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return resident([one for one in found if not issubclass(type(one), DTensor)])
 
 
 def resident(tensors: list[Tensor]) -> int:

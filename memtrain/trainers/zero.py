@@ -145,11 +145,12 @@ def _flats_of_stage_3(optimizer: ZeroOptimizer, inner: Any) -> tuple[Flat, ...]:
 
 @contextmanager
 def whole_in_stage_3(scorer: nn.Module) -> Iterator[None]:
-    """Every weight is whole on every rank inside, and no pass is a collective. Called by all ranks."""
+    """The policy is whole on every rank inside, and no pass is a collective. Called by all ranks."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     offload = _BEGUN[scorer].parameter_offload
-    with deepspeed.zero.GatheredParameters(list(scorer.parameters())):
+    policy: nn.Module = scorer.model  # pyright: ignore[reportAssignmentType]
+    with deepspeed.zero.GatheredParameters(list(policy.parameters())):
         # Its hooks would cut a layer up again as soon as it has computed.
         offload._remove_module_hooks()
         offload.forward_hooks.clear()

@@ -1,28 +1,109 @@
-"""Models that are made without weights: only where the files have the model's own names."""
+"""Models that are made without data: each rank's part has the numbers that the whole model would have."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+)
 
+from memtrain.recipes.model import Adapter
+from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.deferred import empty_model, is_empty
+from memtrain.trainers.model.load import SCORE_HEADS
+from memtrain.trainers.model.own_part import NeedsWhole, is_keeping, kept_in_parts, kept_of
+from memtrain.trainers.model.reward_head import in_float
 from memtrain.trainers.model.where import Origin
+from memtrain.trainers.run.shard_files import rows_of
+
+WORLD = 3
+
+
+def stretch_of(rank: int) -> Callable[[torch.Size], range]:
+    """Rows of a rank of three: the last has fewer, or none."""
+
+    def of(shape: torch.Size) -> range:
+        rows, width = rows_of(shape[0], rank, WORLD), shape[1:].numel()
+        return range(rows.start * width, rows.stop * width)
+
+    return of
+
+
+def configured(family: str, **changes: object):
+    widths = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return AutoConfig.for_model(family, vocab_size=50, num_labels=1, pad_token_id=0, **widths, **changes)
+
+
+def assert_parts_of(make: Callable[[], nn.Module]) -> None:
+    """Every rank's part of what `make` makes is a part of the whole, and torch's random state ends alike."""
+    torch.manual_seed(7)
+    whole = make()
+    after = torch.get_rng_state()
+    for rank in range(WORLD):
+        torch.manual_seed(7)
+        with kept_in_parts(stretch_of(rank)):
+            empty = make()
+        assert torch.equal(after, torch.get_rng_state())
+        assert all(weight.is_meta for weight in empty.parameters())
+        kept, expected = kept_of(empty), dict(whole.named_parameters())
+        assert kept.keys() == expected.keys()
+        for name, one in kept.items():
+            mine = stretch_of(rank)(one.shape)
+            wanted = expected[name].detach().reshape(-1)[mine.start : mine.stop]
+            torch.testing.assert_close(one.numbers(mine), wanted, rtol=0, atol=0, msg=name)
+            one.forget()
+        for (name, found), (_, buffer) in zip(empty.named_buffers(), whole.named_buffers(), strict=True):
+            torch.testing.assert_close(found, buffer, rtol=0, atol=0, msg=name)
+
+
+# GPT-2 draws some weights anew after all others; OPT zeroes a row of its embedding.
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("head", ["lm", "score"])
+def test_parts_have_the_random_numbers_of_the_whole(
+    family: str, dtype: torch.dtype, is_adapted: bool, head: str
+):
+    auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+
+    def make() -> nn.Module:
+        made = auto.from_config(configured(family), dtype=dtype)
+        if is_adapted:
+            made = add_adapter(made, Adapter(r=4), head=head)
+        if head == "score":
+            in_float(made)
+        return made
+
+    assert_parts_of(make)
+
+
+def test_a_module_that_is_trained_beside_an_adapter_is_a_copy_in_parts():
+    adapter = Adapter(r=4, modules_to_save=("embed_tokens",))
+    assert_parts_of(lambda: add_adapter(AutoModelForCausalLM.from_config(configured("llama")), adapter))
+
+
+def test_what_needs_whole_weights_says_so():
+    """DoRA begins with the norms of whole rows."""
+
+    def make() -> nn.Module:
+        return add_adapter(AutoModelForCausalLM.from_config(configured("llama")), Adapter(r=4, kind="dora"))
+
+    with pytest.raises(NeedsWhole), kept_in_parts(stretch_of(0)):
+        make()
+    assert not is_keeping()
+    assert not any(weight.is_meta for weight in make().parameters())
 
 
 def saved(folder: Path, *, tied: bool, shard: str = "5GB") -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            tie_word_embeddings=tied,
-        )
-    )
+    model = LlamaForCausalLM(configured("llama", tie_word_embeddings=tied))
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 
@@ -33,24 +114,52 @@ def origin(folder: Path) -> Origin:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard", ["5GB", "10KB"])
-def test_an_empty_model_has_no_weights_and_its_own_buffers(tmp_path: Path, tied: bool, shard: str):
+def test_parts_of_a_model_in_files_are_those_of_the_model(tmp_path: Path, tied: bool, shard: str):
     model = saved(tmp_path, tied=tied, shard=shard)
-    made = empty_model(origin(tmp_path), model.config, torch.float32)
-    assert made is not None
-    assert is_empty(made)
-    assert [(n, p.shape) for n, p in made.named_parameters()] == [
-        (n, p.shape) for n, p in model.named_parameters()
-    ]
-    assert all(parameter.is_meta for parameter in made.parameters())
-    for (name, found), (_, expected) in zip(made.named_buffers(), model.named_buffers(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
-    assert (made.lm_head.weight is made.model.embed_tokens.weight) == tied
+    for rank in range(WORLD):
+        with kept_in_parts(stretch_of(rank)):
+            made = empty_model(origin(tmp_path), model.config, torch.float32, AutoModelForCausalLM)
+        assert is_empty(made)
+        assert (made.lm_head.weight is made.model.embed_tokens.weight) == tied
+        kept, expected = kept_of(made), dict(model.named_parameters())
+        assert kept.keys() == expected.keys()
+        for name, one in kept.items():
+            mine = stretch_of(rank)(one.shape)
+            wanted = expected[name].detach().reshape(-1)[mine.start : mine.stop]
+            torch.testing.assert_close(one.numbers(mine), wanted, rtol=0, atol=0, msg=name)
+        for (name, found), (_, buffer) in zip(made.named_buffers(), model.named_buffers(), strict=True):
+            torch.testing.assert_close(found, buffer, rtol=0, atol=0, msg=name)
 
 
-def test_files_with_other_names_are_left_to_transformers(tmp_path: Path):
+def test_the_head_of_a_new_reward_model_is_drawn_as_transformers_draws_it(tmp_path: Path):
+    model = saved(tmp_path, tied=False)
+    torch.manual_seed(5)
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path, config=model.config)
+    torch.manual_seed(5)
+    with kept_in_parts(stretch_of(0)):
+        made = empty_model(
+            origin(tmp_path),
+            model.config,
+            torch.float32,
+            AutoModelForSequenceClassification,
+            may_miss=SCORE_HEADS,
+        )
+    torch.testing.assert_close(
+        kept_of(made)["score.weight"].numbers(range(16))[None], whole.score.weight.detach(), rtol=0, atol=0
+    )
+
+
+def test_files_with_other_names_or_shapes_are_left_to_transformers(tmp_path: Path):
     model = saved(tmp_path, tied=False)
     file = tmp_path / "model.safetensors"
-    save_file({f"old.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    assert empty_model(origin(tmp_path), model.config, torch.float32) is None
+    plain = load_file(file)
+    for tensors in (
+        {f"old.{name}": tensor for name, tensor in plain.items()},
+        plain | {"lm_head.weight": torch.zeros(7, 16)},
+    ):
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(NeedsWhole), kept_in_parts(stretch_of(0)):
+            empty_model(origin(tmp_path), model.config, torch.float32, AutoModelForCausalLM)
     file.unlink()
-    assert empty_model(origin(tmp_path), model.config, torch.float32) is None
+    with pytest.raises(NeedsWhole), kept_in_parts(stretch_of(0)):
+        empty_model(origin(tmp_path), model.config, torch.float32, AutoModelForCausalLM)

@@ -11,6 +11,7 @@ import difflib
 import warnings
 from types import MethodType
 
+import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
@@ -20,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.model import Adapter
+from memtrain.trainers.model.own_part import is_keeping
 
 ALL_LINEAR = "all-linear"
 
@@ -65,8 +67,18 @@ def add_adapter(
         warnings.filterwarnings("ignore", ".*ensure_weight_tying.*")
         adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     assert isinstance(adapted, PeftModel), "PEFT wraps the model."
+    if is_keeping():
+        _round_to(adapted, model.dtype)
     compute_in_input_dtype(adapted)
     return adapted.train()
+
+
+def _round_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """What PEFT does to new adapters beside weights that have data: they are float32 numbers of `dtype`."""
+    for module in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        for low_rank in (*module.lora_A.values(), *module.lora_B.values()):
+            for weight in low_rank.parameters():
+                weight.data = weight.data.to(dtype).to(weight.dtype)
 
 
 def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:

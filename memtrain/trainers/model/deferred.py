@@ -1,54 +1,103 @@
-"""A model whose weights are read when they lie in shards: each rank reads its own rows of the files.
+"""A model whose weights are read, or drawn, when they lie in parts: each rank its own.
 
-The model is made without weights, cut (shards.py), and filled. It is for checkpoints whose names are the
-model's own; where transformers would rename or merge weights on loading, it loads them itself, whole.
+The model is made without data (own_part.py), cut (shards.py), and filled. Weights come from files where their
+names are the model's own; where transformers would rename or merge weights on loading, it loads them itself,
+whole.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from memtrain.memory.settings import Settings
+from memtrain.trainers.model.own_part import Kept, NeedsWhole, Stretch, keep, kept_in_parts, not_drawn
 from memtrain.trainers.model.where import Origin
 from memtrain.trainers.run.shard_files import rows_of
+from memtrain.trainers.spread import local_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_FILES: WeakKeyDictionary[nn.Module, dict[str, Path]] = WeakKeyDictionary()
-"""The file of each weight of a model that is still empty."""
+Made = TypeVar("Made")
 
 
-def empty_model(origin: Origin, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel | None:
-    """The causal LM without weights, or None where its files have other names than its weights.
+def made_in_parts(settings: Settings, make: Callable[[], Made]) -> tuple[Made, str]:
+    """(what `make` makes of models, why they are whole): without data where each rank is to hold its part.
 
-    Buffers are real: they are computed from the configuration.
+    Where the plan wants parts and they cannot be made apart, the models are whole, and the reason is told.
+    """
+    if not settings.loads_shards:
+        return make(), ""
+    try:
+        with kept_in_parts(own_rows()):
+            return make(), ""
+    except NeedsWhole as error:
+        return make(), str(error)
+
+
+def own_rows() -> Stretch:
+    """Which numbers of a flattened weight this rank holds: those of its rows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def of_rows(shape: torch.Size) -> range:
+        rows, width = rows_of(shape[0], rank, world), shape[1:].numel()
+        return range(rows.start * width, rows.stop * width)
+
+    return of_rows
+
+
+def empty_model(
+    origin: Origin, config: PretrainedConfig, dtype: torch.dtype, auto: Any, *, may_miss: Sequence[str] = ()
+) -> PreTrainedModel:
+    """A model of class `auto` without data: its numbers are known to be in its files, or drawn.
+
+    Drawn are weights that the files have not and `may_miss`. Buffers are real: they are computed from the
+    configuration. Raises: NeedsWhole where its files have other names than its weights.
     """
     files = _files_of(origin)
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.random.fork_rng(devices=[]), not_drawn(), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = auto.from_config(config, dtype=dtype)
     model.tie_weights()
-    wanted = {name for name, _ in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted
-    kept = set(model.state_dict()) - wanted - tied
-    if kept or not wanted <= set(files) <= wanted | tied:
-        return None
+    weights = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(weights)
+    kept = set(model.state_dict()) - set(weights) - tied
+    drawn = [name for name in weights if name not in files]
+    spare = {name for name in set(files) - set(weights) - tied if not _is_of_other_head(name, model)}
+    if kept or spare or not set(drawn) <= set(may_miss) or len(drawn) == len(weights):
+        raise NeedsWhole("its files have other names than its weights")
+    _check_shapes(files, weights)
     folder = next(iter(files.values())).parent
-    if (folder / "generation_config.json").is_file():
+    if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
-    _FILES[model] = {name: files[name] for name in wanted}
+    for name, weight in weights.items():
+        keep(weight, None if name in drawn else _from_file(files[name], name, weight.shape))
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in drawn):
+        model._init_weights(model.get_submodule(owner))
     return model
+
+
+def _check_shapes(files: Mapping[str, Path], weights: Mapping[str, Tensor]) -> None:
+    for file in sorted({files[name] for name in weights if name in files}):
+        with safe_open(file, "pt") as opened:
+            for name in (name for name in weights if files.get(name) == file):
+                saved: Any = opened.get_slice(name)
+                if tuple(saved.get_shape()) != tuple(weights[name].shape):
+                    raise NeedsWhole(f"{name} has another shape in its files")
+
+
+def _is_of_other_head(name: str, model: PreTrainedModel) -> bool:
+    """Whether a name is outside of the backbone, of a head that this class has not."""
+    return not model.can_generate() and not name.startswith(f"{model.base_model_prefix}.")
 
 
 def is_empty(model: nn.Module) -> bool:
@@ -56,30 +105,38 @@ def is_empty(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def fill_shards(scorer: nn.Module, base: PreTrainedModel, device: torch.device) -> None:
-    """Read this rank's rows of every weight of an empty model that was cut into shards."""
-    buffers = {name: buffer for name, buffer in scorer.named_buffers()}
+def fill_rows(scorer: nn.Module, kept: Mapping[str, Kept], device: torch.device) -> None:
+    """Give this rank's rows of every weight their numbers, after an empty scorer was cut into rows.
+
+    `kept`: what is known of its weights, taken before; forgotten weight by weight.
+    """
+    buffers = dict(scorer.named_buffers())
     scorer.to_empty(device=device)
     for name, buffer in buffers.items():
         owner, _, last = name.rpartition(".")
         scorer.get_submodule(owner)._buffers[last] = buffer.to(device)
-    named = dict(base.named_parameters())
-    files = _FILES.pop(base)
+    mine = own_rows()
     with torch.no_grad():
-        for file in sorted(set(files.values())):
-            _fill_from(file, {name: named[name] for name, place in files.items() if place == file})
+        for name, weight in scorer.named_parameters():
+            one = kept[name]
+            local_of(weight).view(-1).copy_(one.numbers(mine(one.shape)))
+            one.forget()
 
 
-def _fill_from(file: Path, weights: Mapping[str, nn.Parameter]) -> None:
-    with safe_open(file, "pt") as opened:
-        for name, weight in weights.items():
-            assert isinstance(weight, DTensor), "An empty model is filled when it is cut."
-            rows = rows_of(weight.shape[0], dist.get_rank(), dist.get_world_size())
+def _from_file(file: Path, name: str, shape: torch.Size) -> Callable[[range], Tensor]:
+    """Reads a stretch of a flattened weight: the rows that it is in, and of these the numbers."""
+
+    def read(stretch: range) -> Tensor:
+        if not len(stretch):
+            return torch.empty(0)
+        width = shape[1:].numel()
+        first, last = stretch.start // width, -(-stretch.stop // width)
+        with safe_open(file, "pt") as opened:
             saved: Any = opened.get_slice(name)
-            assert tuple(saved.get_shape()) == tuple(weight.shape), f"{name} has another shape in {file}."
-            own: Tensor = weight.to_local()
-            if len(rows):
-                own.copy_(saved[rows.start : rows.stop])
+            rows: Tensor = saved[first:last]
+        return rows.reshape(-1)[stretch.start - first * width : stretch.stop - first * width]
+
+    return read
 
 
 def _files_of(origin: Origin) -> dict[str, Path]:

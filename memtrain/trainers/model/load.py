@@ -19,6 +19,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
 from memtrain.recipes.model import Model
 from memtrain.trainers.model.deferred import empty_model
+from memtrain.trainers.model.own_part import is_keeping
 from memtrain.trainers.model.quantize import quantization_config
 from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
 from memtrain.trainers.model.where import Origin, find_origin, read_config, read_config_file, unknown_type
@@ -47,17 +48,17 @@ def load_model(
 
     Without adapter, checkpointing or kernels: those are put on it afterwards. `vocab_size` is the size of
     the tokenizer. Random weights depend on `seed` alone, so every rank gets the same ones; the caller's
-    random state does not move. The KV cache is off and attention is `settings.attention`.
+    random state does not move. The KV cache is off and attention is `settings.attention`. Inside
+    `made_in_parts` it has no data yet.
 
-    Raises: LaunchError when there is no such model, it is an adapter or no causal LM, its weights are
-    incomplete or only in pickle files, it needs code from the hub, or its embedding is smaller than the
-    tokenizer.
+    Raises: NeedsWhole where it cannot be made in parts there; LaunchError when there is no such model, it is
+    an adapter or no causal LM, its weights are incomplete or only in pickle files, it needs code from the
+    hub, or its embedding is smaller than the tokenizer.
     """
     if recipe.path is None or recipe.path == BUILTIN_TINY:
         model = _random_model(_config_of(recipe, vocab_size), settings, seed, head)
     else:
-        origin = find_origin(recipe.path, recipe.revision)
-        model = _in_shards(origin, settings, head) or _pretrained(origin, settings, head, is_new=is_new)
+        model = _pretrained(find_origin(recipe.path, recipe.revision), settings, head, is_new=is_new)
     _check_vocabulary(model, recipe, vocab_size)
     model.config.use_cache = False
     _set_attention(model, settings)
@@ -126,17 +127,7 @@ def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head:
         raise LaunchError(
             f"random weights cannot be loaded in {settings.quantize}", "model.quantize", "set it to none"
         )
-    return model.to(local_device(settings))
-
-
-def _in_shards(origin: Origin, settings: Settings, head: str) -> PreTrainedModel | None:
-    """The model without weights, where each rank reads its own rows later."""
-    if not settings.loads_shards or head != "lm":
-        return None
-    config = read_config(origin)
-    _check_causal(config, origin.path, head)
-    _check_router(config, origin.path)
-    return empty_model(origin, config, DTYPES[settings.dtype])
+    return model if is_keeping() else model.to(local_device(settings))
 
 
 def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) -> PreTrainedModel:
@@ -150,6 +141,9 @@ def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) 
             "model.path",
             "name the unquantized model; model.quantize: 4bit quantizes it while it is loaded",
         )
+    may_miss = SCORE_HEADS if head == "score" and is_new else ()
+    if is_keeping():
+        return empty_model(origin, config, DTYPES[settings.dtype], AUTO[head], may_miss=may_miss)
     kwargs: dict[str, Any] = {"quantization_config": quantization_config(settings)}
     if settings.device == "cuda":
         # Straight to the device, weight by weight: the host never holds the whole model.
@@ -172,7 +166,7 @@ def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) 
             "only safetensors files are read; convert others with save_pretrained",
         ) from None
     model, info = loaded
-    _check_complete(origin, info, may_miss=SCORE_HEADS if head == "score" and is_new else ())
+    _check_complete(origin, info, may_miss=may_miss)
     return model
 
 

@@ -85,15 +85,24 @@ class ValueScorer(Scorer):
             return head(hidden_ND.float())[:, 0]
 
 
-def save_value(scorer: ValueScorer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def value_of(scorer: ValueScorer) -> nn.Module:
+    """What is trained beside the policy: the value model of its own, or the head on the policy's."""
+    return scorer.value_head if scorer.own is None else scorer.own
+
+
+def save_value(
+    scorer: ValueScorer, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None
+) -> None:
     """Write the value model into `folder`, beside the policy: its head, or a folder of its own.
 
+    `state`: its whole weights where it holds only parts of them.
     Raises: LaunchError when the disk refuses.
     """
     if scorer.own is not None:
-        save_final(scorer.own, tokenizer, folder / OWN_FOLDER)
+        save_final(scorer.own, tokenizer, folder / OWN_FOLDER, state)
         return
-    tensors = {name: one.detach().cpu() for name, one in scorer.value_head.named_parameters()}
+    held = state if state is not None else dict(scorer.value_head.named_parameters())
+    tensors = {name: one.detach().cpu() for name, one in held.items()}
     try:
         with system_errors():
             save_file(cast(dict[str, Tensor], tensors), folder / HEAD_FILE)

@@ -4,25 +4,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from memtrain.memory.beside import READ_TOKENS, judge_settings
+from memtrain.memory.engines import shards_weights
 from memtrain.memory.settings import Settings
 from memtrain.recipes.model import Model
 from memtrain.recipes.rewards import RewardModel
 from memtrain.trainers.data.answer_batch import Answer as AnswerIds
 from memtrain.trainers.data.answer_batch import Group, collate_answers
 from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.model.deferred import made_in_parts
 from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.reward_head import RewardScorer
 from memtrain.trainers.model.where import find_origin, read_config
 from memtrain.trainers.rewards.answer import Answer
+from memtrain.trainers.run.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class RewardJudge:
     settings: Settings
     pad_id: int
     max_length: int | None
+    most_of: Callable[[int], int] = lambda count: count
+    """How many passes the rank with most of them makes: where its weights are in shards, all make as many."""
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         """The reward of each answer, read at its last token. Prompts are read once for their answers."""
@@ -43,9 +49,12 @@ class RewardJudge:
         if self.settings.shared_prompts:
             order = list(range(len(ids)))
         found = [0.0] * len(ids)
-        for some in self._batches(order, ids):
+        batches = self._batches(order, ids)
+        for some in batches:
             for answer, value in zip(some, self._asked([ids[one] for one in some]), strict=True):
                 found[answer] = value
+        for _ in range(self.most_of(len(batches)) - len(batches)):
+            self._asked([((self.pad_id,), (self.pad_id,))])
         return found
 
     def _ids(self, answer: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -95,19 +104,32 @@ class RewardJudge:
 
 
 def load_reward_model(
-    recipe: RewardModel, settings: Settings, tokenizer: PreTrainedTokenizerFast, *, model_type: str
+    recipe: RewardModel,
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    model_type: str,
+    lay: Callable[[nn.Module], None] = lambda scorer: None,
+    ranks: Ranks | None = None,
 ) -> RewardJudge:
     """The reward model of a recipe: its own revision and precision, whatever the policy's are.
 
-    Where its architecture is the policy's `model_type`, its rows lie as the policy's do; else padded.
+    Where its architecture is the policy's `model_type`, its rows lie as the policy's do; else padded. `lay`
+    lays its weights over the `ranks`.
     Raises: LaunchError when there is no such model, or it is no reward model.
     """
     named = Model(path=recipe.path, revision=recipe.revision)
     own = tokenizer_of(named)
     is_alike = read_config(find_origin(recipe.path, recipe.revision)).model_type == model_type
     plain = judge_settings(settings, recipe.dtype, is_alike=is_alike)
-    model = load_model(named, plain, seed=0, vocab_size=len(own), head="score", is_new=False)
-    scorer = RewardScorer(model.requires_grad_(False)).eval()
+
+    def made() -> RewardScorer:
+        model = load_model(named, plain, seed=0, vocab_size=len(own), head="score", is_new=False)
+        return RewardScorer(model.requires_grad_(False)).eval()
+
+    scorer, _ = made_in_parts(plain, made)
+    lay(scorer)
+    in_step = ranks if shards_weights(plain) else None
     pad = own.pad_token_id
     return RewardJudge(
         scorer=scorer,
@@ -115,4 +137,5 @@ def load_reward_model(
         settings=plain,
         pad_id=pad if isinstance(pad, int) else 0,
         max_length=recipe.max_length,
+        most_of=(lambda count: count) if in_step is None else (lambda count: max(in_step.gather(count))),
     )

@@ -25,7 +25,7 @@ from memtrain.trainers.trace.host import bytes_on_host
 from memtrain.trainers.trace.judges import Judge, bare_judge, one_judgement
 from memtrain.trainers.trace.kernels import playing_liger
 from memtrain.trainers.trace.oracle import RULES, pretending
-from memtrain.trainers.trace.ranks import playing_ranks, slicing_without_data
+from memtrain.trainers.trace.ranks import lay_out, playing_ranks, slicing_without_data
 from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.stage import Stage, module_of, set_the_stage
 from memtrain.trainers.trace.steps import (
@@ -166,6 +166,9 @@ def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_
             )
         if in_shards:
             recorder.own(map(local_of, stage.scorer.parameters()), "weights")
+            for judge in cast.judges:
+                lay_out(judge.scorer, job.settings)
+                recorder.own(map(local_of, judge.weights), "reward models")
         own_states(stage, recorder)
         current = [STEPS[0]]
         if is_marked:
