@@ -16,7 +16,14 @@ from memtrain.memory.facts import Facts, Priced, budget_of
 from memtrain.memory.hardware import Hardware, known_names
 from memtrain.memory.honour import with_key
 from memtrain.memory.names import canonical
-from memtrain.memory.resolve import LENGTH_STEP, Resolved, longest_that_fits, open_space, resolve
+from memtrain.memory.resolve import (
+    LENGTH_STEP,
+    Resolved,
+    longest_that_fits,
+    open_space,
+    resolve,
+    resolved_if_it_fits,
+)
 from memtrain.memory.rules import Asked
 from memtrain.memory.search import price_all
 from memtrain.memory.units import gib
@@ -93,7 +100,7 @@ def _micro_batch(question: Question, facts: Facts) -> Solution:
         middle = (low + high + 1) // 2
         recipe = with_key(_with_open_micro(asked).recipe, key, middle * longest if flat else middle)
         try:
-            best = resolve(Asked(recipe, asked.where), facts)
+            best = resolved_if_it_fits(Asked(recipe, asked.where), facts)
             low = middle
         except DoesNotFit:
             high = middle - 1
@@ -130,12 +137,11 @@ def _num_gpus(question: Question, facts: Facts) -> Solution:
     if facts.hardware.device != "cuda":
         raise RecipeError("--solve num_gpus counts GPUs, and the plan is for a CPU", fix="add --gpu h100")
     name = question.hardware.name
-    refused: DoesNotFit | None = None
     for count in GPU_COUNTS:
         try:
-            found = resolve(question.asked, replace(facts, hardware=_so_many(facts.hardware, count)))
-        except DoesNotFit as error:
-            refused = refused or error
+            machine = _so_many(facts.hardware, count)
+            found = resolved_if_it_fits(question.asked, replace(facts, hardware=machine))
+        except DoesNotFit:
             continue
         if count == 1:
             more = "More GPUs share the rows of a step, and what each must hold where that is faster."
@@ -145,8 +151,8 @@ def _num_gpus(question: Question, facts: Facts) -> Solution:
         return Solution(
             "num_gpus", count, (f"{count} {name} are enough, and fewer are not{_how(found)}.", held)
         )
-    assert refused is not None, "Nothing fitted."
-    raise refused
+    resolve(question.asked, replace(facts, hardware=_so_many(facts.hardware, 1)))
+    raise AssertionError("One GPU is enough, and was not found.")
 
 
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)

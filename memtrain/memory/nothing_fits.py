@@ -1,84 +1,219 @@
-"""The refusal when no plan fits: who holds the memory, and the nearest ways out with their peaks."""
+"""The refusal when no plan fits: who holds the memory, and the nearest ways out, each planned in full."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
 from memtrain.errors import DoesNotFit, Fault
+from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.budget import usable
+from memtrain.memory.context import PATH as CONTEXT
 from memtrain.memory.context import context_faults
-from memtrain.memory.engines import fsdp2_faults, loads_shards
 from memtrain.memory.estimate import estimate
-from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
+from memtrain.memory.hardware import Hardware, known_names
+from memtrain.memory.honour import with_key
 from memtrain.memory.rules import Asked
+from memtrain.memory.settings import Settings
 from memtrain.memory.units import gib
 from memtrain.memory.ways_out import Change, WayOut, ways_out
+from memtrain.recipes.model import Adapter
 
 MOST = 3
 """Ways out that are told."""
+GPU_COUNTS = (2, 4, 8, 16, 32, 64)
+TRIED = {
+    "cuda": "up to three changes of the recipe, up to 64 GPUs, and every known card were tried",
+    "cpu": "up to three changes of the recipe were tried",
+}
+NODE = 8
+"""GPUs of a node where more are counted."""
+LORA = Change("model.adapter: {kind: lora}", {"adapter": Adapter()}, {"model.adapter": Adapter()})
+
+Plan = Callable[[Asked, Facts], Priced | None]
+"""The planner: the fastest plan that fits; None where none does, or what is asked is refused."""
+
+
+class NoPlan(DoesNotFit):
+    """No plan fits, and nobody has looked for ways out yet."""
+
+    def __init__(self, closest: Priced, budget: int, asked: Asked, facts: Facts) -> None:
+        self.closest, self.budget, self.asked, self.facts = closest, budget, asked, facts
+        super().__init__([Fault(_what(closest, budget), _where(asked), "")])
+
+
+def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
+    """The error: the smallest plan there is, its largest owners, and three ways out that were planned."""
+    closest, budget, asked, facts = found.closest, found.budget, found.asked, found.facts
+    search = _Search(closest, budget, asked, facts, plan)
+    ways = search.nearest()
+    fix = "\n   or: ".join(way.words() for way in ways)
+    if not ways:
+        (lowest,) = search.arithmetic[:1]
+        fix = f"a larger device; the furthest that changes of the recipe go is {lowest.words()}"
+    elif len(ways) < MOST:
+        fix += f"\n       nothing else was found to fit: {TRIED[closest.settings.device]}"
+
+    return DoesNotFit([Fault(_what(closest, budget), _where(asked), fix)])
 
 
 def nearest_ways(closest: Priced, budget: int, facts: Facts, *, can_slice: bool = False) -> list[WayOut]:
-    """At most three changes of the recipe that fit a budget with margin, the fewest changes first.
+    """At most three changes of the recipe that fit a budget with margin by arithmetic, the fewest first.
 
     `can_slice`: nothing forbids that processes hold rows together.
     """
-    settings, limit = closest.settings, _limit(closest, budget)
+    settings, limit = closest.settings, _limit(closest.settings, budget)
     return ways_out(settings, facts.shape, heaviest(settings, facts), limit, can_slice=can_slice)
 
 
-def nothing_fits(closest: Priced, budget: int, asked: Asked, facts: Facts) -> DoesNotFit:
-    """The error: the smallest plan there is, its largest owners, and three ways out."""
+class _Search:
+    """Ways out of one recipe."""
+
+    def __init__(self, closest: Priced, budget: int, asked: Asked, facts: Facts, plan: Plan) -> None:
+        self.closest, self.budget, self.asked, self.plan = closest, budget, asked, plan
+        # A way that needs bitsandbytes is one, whether or not it is installed here.
+        self.facts = replace(facts, presumed=facts.presumed | {"bitsandbytes"})
+
+    @cached_property
+    def arithmetic(self) -> list[WayOut]:
+        """Changes of the recipe by arithmetic; the one that goes furthest where none fits."""
+        return nearest_ways(self.closest, self.budget, self.facts, can_slice=self._can_slice)
+
+    @cached_property
+    def _can_slice(self) -> bool:
+        return not context_faults(self.asked.recipe, self.facts.config)
+
+    def nearest(self) -> list[WayOut]:
+        """At most three, of different kinds where there are: the recipe, more GPUs, a larger card, two of
+        these together."""
+        found: list[WayOut] = []
+        for way in self._each():
+            if way is not None and way.words() not in [one.words() for one in found]:
+                found.append(way)
+            if len(found) == MOST:
+                break
+        return found
+
+    def _each(self) -> Iterator[WayOut | None]:
+        changes = self._changes()
+        yield next(changes, None)
+        yield self._gpus(None) or self._gpus(None, shares_rows=True)
+        yield self._card(None)
+        yield next(changes, None)
+        if self.closest.settings.adapter is None:
+            yield self._gpus(LORA)
+            yield self._card(LORA)
+        yield from changes
+
+    def _changes(self) -> Iterator[WayOut]:
+        for way in self.arithmetic:
+            facts, length = self.facts, min((c.length for c in way.changes if c.length), default=None)
+            if length is not None and facts.at_length is not None:
+                facts = facts.at_length(length)
+            made = self._planned(way.changes, {}, facts)
+            if made is not None:
+                yield made
+
+    def _gpus(self, change: Change | None, *, shares_rows: bool = False) -> WayOut | None:
+        """The fewest GPUs that hold the run in FSDP2's shards; `shares_rows`: and each row together."""
+        hardware = self.facts.hardware
+        here = hardware.num_devices * hardware.num_nodes
+        if hardware.device != "cuda" or (shares_rows and not self._can_slice):
+            return None
+        for count in GPU_COUNTS:
+            size = count if shares_rows else 1
+            said = {"cluster.processes": "auto", "cluster.engine": "fsdp2", CONTEXT: size}
+            updates = {"num_processes": count, "engine": "fsdp2", "context_parallel": size}
+            if count <= here or not self._may_fit(change, updates):
+                continue
+            words = f"{count} GPUs with cluster.engine: fsdp2"
+            words += f" and {CONTEXT}: {size}" if shares_rows else ""
+            a_node = min(count, NODE)
+            machine = replace(
+                hardware,
+                num_devices=a_node,
+                num_nodes=count // a_node,
+                host_bytes=max(hardware.host_bytes, a_node * hardware.memory_bytes),
+            )
+            made = self._planned(
+                (Change(words), *_one(change)),
+                said,
+                replace(self.facts, hardware=machine),
+            )
+            if made is not None:
+                return made
+        return None
+
+    def _card(self, change: Change | None) -> WayOut | None:
+        """The smallest known card that holds the run, as many of it as there are here."""
+        hardware = self.facts.hardware
+        if hardware.device != "cuda":
+            return None
+        cards = [Hardware.named(name, hardware.num_devices) for name in known_names()]
+        larger = [card for card in cards if card.memory_bytes > max(hardware.memory_bytes, self.budget)]
+        for card in sorted(larger, key=lambda card: card.memory_bytes):
+            if not card.has_bfloat16 or not self._may_fit(change, {}, card.memory_bytes):
+                continue
+            size = f"{card.name} of {gib(card.memory_bytes)}"
+            words = f"a larger card, {size}" if card.num_devices == 1 else f"larger cards, {size} each"
+            machine = replace(card, num_nodes=hardware.num_nodes)
+            made = self._planned(
+                (Change(words), *_one(change)),
+                {"memory.budget": "auto"},
+                replace(self.facts, hardware=machine),
+            )
+            if made is not None:
+                return made
+        return None
+
+    def _may_fit(
+        self, change: Change | None, updates: Mapping[str, object], budget: int | None = None
+    ) -> bool:
+        """Whether the smallest plan would, by arithmetic; it costs a thousandth of planning it."""
+        settings = self.closest.settings
+        if settings.offload == "all" and "engine" in updates:
+            # Whole layers do not travel with shards; their inputs do.
+            settings = settings.model_copy(update={"offload": "boundaries", "checkpoint_every": 1})
+        changed = {**updates, **(change.settings if change is not None else {})}
+        settings = settings.model_copy(update={**changed, "in_backward": False, "loads_shards": True})
+        peak = estimate(settings, self.facts.shape, heaviest(settings, self.facts)).peak.num_bytes
+        return peak <= _limit(settings, budget or self.budget)
+
+    def _planned(
+        self, changes: tuple[Change, ...], said: Mapping[str, object], facts: Facts
+    ) -> WayOut | None:
+        """The way with the peak of the plan that is made for it; None where no plan fits."""
+        recipe = self.asked.recipe
+        keys = {key: value for change in changes for key, value in change.keys.items()} | dict(said)
+        for key, value in keys.items():
+            recipe = with_key(recipe, key, value)
+        updates = {key: value for change in changes for key, value in change.settings.items()}
+        changed = self.closest.settings.model_copy(update=updates)
+        if any(STRATEGIES[name].is_used(changed) for name in recipe.memory.never):
+            return None
+        made = self.plan(Asked(recipe, self.asked.where), facts)
+        return None if made is None else WayOut(changes, made.prediction.peak.num_bytes)
+
+
+def _one(change: Change | None) -> tuple[Change, ...]:
+    return () if change is None else (change,)
+
+
+def _what(closest: Priced, budget: int) -> str:
     peak = closest.prediction.peak
     owners = ", ".join(f"{owned.owner} {gib(owned.num_bytes)}" for owned in peak.owners[:3])
-    can_slice = not context_faults(asked.recipe, facts.config)
-    ways = nearest_ways(closest, budget, facts, can_slice=can_slice)
-    gpus = fewest_gpus(closest, budget, asked, facts)
-    fits = bool(ways) and ways[0].peak_bytes <= _limit(closest, budget)
-    if fits and gpus is not None:
-        # It learns the same, which most changes of a recipe do not.
-        ways = [*ways[: MOST - 1], gpus]
-    fix = "\n   or: ".join(way.words() for way in ways)
-    if ways and not fits:
-        fix = f"a larger device; the furthest that changes of the recipe go is {fix}"
-        fix = fix if gpus is None else f"{gpus.words()}\n   or: {fix}"
-    return DoesNotFit(
-        [
-            Fault(
-                f"no plan fits {gib(budget)}: the smallest needs {gib(closest.need_bytes)} with its margin, "
-                f"{gib(peak.num_bytes)} of it live tensors in the {peak.phase} ({owners})",
-                asked.where("memory.budget") if asked.said("memory.budget") else "",
-                fix,
-            )
-        ]
+    return (
+        f"no plan fits {gib(budget)}: the smallest needs {gib(closest.need_bytes)} with its margin, "
+        f"{gib(peak.num_bytes)} of it live tensors in the {peak.phase} ({owners})"
     )
 
 
-def fewest_gpus(closest: Priced, budget: int, asked: Asked, facts: Facts) -> WayOut | None:
-    """The fewest GPUs that hold the run in FSDP2's shards, with the peak of each; None: no number does."""
-    settings = closest.settings
-    if settings.device != "cuda" or settings.engine != "ddp" or fsdp2_faults(asked.recipe):
-        return None
-    batch = heaviest(settings, facts)
-    if settings.offload == "all":
-        # Whole layers do not travel with shards; their inputs do.
-        settings = settings.model_copy(update={"offload": "boundaries", "checkpoint_every": 1})
-    for count in (2, 4, 8, 16, 32, 64):
-        if count <= settings.num_processes:
-            continue
-        updates: dict[str, object] = {"num_processes": count, "engine": "fsdp2", "in_backward": False}
-        shared = settings.model_copy(update=updates)
-        shared = shared.model_copy(update={"loads_shards": loads_shards(asked.recipe, shared)})
-        peak = estimate(shared, facts.shape, batch).peak.num_bytes
-        if excluded(shared) is None and peak <= usable(_left(budget), shared):
-            return WayOut((Change(f"{count} GPUs with cluster.engine: fsdp2", updates),), peak)
-    return None
+def _where(asked: Asked) -> str:
+    return asked.where("memory.budget") if asked.said("memory.budget") else ""
 
 
-def _left(budget: int) -> int:
-    """A budget less its margin."""
-    return int((budget - MARGIN_BYTES) / (1 + MARGIN_SHARE))
-
-
-def _limit(closest: Priced, budget: int) -> int:
+def _limit(settings: Settings, budget: int) -> int:
     """Bytes of live tensors that fit a budget with margin."""
-    return usable(_left(budget), closest.settings)
+    return usable(int((budget - MARGIN_BYTES) / (1 + MARGIN_SHARE)), settings)

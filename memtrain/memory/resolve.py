@@ -17,7 +17,7 @@ from memtrain.memory.history import kind_of_run
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.host import host_shortage
 from memtrain.memory.lengths import LengthProfile
-from memtrain.memory.nothing_fits import nothing_fits
+from memtrain.memory.nothing_fits import NoPlan, nothing_fits
 from memtrain.memory.online import with_generation
 from memtrain.memory.plan import Decision, Prediction
 from memtrain.memory.reasons import explain
@@ -54,7 +54,18 @@ class Resolved:
 def resolve(asked: Asked, facts: Facts) -> Resolved:
     """The settings of a run that fits, with the reason of each: the fastest plan, exact ones first.
 
-    Raises: RecipeError with every refusal; DoesNotFit when no choice that is left open fits the budget.
+    Raises: RecipeError with every refusal; DoesNotFit, with ways out, when no choice that is left open fits.
+    """
+    try:
+        return resolved_if_it_fits(asked, facts)
+    except NoPlan as found:
+        raise nothing_fits(found, _planned) from None
+
+
+def resolved_if_it_fits(asked: Asked, facts: Facts) -> Resolved:
+    """The same; where nothing fits no ways out are looked for, which takes longer than to plan.
+
+    Raises: RecipeError, DoesNotFit.
     """
     if asked.recipe.cluster.context_parallel != "auto":
         return _resolve(asked, facts)
@@ -183,21 +194,41 @@ def _choose(choices: Space, budget: int, case: Case) -> tuple[Priced, list[Price
     Raises: DoesNotFit when none fits the device, or none of those that do fits the host.
     """
     tried: list[Priced] = []
+    chosen = _first_that_fits(choices, budget, case, tried)
+    if chosen is not None:
+        return chosen, tried
+    smallest = min(tried, key=lambda one: one.need_bytes)
+    if smallest.need_bytes > budget:
+        raise NoPlan(smallest, budget, case.asked, case.facts)
+    shortage = host_shortage(host_need(smallest, case.facts), case.facts.hardware)
+    if shortage is not None:
+        raise shortage
+    # vLLM has no room beside any plan: what decides its memory says so.
+    return smallest, tried
+
+
+def _first_that_fits(choices: Space, budget: int, case: Case, tried: list[Priced]) -> Priced | None:
+    """The fastest plan of the first group that has one; `tried` gets all that were weighed."""
     for group in choices.groups:
         priced = price_all(group, case.facts)
         tried += priced
         roomy = [one for one in priced if leaves_room(case.recipe, case.facts, one)]
         chosen = fastest(roomy, budget, case.facts)
         if chosen is not None:
-            return chosen, tried
-    smallest = min(tried, key=lambda one: one.need_bytes)
-    if smallest.need_bytes > budget:
-        raise nothing_fits(smallest, budget, case.asked, case.facts)
-    shortage = host_shortage(host_need(smallest, case.facts), case.facts.hardware)
-    if shortage is not None:
-        raise shortage
-    # vLLM has no room beside any plan: what decides its memory says so.
-    return smallest, tried
+            return chosen
+    return None
+
+
+def _planned(asked: Asked, facts: Facts) -> Priced | None:
+    """The plan of a run, where there is one that fits and nothing is refused."""
+    if asked.recipe.cluster.context_parallel == "auto":
+        asked = Asked(with_key(asked.recipe, "cluster.context_parallel", 1), asked.where)
+    try:
+        _, case, choices = open_space(asked, facts)
+    except RecipeError:
+        return None
+    budget = training_budget(case.recipe, facts, choices.groups[0][0])
+    return _first_that_fits(choices, budget, case, [])
 
 
 def _refuse_used(ledger: Ledger, case: Case) -> None:

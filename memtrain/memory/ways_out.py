@@ -29,6 +29,9 @@ class Change:
     words: str
     """As it is written: `optim.kind: adafactor`."""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    """What it changes of the settings."""
+    keys: Mapping[str, object] = field(default_factory=dict[str, object])
+    """What it changes of the recipe, by dotted key."""
     length: int | None = None
     """Longest sequence after it."""
 
@@ -79,31 +82,47 @@ def ways_out(
 def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
     """Changes that this run has not made yet: those that keep the numbers first, then those that do not."""
     if settings.checkpoint_every != 1:
-        yield Change("memory.activation_checkpointing: on", {"checkpoint_every": 1})
-    if settings.offload == "none" and settings.checkpoint_every:
-        yield Change("memory.activation_offloading: on", {"offload": "boundaries"})
+        yield _said("memory.activation_checkpointing", "on", {"checkpoint_every": 1})
+    is_apart = settings.device == "cuda"
+    if settings.offload == "none" and settings.checkpoint_every and is_apart:
+        yield _said("memory.activation_offloading", "on", {"offload": "boundaries"})
     if settings.loss == "full":
-        yield Change("memory.loss: chunked", {"loss": "chunked"})
+        yield _said("memory.loss", "chunked", {"loss": "chunked"})
     elif settings.loss == "chunked" and settings.loss_tile_bytes > 16 * MIB:
-        yield Change("memory.loss_tile: 16MiB", {"loss_tile_bytes": 16 * MIB})
+        tile = {"memory.loss_tile": 16 * MIB}
+        yield Change("memory.loss_tile: 16MiB", {"loss_tile_bytes": 16 * MIB}, tile)
     if _at_once(settings, heaviest) > 1:
-        yield Change("train.micro_rows: 1", {"micro_rows": 1})
-    if not settings.optimizer_offload and settings.optimizer in ("adamw", "muon"):
-        yield Change("memory.optimizer_offload: on", {"optimizer_offload": True})
-    if settings.optimizer == "adamw" and settings.device == "cuda":
-        yield Change("optim.kind: adamw_8bit", {"optimizer": "adamw_8bit"})
+        yield _said("train.micro_rows", 1, {"micro_rows": 1})
+    if not settings.optimizer_offload and settings.optimizer in ("adamw", "muon") and is_apart:
+        yield _said("memory.optimizer_offload", "on", {"optimizer_offload": True})
+    if settings.optimizer == "adamw" and is_apart:
+        yield _said("optim.kind", "adamw_8bit", {"optimizer": "adamw_8bit"})
     if settings.optimizer != "adafactor":
-        yield Change("optim.kind: adafactor", {"optimizer": "adafactor"})
+        yield _said("optim.kind", "adafactor", {"optimizer": "adafactor"})
     if settings.adapter is None:
-        yield Change("model.adapter: {kind: lora}", {"adapter": Adapter()})
-    if settings.quantize == "none" and settings.device == "cuda":
-        both = "model: {adapter: {kind: lora}, quantize: 4bit}"
-        said = "model.quantize: 4bit" if settings.adapter else both
-        adapter = settings.adapter or Adapter()
-        yield Change(said, {"adapter": adapter, "quantize": "4bit", "master_weights": False})
+        lora = {"adapter": Adapter()}
+        yield Change("model.adapter: {kind: lora}", lora, {"model.adapter": Adapter()})
+    if settings.quantize == "none" and is_apart:
+        for bits in ("4bit", "8bit"):
+            yield _quantized(settings, bits)
     length = heaviest.longest // 2
     if length >= LEAST_LENGTH:
-        yield Change(f"length.max_length: {length}", {"max_length": length}, length)
+        shorter = {"length.max_length": length}
+        yield Change(f"length.max_length: {length}", {"max_length": length}, shorter, length)
+
+
+def _said(key: str, value: str | int, settings: Mapping[str, object]) -> Change:
+    """A change of one key, as it is written."""
+    return Change(f"{key}: {value}", settings, {key: value})
+
+
+def _quantized(settings: Settings, bits: str) -> Change:
+    """Frozen weights in so many bits below an adapter."""
+    adapter = settings.adapter or Adapter()
+    updates = {"adapter": adapter, "quantize": bits, "master_weights": False}
+    keys = {"model.adapter": adapter, "model.quantize": bits}
+    both = f"model: {{adapter: {{kind: lora}}, quantize: {bits}}}"
+    return Change(f"model.quantize: {bits}" if settings.adapter else both, updates, keys)
 
 
 def _slices(settings: Settings) -> Iterator[Change]:
@@ -114,7 +133,7 @@ def _slices(settings: Settings) -> Iterator[Change]:
         if settings.num_processes % size == 0:
             multiple = row_multiple(settings.pad_to_multiple_of, size)
             changed = {"context_parallel": size, "pad_to_multiple_of": multiple}
-            yield Change(f"{CONTEXT}: {size}", changed)
+            yield _said(CONTEXT, size, changed)
 
 
 def _at_once(settings: Settings, heaviest: HeaviestBatch) -> int:

@@ -78,11 +78,11 @@ def made_facts(
     )
 
 
-def made_ask(facts: Facts, **said: Any) -> Resolved:
+def made_ask(facts: Facts, act: Callable[[Asked, Facts], Resolved] = resolve, **said: Any) -> Resolved:
     """The plan for keys written as `section__name`; each is said at `r.yaml:section.name`."""
     keys = {key.replace("__", "."): value for key, value in said.items()}
     asked = Asked(made_recipe(keys), lambda key: f"r.yaml:{key}" if key in keys else "default")
-    return resolve(asked, facts)
+    return act(asked, facts)
 
 
 @pytest.fixture(scope="session")

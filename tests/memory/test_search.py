@@ -16,7 +16,7 @@ from memtrain.memory.known_models import known_config
 from memtrain.memory.nothing_fits import nearest_ways
 from memtrain.memory.pins import pins, yaml_lines
 from memtrain.memory.reasons import gains, left_out, time_words
-from memtrain.memory.resolve import Resolved, longest_that_fits
+from memtrain.memory.resolve import Resolved, longest_that_fits, resolved_if_it_fits
 from memtrain.memory.search import TIE, fastest, frontier
 from memtrain.memory.units import GIB
 
@@ -62,7 +62,7 @@ def test_more_memory_never_gives_a_slower_plan_and_what_fits_keeps_its_margin(
     fitted: dict[tuple[int, bool], list[float]] = {}
     for budget in BUDGETS:
         try:
-            resolved = ask(known, **said, memory__budget=f"{budget}GiB")
+            resolved = ask(known, resolved_if_it_fits, **said, memory__budget=f"{budget}GiB")
         except DoesNotFit:
             assert not fitted, "a smaller budget was enough"
             continue

@@ -1,0 +1,81 @@
+"""Where nothing fits: the largest owners, and three ways out that the planner itself has planned."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memtrain.errors import DoesNotFit
+from memtrain.memory.facts import Facts
+from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.known_models import known_config
+from memtrain.memory.resolve import Resolved
+from memtrain.memory.units import GIB, gib
+
+Ask = Callable[..., Resolved]
+
+
+def facts(facts_of: Callable[..., Facts], profile_of: Callable[..., Any], model: str, card: str) -> Facts:
+    config = known_config(model)
+    assert config is not None
+    return facts_of(Hardware.named(card), profile_of(*[2048] * 64), dict(config))
+
+
+def ways(ask: Ask, known: Facts, **said: Any) -> tuple[str, list[str]]:
+    """(what does not fit, the ways out that are told)."""
+    with pytest.raises(DoesNotFit) as caught:
+        ask(known, **said)
+    fault = caught.value.faults[0]
+    return fault.what, fault.fix.split("\n   or: ")
+
+
+def test_seventy_billion_weights_in_full_on_one_card_have_three_ways_out(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    """131 GiB of weights and as much of gradients on 80 GiB: rounded weights, eight cards, another rounding."""
+    what, told = ways(ask, facts(facts_of, profile_of, "llama-3.3-70b", "h100"))
+    assert "gradients 133.4 GiB, weights 131.4 GiB" in what
+    assert len(told) == 3
+    assert "quantize: 4bit" in told[0]
+    assert told[1].startswith("8 GPUs with cluster.engine: fsdp2 (peak ")
+    assert all("(peak " in way for way in told)
+
+
+def test_the_peak_of_a_way_out_is_that_of_the_plan_one_gets(ask: Ask, facts_of: Any, profile_of: Any):
+    """The recipe with the change, planned as a user would: it fits, with the peak that was told."""
+    known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
+    _, told = ways(ask, known)
+    lora = ask(known, model__adapter={"kind": "lora"})
+    assert told[0] == f"model.adapter: {{kind: lora}} (peak {gib(lora.prediction.peak.num_bytes)})"
+    card = ask(facts(facts_of, profile_of, "llama-3.1-8b", "a100-40"))
+    assert f"A100-40 of 40.00 GiB (peak {gib(card.prediction.peak.num_bytes)})" in told[2]
+
+
+def test_ways_out_keep_to_what_must_not_be_used(ask: Ask, facts_of: Any, profile_of: Any):
+    known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
+    _, told = ways(ask, known, memory__never=("lora", "adafactor"))
+    assert told
+    assert not any("lora" in way or "adafactor" in way for way in told)
+
+
+def test_rows_too_long_for_any_card_are_shared_by_more(ask: Ask, facts_of: Any, profile_of: Any):
+    config = known_config("llama-3.1-8b")
+    known = facts_of(Hardware.named("h100"), profile_of(*[400_000] * 8), dict(config or {}))
+    _, told = ways(ask, known, length__max_length=400_000, memory__never="lora", train__batch_rows=8)
+    assert any("cluster.context_parallel: " in way for way in told)
+
+
+def test_that_there_are_fewer_than_three_is_told(ask: Ask, facts_of: Any, profile_of: Any):
+    config = known_config("llama-3.3-70b")
+    assert config is not None
+    known = facts_of(Hardware.named("4090"), profile_of(*[2048] * 64), dict(config))
+    _, told = ways(ask, known, memory__budget="3GiB")
+    assert len(told) < 3
+    assert "nothing else was found to fit: up to three changes of the recipe, up to 64 GPUs" in told[-1]
+
+
+def test_what_no_change_makes_fit_says_how_far_changes_go(ask: Ask, facts_of: Any, profile_of: Any):
+    config = known_config("llama-3.3-70b")
+    known = facts_of(cpu(8 * GIB, 4), profile_of(*[2048] * 8), dict(config or {}))
+    _, told = ways(ask, known)
+    assert told[0].startswith("a larger device; the furthest that changes of the recipe go is ")
