@@ -50,6 +50,8 @@ SCRATCH = {
     "FSDP2": (0.002, GATHERING),
     "FSDP2, checkpointed, accumulating": (0.005, GATHERING),
     "FSDP2, eight ranks, LoRA": (0.002, GATHERING),
+    "FSDP2, shards on the host": (0.002, GATHERING),
+    "FSDP2, shards on the host, checkpointed, accumulating": (0.005, GATHERING),
     "FSDP2, dpo, a copy": (0.002, GATHERING),
     "dense attention": (0.08, COPIES),
     "DoRA": (0.05, COPIES),
@@ -146,6 +148,18 @@ def test_what_waits_on_the_host_is_told_and_not_counted_as_the_devices():
     assert states == pytest.approx(2 * 2 * weights, rel=0.001)
     resting = [one.recorder.phase_peaks["saving"] for one in (kept, moved)]
     assert resting[0] - resting[1] == states
+
+
+def test_shards_that_wait_on_the_host_leave_the_device_to_the_step():
+    """On the host: half of the weights in float32, as much for their gradients, twice for two moments."""
+    case = CASES["FSDP2, shards on the host"]
+    case = replace(case, changes=case.changes | CUDA)
+    found = trace(case.job)
+    half = sum(weight.numel() for weight in bare_model(LLAMA, case.settings).parameters()) * 4 // 2
+    assert found.host["weights"] == found.host["gradients"] == pytest.approx(half, rel=0.001)
+    assert found.host["optimizer states"] == pytest.approx(2 * half, rel=0.001)
+    assert found.recorder.phase_peaks["saving"] < 1024
+    assert case.estimated().peak.num_bytes == pytest.approx(found.recorder.peak_bytes, rel=0.01)
 
 
 @pytest.mark.slow

@@ -271,6 +271,7 @@ ARCHITECTURES = {
 }
 TWO = {"num_processes": 2}
 FSDP = TWO | {"engine": "fsdp2"}
+AWAY = {"shard_offload": "parameters"}
 LEARNT = HeaviestBatch(rows=1, tokens=512, scored_tokens=512, longest=512)
 """A slice of it has as many scored tokens as it can."""
 SLICED = TWO | {"context_parallel": 2, "pad_to_multiple_of": 4}
@@ -280,6 +281,8 @@ RANKS = {
     "FSDP2, checkpointed, accumulating": sft(QWEN, FSDP | EVERY | HALF, 2),
     "FSDP2, eight ranks, LoRA": sft(LLAMA, FSDP | {"num_processes": 8, "adapter": LORA} | EVERY),
     "FSDP2, dpo, a copy": Case("dpo", LLAMA, FSDP | {"reference": "copy"} | EVERY | SHARED),
+    "FSDP2, shards on the host": sft(LLAMA, FSDP | AWAY),
+    "FSDP2, shards on the host, checkpointed, accumulating": sft(QWEN, FSDP | AWAY | EVERY | HALF, 2),
     "slices": replace(sft(LLAMA, SLICED), batch=LEARNT),
     "slices, checkpointed": replace(sft(LLAMA, SLICED | EVERY | HALF, 2), batch=LEARNT),
     "slices, dpo": Case("dpo", LLAMA, SLICED | {"reference": "copy"} | EVERY | SHARED),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from importlib.util import find_spec
-from types import FrameType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,29 +59,50 @@ def seen_as_cuda(*names: str) -> Iterator[None]:
     What they put on `cpu` is the host's; what they make without naming a device is counted as the GPU's.
     """
 
-    def is_fooled(frame: FrameType) -> bool:
-        name = frame.f_globals.get("__name__", "")
-        return any(name == one or name.startswith(f"{one}.") for one in names)
-
+    is_fooled = called_from(*names)
     with ExitStack() as undo:
         for name, said in _CARD_CALLS.items():
             undo.enter_context(
-                _replaced(torch.cuda, name, _either(getattr(torch.cuda, name), said, is_fooled))
+                replaced(torch.cuda, name, _either(getattr(torch.cuda, name), said, is_fooled))
             )
         for name in _MAKERS.split():
-            undo.enter_context(_replaced(torch, name, _moving(getattr(torch, name), is_fooled)))
+            undo.enter_context(replaced(torch, name, _moving(getattr(torch, name), is_fooled)))
         plain: Any = FakeTensor.device
         to: Any = torch.Tensor.to
-        undo.enter_context(_replaced(FakeTensor, "to", _moving(to, is_fooled)))
+        undo.enter_context(replaced(FakeTensor, "to", _moving(to, is_fooled)))
         undo.enter_context(
-            _replaced(
+            replaced(
                 FakeTensor, "device", _told(plain.fget, lambda t: _seen(plain.fget(t)), is_fooled, plain.fset)
             )
         )
         undo.enter_context(
-            _replaced(FakeTensor, "is_cuda", _told(_never, lambda t: plain.fget(t).type == "cpu", is_fooled))
+            replaced(FakeTensor, "is_cuda", _told(_never, lambda t: plain.fget(t).type == "cpu", is_fooled))
         )
         yield
+
+
+def called_from(*names: str) -> Callable[[], bool]:
+    """Whether the function that asks was called by a module of these names, or inside them."""
+
+    def is_called() -> bool:
+        name = sys._getframe(2).f_globals.get("__name__", "")
+        return any(name == one or name.startswith(f"{one}.") for one in names)
+
+    return is_called
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` inside."""
+    has_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if has_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 @contextmanager
@@ -92,7 +113,7 @@ def without_launches() -> Iterator[None]:
         return
     from triton.runtime.jit import KernelInterface  # pyright: ignore[reportMissingImports]
 
-    with _replaced(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None):
+    with replaced(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None):
         yield
 
 
@@ -122,20 +143,20 @@ def _never(tensor: FakeTensor) -> bool:
     return False
 
 
-def _either(plain: Any, said: Callable[..., Any], is_fooled: Callable[[FrameType], bool]) -> Any:
+def _either(plain: Any, said: Callable[..., Any], is_fooled: Callable[[], bool]) -> Any:
     @wraps(plain, updated=())
     def called(*args: Any, **kwargs: Any) -> Any:
-        return (said if is_fooled(sys._getframe(1)) else plain)(*args, **kwargs)
+        return (said if is_fooled() else plain)(*args, **kwargs)
 
     return called
 
 
-def _moving(plain: Any, is_fooled: Callable[[FrameType], bool]) -> Any:
+def _moving(plain: Any, is_fooled: Callable[[], bool]) -> Any:
     """`plain` with the devices among its arguments translated."""
 
     @wraps(plain, updated=())
     def called(*args: Any, **kwargs: Any) -> Any:
-        if is_fooled(sys._getframe(1)):
+        if is_fooled():
             args = tuple(map(_meant, args))
             if "device" in kwargs:
                 kwargs["device"] = _meant(kwargs["device"])
@@ -147,20 +168,7 @@ def _moving(plain: Any, is_fooled: Callable[[FrameType], bool]) -> Any:
 def _told(
     plain: Callable[[Any], Any],
     said: Callable[[Any], Any],
-    is_fooled: Callable[[FrameType], bool],
+    is_fooled: Callable[[], bool],
     setter: Callable[[Any, Any], None] | None = None,
 ) -> property:
-    return property(lambda tensor: (said if is_fooled(sys._getframe(1)) else plain)(tensor), setter)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    has_own, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if has_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
+    return property(lambda tensor: (said if is_fooled() else plain)(tensor), setter)

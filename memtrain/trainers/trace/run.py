@@ -22,6 +22,7 @@ from memtrain.trainers.trace.bits import playing_bitsandbytes
 from memtrain.trainers.trace.dummies import DUMMIES, NOTHING, Subject
 from memtrain.trainers.trace.fake import bare_model, fakeify, without_data
 from memtrain.trainers.trace.host import bytes_on_host
+from memtrain.trainers.trace.host_shards import shards_on_host
 from memtrain.trainers.trace.judges import Judge, bare_judge, one_judgement
 from memtrain.trainers.trace.kernels import playing_liger
 from memtrain.trainers.trace.oracle import RULES, pretending
@@ -80,6 +81,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
         pretending(settings.device, skips_tiles=skips_tiles),
         playing_liger(settings, job.config),
         playing_ranks(settings),
+        shards_on_host(settings),
         slicing_without_data(settings) as rules,
     ):
         with unset_fake_temporarily():
@@ -198,8 +200,11 @@ def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_
 
 
 def _on_host(stage: Stage) -> dict[str, int]:
-    """Bytes by owner: the ring of offloaded activations, and the optimizer's states."""
+    """Bytes by owner: the ring of offloaded activations, the optimizer's states, and shards that wait there
+    with the sums of their gradients."""
     ring = sum(offloader.pool.num_bytes for offloader in stage.offloaders)
     states = bytes_on_host(tensors_of(stage.optimizer.state))
     on_gpu = stage.settings.device == "cuda"
-    return {"offloaded activations": ring if on_gpu else 0, "optimizer states": states}
+    found = {"offloaded activations": ring if on_gpu else 0, "optimizer states": states}
+    shards = bytes_on_host(stage.parameters)
+    return found | ({"weights": shards, "gradients": shards} if shards else {})
