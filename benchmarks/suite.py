@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from turns import where
+
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 900
 """Seconds after which a script is ended."""
@@ -133,10 +135,20 @@ def answered(question: Question, out: Path, env: Path | None, *, again: bool) ->
             if told is not errors:
                 told.close()
     if done.returncode or not _is_json(beside):
+        said = log.read_text().strip().splitlines() or [f"exit code {done.returncode}"]
+        print(f"{question.name}: failed: {said[-1]}", flush=True)
         return False
+    if question.is_stdout:
+        stamped(beside, "memtrain " + " ".join(question.words[len(BENCH) - 1 :]))
     beside.rename(path)
     print(f"{question.name}: {time.monotonic() - started:.0f} s", flush=True)
     return True
+
+
+def stamped(result: Path, command: str) -> None:
+    """Add device, date and commit to a result that was printed without."""
+    told = json.loads(result.read_text())
+    result.write_text(json.dumps(told | {"where": where(command)}, indent=1) + "\n")
 
 
 def _words(question: Question, out: Path, env: Path | None) -> list[str]:

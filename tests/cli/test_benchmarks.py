@@ -112,13 +112,15 @@ def test_a_ratio_is_theirs_over_ours(script: Any):
 
 def test_what_is_answered_is_not_asked_again(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     suite = script("suite")
-    prints = suite.Question("prints", ("-c", "print('{\"a\": 1}')"), is_stdout=True)
+    prints = suite.Question("prints", ("-c", "print('{\"a\": 1}')", "bench", "my.yaml"), is_stdout=True)
     assert suite.answered(prints, tmp_path, None, again=False)
-    assert json.loads((tmp_path / "prints.json").read_text()) == {"a": 1}
+    told = json.loads((tmp_path / "prints.json").read_text())
+    assert (told["a"], told["where"]["command"]) == (1, "memtrain bench my.yaml")
     assert suite.answered(prints, tmp_path, None, again=False)
     assert "there already" in capsys.readouterr().out
     fails = suite.Question("fails", ("-c", "raise SystemExit(3)"), is_stdout=True)
     assert not suite.answered(fails, tmp_path, None, again=False)
+    assert "fails: failed: exit code 3" in capsys.readouterr().out
     assert not (tmp_path / "fails.json").exists()
     needs = suite.Question("needs", ("x.py", "--trl", "TRL"))
     assert suite.answered(needs, tmp_path, None, again=False), "left out is no failure"
