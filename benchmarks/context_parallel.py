@@ -4,6 +4,7 @@ python benchmarks/context_parallel.py -o benchmarks/results/context_parallel.jso
 
 Processes on gloo, one thread each. First a packed row of documents that cross the borders of the slices: the
 largest difference of logits, loss and gradients from one process that holds the row, in float32 and bfloat16.
+So for both ways of attention, by gathered keys and by heads that are dealt out.
 Then a long row: the peak of live tensors of each process in forward and backward pass (weights, gradients and
 what the gathering takes included), one document in it or many. The peak does not depend on the machine.
 """
@@ -56,6 +57,7 @@ SHAPE: dict[str, Any] = {
 }
 DOCUMENTS = [301, 17, 40, 1, 88, 133, 212, 120, 66, 46]
 LONG = {"one document": [4096], "16 documents": [256] * 16}
+WAYS = ("keys", "heads")
 EXACT = [(kind, dtype) for kind in ("llama", "qwen3") for dtype in ("float32", "bfloat16")]
 
 
@@ -66,11 +68,16 @@ def main() -> None:
     asked = words.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        differences = {f"{kind}, {dtype}": compared(Path(name), kind, dtype) for kind, dtype in EXACT}
+        differences = {
+            f"by {by}, {kind}, {dtype}": compared(Path(name), kind, dtype, by_heads=by == "heads")
+            for by in WAYS
+            for kind, dtype in EXACT
+        }
         peaks = {
-            f"{which}, {'checkpointed' if is_checkpointed else 'all kept'}": peaks_of(
-                Path(name), lengths, is_checkpointed
+            f"by {by}, {which}, {'checkpointed' if is_checkpointed else 'all kept'}": peaks_of(
+                Path(name), lengths, is_checkpointed=is_checkpointed, by_heads=by == "heads"
             )
+            for by in WAYS
             for which, lengths in LONG.items()
             for is_checkpointed in (False, True)
         }
@@ -97,7 +104,7 @@ def commit() -> str:
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def compared(folder: Path, kind: str, dtype: str) -> dict[str, dict[str, float]]:
+def compared(folder: Path, kind: str, dtype: str, *, by_heads: bool) -> dict[str, dict[str, float]]:
     """By the number of processes: how far logits, loss and gradients are from those of one."""
 
     def learn(context: ContextRanks | None) -> dict[str, Any]:
@@ -108,7 +115,7 @@ def compared(folder: Path, kind: str, dtype: str) -> dict[str, dict[str, float]]
     whole = on_processes(1, folder, learn)[0]
     found: dict[str, dict[str, float]] = {}
     for size in SIZES[1:]:
-        ranks = on_processes(size, folder, learn)
+        ranks = on_processes(size, folder, learn, by_heads=by_heads)
         logits = torch.cat([rank["logits"][0] for rank in ranks])
         index = torch.cat([rank["logits"][1] for rank in ranks])
         expected = whole["logits"][0][index]
@@ -125,7 +132,7 @@ def compared(folder: Path, kind: str, dtype: str) -> dict[str, dict[str, float]]
     return found
 
 
-def peaks_of(folder: Path, lengths: list[int], is_checkpointed: bool) -> dict[str, Any]:
+def peaks_of(folder: Path, lengths: list[int], *, is_checkpointed: bool, by_heads: bool) -> dict[str, Any]:
     """By the number of processes: the highest peak of live tensors of any of them, in MiB."""
 
     def learn(context: ContextRanks | None) -> dict[str, float]:
@@ -139,7 +146,7 @@ def peaks_of(folder: Path, lengths: list[int], is_checkpointed: bool) -> dict[st
 
     found: dict[str, Any] = {}
     for size in SIZES:
-        ranks = on_processes(size, folder, learn)
+        ranks = on_processes(size, folder, learn, by_heads=by_heads)
         found["weights and gradients"] = round(ranks[0]["weights_and_gradients"], 1)
         found[f"{size} process{'es' if size > 1 else ''}"] = round(max(rank["peak"] for rank in ranks), 1)
     return found
@@ -190,7 +197,9 @@ def learnt(
     return total.item(), {name: p.grad.float() for name, p in scorer.named_parameters() if p.grad is not None}
 
 
-def on_processes(size: int, folder: Path, act: Callable[[ContextRanks | None], Any]) -> list[Any]:
+def on_processes(
+    size: int, folder: Path, act: Callable[[ContextRanks | None], Any], *, by_heads: bool = False
+) -> list[Any]:
     """What each of `size` forked processes found."""
     place = Path(tempfile.mkdtemp(dir=folder))
     children = []
@@ -200,7 +209,7 @@ def on_processes(size: int, folder: Path, act: Callable[[ContextRanks | None], A
             try:
                 if size > 1:
                     dist.init_process_group("gloo", f"file://{place}/store", rank=rank, world_size=size)
-                torch.save(act(make_context(size)), place / f"{rank}.pt")
+                torch.save(act(make_context(size, by_heads=by_heads)), place / f"{rank}.pt")
                 if size > 1:
                     dist.barrier()
                 os._exit(0)

@@ -23,6 +23,7 @@ from memtrain.trainers.run.folder import RunFolder
 
 RESTS_ON = (
     "cluster.context_parallel",
+    "cluster.context_parallel_by",
     "cluster.device",
     "cluster.engine",
     "cluster.offload",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
+from memtrain.memory.shared_rows import dealt_kept, gathered_backward, gathered_forward
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -111,7 +112,7 @@ def attention_kept(load: Load) -> int:
     """
     shape, N, a = load.shape, load.N, load.a
     Q, K = shape.query_width, shape.kv_width  # noqa: N806
-    kept = a * N * (Q + 2 * K) + a * N * Q
+    kept = a * N * (Q + 2 * K) + a * N * Q + dealt_kept(load)
     if shape.family.qk_norm != "none":
         scales = shape.num_heads + shape.num_kv_heads if shape.family.qk_norm == "head" else 2
         kept += norm_kept(load, Q + K, num_scales=scales)
@@ -130,30 +131,6 @@ def attention_kept(load: Load) -> int:
 def _scores(load: Load) -> int:
     """Scores of one layer where rows attend by themselves: heads * length^2 for each row."""
     return load.shape.num_heads * load.N * (load.N // load.batch.rows)
-
-
-def num_gathered(load: Load) -> int:
-    """Most tokens whose keys and values one process gathers from those that share its rows.
-
-    All of the row; in packed rows without shared prompts, no more than a document at each of the 2n - 1
-    borders of their slices.
-    """
-    settings = load.settings
-    if settings.context_parallel == 1:
-        return 0
-    if settings.shared_prompts or not settings.padding_free:
-        return load.num_whole
-    return min(load.num_whole, (2 * settings.context_parallel - 1) * load.batch.longest)
-
-
-def gathered_forward(load: Load) -> int:
-    """Gathered keys and values of one layer, as they arrive and in the order of the row: 2 * 2*a*M*K."""
-    return 4 * load.a * num_gathered(load) * load.shape.kv_width
-
-
-def gathered_backward(load: Load) -> int:
-    """Gathered keys and values, a kernel's gradients of them (2*a*M*K each), and float32 sums (8*M*K)."""
-    return (4 * load.a + 8) * num_gathered(load) * load.shape.kv_width
 
 
 def mlp_kept(load: Load) -> int:

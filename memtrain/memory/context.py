@@ -8,6 +8,7 @@ from typing import cast
 
 from memtrain.memory.attention import AttentionBackend, AttentionChoice
 from memtrain.memory.rules import Ledger
+from memtrain.memory.shape import ModelShape
 from memtrain.recipes.recipe import Recipe
 
 PATH = "cluster.context_parallel"
@@ -22,7 +23,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary positions whose frequencies follow the longest position that a pass sees."""
 
 
-def refuse_context(ledger: Ledger, processes: int, config: Mapping[str, object]) -> None:
+def refuse_context(ledger: Ledger, processes: int, config: Mapping[str, object], shape: ModelShape) -> None:
     """Note what `cluster.context_parallel` cannot be with, and processes that it does not divide."""
     size = ledger.asked.recipe.cluster.sharing
     if size == 1:
@@ -34,8 +35,35 @@ def refuse_context(ledger: Ledger, processes: int, config: Mapping[str, object])
             PATH,
             f"set cluster.processes to a multiple, such as {near}, or {PATH} to a divisor of {processes}",
         )
+    _refuse_heads(ledger, size, shape.num_heads, shape.num_kv_heads)
     for what, path, fix in context_faults(ledger.asked.recipe, config):
         ledger.refuse(f"{PATH} {size}: {what}", path, fix)
+
+
+def copies_of_keys(num_heads: int, num_key_heads: int, num_ranks: int) -> int:
+    """How often a head of keys is sent so that every rank has those of its heads; 0: they do not come out.
+
+    Ranks that hold a row together take as many heads each; see trainers/model/attention/by_heads.py.
+    """
+    if num_heads % num_ranks:
+        return 0
+    if num_key_heads % num_ranks == 0:
+        return 1
+    return 0 if num_ranks % num_key_heads else num_ranks // num_key_heads
+
+
+def _refuse_heads(ledger: Ledger, size: int, num_heads: int, num_key_heads: int) -> None:
+    by = "cluster.context_parallel_by"
+    if ledger.asked.recipe.cluster.context_parallel_by == "keys":
+        return
+    if not copies_of_keys(num_heads, num_key_heads, size):
+        able = [n for n in range(2, num_heads + 1) if copies_of_keys(num_heads, num_key_heads, n)]
+        ledger.refuse(
+            f"{by} heads: {num_heads} heads with {num_key_heads} of keys do not come out even on {size} "
+            "processes",
+            by,
+            f"set it to keys, or {PATH} to one of {', '.join(map(str, able)) or 'none: it has no other'}",
+        )
 
 
 def refuse_attention(ledger: Ledger, choice: AttentionChoice) -> None:

@@ -17,13 +17,13 @@ from memtrain.memory.activations import (
     Load,
     layer_boundary,
     layer_kept,
-    num_gathered,
 )
 from memtrain.memory.budget import num_trained, optimizer_bytes, static_bytes, trains_head
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.sending import Sending, Waiting, sending, waiting
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
+from memtrain.memory.shared_rows import dealt, num_gathered
 
 FORWARD_OPERATORS, BACKWARD_OPERATORS = 47, 75
 """Operators of one layer that are launched (views left out)."""
@@ -221,6 +221,11 @@ def gathered_bytes(load: Load) -> float:
     back. Links between devices are faster than the bus: this is the slow end.
     """
     forward, _ = _passes(load)
+    if dealt(load):
+        # There and back, in each forward pass and in the backward pass: all but a process's own heads.
+        own = 1 - 1 / load.settings.context_parallel
+        sent = own * load.a * load.N * (dealt(load) + load.shape.query_width)
+        return load.shape.num_layers * sent * (forward + 1)
     of_layer = num_gathered(load) * load.shape.kv_width * (2 * load.a * (forward + 1) + 8)
     return load.shape.num_layers * of_layer
 

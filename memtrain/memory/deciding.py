@@ -33,7 +33,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     processes = decide_device(ledger, hardware)
     dtype = decide_dtype(ledger, hardware)
     refuse_engine(ledger, processes, dtype)
-    refuse_context(ledger, processes, facts.config)
+    refuse_context(ledger, processes, facts.config, facts.shape)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
     _tell_of_model(ledger, facts)
     sharing = recipe.cluster.sharing
@@ -103,6 +103,7 @@ def _said(recipe: Recipe) -> dict[str, object]:
     return {
         "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",
         "shard_offload": first_form(recipe).offload,
+        "context_by": recipe.cluster.context_parallel_by if recipe.cluster.sharing > 1 else "keys",
         "checkpoint_layout": "full" if recipe.save.layout == "full" else "sharded",
         "background_save": recipe.save.background,
         "adapter": recipe.model.adapter,

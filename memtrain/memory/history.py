@@ -21,7 +21,8 @@ KEPT = 5
 """Runs of a kind that are remembered; the one that needed most counts."""
 FILE = "runs.json"
 STRATEGIES = (
-    *("device", "num_processes", "context_parallel", "engine", "dtype", "attention", "liger", "adapter"),
+    *("device", "num_processes", "context_parallel", "context_by", "engine", "dtype", "attention"),
+    *("liger", "adapter"),
     *("quantize", "padding_free", "shared_prompts", "reference", "value", "checkpoint_every", "offload"),
     *("loss", "optimizer", "master_weights", "in_backward", "optimizer_offload"),
 )

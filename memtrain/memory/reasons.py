@@ -128,7 +128,7 @@ def explain(ledger: Ledger, chosen: Priced, facts: Facts, budget: int) -> None:
         ledger.decide(
             "context_parallel",
             settings.context_parallel,
-            f"processes hold each row together; rows are padded to a multiple of "
+            f"processes hold each row together, by {settings.context_by}; rows are padded to a multiple of "
             f"{settings.pad_to_multiple_of}; {gain({'context_parallel': 1})}",
             "cluster.context_parallel",
         )

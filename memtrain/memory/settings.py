@@ -19,6 +19,8 @@ class Settings(Section):
     """CPU threads of one process."""
     context_parallel: int = 1
     """Processes that hold each row together, a slice each."""
+    context_by: Literal["keys", "heads"] = "keys"
+    """What those send each other in attention; of no meaning with one."""
 
     engine: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = "ddp"
     """What several processes share; of no meaning with one."""

@@ -86,6 +86,8 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
         return f"the step of {recipe.method} is not traced yet"
     if uses_zero(settings):
         return f"{settings.engine} is DeepSpeed's, whose buffers are made by code that asks for a device"
+    if settings.context_by == "heads":
+        return "what processes send each other where heads are dealt out is not traced"
     if settings.background_save and settings.device == "cpu":
         return "the copy of a save in the background is not traced"
     if uses_liger(settings) and (find_spec("liger_kernel") is None or find_spec("triton") is None):

@@ -30,7 +30,8 @@ def form_words(settings: Settings) -> str:
     if settings.shard_offload != "none":
         said.append(f"{settings.shard_offload} on the host")
     if settings.context_parallel > 1:
-        said.append(f"{settings.context_parallel} a row")
+        by = " by heads" if settings.context_by == "heads" else ""
+        said.append(f"{settings.context_parallel} a row{by}")
     return ", ".join(said)
 
 

@@ -9,9 +9,7 @@ _CHUNKED = "`memory.loss` (the chunked loss is taken by default)"
 _RESUME = "remove it: a run continues from its run folder by itself; `--no-resume` starts anew"
 _ENGINE = "`cluster.engine` (auto, ddp, fsdp2, zero1, zero2 or zero3)"
 _PRECISION = "`model.dtype` (bfloat16 where the device computes in it, by default)"
-_NO_ULYSSES = (
-    "`cluster.context_parallel`: processes that hold a row gather keys; heads are not dealt out (Ulysses)"
-)
+_ULYSSES = "`cluster.context_parallel`, and `cluster.context_parallel_by: heads` for Ulysses"
 
 RENAMED_KEYS: dict[str, str] = {
     # model
@@ -155,10 +153,10 @@ RENAMED_KEYS: dict[str, str] = {
     "num_gpus": "`cluster.processes`",
     "cp_size": "`cluster.context_parallel`",
     "context_parallel_size": "`cluster.context_parallel`",
-    "sp_size": _NO_ULYSSES,
-    "sequence_parallel_size": _NO_ULYSSES,
-    "sequence_parallel_degree": _NO_ULYSSES,
-    "ulysses_sequence_parallel_size": _NO_ULYSSES,
+    "sp_size": _ULYSSES,
+    "sequence_parallel_size": _ULYSSES,
+    "sequence_parallel_degree": _ULYSSES,
+    "ulysses_sequence_parallel_size": _ULYSSES,
     "deepspeed": _ENGINE,
     "fsdp": _ENGINE,
     "fsdp_config": _ENGINE,

@@ -115,6 +115,11 @@ class Cluster(Section):
     packed documents stay apart. It must divide the processes. `auto`: the fastest of 1, 2, 4, ... that
     fits."""
 
+    context_parallel_by: Literal["keys", "heads"] = "keys"
+    """What processes that hold a row together send each other in attention. `keys`: those of documents that
+    cross slices. `heads`: all of it, twice; each attends for some heads of whole rows (Ulysses), so they must
+    divide the heads. Same numbers."""
+
     engine: Literal["auto", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "auto"
     """What several processes share. `ddp`: the rows; each holds all weights. `fsdp2`: weights, gradients and
     optimizer states too, in shards; a layer is gathered while it computes. `zero1`, `zero2`, `zero3`:

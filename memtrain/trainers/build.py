@@ -108,7 +108,7 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
     _verify_scores(scorer, settings)
     if not was_empty:
         _verify_rows(model, settings)
-    scorer.context = make_context(settings.context_parallel)
+    scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "heads")
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)
     if not was_empty:

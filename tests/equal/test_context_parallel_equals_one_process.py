@@ -188,7 +188,7 @@ def learn(case: Case, context: Any = None) -> dict[str, Tensor]:
     return told | {name: one.grad for name, one in trained.items() if one.grad is not None}
 
 
-def on_ranks(size: int, folder: Path) -> dict[str, dict[str, Tensor]]:
+def on_ranks(size: int, by_heads: bool, folder: Path) -> dict[str, dict[str, Tensor]]:
     """Every case on `size` forked processes; what rank 0 found, which all have."""
     children = []
     for rank in range(size):
@@ -196,7 +196,7 @@ def on_ranks(size: int, folder: Path) -> dict[str, dict[str, Tensor]]:
         if child == 0:
             try:
                 dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
-                context = make_context(size)
+                context = make_context(size, by_heads=by_heads)
                 found = {name: learn(case, context) for name, case in CASES.items()}
                 if rank == 0:
                     torch.save(found, folder / "found.pt")
@@ -210,10 +210,11 @@ def on_ranks(size: int, folder: Path) -> dict[str, dict[str, Tensor]]:
     return torch.load(folder / "found.pt")
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=[(size, by) for by in ("keys", "heads") for size in SIZES])
 def found(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Tensor]]:
-    """What the ranks found, by case."""
-    return on_ranks(request.param, tmp_path_factory.mktemp("ranks"))
+    """What the ranks found, by case. By heads four ranks share two heads of keys: each is sent to two."""
+    size, by = request.param
+    return on_ranks(size, by == "heads", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.memory.activations import HeaviestBatch, Load, gathered_backward, num_gathered
-from memtrain.memory.context import row_multiple
+from memtrain.memory.activations import HeaviestBatch, Load, attention_kept
+from memtrain.memory.context import copies_of_keys, row_multiple
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import cpu
+from memtrain.memory.shared_rows import dealt, gathered_backward, gathered_forward, num_gathered
 from memtrain.memory.traced import can_trace
 from memtrain.memory.units import GIB
 
@@ -82,6 +83,41 @@ def test_what_is_gathered_is_priced(ask: Ask, facts: Facts):
     assert num_gathered(one_row) == 2048
     alone = settings.model_copy(update={"context_parallel": 1})
     assert num_gathered(Load(alone, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))) == 0
+
+
+@pytest.mark.parametrize(("size", "numbers"), [(2, 1024 + 2 * 256), (4, 1024 + 2 * 256), (8, 1024 + 2 * 512)])
+def test_heads_that_are_dealt_out_are_priced(
+    ask: Ask, facts_of, profile_of, recipe_of, size: int, numbers: int
+):
+    """16 heads of 64 and 4 of keys; on eight processes a head of keys is sent to two of them. What leaves is
+    laid in order, and arrives; attention keeps its output before it goes back, and the copies of keys."""
+    facts = facts_of(cpu(64 * GIB, 8), profile_of(*[512] * 64))
+    said = {"cluster__context_parallel": size, "cluster__context_parallel_by": "heads"}
+    settings = ask(facts, **ONE, **said).settings
+    load = Load(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
+    assert (dealt(load), num_gathered(load)) == (numbers, 0)
+    tokens = 2048 // size
+    assert gathered_forward(load) == 2 * 4 * tokens * numbers
+    by_keys = Load(settings.model_copy(update={"context_by": "keys"}), facts.shape, load.batch)
+    assert attention_kept(load) - attention_kept(by_keys) == 4 * tokens * (numbers - 2 * 256)
+    assert "not traced" in (can_trace(recipe_of({}), settings) or "")
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "ranks", "copies"),
+    [(16, 4, 2, 1), (16, 4, 4, 1), (16, 4, 8, 2), (16, 4, 16, 4), (16, 4, 3, 0), (24, 6, 4, 0), (9, 3, 9, 3)],
+)
+def test_heads_of_keys_go_to_the_ranks_of_their_queries(heads: int, keys: int, ranks: int, copies: int):
+    assert copies_of_keys(heads, keys, ranks) == copies
+
+
+def test_heads_that_do_not_come_out_even_are_refused(ask: Ask, facts_of, profile_of):
+    facts = facts_of(cpu(64 * GIB, 6), profile_of(*[512] * 64))
+    said = {"cluster__context_parallel": 3, "cluster__context_parallel_by": "heads"}
+    what, where, fix = refused(ask, facts, **said)
+    assert what.endswith("16 heads with 4 of keys do not come out even on 3 processes")
+    assert where == "r.yaml:cluster.context_parallel_by"
+    assert fix == "set it to keys, or cluster.context_parallel to one of 2, 4, 8, 16"
 
 
 def test_padded_rows_take_a_back_end_that_can_be_sliced(ask: Ask, facts: Facts):

@@ -62,7 +62,8 @@ def test_two_processes_that_share_packed_rows_have_the_losses_of_one(runs, two: 
     assert_the_same(two, runs.done("one", *PACKED, *STOPS))
 
 
-def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch):
+@pytest.mark.parametrize("by", ["keys", "heads"])
+def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch, by: str):
     """Three rows a step, one at a time, on two groups: one of them has nothing to learn in its last pass.
 
     Plain SGD, which hides no gradient that is some times too large.
@@ -70,9 +71,32 @@ def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     uneven = ("length.packing=bfd", "train.batch_rows=3", "train.micro_rows=1", "train.max_steps=3")
     uneven += ("optim.kind=sgd", "optim.lr=0.5", "optim.max_grad_norm=null")
-    ranks = runs.fork_ranks("four", 4, *uneven, SLICED)
+    ranks = runs.fork_ranks("four", 4, *uneven, SLICED, f"cluster.context_parallel_by={by}")
     assert [rank.wait() for rank in ranks] == [0] * 4, "\n".join(rank.said for rank in ranks)
     assert_the_same(runs.folder / "four", runs.done("one", *uneven))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_dealt_out_heads_have_the_losses_of_one_and_go_on_bit_for_bit(
+    runs, metrics, curve_of, monkeypatch, size: int
+):
+    """Two heads with one of keys on two processes; four with one on four."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    model = "model.config.num_attention_heads=4"
+    said = (*PACKED, *STOPS, model, f"cluster.context_parallel={size}", "cluster.context_parallel_by=heads")
+    ranks = runs.fork_ranks("many", size, *said, *SAVED)
+    assert [rank.wait() for rank in ranks] == [0] * size, ranks[0].said
+    assert_the_same(runs.folder / "many", runs.done("one", *PACKED, *STOPS, model))
+    ranks = runs.fork_ranks("run", size, *said, *SAVED)
+    while len(metrics(runs.folder / "run", "step")) < 4:
+        time.sleep(0.02)
+    for rank in ranks:
+        rank.send(signal.SIGKILL)
+    assert [rank.wait() for rank in ranks] == [-signal.SIGKILL] * size
+    ranks = runs.fork_ranks("run", size, *said, *SAVED)
+    assert [rank.wait() for rank in ranks] == [0] * size, ranks[0].said
+    assert curve_of(runs.folder / "run") == curve_of(runs.folder / "many")
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The ranks that hold one row together, and what they exchange: keys, their gradients, and sums."""
 
-# R: ranks of the group, C: tokens that one sends, N: numbers.
+# R: ranks of the group, C: what one sends another, such as tokens, N: numbers.
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class ContextRanks:
     """How many hold it."""
     group: dist.ProcessGroup | None = None
     """Their process group; None for the whole world."""
+    by_heads: bool = False
+    """In attention each takes some heads of the whole row; else its slice, and keys are gathered."""
 
     def gather(self, own_C: Tensor) -> Tensor:
         """[R * C, ...]: the tensors of all ranks, in their order. No gradient."""
@@ -40,6 +42,12 @@ class ContextRanks:
         own_C = all_RC.new_empty(all_RC.shape[0] // self.size, *all_RC.shape[1:])
         _scatter(own_C, all_RC.contiguous(), group=self.group)
         return own_C
+
+    def swap(self, own_RC: Tensor) -> Tensor:
+        """[R, ...]: what each rank has for this one, in their order; part r of `own_RC` goes to rank r."""
+        their_RC = torch.empty_like(own_RC, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(their_RC, own_RC.contiguous(), group=self.group)
+        return their_RC
 
     def sum(self, own_N: Tensor) -> Tensor:
         """[N], summed over the ranks; differentiable, see `_SumOverSlices`."""
@@ -70,7 +78,7 @@ class _SumOverSlices(torch.autograd.Function):
         return grads[0] * ctx.size, None
 
 
-def make_context(size: int) -> ContextRanks | None:
+def make_context(size: int, *, by_heads: bool = False) -> ContextRanks | None:
     """The group of this rank, of `size` neighbours; None where every rank holds rows of its own.
 
     Called by all ranks of the run together. Neighbours are on one node where it has room for them.
@@ -81,4 +89,4 @@ def make_context(size: int) -> ContextRanks | None:
     assert world % size == 0, f"{world} processes are not divided into groups of {size}."
     # Of its own even where it is the whole world: gradients are under way there during the backward pass.
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return ContextRanks(rank % size, size, cast(dist.ProcessGroup, groups[rank // size]))
+    return ContextRanks(rank % size, size, cast(dist.ProcessGroup, groups[rank // size]), by_heads)

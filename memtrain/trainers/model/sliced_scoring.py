@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memtrain.trainers.model.context import ContextRanks
 from memtrain.trainers.model.layout import Layout, packed_layout
-from memtrain.trainers.model.slices import SlicedLayout, slice_of
+from memtrain.trainers.model.slices import RowPart, SlicedLayout, part_of_row, slice_of
 
 Answer = TypeVar("Answer", bound=tuple[Tensor | None, ...])
 Ask = Callable[[dict[str, Any], Tensor, Tensor], Answer]
@@ -35,7 +35,7 @@ def over_slices(ranks: ContextRanks, inputs: dict[str, Any], rows_N: Tensor, ask
     return _whole(answer, which_n, len(rows_N), ranks)
 
 
-def sliced(inputs: dict[str, Any], ranks: ContextRanks) -> tuple[dict[str, Any], SlicedLayout]:
+def sliced(inputs: dict[str, Any], ranks: ContextRanks) -> tuple[dict[str, Any], SlicedLayout | RowPart]:
     """A backbone's inputs [B, T] as those of this rank's slice [1, L], and its layout.
 
     Padded rows become segments of one row: their padding stands behind every token that is scored.
@@ -45,7 +45,7 @@ def sliced(inputs: dict[str, Any], ranks: ContextRanks) -> tuple[dict[str, Any],
     if layout is None:
         B, T = ids_BT.shape
         layout = packed_layout([T] * B, ids_BT.device)
-    own = slice_of(layout, ranks)
+    own = part_of_row(layout, ranks) if ranks.by_heads else slice_of(layout, ranks)
     taken = {
         "input_ids": ids_BT.reshape(1, -1)[:, own.index],
         "position_ids": positions_BT.reshape(1, -1)[:, own.index],

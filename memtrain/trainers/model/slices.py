@@ -73,6 +73,38 @@ class SlicedLayout:
         return len(self.order)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPart:
+    """The tokens of a row that one rank holds where attention deals out heads: as many as each other's.
+
+    index: int64 [L], their rows in the whole row, in order.
+    whole: who attends to whom in it.
+    """
+
+    ranks: ContextRanks
+    index: Tensor
+    whole: Layout
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return len(self.index)
+
+    @property
+    def longest_span(self) -> int:
+        """Most tokens that a query can look back on, itself counted."""
+        return self.whole.longest_span
+
+
+def part_of_row(layout: Layout, ranks: ContextRanks) -> RowPart:
+    """The part of `layout` that this rank holds; the row's length must be a multiple of the ranks."""
+    T, size = layout.num_tokens, ranks.size
+    assert T % size == 0, f"{T} tokens are not cut into {size} parts."
+    own = T // size
+    index = torch.arange(ranks.index * own, (ranks.index + 1) * own, device=layout.device)
+    return RowPart(ranks, index, layout)
+
+
 def slice_of(layout: Layout, ranks: ContextRanks) -> SlicedLayout:
     """The slice of `layout` that this rank holds, on the layout's device.
 

@@ -74,6 +74,7 @@ ROUNDING_SETTINGS = (
     "device",
     "num_processes",
     "context_parallel",
+    "context_by",
     "engine",
     "zero_bucket",
     "threads",

@@ -87,7 +87,7 @@ def set_the_stage(
     scorer = scorer_of(model, METHODS[recipe.method].head, settings)
     if settings.value != "none":
         scorer = ValueScorer(model, own, **loss_form(settings))
-    scorer.context = make_context(settings.context_parallel)
+    scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "heads")
     trained = lay_out(scorer, settings)
     reference = reference_of(scorer, copy, recipe, settings)
     module = module_of(recipe)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.attention import AttentionBackend
+from memtrain.trainers.model.attention.by_heads import attend_by_heads
 from memtrain.trainers.model.attention.sliced import attend_sliced
 from memtrain.trainers.model.layout import Layout
-from memtrain.trainers.model.slices import SlicedLayout
+from memtrain.trainers.model.slices import RowPart, SlicedLayout
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
 
@@ -114,7 +115,7 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
-        layout: Layout | SlicedLayout | None = None,
+        layout: Layout | SlicedLayout | RowPart | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
@@ -136,6 +137,8 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         scale = scaling if scaling is not None else D**-0.5
         if isinstance(layout, SlicedLayout):
             out_THD = attend_sliced(query_THD, key_TKD, value_TKD, layout, scale, backend)
+        elif isinstance(layout, RowPart):
+            out_THD = attend_by_heads(query_THD, key_TKD, value_TKD, layout, scale, attend_of(backend))
         else:
             out_THD = attend_of(backend)(query_THD, key_TKD, value_TKD, layout, scale)
         return out_THD[None, ..., :D_value], None
@@ -149,7 +152,7 @@ def _check(
     key: Tensor,
     attention_mask: Tensor | None,
     dropout: float,
-    layout: Layout | SlicedLayout,
+    layout: Layout | SlicedLayout | RowPart,
     others: dict[str, Any],
 ) -> None:
     """Make sure that nothing is asked that the back ends would silently not do."""
@@ -170,7 +173,7 @@ def _check(
 
 
 def _unsupported(
-    module: nn.Module, dropout: float, layout: Layout | SlicedLayout, others: dict[str, Any]
+    module: nn.Module, dropout: float, layout: Layout | SlicedLayout | RowPart, others: dict[str, Any]
 ) -> str | None:
     if dropout:
         return f"attention dropout {dropout:g}"
