@@ -19,6 +19,10 @@ ROW_BYTES = 64
 tokens themselves are read from a mapped file."""
 
 
+ROUND_BYTES = 2 * 2**20
+"""Blocks are powers of two up to this and multiples of it above, so that sizes recur. Taste: a huge page."""
+
+
 def host_bytes(
     settings: Settings, shape: ModelShape, heaviest: HeaviestBatch, num_rows: int, prediction: Prediction
 ) -> dict[str, int]:
@@ -77,8 +81,15 @@ def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch)
     if settings.offload == "all":
         return shape.num_layers * layer_kept(load)
     if settings.offload == "boundaries":
-        return -(-shape.num_layers // settings.checkpoint_every) * layer_boundary(load)
+        return -(-shape.num_layers // settings.checkpoint_every) * rounded(layer_boundary(load))
     return 0
+
+
+def rounded(num_bytes: int) -> int:
+    """The size of the block of pinned memory that holds `num_bytes` of offloaded activations."""
+    if num_bytes <= ROUND_BYTES:
+        return 1 << max(0, num_bytes - 1).bit_length()
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
 def _states(settings: Settings, shape: ModelShape) -> int:

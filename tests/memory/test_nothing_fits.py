@@ -32,7 +32,7 @@ def ways(ask: Ask, known: Facts, **said: Any) -> tuple[str, list[str]]:
 def test_seventy_billion_weights_in_full_on_one_card_have_three_ways_out(
     ask: Ask, facts_of: Any, profile_of: Any
 ):
-    """131 GiB of weights and as much of gradients on 80 GiB: rounded weights, eight cards, another rounding."""
+    """131 GiB of weights, 133 of gradients, on 80 GiB: rounded weights, eight cards, another rounding."""
     what, told = ways(ask, facts(facts_of, profile_of, "llama-3.3-70b", "h100"))
     assert "gradients 133.4 GiB, weights 131.4 GiB" in what
     assert len(told) == 3

@@ -109,3 +109,21 @@ def test_a_step_inside_the_backward_pass_is_predicted_without_the_gradients(
     inside = settings.model_copy(update={"in_backward": True})
     saved = estimate(settings, shape, BATCH).peak.num_bytes - estimate(inside, shape, BATCH).peak.num_bytes
     assert saved > 2 * shape.num_parameters - 2 * 2 * 128256 * 4096
+
+
+def test_the_host_holds_pinned_rings_offloaded_states_and_the_dataset_index(
+    settings: Settings, shape: ModelShape
+):
+    """Two processes: 16 layers of 4,097 tokens x 4,096 numbers x 2 bytes, in blocks of whole 2 MiB; two
+    moments of 2 bytes a weight; 64 bytes a row of a million."""
+    moved = settings.model_copy(
+        update={"offload": "boundaries", "checkpoint_every": 2, "optimizer_offload": True, "num_processes": 2}
+    )
+    row = HeaviestBatch(1, 4097, 4097, 4097)
+    owners = host_bytes(moved, shape, row, 1_000_000, estimate(moved, shape, row))
+    assert owners["offloaded activations"] == 2 * 16 * 34 * MIB
+    assert owners["optimizer states"] == 2 * 2 * 2 * shape.num_parameters
+    assert owners["dataset index"] == 2 * 64 * 1_000_000
+    fault = host_shortage(owners, cpu(32 * GIB, 8))
+    assert fault is not None
+    assert "of host memory, and there are 32.00 GiB" in str(fault)

@@ -12,6 +12,8 @@ from small_runs import ONLINE, curve, dies_at, run_in, steps
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, RecipeError
 from memtrain.memory.plan import read_plan
+from memtrain.trainers.model import activations
+from memtrain.trainers.model.offload import Offloader
 
 METHODS = ("grpo", "rloo")
 RECIPE = (
@@ -96,6 +98,32 @@ def test_how_it_is_computed_does_not_move_the_curve(
     other = run(tmp_path, method, cache, *overrides, name="other")
     assert_same_curve(plain, other)
     assert [line["reward"] for line in steps(plain)] == [line["reward"] for line in steps(other)]
+
+
+@pytest.mark.parametrize("how", ["on", "off"])
+def test_activations_that_wait_on_the_host_do_not_move_a_run_with_a_reference_beside_it(
+    how: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With checkpointing the inputs of layers travel, without it all that layers keep. The reference's passes
+    keep nothing: as many bytes come back as without it."""
+    made: list[Offloader] = []
+
+    def offloader(*args, **named) -> Offloader:
+        made.append(Offloader(*args, **named, min_bytes=256))
+        return made[-1]
+
+    monkeypatch.setattr(activations, "Offloader", offloader)
+    given = ("grpo.beta=0.1", "train.max_steps=2", "eval.every_steps=null")
+    offloads = ("memory.activation_offloading=on", f"memory.activation_checkpointing={how}")
+    plain = run(tmp_path, "grpo", cache, *given, name="plain")
+    travelled = run(tmp_path, "grpo", cache, *given, *offloads, name="travelled")
+    assert curve(plain) == curve(travelled)
+    assert steps(plain)[-1]["kl"] > 0
+    (own,) = made
+    assert own.traffic.back_bytes > 0
+    assert own.pool.used_bytes == 0
+    run(tmp_path, "grpo", cache, "grpo.beta=0", *given[1:], *offloads, name="alone")
+    assert made[-1].traffic.out_bytes == pytest.approx(own.traffic.out_bytes, rel=0.1)
 
 
 def test_a_shared_prompt_is_forwarded_once(tmp_path: Path, cache: Path):

@@ -90,6 +90,26 @@ def test_only_the_inputs_of_layers_travel_and_the_last_stays(tiny_model: TinyMod
     assert offloader.traffic.back_bytes == 4 * INPUT_BYTES
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_last_k_layers_are_kept_and_only_the_others_come_back(tiny_model: TinyModel, count: int):
+    model, offloader = offloaded(tiny_model(num_hidden_layers=5).train(), "boundaries", keep_last=count)
+    backward(model)
+    assert offloader.traffic.out_bytes == 5 * INPUT_BYTES
+    assert offloader.traffic.back_bytes == (5 - count) * INPUT_BYTES
+
+
+def test_the_layer_before_is_fetched_while_one_is_used():
+    """Four layers leave; when the last is used the third is on its way, and no other."""
+    offloader = Offloader(LazyEngine(), keep_last=0, min_bytes=1)
+    saved = [offloader.pack(torch.full((64,), float(layer))) for layer in range(4)]
+    blocks = [one.block for one in saved if isinstance(one, Saved)]
+    assert all(block.device is None for block in blocks)
+    offloader.unpack(saved[3])
+    assert [block.device is not None for block in blocks[:3]] == [False, False, True]
+    assert offloader.unpack(saved[2])[0] == 2.0
+    assert [block.device is not None for block in blocks[:2]] == [False, True]
+
+
 def test_host_memory_is_recycled_from_step_to_step(tiny_model: TinyModel):
     model, offloader = offloaded(tiny_model(num_hidden_layers=5).train(), "boundaries")
     backward(model)

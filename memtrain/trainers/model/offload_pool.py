@@ -10,11 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from memtrain.memory.host import rounded
 from memtrain.trainers.model.offload_engines import Engine, Ticket
-
-ROUND_BYTES = 2 * 2**20
-"""Blocks are powers of two up to this and multiples of it above, so that sizes recur. Taste: a huge page."""
-
 
 class HostPool:
     """Blocks of host memory that are used again and never given back: pinning memory costs milliseconds.
@@ -42,13 +39,6 @@ class HostPool:
         """`block` may be written again once the copy `ticket` is over."""
         self.used_bytes -= block.numel()
         self._free[block.numel()].append((block, ticket))
-
-
-def rounded(num_bytes: int) -> int:
-    """The size of the block that holds `num_bytes`."""
-    if num_bytes <= ROUND_BYTES:
-        return 1 << (num_bytes - 1).bit_length()
-    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
 class DiskTier:
