@@ -14,6 +14,20 @@ def test_settings_say_the_topology(make_settings):
     assert (NODES.num_processes, NODES.engine, ALONE.engine) == (16, Engine.DDP, Engine.ALONE)
 
 
+def test_a_topology_says_engine_stage_and_who_holds_rows(make_settings):
+    cut = Topology.of(
+        make_settings(
+            num_processes=16, device="cuda", engine="fsdp2", context_parallel=4, context_by="heads"
+        ),
+        2,
+    )
+    assert cut.words() == "2 nodes with 8 processes on cuda: fsdp2, rows held by 4 (heads)"
+    assert (cut.stage, cut.context_parallel, cut.context_by) == (0, 4, "heads")
+    stages = [Topology.of(make_settings(num_processes=2, engine=f"zero{n}")).stage for n in (1, 2, 3)]
+    assert stages == [1, 2, 3]
+    assert ALONE.words() == "1 process on cpu: alone"
+
+
 def test_the_configuration_of_accelerate_never_names_multi_cpu():
     expected = {
         "compute_environment": "LOCAL_MACHINE",

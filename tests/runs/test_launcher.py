@@ -101,3 +101,12 @@ def test_a_killed_rank_ends_the_run_in_words(runs, metrics):
     assert process.returncode == 5, said
     assert said.startswith("error: rank 1 ended without a word")
     assert "Traceback" not in said
+
+
+def test_the_launch_file_of_two_processes_runs_by_hand(runs, curve_of):
+    folder = runs.folder / "run"
+    assert runs.run("run", *TWO, "--dry-run").code == 0
+    script = subprocess.run([folder / "launch.sh"], capture_output=True, text=True, cwd="/", check=False)
+    assert script.returncode == 0, script.stderr
+    found, expected = curve_of(folder), curve_of(runs.done("one"))
+    assert [one[1] for one in found] == pytest.approx([one[1] for one in expected], rel=1e-5)

@@ -38,7 +38,8 @@ def write_files(plan: Plan, run_dir: Path) -> Path:
     script = run_dir / "launch.sh"
     # Paths in the plan may be relative to where the command was given.
     words.append(f"cd {shlex.quote(str(Path.cwd()))}")
-    script.write_text("\n".join(["#!/usr/bin/env bash", "set -e", *words, f"exec {line}", ""]))
+    head = ["#!/usr/bin/env bash", f"# {topology.words()}", "set -e"]
+    script.write_text("\n".join([*head, *words, f"exec {line}", ""]))
     script.chmod(0o755)
     if topology.engine is not Engine.ALONE:
         config = yaml.safe_dump(accelerate_config(topology), sort_keys=False)

@@ -37,6 +37,10 @@ class Topology:
     expandable_segments: bool = True
     shares: Engine = Engine.DDP
     """What several processes do together."""
+    context_parallel: int = 1
+    """Processes that hold each row together."""
+    context_by: Literal["keys", "heads"] = "keys"
+    """What those send each other in attention."""
 
     @staticmethod
     def of(settings: Settings, num_nodes: int = 1) -> Topology:
@@ -50,6 +54,8 @@ class Topology:
             settings.threads,
             settings.expandable_segments,
             Engine(settings.engine),
+            settings.context_parallel,
+            settings.context_by,
         )
 
     @property
@@ -61,6 +67,18 @@ class Topology:
     def engine(self) -> Engine:
         """What keeps the processes together."""
         return self.shares if self.num_processes > 1 else Engine.ALONE
+
+    @property
+    def stage(self) -> int:
+        """Of DeepSpeed's ZeRO; 0 under other engines."""
+        return int(self.engine.removeprefix("zero")) if self.engine.startswith("zero") else 0
+
+    def words(self) -> str:
+        """One line for people: `2 nodes with 8 processes on cuda: fsdp2, rows held by 2 (heads)`."""
+        count = f"{self.processes_per_node} process{'es' if self.processes_per_node > 1 else ''}"
+        nodes = f"{self.num_nodes} nodes with " if self.num_nodes > 1 else ""
+        rows = f", rows held by {self.context_parallel} ({self.context_by})"
+        return f"{nodes}{count} on {self.device}: {self.engine}{rows if self.context_parallel > 1 else ''}"
 
 
 def accelerate_config(topology: Topology) -> dict[str, object]:
