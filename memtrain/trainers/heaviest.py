@@ -55,9 +55,17 @@ def step_of(feed: Feed, sequences: Ints, *, step: int, has_more: bool, replicas:
 
 
 def longest_together(feed: Feed, settings: Settings) -> Ints:
-    """The longest sequences that one micro-batch may hold: no step has more tokens."""
-    order = np.argsort(-feed.tokens, kind="stable")[: settings.micro_rows].astype(np.int64)
+    """The longest sequences that one micro-batch may hold: from the longest down, each that still fits."""
+    order = np.argsort(-feed.tokens, kind="stable").astype(np.int64)
     if settings.micro_tokens is None:
-        return order
-    fits = int(np.searchsorted(np.cumsum(feed.tokens[order]), settings.micro_tokens, side="right"))
-    return order[: max(1, fits)]
+        return order[: settings.micro_rows]
+    falling = -feed.tokens[order]
+    taken, place, left = order[:1].tolist(), 1, settings.micro_tokens + int(falling[0])
+    while len(taken) < settings.micro_rows:
+        place = max(place, int(np.searchsorted(falling, -left)))
+        if place >= len(order):
+            break
+        taken.append(int(order[place]))
+        left += int(falling[place])
+        place += 1
+    return np.array(taken, np.int64)

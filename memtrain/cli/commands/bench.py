@@ -54,5 +54,5 @@ def bench(
         write_text(page(made), html, says_aside=as_json)
     if as_json:
         typer.echo(json.dumps(made.as_json(), indent=1))
-    elif html is None:
+    else:
         print_bench(made)
