@@ -103,11 +103,8 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
         # Its weights are read when they are cut, and it is checked with them.
         spread.lay(scorer)
         _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
-        _verify_rows(model, settings)
-    # Its last pass ends at the head: with that, FSDP2 cuts a tied embedding again.
     _verify_scores(scorer, settings)
-    if not was_empty:
-        _verify_rows(model, settings)
+    _verify_rows(model, settings)
     scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "heads")
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)

@@ -136,6 +136,10 @@ def own_shards(model: nn.Module) -> dict[str, nn.Parameter]:
     They share their storage with the model's, so that every optimizer that looks at single numbers works on
     them as it would on whole weights.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A pass through a part of the model leaves the group of its outermost module whole.
+            module.reshard()
     return {
         name: nn.Parameter(local_of(parameter.detach()))
         for name, parameter in model.named_parameters()

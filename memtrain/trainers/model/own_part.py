@@ -7,6 +7,7 @@ numbers are those that the whole model would be given, because every draw is mad
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 Stretch = Callable[[torch.Size], range]
 """Which numbers of a weight of some shape this rank holds, counted in the flattened weight."""
+
+MAPPED_BYTES = 2**16
+"""Numbers that need less are not given pages of their own. Taste."""
 
 _ELEMENTWISE = {
     torch.ops.aten._to_copy.default,
@@ -44,6 +48,15 @@ class Kept:
     dtype: torch.dtype
     read: Callable[[range], Tensor]
     """Numbers of a stretch, from where they are: a file, or this process's memory."""
+    here: Tensor | None = None
+    """The numbers that are in this process's memory, flat."""
+
+    def brought(self, stretch: range) -> Tensor:
+        """The numbers of this rank, in memory from now on, where they can be written."""
+        if self.here is None:
+            self.here = _room(len(stretch), self.dtype).copy_(self.read(stretch))
+            self.read = _told(self.here)
+        return self.here
 
     def numbers(self, stretch: range) -> Tensor:
         """Those of a stretch of the flattened weight, in its own precision."""
@@ -52,7 +65,7 @@ class Kept:
     def forget(self) -> None:
         """They have been taken."""
         _KEPT.pop(self.storage._cdata, None)
-        self.read = _nowhere
+        self.read, self.here = _nowhere, None
 
 
 _KEPT: dict[int, Kept] = {}
@@ -107,7 +120,10 @@ def not_drawn() -> Iterator[None]:
 
 def keep(weight: Tensor, read: Callable[[range], Tensor] | None = None) -> None:
     """Remember where the numbers of a weight without data are; without `read` they are written to it."""
-    _keep(weight, read or _numbers(torch.empty(len(_MODES[-1].stretch(weight.shape)), dtype=weight.dtype)))
+    if read is None:
+        _hold(weight, _room(len(_MODES[-1].stretch(weight.shape)), weight.dtype))
+    else:
+        _keep(weight, read)
 
 
 def kept_of(model: nn.Module) -> dict[str, Kept]:
@@ -125,6 +141,7 @@ class _Making(TorchDispatchMode):
         super().__init__()
         self.stretch = stretch
         self.is_on = True
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def taken(self, param: nn.Parameter) -> nn.Parameter:
         """The parameter without data; its numbers are kept."""
@@ -133,10 +150,10 @@ class _Making(TorchDispatchMode):
                 keep(param)
             return param
         mine = self.stretch(param.shape)
-        numbers = param.detach().reshape(-1)[mine.start : mine.stop].clone()
+        own = param.detach().reshape(-1)[mine.start : mine.stop]
         bare = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         vars(bare).update(vars(param))
-        _keep(bare, _numbers(numbers))
+        _hold(bare, _room(len(mine), param.dtype).copy_(own))
         return bare
 
     def __torch_dispatch__(
@@ -163,23 +180,44 @@ class _Making(TorchDispatchMode):
         made: Tensor = func(*args, **kwargs)
         mine = self.stretch(kept.shape)
         elsewhere = {key: value for key, value in kwargs.items() if key not in ("device", "memory_format")}
-        _keep(made, _numbers(func(kept.numbers(mine), *args[1:], **elsewhere)))
+        own: Tensor = func(kept.numbers(mine), *args[1:], **elsewhere)
+        _hold(made, _room(len(mine), own.dtype).copy_(own))
         return made
 
     def _written(self, kept: Kept, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is written to a weight, or to a view of it, is written to a whole one for a moment."""
         target: Tensor = args[0]
         mine = self.stretch(kept.shape)
-        whole = torch.empty(kept.shape.numel(), dtype=kept.dtype)
-        own = whole[mine.start : mine.stop]
-        own.copy_(kept.numbers(mine))
+        whole, own = self._whole(kept.shape.numel(), kept.dtype), kept.brought(mine)
+        inside = whole[mine.start : mine.stop]
+        inside.copy_(own)
         func(whole.as_strided(target.shape, target.stride(), target.storage_offset()), *args[1:], **kwargs)
-        kept.read = _numbers(own.clone())
+        own.copy_(inside)
+
+    def _whole(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Room for a whole weight, the same for all: as large as the largest so far."""
+        if self._scratch.nbytes < count * dtype.itemsize:
+            self._scratch = _room(count * dtype.itemsize, torch.uint8)
+        return self._scratch[: count * dtype.itemsize].view(dtype)
 
 
-def _keep(weight: Tensor, read: Callable[[range], Tensor]) -> None:
+def _hold(weight: Tensor, own: Tensor) -> None:
+    """Keep numbers that are in this process's memory."""
+    _keep(weight, _told(own)).here = own
+
+
+def _keep(weight: Tensor, read: Callable[[range], Tensor]) -> Kept:
     storage = weight.untyped_storage()
-    _KEPT[storage._cdata] = Kept(storage, weight.shape, weight.dtype, read)
+    kept = _KEPT[storage._cdata] = Kept(storage, weight.shape, weight.dtype, read)
+    return kept
+
+
+def _room(count: int, dtype: torch.dtype) -> Tensor:
+    """Flat memory that the system has back as soon as it is let go: the allocator would keep it, in holes."""
+    num_bytes = count * dtype.itemsize
+    if num_bytes < MAPPED_BYTES:
+        return torch.empty(count, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
 
 
 def _kept(tensor: Any) -> Kept | None:
@@ -192,6 +230,5 @@ def _nowhere(stretch: range) -> Tensor:
     raise AssertionError("The numbers of a weight are taken once.")
 
 
-def _numbers(own: Tensor) -> Callable[[range], Tensor]:
-    """They are here already."""
+def _told(own: Tensor) -> Callable[[range], Tensor]:
     return lambda stretch: own
