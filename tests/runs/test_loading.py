@@ -17,8 +17,8 @@ pytestmark = [
 ]
 LAYERS = 6
 MODEL = (
-    f"model.config={{model_type: llama, hidden_size: 512, intermediate_size: 1408, "
-    f"num_hidden_layers: {LAYERS}, num_attention_heads: 8, num_key_value_heads: 8, head_dim: 64, tie_word_embeddings: true}"
+    "model.config={model_type: llama, hidden_size: 512, intermediate_size: 1408, num_attention_heads: 8, "
+    f"num_hidden_layers: {LAYERS}, num_key_value_heads: 8, head_dim: 64, tie_word_embeddings: true}}"
 )
 WHOLE = 4 * LAYERS * (4 * 512**2 + 3 * 512 * 1408)
 """Bytes of its layers, 77 MB; its embedding has few rows."""
