@@ -78,6 +78,11 @@ class Save(Section):
     into host memory, which the plan counts. The next save waits for the last one. Same numbers; a disk that
     refuses is told after a later step."""
 
+    allow_changed: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    """Keys or sections (`optim.lr`, `data`) that may differ from those of the run that a checkpoint is of:
+    from there it is another run, and says so. Not what decides the shapes of states: method, model,
+    optim.kind."""
+
     keep_best: bool = False
     """Also save and keep what has the lowest evaluation loss so far, and make it the final model."""
 

@@ -183,7 +183,7 @@ def test_a_rollout_that_is_kept_is_copied_too(runs, curve_of, slow_disk):
     from shared_out import write_online
 
     write_online(runs, "grpo")
-    asked = ("grpo.updates=2", "train.max_steps=8", "save.every_steps=1")
+    asked = ("grpo.updates_per_rollout=2", "train.max_steps=8", "save.every_steps=1")
     whole = runs.done("whole", *ASKED, *asked, "save.background=false", verb="grpo")
     process = runs._fork(lambda: _main(runs.arguments("run", *ASKED, *asked, verb="grpo")))
     time.sleep(2.0)

@@ -1,9 +1,11 @@
-"""A run that is asked to stop, and a folder that two runs want."""
+"""A run that is asked to stop, a folder that two runs want, a run that goes on with other keys."""
 
 import json
 import signal
 import time
 from pathlib import Path
+
+from memtrain.errors import ResumeError
 
 SLOW = ("train.max_steps=60", "save.every_steps=7", "memory.watch=true")
 
@@ -46,3 +48,19 @@ def test_a_folder_in_use_is_refused_with_the_process_that_has_it(runs, metrics):
     assert second.code == 5
     assert f"process {process.pid} on " in second.err
     assert f"kill {process.pid}" in second.err
+
+
+def test_a_changed_key_is_refused_and_goes_on_where_it_is_named(runs, metrics):
+    begun = ("train.max_steps=4", "optim.schedule=constant", "optim.warmup_steps=0", "save.every_steps=2")
+    folder = runs.done("run", *begun)
+    longer = (*begun, "train.max_steps=6", "optim.lr=1e-3", "train.shuffle=false")
+    refused = runs.run("run", *longer)
+    assert refused.code == ResumeError.exit_code
+    assert "optim.lr was 0.003 up to step 4 and is now 0.001" in refused.err
+    assert "save.allow_changed=[optim.lr]" in refused.err
+    runs.done("run", *longer, "save.allow_changed=[optim.lr, train.shuffle]")
+    notes = [note["text"] for note in metrics(folder, "note")]
+    assert "another run from here: optim.lr 0.003 -> 0.001" in notes
+    assert "another run from here: train.shuffle True -> False" in notes
+    assert [step["lr"] for step in metrics(folder, "step")] == [0.003] * 4 + [0.001] * 2
+    assert json.loads((folder / "status.json").read_text())["state"] == "done"

@@ -33,11 +33,12 @@ from memtrain.trainers.run.events import (
     FinalEvent,
     MemoryEvent,
     NoteEvent,
+    SaveEvent,
     StepEvent,
 )
 from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.run.metrics import MetricsWriter
-from memtrain.trainers.run.report import figures_of, load_report, lost_words, phases_of, summary
+from memtrain.trainers.run.report import figures_of, load_report, lost_words, phases_of, save_words, summary
 from memtrain.trainers.run.report_html import write_report
 
 MakePlan = Callable[..., Plan]
@@ -211,6 +212,14 @@ def test_the_terminal_says_the_same(tmp_path: Path, make_plan: MakePlan):
         "note: step 2",
     ):
         assert said in shown, said
+
+
+def test_what_steps_waited_for_checkpoints_is_told():
+    """Those that were waited for, and from before that was told, count with all of their time."""
+    saves = [SaveEvent(step=1, seconds=2.0), SaveEvent(step=2, seconds=3.0, held_s=0.25)]
+    assert save_words(saves) == "2 written, steps waited 2.2 s"
+    late = SaveEvent(step=3, seconds=3.0, held_s=1.5, waited_s=1.25)
+    assert save_words([late]) == "1 written, steps waited 1.5 s, 1.2 s of it for one still being written"
 
 
 def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_path: Path, make_plan: MakePlan):

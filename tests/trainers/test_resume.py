@@ -20,9 +20,9 @@ def facts(plan: Plan, step: int = 50) -> CheckpointFacts:
     return facts_of(plan, step=step)
 
 
-def refused_keys(saved: Plan, asked: Plan, **options: Any) -> list[str]:
+def refused_keys(saved: Plan, asked: Plan) -> list[str]:
     with pytest.raises(ResumeError) as caught:
-        check_resumable(facts(saved), asked, **options)
+        check_resumable(facts(saved), asked)
     return [fault.where for fault in caught.value.faults]
 
 
@@ -117,12 +117,21 @@ def test_a_constant_schedule_may_run_longer(make_plan: MakePlan, keys: dict[str,
     assert check_resumable(facts(make_plan(keys)), asked) == []
 
 
-def test_inexact_resume_can_be_allowed_but_not_for_another_model(make_plan: MakePlan):
-    saved = make_plan()
-    (said,) = check_resumable(facts(saved), make_plan({"optim.lr": 1e-4}), allow_inexact=True)
-    assert said == "another run from here: optim.lr 2e-05 -> 0.0001"
-    other = make_plan({"optim.lr": 1e-4, "optim.kind": "muon", "model.path": "org/other"})
-    assert refused_keys(saved, other, allow_inexact=True) == ["model.path", "optim.kind"]
+@pytest.mark.parametrize("names", [["optim.lr"], ["data", "optim"]])
+def test_what_is_named_may_change_and_is_said(make_plan: MakePlan, names: list[str]):
+    asked = make_plan({"optim.lr": 1e-4, "save.allow_changed": names})
+    assert check_resumable(facts(make_plan()), asked) == ["another run from here: optim.lr 2e-05 -> 0.0001"]
+
+
+def test_what_is_not_named_or_decides_shapes_stays_refused(make_plan: MakePlan):
+    changed = {"optim.lr": 1e-4, "train.seed": 7, "optim.kind": "muon", "model.path": "org/other"}
+    asked = make_plan(changed | {"save.allow_changed": ["optim", "model"]})
+    with pytest.raises(ResumeError) as caught:
+        check_resumable(facts(make_plan()), asked)
+    fixes = {fault.where: fault.fix for fault in caught.value.faults}
+    assert list(fixes) == ["model.path", "optim.kind", "train.seed"]
+    assert "save.allow_changed=[train.seed]" in fixes["train.seed"]
+    assert "allow_changed" not in fixes["model.path"] + fixes["optim.kind"]
 
 
 def test_every_setting_has_a_rule():

@@ -63,7 +63,7 @@ def read_states(checkpoint: Checkpoint, wanted: Mapping[int, range], *, own: int
     made: dict[int, State] = {}
     groups: list[State] = []
     for file in [*files[own:], *files[:own]]:
-        if groups and not any(missing.values()):
+        if groups and not any(missing.values()) and made.keys() == wanted.keys():
             break
         saved = load_state(checkpoint.part(file))
         groups = saved["param_groups"]

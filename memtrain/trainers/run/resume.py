@@ -4,7 +4,7 @@ Three kinds of difference:
 - free: the same numbers, bit for bit (what is logged, kept, evaluated; where activations wait);
 - rounding: the same run, but sums are taken in another order (threads, processes, micro-batches, kernels,
   versions): continued, and said;
-- all others: another run, refused with the keys that differ. `allow_inexact` turns these into warnings too,
+- all others: another run, refused with the keys that differ. Those that `save.allow_changed` names are said,
   except those whose saved state would not fit the model or the optimizer.
 """
 
@@ -133,13 +133,14 @@ class Difference:
     why: str = ""
 
 
-def check_resumable(facts: CheckpointFacts, plan: Plan, *, allow_inexact: bool = False) -> list[str]:
+def check_resumable(facts: CheckpointFacts, plan: Plan) -> list[str]:
     """What to tell the user when `plan` continues the checkpoint; empty when every number stays the same.
 
     Raises: ResumeError with every key that differs and would make it another run.
     """
     other_run = list(_other_run(facts, plan))
-    waived = [one for one in other_run if allow_inexact and not is_below(one.key, STATE_KEYS)]
+    allowed = plan.recipe.save.allow_changed
+    waived = [one for one in other_run if is_below(one.key, allowed) and not is_below(one.key, STATE_KEYS)]
     refused = [one for one in other_run if one not in waived]
     if refused:
         raise ResumeError([_fault(one, facts.step) for one in refused])
@@ -223,8 +224,11 @@ def _shown(value: JsonValue) -> str:
 
 def _fault(one: Difference, step: int) -> Fault:
     what = f"{one.key} was {_shown(one.saved)} up to step {step} and is now {_shown(one.asked)}"
+    fix = "set it back, or start anew: --no-resume, or another run_dir"
+    if not is_below(one.key, STATE_KEYS):
+        fix += f"; or go on as another run: save.allow_changed=[{one.key}]"
     return Fault(
         f"{what}: {one.why}" if one.why else what,
         where=one.key,
-        fix="set it back, or start anew: --no-resume, or another run_dir",
+        fix=fix,
     )
