@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -11,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import assert_usable, die_at, in_child, parts_of, save, shorten, steps_of
-from test_ranks import on_two_ranks
+from made_checkpoints import assert_usable, kill_at_every_moment, parts_of, save, steps_of
+from two_ranks import on_two_ranks
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan
 from memtrain.trainers.run.background import Background
-from memtrain.trainers.run.checkpoint import Parts, Save, mend_checkpoints, newest_complete
+from memtrain.trainers.run.checkpoint import Parts, Save, newest_complete
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.host_copy import HostCopies
 from memtrain.trainers.run.manifest import facts_of
@@ -113,32 +112,17 @@ def test_a_fault_of_our_own_is_not_swallowed(folder: RunFolder, make_plan: MakeP
         background.settle()
 
 
-@pytest.mark.parametrize("already_there", [False, True])
+@pytest.mark.parametrize("already_there", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_a_usable_one(tmp_path: Path, make_plan: MakePlan, already_there: bool):
-    """As of a save that is waited for: every point between two changes of the file system, by any thread."""
+    """As of a save that is waited for, whichever thread dies."""
     plan = make_plan()
-    before = RunFolder(tmp_path / "before")
-    save(before, plan, 5, keep=1)
-    if already_there:
-        save(before, plan, 10, keep=2)
-        shorten(before.checkpoints / "step-000010")
-    event, code = 0, 9
-    while code == 9:
-        event += 1
-        folder = RunFolder(tmp_path / str(event))
-        shutil.copytree(before.path, folder.path)
 
-        def killed(folder: RunFolder = folder, event: int = event) -> None:
-            background = Background(Ranks())
-            die_at(event)
-            background.begin(asked(folder, plan, 10, keep=1))
-            background.settle()
+    def act(folder: RunFolder) -> None:
+        background = Background(Ranks())
+        background.begin(asked(folder, plan, 10, keep=1))
+        background.settle()
 
-        code = in_child(killed)
-        mend_checkpoints(folder)
-        assert_usable(folder, {5, 10})
-        assert not list(folder.checkpoints.glob(".*"))
-    assert event > 20
+    kill_at_every_moment(tmp_path, plan, act, already_there=already_there)
 
 
 def test_two_ranks_agree_between_steps(tmp_path: Path, make_plan: MakePlan):

@@ -1,68 +1,26 @@
 """A checkpoint is complete or not there; whatever goes wrong, the last good one can be used."""
 
 import errno
-import json
 import os
 import resource
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from made_checkpoints import assert_usable, kill_at_every_moment, save, shorten, steps_of
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan
 from memtrain.trainers.run.checkpoint import (
-    Parts,
     Save,
     best_complete,
-    complete_steps,
-    mend_checkpoints,
     newest_complete,
     save_checkpoint,
 )
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of, fault_of
-from memtrain.trainers.run.state_io import load_state, save_state
 
 MakePlan = Callable[..., Plan]
-
-
-def parts_of(step: int) -> Parts:
-    """A state, a folder and a plain file, all of which say the step."""
-
-    def model(path: Path) -> None:
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps({"step": step}))
-
-    return {
-        "optimizer": lambda path: save_state({"step": torch.full((50,), step)}, path),
-        "model": model,
-        "note.txt": lambda path: path.write_text(f"step {step}") and None,
-    }
-
-
-def save(
-    folder: RunFolder, plan: Plan, step: int, *, keep: int = 2, loss: float | None = None, best: bool = False
-) -> Path:
-    facts = facts_of(plan, step=step, eval_loss=loss)
-    return save_checkpoint(Save(folder, parts_of(step), facts, keep=keep, keep_best=best))
-
-
-def steps_of(folder: RunFolder) -> list[int]:
-    return list(complete_steps(folder.checkpoints))
-
-
-def assert_usable(folder: RunFolder, steps: set[int]) -> None:
-    """The newest complete one is of one of these steps, and every part of it says so."""
-    found = newest_complete(folder)
-    assert found.checkpoint is not None
-    step = found.checkpoint.manifest.facts.step
-    assert step in steps
-    assert load_state(found.checkpoint.part("optimizer"))["step"].eq(step).all()
-    assert json.loads((found.checkpoint.part("model") / "config.json").read_text()) == {"step": step}
 
 
 @pytest.fixture
@@ -109,10 +67,6 @@ def test_a_broken_best_one_gives_way_to_the_next(folder: RunFolder, make_plan: M
     assert found.checkpoint is not None
     assert found.checkpoint.manifest.facts.step == 1
     assert len(found.rejected) == 1
-
-
-def shorten(path: Path) -> None:
-    (path / "optimizer.safetensors").write_bytes((path / "optimizer.safetensors").read_bytes()[:-1])
 
 
 def flip(path: Path) -> None:
@@ -166,62 +120,12 @@ def test_a_sound_one_of_the_same_step_is_not_written_again(folder: RunFolder, ma
     assert fault_of(path) == ""
 
 
-def die_at(event: int) -> None:
-    """From now on, this process dies like a killed one at the n-th change of the file system."""
-    seen = 0
-    changes = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
-
-    def hook(name: str, arguments: tuple) -> None:
-        nonlocal seen
-        if name in changes:
-            seen += 1
-            if seen == event:
-                os._exit(9)
-
-    sys.addaudithook(hook)
-
-
-def in_child(act: Callable[[], object]) -> int:
-    """The exit code of a forked process that does it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            act()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize("already_there", [False, True])
 def test_a_kill_at_any_moment_leaves_a_usable_one(tmp_path: Path, make_plan: MakePlan, already_there: bool):
-    """Every point between two changes of the file system, until the save comes through.
-
-    With `keep=1`, so that the only good one is removed by the very save that is killed; `already_there` has
-    the new one replace a broken one of the same step.
-    """
     plan = make_plan()
-    before = RunFolder(tmp_path / "before")
-    save(before, plan, 5, keep=1)
-    if already_there:
-        save(before, plan, 10, keep=2)
-        shorten(before.checkpoints / "step-000010")
-    event, code = 0, 9
-    while code == 9:
-        event += 1
-        folder = RunFolder(tmp_path / str(event))
-        shutil.copytree(before.path, folder.path)
-
-        def killed(folder: RunFolder = folder, event: int = event) -> None:
-            die_at(event)
-            save(folder, plan, 10, keep=1)
-
-        code = in_child(killed)
-        mend_checkpoints(folder)
-        assert_usable(folder, {5, 10})
-        assert not list(folder.checkpoints.glob(".*"))
-        save(folder, plan, 15, keep=1)
-        assert steps_of(folder) == [15]
-    assert event > 20
+    kill_at_every_moment(
+        tmp_path, plan, lambda folder: save(folder, plan, 10, keep=1), already_there=already_there
+    )
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 1, 100, 300, 600, 1000, 3000])

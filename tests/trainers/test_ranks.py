@@ -1,13 +1,11 @@
 """Ranks agree on sums, on what one of them knows, and on a save that one of them cannot make."""
 
 import errno
-import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from two_ranks import on_two_ranks
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan
@@ -15,24 +13,6 @@ from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpo
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
 from memtrain.trainers.run.ranks import Ranks, current_ranks
-
-
-def on_two_ranks(folder: Path, act: Callable[[Ranks], None]) -> None:
-    """Do it in two forked processes on gloo; each must come through."""
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            try:
-                dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-                act(current_ranks())
-                dist.barrier()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
 
 
 def test_one_process_is_a_world_of_its_own():
