@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, norm_kept, rotary
-from memtrain.memory.budget import static_bytes
+from memtrain.memory.budget import static_bytes, weights_bytes
 from memtrain.memory.engines import shards_weights
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
@@ -48,7 +48,8 @@ def judge_settings(settings: Settings, dtype: str, *, is_alike: bool) -> Setting
     """
     own = settings.dtype if dtype == "auto" else dtype
     plain = {"dtype": own, "adapter": None, "quantize": "none", "liger": False}
-    plain["engine"] = "fsdp2" if shards_weights(settings) else "ddp"
+    in_parts = shards_weights(settings)
+    plain |= {"engine": "fsdp2" if in_parts else "ddp", "loads_shards": in_parts}
     if not is_alike:
         plain |= {"attention": "stock", "padding_free": False, "shared_prompts": False}
     return settings.model_copy(update=plain)
@@ -99,6 +100,8 @@ def value_model(load: Load, activations: int, phase: str, *, passes: bool) -> di
     """
     if load.settings.value != "own":
         return {}
+    if phase == "load" and shards_weights(load.settings) and not load.settings.loads_shards:
+        return {"value model": weights_bytes(load.settings, headless(load.shape))}
     static = static_bytes(load.settings, headless(load.shape))
     # Its final norm, and the rows that its head reads, widened to float32.
     picked = (load.a + (4 if load.is_half else 0)) * load.S * load.shape.width

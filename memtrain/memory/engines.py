@@ -130,6 +130,19 @@ def loads_shards(recipe: Recipe, settings: Settings) -> bool:
     return settings.num_processes > 1 and settings.engine == "fsdp2" and not is_dora
 
 
+def decide_loading(ledger: Ledger, settings: Settings) -> None:
+    """Say what each process loads, where it keeps a part."""
+    if not shards_weights(settings):
+        return
+    if settings.loads_shards:
+        words = "each process reads, or draws, its own part of the weights"
+        ledger.decide("loading", "parts", words)
+        return
+    is_zero = settings.engine == "zero3"
+    why = "DeepSpeed cuts whole weights" if is_zero else "DoRA begins with norms of whole rows"
+    ledger.decide("loading", "whole", f"each process holds all weights until they are cut: {why}")
+
+
 def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharded"]:
     """Who writes checkpoints."""
     wanted, path = ledger.asked.recipe.save.layout, "save.layout"

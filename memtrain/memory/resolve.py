@@ -10,7 +10,7 @@ from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.auto_context import by_context, told
 from memtrain.memory.budget import measured_beside
 from memtrain.memory.deciding import decide_base
-from memtrain.memory.engines import decide_layout, refuse_closed, uses_zero
+from memtrain.memory.engines import decide_layout, decide_loading, refuse_closed, uses_zero
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.history import kind_of_run
@@ -94,6 +94,7 @@ def _resolve(asked: Asked, facts: Facts) -> Resolved:
         }
     )
     chosen = replace(chosen, settings=settings)
+    decide_loading(ledger, settings)
     explain(ledger, chosen, facts, budget)
     settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(

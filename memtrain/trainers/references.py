@@ -10,6 +10,7 @@ from typing import Any, cast
 from peft import PeftModel
 from torch import nn
 
+from memtrain.memory.engines import shards_weights
 from memtrain.memory.plan import Plan
 from memtrain.memory.preferences import section_of
 from memtrain.trainers.answer_feed import AnswerFeed
@@ -70,7 +71,9 @@ def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
         model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)
         return scorer_of(model.requires_grad_(False).eval(), "lm", settings).eval()
 
-    return made_in_parts(settings, made)[0]
+    # Of the policy's own weights, an adapter that needs whole ones or DeepSpeed asks otherwise.
+    in_parts = settings.model_copy(update={"loads_shards": shards_weights(settings)})
+    return made_in_parts(in_parts, made)[0]
 
 
 def _precompute(plan: Plan, reference: Live, method: ModuleType, train: Feed, held_out: Feed | None) -> None:

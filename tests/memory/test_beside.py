@@ -31,6 +31,16 @@ def test_a_value_model_of_its_own_has_states_from_the_first_update_on(make_setti
     assert value_model(load_of(make_settings, value="shared"), 1000, STEPS[0], passes=True) == {}
 
 
+def test_a_value_model_is_loaded_whole_where_the_policy_is(make_settings):
+    """Two ranks: half of it where each reads its part, all of it until DeepSpeed cuts it."""
+    whole = 4 * headless(shape_of(TINY)).num_parameters
+    cut = {"value": "own", "num_processes": 2}
+    parts = load_of(make_settings, **cut, engine="fsdp2", loads_shards=True)
+    assert value_model(parts, 0, "load", passes=False) == {"value model": whole / 2}
+    zero = load_of(make_settings, **cut, engine="zero3")
+    assert value_model(zero, 0, "load", passes=False) == {"value model": whole}
+
+
 def test_the_peak_of_a_step_is_that_of_both_models_together(make_settings):
     """Each moment of the policy with what the value model holds then, and the highest sum."""
     load = load_of(make_settings, value="own")

@@ -127,6 +127,7 @@ def test_shards_are_taken_where_whole_weights_do_not_fit_and_the_plan_says_why(a
     decided = {one.setting: one for one in tight.decisions}
     assert "without it" in decided["engine"].reason
     assert decided["checkpoint_layout"].value == "sharded"
+    assert decided["loading"].value == "parts"
     assert tight.prediction.peak.num_bytes < roomy.prediction.peak.num_bytes
 
 
