@@ -137,3 +137,34 @@ def test_a_torn_last_line_and_a_broken_checkpoint_are_passed_over(runs, metrics,
     runs.done("torn", *with_stop)
     assert curve_of(folder) == curve_of(whole)
     assert any(newest.name in note["text"] for note in metrics(folder, "note"))
+
+
+def test_epochs_of_a_streamed_source_go_on_to_the_last_bit(runs, metrics, curve_of, monkeypatch):
+    """Two passes and a half over a stream, killed in the second: no row is seen again, or left out."""
+    import datasets
+    import huggingface_hub
+
+    class Api:
+        def dataset_info(self, *given, **named):
+            return huggingface_hub.DatasetInfo(id="some/dataset", sha="abc")
+
+    texts = [{"text": f"row {number} says {' '.join('ab' * (number % 7 + 1))}"} for number in range(40)]
+    stream = datasets.Dataset.from_list(texts).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: stream)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    asked = (
+        "data={train: {source: some/dataset, limit: 32}, streaming: true}",
+        "train.max_steps=null",
+        "train.epochs=2.5",
+        "save.every_steps=1",
+        "optim.neftune_alpha=5",
+    )
+    whole = runs.done("whole", *asked)
+    steps = metrics(whole, "step")
+    assert (len(steps), steps[-1]["epoch"]) == (10, 2)
+    process = runs.fork("killed", *asked)
+    while len(metrics(runs.folder / "killed", "step")) < 6:
+        time.sleep(0.002)
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert curve_of(runs.done("killed", *asked)) == curve_of(whole)
