@@ -146,3 +146,15 @@ def test_begun_anew_a_run_is_planned_anew(runs, here):
     folder = runs.done("run", *OPEN, "train.max_steps=3", "--no-resume")
     assert micro_tokens(folder) > small
     assert "plan" not in [one.setting for one in read_plan(folder / "plan.json").decisions]
+
+
+def test_a_job_that_is_submitted_for_a_run_keeps_its_plan(runs, here):
+    here(int(TIGHT / 0.8))
+    folder = runs.done("run", *OPEN, "train.max_steps=3")
+    small = micro_tokens(folder)
+    written = runs.run("run", *OPEN, verb="slurm")
+    assert written.code == 0, written.err
+    assert (told(folder)[0], micro_tokens(folder)) == ("kept", small)
+    other = runs.run("other", *OPEN, verb="slurm")
+    assert other.code == 0, other.err
+    assert micro_tokens(runs.folder / "other") > small
