@@ -46,7 +46,7 @@ PAGE = ROOT / "docs" / "exactness.md"
 STRATEGIES_PAGE = ROOT / "docs" / "strategies.md"
 PAIRS = "## Proven together"
 """The section at the end of docs/strategies.md that is written here; the rest is of `memtrain schema`."""
-METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
 BACKENDS = ("cpu", "dense", "stock")
 """The attention back ends that a CPU has."""
 FLAT = {"cpu": ("padding_free",), "dense": ("padding_free",)}
