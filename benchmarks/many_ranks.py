@@ -90,6 +90,7 @@ def main() -> None:
     table: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.exists() else {"cells": {}}
     warm.warm_up()
     table |= about()
+    alone: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         os.environ["MEMTRAIN_CACHE"] = f"{place}/cache"
@@ -97,21 +98,31 @@ def main() -> None:
             for method in asked.only.split(","):
                 recipe = warm.write_recipe(folder, method)
                 for engine in asked.engines.split(","):
-                    fill(table["cells"], recipe, method, engine, num_ranks, folder)
+                    fill(table["cells"], alone, recipe, method, engine, num_ranks, folder)
                     asked.output.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def fill(cells: dict[str, Any], recipe: Path, method: str, engine: str, num_ranks: int, folder: Path) -> None:
-    """Measure a cell that is not there, and one process before it."""
-    name, alone = f"{method} {engine} {num_ranks}", f"{method} one 1"
+def fill(
+    cells: dict[str, Any],
+    alone: dict[str, list[tuple[float, float]]],
+    recipe: Path,
+    method: str,
+    engine: str,
+    num_ranks: int,
+    folder: Path,
+) -> None:
+    """Measure a cell that is not there; `alone`: losses and norms of one process, made where they are not."""
+    name = f"{method} {engine} {num_ranks}"
     if name in cells:
         return
-    if alone not in cells:
-        cells[alone] = measured(recipe, method, "one", 1, folder)
+    if method not in alone:
+        one = measured(recipe, method, "one", 1, folder)
+        alone[method] = one.pop("curve")
+        cells[f"{method} one 1"] = one
     cell = measured(recipe, method, engine, num_ranks, folder)
-    found, expected = cell.pop("curve", None), cells[alone].get("curve")
-    if found is not None and expected is not None:
-        cell["furthest_from_one_process"] = furthest(found, expected)
+    found = cell.pop("curve", None)
+    if found is not None:
+        cell["furthest_from_one_process"] = furthest(found, alone[method])
     cells[name] = cell
     print(name, cell, flush=True)
 
