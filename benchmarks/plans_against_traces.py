@@ -1,9 +1,11 @@
-"""Sixty plans against the trace of the run they plan: does one that "fits" fit by its trace too?
+"""Ninety plans against the trace of the run they plan: does one that "fits" fit by its trace too?
 
     python benchmarks/plans_against_traces.py [--most N]   writes benchmarks/results/plans_against_traces.json
 
-Five models and fourteen recipes (methods, full and LoRA, packed and padded, precisions, optimizers,
-offloading), each planned for the smallest card that holds it, without its data. Made without a GPU.
+Five models and nineteen recipes (methods, full and LoRA, packed and padded, precisions, optimizers,
+offloading, a value model, shards over four GPUs), each planned for the smallest card that holds it, without
+its data. Made without a GPU. Interrupted, and started again at the same commit, it goes on from the rows it
+has.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.trace.worker import answer
 
 RESULTS = Path(__file__).parent / "results" / "plans_against_traces.json"
+PART = RESULTS.with_suffix(".part.json")
+"""The rows of a run that is under way."""
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "smollm3-3b", "mistral-7b", "llama-3.1-8b")
 WRITES: dict[str, Any] = {
     "rewards": {"functions": ["builtin:length"]},
@@ -51,7 +55,14 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"method": "reward"},
     {"method": "grpo", "model": {"adapter": {"r": 16}}, "grpo": {"beta": 0.04}} | WRITES,
     {"method": "rloo", "rloo": {"beta": 0.0}} | WRITES,
+    {"method": "ppo", "ppo": {"value": "own"}} | WRITES,
+    {"cluster": {"engine": "fsdp2"}},
+    {"cluster": {"engine": "fsdp2"}, "model": {"adapter": {"r": 16}}},
+    {"cluster": {"engine": "fsdp2"}, "method": "dpo", "dpo": {"reference": "copy"}},
+    {"cluster": {"engine": "fsdp2"}, "method": "grpo", "grpo": {"beta": 0.0}} | WRITES,
 )
+SHARING = 4
+"""GPUs of a recipe that shares its weights out."""
 CARDS = ("4090", "a100-40", "h100", "h200")
 TRACED = ("load", "first step", "steady step", "evaluation", "passes", "saving")
 """Phases that a trace has; completions are written by other code."""
@@ -76,7 +87,7 @@ def planned(recipe: Recipe, config: dict[str, Any]) -> tuple[Hardware, Resolved]
     """The plan for the smallest card that holds it."""
     asked = Asked(recipe, lambda key: "default")
     for card in CARDS:
-        hardware = Hardware.named(card)
+        hardware = Hardware.named(card, 1 if recipe.cluster.engine == "auto" else SHARING)
         try:
             return hardware, resolve(asked, facts_without_data(asked, LookedAt(config), hardware))
         except DoesNotFit:
@@ -115,21 +126,25 @@ def row(model: str, form: dict[str, Any]) -> dict[str, Any] | None:
 
 def main() -> int:
     most = int(sys.argv[sys.argv.index("--most") + 1]) if "--most" in sys.argv else 10**6
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
-    rows: list[dict[str, Any]] = []
+    made = begun()
+    rows: list[dict[str, Any]] = made["rows"]
+    known = [(one["model"], one["form"]) for one in (*rows, *made["left_out"])]
     for form, model in product(FORMS, MODELS):
         if len(rows) >= most:
             break
+        if (model, form) in known:
+            continue
         found = row(model, form)
         if found is None:
-            continue
-        rows.append(found)
-        print(f"{model} {form}: {found['error']:+.2%} on {found['card']}, {found['seconds']} s", flush=True)
-        RESULTS.parent.mkdir(exist_ok=True)
-        made = {"made": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip(), "device": "CPU, no GPU"}
-        RESULTS.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
+            made["left_out"].append({"model": model, "form": form})
+        else:
+            rows.append(found)
+            print(
+                f"{model} {form}: {found['error']:+.2%} on {found['card']}, {found['seconds']} s", flush=True
+            )
+        PART.write_text(json.dumps(made) + "\n")
+    RESULTS.write_text(json.dumps(made, indent=1) + "\n")
+    PART.unlink()
     wrong = [one for one in rows if not one["fits_by_trace"]]
     worst = max((abs(one["error"]) for one in rows), default=0.0)
     mean = sum(abs(one["error"]) for one in rows) / max(1, len(rows))
@@ -137,6 +152,16 @@ def main() -> int:
         f"{len(rows)} plans, {len(wrong)} contradicted by the trace; error mean {mean:.2%}, worst {worst:.2%}"
     )
     return 1 if wrong else 0
+
+
+def begun() -> dict[str, Any]:
+    """Results without rows, or those that an interrupted run at this commit has left."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    if PART.is_file() and (left := json.loads(PART.read_text()))["commit"] == commit:
+        return left
+    made = {"made": time.strftime("%Y-%m-%d"), "commit": commit, "device": "CPU, no GPU"}
+    return made | {"rows": [], "left_out": []}
 
 
 if __name__ == "__main__":

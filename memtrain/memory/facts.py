@@ -100,11 +100,24 @@ def predict(settings: Settings, facts: Facts, batch: HeaviestBatch | None = None
     """The peaks of every phase for a micro-batch; of itself the heaviest of the data."""
     batch = batch or heaviest(settings, facts)
     load = Load(settings, facts.shape, batch)
-    made = with_beside(estimate(settings, facts.shape, batch), load, kept_bytes(load), facts.rewards)
+    told = estimate(settings, facts.shape, batch, accumulates=may_accumulate(settings, facts))
+    made = with_beside(told, load, kept_bytes(load), facts.rewards)
     if not facts.history.ratios:
         return made
     kind = kind_of_run(settings, facts.shape, facts.method)
     return made.model_copy(update={"correction_bytes": facts.history.correction(kind, made.peak.num_bytes)})
+
+
+def may_accumulate(settings: Settings, facts: Facts) -> bool:
+    """Whether a step of one process may have several micro-batches, so that gradients wait from one to the
+    next; not where its rows are one micro-batch however long they are."""
+    if settings.batch_rows is None or METHODS[facts.method].is_online:
+        return True
+    profile = facts.rows_of(settings)
+    rows = -(-settings.batch_rows // settings.num_replicas)
+    longest = profile.longest[0] if profile.longest else 1
+    is_over = settings.micro_tokens is not None and rows * longest > settings.micro_tokens
+    return rows > settings.micro_rows or is_over
 
 
 def need_of(prediction: Prediction, settings: Settings) -> int:

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.facts import may_accumulate
 from memtrain.memory.hardware import Hardware, cpu
 from memtrain.memory.lengths import LengthProfile, LengthReport
 from memtrain.memory.resolve import Facts, Resolved, resolve
@@ -190,3 +191,16 @@ def test_epochs_become_steps():
     resolved = ask(train__epochs=2.5)
     assert resolved.settings.max_steps == 25
     assert reason_of(resolved, "max_steps") == "asked for; 2.5 epochs over 100 sequences"
+
+
+def test_a_step_that_is_one_micro_batch_however_long_its_rows_are_holds_no_gradients():
+    """Rows of at most 100 tokens: eight of them are 800. Gradients wait where a ninth or a limit makes two."""
+    made = ask(lengths=profile(*[100] * 40), train__batch_rows=8)
+    settings, known = made.settings, made.case.facts
+    one = settings.model_copy(update={"batch_rows": 8, "micro_rows": 8, "micro_tokens": 800})
+    assert not may_accumulate(one, known)
+    assert not may_accumulate(one.model_copy(update={"micro_tokens": None}), known)
+    for update in ({"micro_rows": 7}, {"micro_tokens": 799}, {"batch_rows": 9}, {"batch_rows": None}):
+        assert may_accumulate(one.model_copy(update=update), known)
+    two = {"num_processes": 2, "batch_rows": 16}
+    assert not may_accumulate(one.model_copy(update=two), known)

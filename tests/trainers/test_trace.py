@@ -173,6 +173,15 @@ def test_owners_of_a_trace_are_known_and_sum_to_each_peak():
     assert steady["optimizer"] == pytest.approx(4 * weights, rel=0.001)
 
 
+def test_a_rank_that_reads_its_own_rows_never_has_the_whole_model():
+    whole = trace(CASES["FSDP2"].job).recorder.phase_peaks["load"]
+    case = CASES["FSDP2"]
+    own = trace(replace(case, changes=case.changes | {"loads_shards": True}).job).recorder
+    told = replace(case, changes=case.changes | {"loads_shards": True}).estimated().phases[0]
+    assert (told.phase, told.num_bytes) == ("load", pytest.approx(own.phase_peaks["load"], rel=0.001))
+    assert own.phase_peaks["load"] < 0.5 * whole
+
+
 def test_a_trace_feeds_the_model_of_the_cuda_allocator():
     recorder = trace(sft(LLAMA, HALF | CUDA).job).recorder
     replayed = replay(recorder.events)

@@ -13,6 +13,7 @@ from torch import Tensor
 from memtrain.memory.host import rounded
 from memtrain.trainers.model.offload_engines import Engine, Ticket
 
+
 class HostPool:
     """Blocks of host memory that are used again and never given back: pinning memory costs milliseconds.
 

@@ -153,6 +153,11 @@ class Recorder(TensorPeak):
         self.phase = phase
         self._note_peak()
 
+    def begin_phase_again(self) -> None:
+        """Forget what the present phase needed so far."""
+        self.phase_peaks.pop(self.phase, None)
+        self._note_peak()
+
     @contextmanager
     def owned_by(self, owner: str) -> Iterator[None]:
         """Allocations inside belong to `owner`."""

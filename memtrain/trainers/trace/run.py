@@ -172,6 +172,9 @@ def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_
                 lay_out(judge.scorer, job.settings)
                 recorder.own(map(local_of, judge.weights), "reward models")
         own_states(stage, recorder)
+        if job.settings.loads_shards:
+            # Each rank reads its own rows: the whole model that was cut here was never there.
+            recorder.begin_phase_again()
         current = [STEPS[0]]
         if is_marked:
             watch_layers(cast.model, recorder, lambda: current[0])
