@@ -1,8 +1,7 @@
 """What a rank holds when weights are in shards, by hand; and when the plan takes them."""
 
-from typing import Any
-
 import pytest
+from narrow import NARROW
 
 from memtrain.errors import RecipeError
 from memtrain.memory.activations import HeaviestBatch, Load
@@ -16,17 +15,7 @@ from memtrain.memory.units import GIB
 from memtrain.recipes.model import Adapter
 
 # Width 8, two layers: q and o 8x8, k and v 8x4, three of 8x16 for the MLP, two norms of 8.
-TINY: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "tie_word_embeddings": False,
-}
+TINY = NARROW | {"num_key_value_heads": 1, "head_dim": 4}
 LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 16
 WHOLE = 2 * LAYER + 800 + 800 + 8
 

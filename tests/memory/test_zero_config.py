@@ -1,17 +1,9 @@
 """DeepSpeed's configuration, written down in full, so that a change is seen."""
 
+from narrow import NARROW
+
 from memtrain.memory.shape import shape_of
 from memtrain.memory.zero_config import MOST_NUMBERS, bucket_of, zero_config
-
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 
 
 def test_stage_2_on_a_cpu_shares_out_gradients(make_settings):
@@ -68,5 +60,5 @@ def test_stage_3_on_cuda_limits_live_weights_and_moves_what_waits(make_settings)
 
 def test_a_bucket_holds_the_largest_layer_or_embedding_and_no_more_than_the_limit():
     layer = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16
-    assert bucket_of(shape_of(TINY)) == max(layer, 100 * 8)
-    assert bucket_of(shape_of(TINY | {"vocab_size": 50_000_000})) == MOST_NUMBERS
+    assert bucket_of(shape_of(NARROW)) == max(layer, 100 * 8)
+    assert bucket_of(shape_of(NARROW | {"vocab_size": 50_000_000})) == MOST_NUMBERS

@@ -1,6 +1,7 @@
 """Bytes under DeepSpeed's ZeRO, worked out by hand for a model of 2,920 weights."""
 
 import pytest
+from narrow import NARROW
 
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.budget import static_bytes
@@ -8,16 +9,6 @@ from memtrain.memory.estimate import estimate
 from memtrain.memory.shape import shape_of
 from memtrain.memory.zero_moments import between_steps, saved_whole
 
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
 LAYER = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16
 WHOLE = 2 * 800 + 2 * LAYER + 8
 BATCH = HeaviestBatch(1, 16, 16, 16)
@@ -35,12 +26,12 @@ def test_float32_copies_and_states_are_in_parts_under_every_stage(
     make_settings, engine: str, weights: int, gradients: int
 ):
     """Two ranks: a copy of 4 bytes and moments of 8 for every other weight, of float32 weights too."""
-    static = static_bytes(make_settings(num_processes=2, engine=engine), shape_of(TINY))
+    static = static_bytes(make_settings(num_processes=2, engine=engine), shape_of(NARROW))
     assert static == (4 * WHOLE // weights, 4 * WHOLE // gradients, 8 * WHOLE // 2, 4 * WHOLE // 2, 0)
 
 
 def test_stage_3_holds_gradients_and_the_bucket_from_its_beginning(make_settings):
-    shape = shape_of(TINY)
+    shape = shape_of(NARROW)
     held = between_steps(make_settings(num_processes=2, engine="zero3"), shape)
     assert held == {"gradients": 4 * WHOLE // 2, "reduce buffers": 4 * 800}
     assert between_steps(make_settings(num_processes=2, engine="zero2"), shape) == {}
@@ -48,7 +39,7 @@ def test_stage_3_holds_gradients_and_the_bucket_from_its_beginning(make_settings
 
 def test_the_main_rank_gathers_what_it_saves(make_settings):
     """Moments of all weights, and the weights themselves where no rank has them whole."""
-    shape = shape_of(TINY)
+    shape = shape_of(NARROW)
     saved = {
         engine: saved_whole(make_settings(num_processes=2, engine=engine), shape)
         for engine in ("zero1", "zero3")
@@ -60,5 +51,7 @@ def test_the_main_rank_gathers_what_it_saves(make_settings):
 
 def test_the_update_holds_gradients_twice(make_settings):
     """The first update makes the moments: it is highest, and gradients lie as they came and end to end."""
-    made = estimate(make_settings(num_processes=2, engine="zero3"), shape_of(TINY), HeaviestBatch(1, 1, 1, 1))
+    made = estimate(
+        make_settings(num_processes=2, engine="zero3"), shape_of(NARROW), HeaviestBatch(1, 1, 1, 1)
+    )
     assert phase(made, "first step")["gradients"] == 2 * (4 * WHOLE // 2)
