@@ -155,7 +155,7 @@ def everything(made: Answer) -> list[Priced]:
     from memtrain.memory.resolve import open_space
 
     _, case, choices = open_space(made.question.asked, made.facts)
-    tried = {one.settings for one in made.resolved.tried}
+    tried = dict.fromkeys(one.settings for one in made.resolved.tried)
     rest = [one for group in choices.groups for one in group if one not in tried]
     return [*made.resolved.tried, *price_all(rest, case.facts)]
 

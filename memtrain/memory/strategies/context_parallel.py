@@ -7,8 +7,8 @@ and gradients are those of one process. Refused: for methods that write completi
 embeddings, and with attention that does not tell its log-sum-exp. `cluster.context_parallel` is how many;
 `cluster.context_parallel_by: heads` deals out heads in place of gathering keys.
 
-Source: Llama 3, arXiv:2407.21783, section 3.3.2 (keys and values gathered, two chunks to a process); DeepSpeed
-Ulysses, arXiv:2309.14509, section 3.1 (heads).
+Source: Llama 3, arXiv:2407.21783, section 3.3.2 (keys and values gathered, two chunks to a process);
+DeepSpeed Ulysses, arXiv:2309.14509, section 3.1 (heads).
 """
 
 from __future__ import annotations
