@@ -41,13 +41,7 @@ def liger_nll(
 
     Raises: LaunchError for an adapter on the LM head: its logits are a sum of products.
     """
-    if len(pairs) != 1:
-        raise LaunchError(
-            "Liger's loss takes one LM head, and an adapter adds a second product to it",
-            "memory.loss",
-            "set memory.loss: chunked, or leave lm_head out of the adapter",
-        )
-    (hidden_ND, weight_VD) = pairs[0]
+    hidden_ND, weight_VD = _only(pairs)
     kernel: Any = import_module(MODULE).LigerFusedLinearCrossEntropyFunction
     reduction = "none" if weight_of_all is None else "sum"
     scaled_ND = hidden_ND * scale if scale != 1.0 else hidden_ND
@@ -79,3 +73,13 @@ def liger_nll(
             tile_bytes=tile_bytes,
         )
     return NllResult(loss, scores.logp_N, scores.entropy_N, None)
+
+
+def _only(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    if len(pairs) != 1:
+        raise LaunchError(
+            "Liger's loss takes one LM head, and an adapter adds a second product to it",
+            "memory.loss",
+            "set memory.loss: chunked, or leave lm_head out of the adapter",
+        )
+    return pairs[0]
