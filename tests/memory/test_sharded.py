@@ -148,3 +148,13 @@ def test_completions_are_written_with_whole_weights_and_these_are_counted(ask, f
     assert owners["generation"]["gathered weights"] == 2 * owners["generation"]["weights"]
     # Each rank reads its own rows.
     assert owners["generation"]["weights"] == owners["load"]["weights"]
+
+
+def test_a_tiny_policy_is_not_cut_into_shards_for_every_layer_waits_for_the_others(ask, facts_of, profile_of):
+    """Two processes that write completions: a collective takes milliseconds, a layer of it much less."""
+    known = facts_of(cpu(64 * GIB, 4), profile_of(*[128] * 64), TINY, method="grpo")
+    said = {"method": "grpo", "rewards__functions": ["length"], "generate__completions": 4}
+    made = ask(known, **said, train__batch_rows=16, cluster__processes=2)
+    assert made.settings.engine == "ddp"
+    reason = next(one.reason for one in made.decisions if one.setting == "engine")
+    assert "slower" in reason
