@@ -182,8 +182,11 @@ def test_processes_whose_gradients_do_not_meet_are_refused(runs, monkeypatch):
     """A process group of one for each: both would train alone, into one folder."""
     monkeypatch.setattr(engine, "_sum_of_ranks", lambda settings: 1)
     ranks = runs.fork_ranks("run", 2, "save.every_steps=2")
-    assert [rank.wait() for rank in ranks] == [LaunchError.exit_code] * 2
-    assert "do not reach each other" in ranks[0].said
+    codes = [rank.wait() for rank in ranks]
+    # The slower one may find its neighbour gone before it has looked.
+    assert LaunchError.exit_code in codes
+    assert 0 not in codes
+    assert any("do not reach each other" in rank.said for rank in ranks)
 
 
 @pytest.mark.parametrize(
