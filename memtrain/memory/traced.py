@@ -77,6 +77,8 @@ class Traced(Section):
     """It was found before, and comes from disk."""
 
 
+PACKAGES = ("memtrain", "torch", "transformers", "peft", "liger_kernel", "deepspeed")
+"""Whose code a trace runs."""
 TRACED_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
 
 
@@ -84,8 +86,10 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
     if recipe.method not in TRACED_METHODS:
         return f"the step of {recipe.method} is not traced yet"
-    if uses_zero(settings):
-        return f"{settings.engine} is DeepSpeed's, whose buffers are made by code that asks for a device"
+    if uses_zero(settings) and settings.shard_offload != "none":
+        return "what DeepSpeed keeps on the host is not told apart from the device's in a trace"
+    if uses_zero(settings) and find_spec("deepspeed") is None:
+        return "DeepSpeed's engine itself is traced, and is not here (pip install 'memtrain[deepspeed]')"
     if settings.context_by == "heads":
         return "what processes send each other where heads are dealt out is not traced"
     if settings.background_save and settings.device == "cpu":
@@ -177,9 +181,7 @@ def cache_folder() -> Path:
 
 
 def _key(text: str) -> str:
-    versions = [
-        f"{name} {_version(name)}" for name in ("memtrain", "torch", "transformers", "peft", "liger_kernel")
-    ]
+    versions = [f"{name} {_version(name)}" for name in PACKAGES]
     sources = _newest_source()
     return hashlib.sha256("\n".join([text, *versions, sources]).encode()).hexdigest()[:32]
 

@@ -62,6 +62,8 @@ def zero_moments(
         3: (part, part),
     }[stage_of(settings)]
     outer = load.a * max(shape.num_embedding, shape.num_head)
+    # When the last layer's backward pass begins, only those of the head are there.
+    early = max(before, min(after, outer)) if trains_all else after
     layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
     fresh = (2 * load.a * _matrix(shape) if is_third else layer) if trains_all else 0
     recomputed = layer if settings.checkpoint_every else load.a * _matrix(shape)
@@ -75,7 +77,7 @@ def zero_moments(
         forward | seen | {"logits": head.forward},
         forward | seen | {"logits": head.backward},
         forward | seen | {"gradients": before + made, "logits": norm_backward(load)},
-        backward | {"activations": everything - of_last},
+        backward | {"activations": everything - of_last, "gradients": early + fresh},
         backward | {"activations": first},
         # Gradients lie once as they came and once end to end while the update is made.
         dict(last) | {"reduce buffers": _bucket(settings, shape) if is_third else 0, "gradients": 2 * part},

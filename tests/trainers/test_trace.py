@@ -217,7 +217,7 @@ def test_a_process_of_its_own_traces_and_remembers(tmp_path, monkeypatch):
 def test_what_cannot_be_traced_says_why():
     job = CASES["chunked"].job
     assert can_trace(job.recipe, job.settings) is None
-    changed = {"num_processes": 2, "engine": "zero3"}
+    changed = {"num_processes": 2, "engine": "zero3", "shard_offload": "parameters"}
     why = can_trace(job.recipe, job.settings.model_copy(update=changed))
     assert why is not None
     assert "DeepSpeed" in why

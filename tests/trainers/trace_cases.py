@@ -8,12 +8,13 @@ from typing import Any
 
 from memtrain.memory.activations import HeaviestBatch, Load
 from memtrain.memory.beside import RewardShape, judging_bytes, with_beside
-from memtrain.memory.engines import is_sharded
+from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.estimate import estimate, kept_bytes, phase_peak
 from memtrain.memory.facts import asks_of
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
 from memtrain.memory.traced import judged_of, uses_liger
+from memtrain.memory.zero_config import bucket_of
 from memtrain.recipes.model import Adapter
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES
@@ -22,6 +23,7 @@ from memtrain.trainers.trace.measure import allocator_peak
 from memtrain.trainers.trace.ranks import playing_ranks
 from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.run import Job, bare_cast, play
+from memtrain.trainers.trace.zero_ranks import playing_zero
 
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -120,6 +122,9 @@ class Case:
         load = Load(self.settings, shape, batch)
         told = estimate(self.settings, shape, batch, accumulates=self.num_micros > 1)
         told = with_beside(told, load, kept_bytes(load), self.rewards)
+        if uses_zero(self.settings):
+            # What is gathered to be written is not part of a step.
+            told = told.model_copy(update={"phases": tuple(p for p in told.phases if p.phase != "saving")})
         if not self.rewards:
             return told
         resting = {one.owner: one.num_bytes for one in told.phases[-1].owners}
@@ -157,6 +162,11 @@ def sft(config, changes=None, num_micros=1, **said):
 def judge(config, dtype="auto", **more):
     """A reward model of that kind."""
     return RewardShape(shape_of(config, head="score"), dtype, config, **more)
+
+
+def zero(stage, config=LLAMA):
+    """Two ranks under a stage of DeepSpeed's."""
+    return {"num_processes": 2, "engine": f"zero{stage}", "zero_bucket": bucket_of(shape_of(config))}
 
 
 def arch(model_type, changes=None, **config):
@@ -306,6 +316,17 @@ LIGER = {
     ),
 }
 """Traced, and run, where liger-kernel is installed."""
+ZERO = {
+    "ZeRO-1": sft(LLAMA, zero(1)),
+    "ZeRO-2": sft(LLAMA, zero(2)),
+    "ZeRO-3": sft(LLAMA, zero(3)),
+    "ZeRO-1, bfloat16, checkpointed": sft(LLAMA, zero(1) | EVERY | HALF | {"master_weights": True}),
+    "ZeRO-2, four ranks, accumulating": sft(QWEN, zero(2, QWEN) | EVERY | {"num_processes": 4}, 2),
+    "ZeRO-3, bfloat16, checkpointed": sft(QWEN, zero(3, QWEN) | EVERY | HALF | {"master_weights": True}),
+    "ZeRO-3, LoRA, checkpointed": sft(LLAMA, zero(3) | EVERY | {"adapter": LORA}),
+    "ZeRO-3, dpo, a copy": Case("dpo", LLAMA, zero(3) | {"reference": "copy"} | EVERY | SHARED),
+}
+"""Traced, and run, where DeepSpeed is installed."""
 CASES = RANKS | STRATEGIES | METHODS | ARCHITECTURES
 
 
@@ -331,7 +352,7 @@ def on_a_cpu(job):
         run.pretending, kernels.seen_as_cuda = before
 
 
-class _Nobody(Recorder):
+class Nobody(Recorder):
     """Runs the steps and counts nothing."""
 
     def __enter__(self):
@@ -349,7 +370,7 @@ class _Nobody(Recorder):
 
 def real_peak(job):
     """Peak bytes of torch's own CPU allocator in the same steps, without the random states of checkpoints."""
-    with playing_ranks(job.settings):
+    with playing_ranks(job.settings), playing_zero(job.settings):
         return _real_peak(job)
 
 
@@ -357,11 +378,11 @@ def _real_peak(job):
     gc.collect()
     if is_sharded(job.settings):
         # Whole weights are let go when they are cut: the allocator must have seen them come.
-        return allocator_peak([], lambda: play(bare_cast(job, "cpu"), job, _Nobody(), is_marked=False)) - (
+        return allocator_peak([], lambda: play(bare_cast(job, "cpu"), job, Nobody(), is_marked=False)) - (
             random_states(job)
         )
     cast = bare_cast(job, "cpu")
-    peak = allocator_peak(cast.models, lambda: play(cast, job, _Nobody(), is_marked=False))
+    peak = allocator_peak(cast.models, lambda: play(cast, job, Nobody(), is_marked=False))
     return peak - random_states(job)
 
 

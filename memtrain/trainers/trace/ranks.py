@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memtrain.memory.engines import is_sharded
+from memtrain.memory.engines import shards_weights
 from memtrain.memory.settings import Settings
 from memtrain.trainers import shards
 from memtrain.trainers.exchange import Exchange
@@ -44,12 +44,23 @@ def playing_ranks(settings: Settings) -> Iterator[None]:
 
 def lay_out(scorer: nn.Module, settings: Settings) -> list[nn.Parameter]:
     """What this rank's optimizer steps: whole weights, or its rows of them, which are cut here."""
-    if settings.num_processes > 1 and is_sharded(settings):
-        with _real_mesh():
-            # A device that is played is a CPU to torch.
-            shard(scorer, settings.model_copy(update={"device": "cpu"}))
+    if settings.num_processes > 1 and settings.engine == "fsdp2":
+        lay_in_rows(scorer, settings)
         return list(own_shards(scorer).values())
     return list(trained_parameters(scorer).values())
+
+
+def lay_frozen(scorer: nn.Module, settings: Settings) -> None:
+    """Cut a model that is only asked as a run does: by rows, where a rank holds parts of weights."""
+    if shards_weights(settings):
+        lay_in_rows(scorer, settings)
+
+
+def lay_in_rows(scorer: nn.Module, settings: Settings) -> None:
+    """Cut every weight by rows."""
+    with _real_mesh():
+        # A device that is played is a CPU to torch.
+        shard(scorer, settings.model_copy(update={"device": "cpu"}))
 
 
 @contextmanager
@@ -72,7 +83,7 @@ def engine_of_ranks(scorer: nn.Module, trained: list[nn.Parameter], settings: Se
     """How a step reaches the other ranks."""
     if settings.num_processes == 1:
         return Engine()
-    if is_sharded(settings):
+    if settings.engine == "fsdp2":
         return shard_engine(scorer, dict(zip(trained_parameters(scorer), trained, strict=True)))
     exchange = Exchange(trained)
     return Engine(last_pass=exchange.sending, finish=exchange.finish)

@@ -26,7 +26,7 @@ from memtrain.trainers.trace.host_shards import shards_on_host
 from memtrain.trainers.trace.judges import Judge, bare_judge, one_judgement
 from memtrain.trainers.trace.kernels import playing_liger
 from memtrain.trainers.trace.oracle import RULES, pretending
-from memtrain.trainers.trace.ranks import lay_out, playing_ranks, slicing_without_data
+from memtrain.trainers.trace.ranks import lay_frozen, playing_ranks, slicing_without_data
 from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.stage import Stage, module_of, set_the_stage
 from memtrain.trainers.trace.steps import (
@@ -39,6 +39,8 @@ from memtrain.trainers.trace.steps import (
     tensors_of,
     watch_layers,
 )
+from memtrain.trainers.trace.zero_ranks import own_parts, playing_zero, zero_without_data
+from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 STEPS = ("first step", "steady step")
 """Optimizer states appear at the end of the first; the peak is mostly in the second."""
@@ -82,6 +84,8 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
         playing_liger(settings, job.config),
         playing_ranks(settings),
         shards_on_host(settings),
+        playing_zero(settings),
+        zero_without_data(settings),
         slicing_without_data(settings) as rules,
     ):
         with unset_fake_temporarily():
@@ -166,11 +170,13 @@ def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_
             stage = set_the_stage(
                 cast.model, cast.copy, job.recipe, job.settings, cast.micros, own=cast.own, is_fake=is_fake
             )
-        if in_shards:
+        if isinstance(stage.optimizer, ZeroOptimizer):
+            own_parts(stage.scorer, stage.optimizer, recorder)
+        elif in_shards:
             recorder.own(map(local_of, stage.scorer.parameters()), "weights")
-            for judge in cast.judges:
-                lay_out(judge.scorer, job.settings)
-                recorder.own(map(local_of, judge.weights), "reward models")
+        for judge in cast.judges:
+            lay_frozen(judge.scorer, job.settings)
+            recorder.own(map(local_of, judge.weights), "reward models")
         own_states(stage, recorder)
         if job.settings.loads_shards:
             # Each rank reads its own rows: the whole model that was cut here was never there.

@@ -32,7 +32,9 @@ from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
 from memtrain.trainers.step import Engine
 from memtrain.trainers.trace.host import TracedHost
-from memtrain.trainers.trace.ranks import engine_of_ranks, lay_out
+from memtrain.trainers.trace.ranks import engine_of_ranks, lay_frozen, lay_out
+from memtrain.trainers.trace.zero_ranks import begin_playing_zero
+from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 Model = PreTrainedModel | PeftModel
 
@@ -100,7 +102,7 @@ def set_the_stage(
         recipe=recipe,
         settings=settings,
         micros=micros,
-        engine=_engine(optimizer, scorer, trained, settings),
+        engine=_engine(optimizer, scorer, trained, recipe, settings),
         parameters=trained,
         reference=reference,
         offloaders=tuple(offloaders),
@@ -128,7 +130,7 @@ def reference_of(
     copy.requires_grad_(False).eval()
     held = scorer_of(copy, "lm", settings).eval()
     cast(Any, held).context = cast(Any, scorer).context
-    lay_out(held, settings)
+    lay_frozen(held, settings)
     if kind == "copy":
         return Live(held)
     section = section_of(recipe)
@@ -137,8 +139,14 @@ def reference_of(
 
 
 def _engine(
-    optimizer: Optimizer, scorer: nn.Module, trained: list[nn.Parameter], settings: Settings
+    optimizer: Optimizer,
+    scorer: nn.Module,
+    trained: list[nn.Parameter],
+    recipe: Recipe,
+    settings: Settings,
 ) -> Engine:
+    if isinstance(optimizer, ZeroOptimizer):
+        return begin_playing_zero(scorer, optimizer, settings, recipe.optim.max_grad_norm)
     if not settings.in_backward:
         return engine_of_ranks(scorer, trained, settings)
     return InBackward(optimizer, trained).engine()
