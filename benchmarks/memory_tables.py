@@ -17,11 +17,14 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from memtrain.memory.traced import uses_liger
 from memtrain.trainers.trace.run import trace
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +32,7 @@ sys.path.insert(0, str(ROOT / "tests" / "trainers"))
 RESULTS = ROOT / "benchmarks" / "results" / "memory_tables.json"
 PART = RESULTS.with_suffix(".part.json")
 """The rows of a run that is under way."""
-GROUPS = ("strategies", "methods", "ranks", "architectures")
+GROUPS = ("strategies", "methods", "ranks", "architectures", "ZeRO", "Liger")
 PAGE = ROOT / "docs" / "memory.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 COMMAND = "python benchmarks/memory_tables.py"
@@ -37,22 +40,25 @@ COMMAND = "python benchmarks/memory_tables.py"
 
 def row(name: str, case: Any, group: str) -> dict[str, Any]:
     """Peaks of one recipe in bytes, and the seconds of its trace."""
-    from trace_cases import real_peak
+    from trace_cases import on_a_cpu, real_peak
 
     job = case.job
     started = time.process_time()
-    traced = trace(job).recorder.peak_bytes
-    seconds = time.process_time() - started
+    with on_a_cpu(job):
+        traced = trace(job).recorder.peak_bytes
+        seconds = time.process_time() - started
+        real = real_peak(job)
     priced = traced
-    if job.settings.offload != "none":
+    if job.settings.offload != "none" or uses_liger(job.settings):
         # On a CPU what travels stays in the same memory: the arithmetic is of a GPU, as is its trace.
-        case = type(case)(**{**vars(case), "changes": case.changes | {"device": "cuda", "attention": "cuda"}})
+        attention = "stock" if job.settings.attention == "stock" else "cuda"
+        case = replace(case, changes=case.changes | {"device": "cuda", "attention": attention})
         priced = trace(case.job).recorder.peak_bytes
     return {
         "recipe": name,
         "group": group,
         "model": case.config["model_type"],
-        "real_bytes": real_peak(job),
+        "real_bytes": real,
         "traced_bytes": traced,
         "arithmetic_error": case.estimated().peak.num_bytes / priced - 1,
         "seconds": round(seconds, 2),
@@ -60,13 +66,15 @@ def row(name: str, case: Any, group: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    from trace_cases import ARCHITECTURES, METHODS, RANKS, STRATEGIES
+    from trace_cases import ARCHITECTURES, LIGER, METHODS, RANKS, STRATEGIES, ZERO, has_liger
 
     torch.set_num_threads(1)
     made = begun()
     rows: list[dict[str, Any]] = made["rows"]
     known = {(one["group"], one["recipe"]) for one in rows}
-    for group, cases in zip(GROUPS, (STRATEGIES, METHODS, RANKS, ARCHITECTURES), strict=True):
+    zero = ZERO if find_spec("deepspeed") else {}
+    everything = (STRATEGIES, METHODS, RANKS, ARCHITECTURES, zero, LIGER if has_liger() else {})
+    for group, cases in zip(GROUPS, everything, strict=True):
         for name, case in cases.items():
             if (group, name) in known:
                 continue
@@ -113,6 +121,7 @@ def tables(made: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     groups = [(name, [one for one in rows if one["group"] == name]) for name in GROUPS]
+    groups = [(name, some) for name, some in groups if some]
     for name, some in [*groups, ("all", rows)]:
         real = [abs(error_of(one)) for one in some]
         told = [abs(one["arithmetic_error"]) for one in some]
