@@ -288,6 +288,7 @@ def test_the_peak_of_a_rank_is_predicted(runs, metrics, tied: str, checkpointing
         WIDE % tied,
         "memory.watch=true",
         "train.max_steps=3",
+        "train.micro_tokens=128",  # Few enough for three steps to have micro-batches of so many.
         f"memory.activation_checkpointing={checkpointing}",
     )
     predicted, measured = peaks(folder, metrics)
