@@ -151,7 +151,7 @@ def longest_that_fits(asked: Asked, facts: Facts, most: int | None = None) -> Re
         length = middle * LENGTH_STEP
         try:
             shorter = Asked(with_key(recipe, "length.max_length", length), asked.where)
-            best = resolve(shorter, facts.at_length(length))
+            best = resolved_if_it_fits(shorter, facts.at_length(length))
             low = middle
         except DoesNotFit:
             high = middle - 1
