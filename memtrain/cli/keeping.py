@@ -43,6 +43,7 @@ RESTS_ON = (
     "memory.loss",
     "memory.loss_tile",
     "memory.never",
+    "memory.offload_keep",
     "memory.optimizer_offload",
     "memory.use",
     "model",

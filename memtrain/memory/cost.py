@@ -208,7 +208,8 @@ def _copied(load: Load) -> float:
     """Bytes one direction moves for offloaded activations."""
     settings, shape = load.settings, load.shape
     if settings.offload == "boundaries":
-        return float(num_checkpointed(settings, shape) * layer_boundary(load))
+        away = max(0, num_checkpointed(settings, shape) - settings.offload_keep)
+        return float(away * layer_boundary(load))
     if settings.offload == "all":
         return float(shape.num_layers * layer_kept(load))
     return 0.0

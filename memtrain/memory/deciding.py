@@ -119,6 +119,8 @@ def _said(recipe: Recipe) -> dict[str, object]:
         "expandable_segments": recipe.memory.expandable_segments,
         "checkpoint_every": 0,
         "offload": "none",
+        "offload_disk": recipe.memory.offload_disk,
+        "offload_host_bytes": recipe.memory.offload_host,
         "loss": "full",
     }
 

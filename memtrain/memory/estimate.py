@@ -290,9 +290,11 @@ def _kept(load: Load) -> tuple[int, int, int]:
         unneeded = 0 if load.trains_all else norm_kept(load, load.shape.width, num_scales=1)
         return num_layers * full - unneeded + tables, full, tables
     count = -(-num_layers // every)
-    held = 0 if settings.offload == "boundaries" else boundary
-    everything = count * (held + kept_despite(load)) + (num_layers - count) * full + tables
+    is_away = settings.offload == "boundaries"
+    stay = min(count, settings.offload_keep) if is_away else count
+    everything = stay * boundary + count * kept_despite(load) + (num_layers - count) * full + tables
     is_last_plain = (num_layers - 1) % every != 0
     # In float32 the input that was held is the very tensor that the layer's first norm keeps.
-    shared = 0 if load.is_half else held
-    return everything - shared, full - shared if is_last_plain else 0, boundary + tables - shared
+    shared = boundary if stay and not load.is_half else 0
+    of_first = boundary if stay == count and not load.is_half else 0
+    return everything - shared, full - shared if is_last_plain else 0, boundary + tables - of_first

@@ -66,7 +66,7 @@ def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | No
 
 
 FIXES = {
-    "offloaded activations": "set memory.activation_offloading: off",
+    "offloaded activations": "set memory.activation_offloading: off, or memory.offload_disk",
     "optimizer states": "set memory.optimizer_offload: off, or optim.kind: adafactor",
     COPY: "set save.background: false",
     "shards": "set cluster.offload: none, or take more nodes",
@@ -78,11 +78,13 @@ FIXES = {
 
 def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> int:
     load = Load(settings, shape, heaviest)
+    waiting = 0
     if settings.offload == "all":
-        return shape.num_layers * layer_kept(load)
+        waiting = shape.num_layers * layer_kept(load)
     if settings.offload == "boundaries":
-        return -(-shape.num_layers // settings.checkpoint_every) * rounded(layer_boundary(load))
-    return 0
+        away = max(0, -(-shape.num_layers // settings.checkpoint_every) - settings.offload_keep)
+        waiting = away * rounded(layer_boundary(load))
+    return waiting if settings.offload_host_bytes is None else min(waiting, settings.offload_host_bytes)
 
 
 def rounded(num_bytes: int) -> int:

@@ -21,6 +21,8 @@ def pins(asked: Asked, settings: Settings) -> dict[str, object]:
         wanted["memory.checkpoint_every"] = settings.checkpoint_every
     if memory.activation_offloading == "auto":
         wanted["memory.activation_offloading"] = on[settings.offload != "none"]
+    if memory.offload_keep == "auto" and settings.offload == "boundaries":
+        wanted["memory.offload_keep"] = settings.offload_keep
     if memory.loss == "auto":
         wanted["memory.loss"] = settings.loss
     if memory.optimizer_offload == "auto":

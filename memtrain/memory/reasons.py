@@ -151,17 +151,28 @@ def explain(ledger: Ledger, chosen: Priced, facts: Facts, budget: int) -> None:
     )
     other_loss = {"loss": "full"} if settings.loss != "full" else {"loss": "chunked"}
     ledger.decide("loss", settings.loss, gain(other_loss), "memory.loss")
-    if settings.offload != "none":
-        ledger.decide(
-            "activation_offloading",
-            settings.offload,
-            gain({"offload": "none"}),
-            "memory.activation_offloading",
-        )
+    _explain_offloading(ledger, settings, gain({"offload": "none", "offload_keep": 0}))
     _explain_optimizer(ledger, settings, chosen, facts)
     explain_reference(ledger, settings, gain)
     source = "memory.budget" if ledger.asked.said("memory.budget") else None
     ledger.decide("budget", gib(budget), f"free on {facts.hardware.name}" if not source else "", source)
+
+
+def _explain_offloading(ledger: Ledger, settings: Settings, gained: str) -> None:
+    memory = ledger.asked.recipe.memory
+    is_away = settings.offload != "none"
+    if is_away:
+        kept = f"; the last {settings.offload_keep} layers keep theirs" if settings.offload_keep else ""
+        path = "memory.activation_offloading"
+        ledger.decide("activation_offloading", settings.offload, f"{gained}{kept}", path)
+    if memory.offload_disk is not None:
+        limit = gib(memory.offload_host or 0)
+        said = (
+            f"the oldest go there beyond {limit} of a process"
+            if is_away
+            else "not used: nothing is offloaded"
+        )
+        ledger.decide("offload_disk", memory.offload_disk, said, "memory.offload_disk")
 
 
 def _explain_optimizer(ledger: Ledger, settings: Settings, chosen: Priced, facts: Facts) -> None:

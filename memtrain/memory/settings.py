@@ -93,6 +93,12 @@ class Settings(Section):
     """Activation checkpointing of every n-th layer; 0 is off."""
     offload: Literal["none", "boundaries", "all"]
     """Activations that wait in host memory: none, the checkpointed layer inputs, or every saved tensor."""
+    offload_keep: int = 0
+    """Last checkpointed layers whose inputs stay on the device."""
+    offload_disk: str | None = None
+    """Folder for offloaded activations that host memory has no room for."""
+    offload_host_bytes: int | None = None
+    """Most host memory of a process for them; the oldest go to the folder. None: no limit."""
     loss: Literal["chunked", "full", "liger"]
     loss_tile_bytes: int
 

@@ -59,4 +59,5 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 """A size in bytes, written with a unit: `24GiB`, `512MiB`, `80GB`."""
 
 PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

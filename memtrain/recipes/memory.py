@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
-from memtrain.recipes.base import Bytes, PositiveInt, Section, one_or_many
+from memtrain.recipes.base import Bytes, NonNegativeInt, PositiveInt, Section, one_or_many
 
 StrategyName = Literal[
     "padding_free",
@@ -74,6 +74,18 @@ class Memory(Section):
     """Move the kept tensors to host memory between forward and backward. Same numbers. `auto`: where nothing
     faster fits."""
 
+    offload_keep: NonNegativeInt | Literal["auto"] = "auto"
+    """So many of the last checkpointed layers keep their input on the device while the others' wait: less to
+    copy, more memory. Same numbers. `auto`: as many as make the step faster and fit."""
+
+    offload_disk: str | None = None
+    """Folder for what `activation_offloading` moves out and `offload_host` has no room for. How long a disk
+    takes is not in the plan. Same numbers."""
+
+    offload_host: Bytes | None = None
+    """Most host memory of a process for offloaded activations; the oldest, which come back last, go to
+    `offload_disk`."""
+
     loss: Literal["auto", "chunked", "full", "liger"] = "auto"
     """`chunked`: LM head and loss in tiles, logits never held whole. `full`: the plain computation. `auto`:
     the faster that fits, `chunked` where they are as fast. `liger`: Liger's kernel for cross-entropy (CUDA,
@@ -100,3 +112,22 @@ class Memory(Section):
 
     watch: bool = True
     """Measure the peak of every phase and report it beside the prediction."""
+
+    @model_validator(mode="after")
+    def _waits_somewhere(self) -> Memory:
+        said = {
+            "offload_keep": self.offload_keep != "auto",
+            "offload_disk": self.offload_disk is not None,
+            "offload_host": self.offload_host is not None,
+        }
+        named = " and ".join(f"memory.{name}" for name, is_said in said.items() if is_said)
+        if named and self.activation_offloading == "off":
+            raise ValueError(
+                f"{named} says where activations wait, and none do; "
+                "remove it, or set memory.activation_offloading: on"
+            )
+        if said["offload_disk"] != said["offload_host"]:
+            raise ValueError(
+                "memory.offload_disk takes what memory.offload_host has no room for; give both, or neither"
+            )
+        return self

@@ -178,3 +178,14 @@ def test_the_first_answer_loads_no_torch_and_takes_about_a_second():
 def test_a_plan_is_checked_by_a_trace_of_the_runs_own_step(recipe, capsys):
     run(["plan", "smoke/sft", "--trace", "--explain"])
     assert "Checked on the run's own step: traced" in told(capsys)
+
+
+def test_where_activations_wait_is_told_and_a_folder_that_nothing_uses(recipe, capsys):
+    words = ["plan", recipe, "--gpu", "h100", "model.adapter={r: 8}", "memory.offload_disk=/scratch"]
+    words += ["memory.offload_host=64MiB", "memory.activation_checkpointing=on"]
+    run([*words, "memory.activation_offloading=on", "memory.offload_keep=8"])
+    used = told(capsys)
+    assert "the oldest go there beyond 64.0 MiB of a process" in used
+    assert "the last 8 layers keep theirs" in used
+    run(words)
+    assert "not used: nothing is offloaded" in told(capsys)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.layout import packed_layout
 from memtrain.trainers.model.offload import Offloader
-from memtrain.trainers.model.offload_engines import LazyEngine
+from memtrain.trainers.model.offload_engines import LazyEngine, SyncEngine
 from memtrain.trainers.optim import build_optimizer, clip_gradients
 
 TinyModel = Callable[..., Any]
@@ -77,6 +78,46 @@ def test_training_is_the_same(tiny_model: TinyModel, monkeypatch, every: int, wh
     if where != "none":
         assert activations.offloader is not None
         assert activations.offloader.traffic.back_bytes > 0
+
+
+def test_inputs_of_the_last_layers_stay_and_the_oldest_go_to_disk(
+    tiny_model: TinyModel, monkeypatch, tmp_path: Path
+):
+    """Of three layers two keep theirs; of all three on the host, two of 6 KiB have no room in 8 KiB."""
+    monkeypatch.setattr(activations_module, "Offloader", partial(Offloader, min_bytes=512))
+    plain = tiny_model(num_hidden_layers=3)
+    set_attention(plain, "cpu")
+    away = SETTINGS.model_copy(update={"checkpoint_every": 1, "offload": "boundaries"})
+    folder = tmp_path / "waiting"
+    changes = (
+        {},
+        {"offload_keep": 2},
+        {"offload_disk": str(folder), "offload_host_bytes": 8 * 1024},
+    )
+    made = [copy.deepcopy(plain) for _ in changes]
+    offloaders = [
+        treat_activations(model, away.model_copy(update=change), SyncEngine()).offloader
+        for model, change in zip(made, changes, strict=True)
+    ]
+    expected = train(plain)
+    for model in made:
+        assert train(model) == expected
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    everything, kept, spilled = (one.traffic.out_bytes for one in offloaders if one is not None)
+    assert everything == spilled == 3 * kept
+    disk = offloaders[2]._disk  # pyright: ignore
+    assert disk is not None
+    assert disk.written_bytes > 0
+    assert not list(folder.iterdir()), "no file outlives its block"
+
+
+def test_a_folder_that_cannot_be_written_is_told(tiny_model: TinyModel, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    settings = SETTINGS.model_copy(
+        update={"checkpoint_every": 1, "offload": "boundaries", "offload_disk": str(tmp_path / "file" / "in")}
+    )
+    with pytest.raises(LaunchError, match="activations cannot be written to"):
+        treat_activations(tiny_model(), settings)
 
 
 def test_boundaries_without_checkpointing_are_refused(tiny_model: TinyModel):

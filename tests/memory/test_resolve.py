@@ -194,7 +194,7 @@ def test_epochs_become_steps():
 
 
 def test_a_step_that_is_one_micro_batch_however_long_its_rows_are_holds_no_gradients():
-    """Rows of at most 100 tokens: eight of them are 800. Gradients wait where a ninth or a limit makes two."""
+    """Rows of at most 100 tokens: eight are 800. Gradients wait where a ninth or a limit makes two."""
     made = ask(lengths=profile(*[100] * 40), train__batch_rows=8)
     settings, known = made.settings, made.case.facts
     one = settings.model_copy(update={"batch_rows": 8, "micro_rows": 8, "micro_tokens": 800})

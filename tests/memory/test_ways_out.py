@@ -1,6 +1,7 @@
 """What is proposed where memory runs out, and plans that would exhaust the host."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -124,6 +125,13 @@ def test_the_host_holds_pinned_rings_offloaded_states_and_the_dataset_index(
     assert owners["offloaded activations"] == 2 * 16 * 34 * MIB
     assert owners["optimizer states"] == 2 * 2 * 2 * shape.num_parameters
     assert owners["dataset index"] == 2 * 64 * 1_000_000
+    fewer = moved.model_copy(update={"offload_keep": 4})
+    owners_of = partial(
+        host_bytes, shape=shape, heaviest=row, num_rows=1, prediction=estimate(moved, shape, row)
+    )
+    assert owners_of(fewer)["offloaded activations"] == 2 * 12 * 34 * MIB
+    on_disk = moved.model_copy(update={"offload_disk": "/scratch", "offload_host_bytes": 100 * MIB})
+    assert owners_of(on_disk)["offloaded activations"] == 2 * 100 * MIB
     fault = host_shortage(owners, cpu(32 * GIB, 8))
     assert fault is not None
     assert "of host memory, and there are 32.00 GiB" in str(fault)

@@ -195,6 +195,7 @@ STRATEGIES = {
     "dft": sft(LLAMA, sft={"loss": "dft"}),
     "offloading all": sft(LLAMA, {"offload": "all"}),
     "offloading boundaries": sft(LLAMA, {"offload": "boundaries"} | EVERY | HALF),
+    "offloading boundaries, one layer kept": sft(LLAMA, {"offload": "boundaries", "offload_keep": 1} | EVERY),
     "moments on the host": sft(LLAMA, {"optimizer_offload": True}),
     "moments and masters on the host": sft(QWEN, {"optimizer_offload": True, "master_weights": True} | HALF),
     "step in backward": sft(LLAMA, {"in_backward": True}, **NO_CLIP),

@@ -2,7 +2,8 @@
 
 When: checkpointing alone does not fit: long sequences, deep models. Saves: the input of every checkpointed
 layer but the one at work. Costs: one copy out and one back for each, hidden behind the computation where the
-bus is fast enough; as many bytes of pinned host memory. Exact: bytes are copied, not rounded. Refused:
+bus is fast enough; as many bytes of pinned host memory; the plan keeps the inputs of
+the last layers where that makes a step faster and fits. Exact: bytes are copied, not rounded. Refused:
 without checkpointing (full offloading does that), and on a CPU, where host memory is the device's.
 
 Source: Rajbhandari et al. 2021, arXiv:2104.07857, section 5.3 (checkpoints to the host); bit for bit by
@@ -24,8 +25,12 @@ def wish(recipe: Recipe) -> Wish:
 
 
 def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
-    """The layers' inputs."""
-    return ({"offload": "boundaries"},)
+    """The layers' inputs: all, or all but those of the last quarter, half, three quarters of the layers."""
+    asked, count = case.recipe.memory.offload_keep, case.facts.shape.num_layers
+    if asked != "auto":
+        return ({"offload": "boundaries", "offload_keep": asked},)
+    shares = (0, count // 4, count // 2, 3 * count // 4) if settings.device == "cuda" else (0,)
+    return tuple({"offload": "boundaries", "offload_keep": keep} for keep in dict.fromkeys(shares))
 
 
 def refusal(case: Case) -> str | None:
@@ -51,6 +56,6 @@ STRATEGY = Strategy(
     use_keys=lambda recipe: {"memory.activation_offloading": "on", "memory.activation_checkpointing": "on"},
     never_keys=lambda recipe: {"memory.activation_offloading": "off"},
     changes=changes,
-    without={"offload": "none"},
+    without={"offload": "none", "offload_keep": 0},
     refusal=refusal,
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from memtrain.memory.settings import Settings
 from memtrain.trainers.model.checkpointing import Checkpointing, checkpoint_layers
 from memtrain.trainers.model.offload import Offloader
 from memtrain.trainers.model.offload_engines import CudaEngine, Engine, SyncEngine
+from memtrain.trainers.model.offload_pool import DiskTier
 
 KEEP_LAST = {"boundaries": 1, "all": 8}
 """Storages that stay on the device while their copy runs. `all` has many small ones between large ones.
@@ -51,10 +54,36 @@ def treat_activations(model: nn.Module, settings: Settings, engine: Engine | Non
             "set memory.activation_checkpointing to on, or offloading to off",
         )
     offloader = Offloader(
-        engine or engine_for(settings), keep_last=KEEP_LAST[settings.offload], keeps=is_part_of(model)
+        engine or engine_for(settings),
+        keep_last=KEEP_LAST[settings.offload],
+        keeps=is_part_of(model),
+        disk=disk_of(settings),
+        host_limit_bytes=settings.offload_host_bytes or 0,
     )
     kept = offloader.run_kept if settings.offload == "all" else None
-    return Activations(checkpoint_layers(model, every, offloader.run_recomputed, kept), offloader)
+    keep = settings.offload_keep if settings.offload == "boundaries" else 0
+    treated = checkpoint_layers(model, every, offloader.run_recomputed, kept, keep=keep)
+    return Activations(treated, offloader)
+
+
+def disk_of(settings: Settings) -> DiskTier | None:
+    """Where activations go that the host has no room for; its files are gone when the run is.
+
+    Raises: LaunchError when nothing can be written there.
+    """
+    if settings.offload_disk is None:
+        return None
+    folder = Path(settings.offload_disk)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return DiskTier(folder)
+    except OSError as error:
+        raise LaunchError(
+            f"activations cannot be written to {folder}: {error.strerror}",
+            "memory.offload_disk",
+            "name a folder that can be written, on a fast disk",
+        ) from None
 
 
 def engine_for(settings: Settings) -> Engine:

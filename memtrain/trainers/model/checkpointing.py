@@ -61,12 +61,13 @@ class Checkpointing:
 
 
 def checkpoint_layers(
-    model: nn.Module, every: int, run: Run = recompute, run_others: Run | None = None
+    model: nn.Module, every: int, run: Run = recompute, run_others: Run | None = None, *, keep: int = 0
 ) -> Checkpointing:
     """Run layers 0, every, 2 * every, ... of `model` by `run`, from now on and in training mode only.
 
-    `every` 0 is no layer at all. The other layers run by `run_others`, or as usual. Works with and without an
-    adapter: inputs need no gradient of their own. A second call replaces the first.
+    `every` 0 is no layer at all. The last `keep` of them are recomputed, and nothing else is done to them.
+    The other layers run by `run_others`, or as usual. Works with and without an adapter: inputs need no
+    gradient of their own. A second call replaces the first.
 
     Raises: LaunchError when the model has no layers that can be checkpointed.
     """
@@ -81,7 +82,8 @@ def checkpoint_layers(
     others = tuple(layer for layer in layers if layer not in chosen)
     for layer in others:
         layer.gradient_checkpointing = False
-    for group, how in ((chosen, run), (others, run_others)):
+    away = chosen[: max(0, len(chosen) - keep)]
+    for group, how in ((away, run), (chosen[len(away) :], recompute), (others, run_others)):
         for layer in group:
             layer._gradient_checkpointing_func = how  # pyright: ignore[reportArgumentType]
     checkpointing = Checkpointing(chosen, others if run_others is not None else ())

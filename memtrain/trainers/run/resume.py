@@ -55,6 +55,9 @@ RESOLVED_KEYS = (
 FREE_SETTINGS = (
     "checkpoint_every",
     "offload",
+    "offload_keep",
+    "offload_disk",
+    "offload_host_bytes",
     "beside_bytes",
     "expandable_segments",
     "in_backward",
