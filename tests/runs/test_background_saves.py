@@ -16,7 +16,7 @@ from memtrain.trainers import snapshot
 
 ASKED = ("save.background=true", "save.every_steps=2", "train.max_steps=8", "save.keep=3")
 FSDP2 = ("cluster.engine=fsdp2",)
-SLOW_S = 0.25
+SLOW_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_steps_go_on_while_a_slow_disk_writes_and_no_bit_moves(runs, waited, slo
     assert [event["step"] for event in told] == [2, 4, 6, 8]
     assert all(event["seconds"] > SLOW_S for event in told)
     assert told[0]["held_s"] < SLOW_S
-    assert told[0]["waited_s"] < 0.05
+    assert told[0]["waited_s"] < SLOW_S / 2
     assert all(event["waited_s"] > 0.05 for event in told[1:3])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     places = [(line["kind"], line["step"]) for line in lines if line["kind"] in ("step", "save")]
