@@ -62,8 +62,8 @@ def zero_moments(
         3: (part, part),
     }[stage_of(settings)]
     outer = load.a * max(shape.num_embedding, shape.num_head)
-    # When the last layer's backward pass begins, only those of the head are there.
-    early = max(before, min(after, outer)) if trains_all else after
+    # When the last layer's backward pass begins, only those of the head are there (stage 2: its buckets too).
+    early = max(before, min(after, outer)) if trains_all and stage_of(settings) != 2 else after
     layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
     fresh = (2 * load.a * _matrix(shape) if is_third else layer) if trains_all else 0
     recomputed = layer if settings.checkpoint_every else load.a * _matrix(shape)
