@@ -4,7 +4,9 @@ from __future__ import annotations
 
 _ROWS = "`train.batch_rows` (rows of one optimizer step over all devices; accumulation is derived from it)"
 _MICRO = "`train.micro_rows` (rows that one device takes at once; auto by default)"
-_CHECKPOINTING = "`memory.activation_checkpointing` (on, off or auto; on by default)"
+_CHECKPOINTING = (
+    "`memory.activation_checkpointing` (on, off or auto; auto by default: where the run does not fit without)"
+)
 _CHUNKED = "`memory.loss` (the chunked loss is taken by default)"
 _RESUME = "remove it: a run continues from its run folder by itself; `--no-resume` starts anew"
 _ENGINE = "`cluster.engine` (auto, ddp, fsdp2, zero1, zero2 or zero3)"
