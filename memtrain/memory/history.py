@@ -20,13 +20,43 @@ BOUND = 0.1
 KEPT = 5
 """Runs of a kind that are remembered; the one that needed most counts."""
 FILE = "runs.json"
-STRATEGIES = (
-    *("device", "num_processes", "context_parallel", "context_by", "engine", "dtype", "attention"),
-    *("liger", "adapter"),
-    *("quantize", "padding_free", "shared_prompts", "reference", "value", "checkpoint_every", "offload"),
-    *("loss", "optimizer", "master_weights", "in_backward", "optimizer_offload"),
+KIND = (
+    *("device", "num_processes", "context_parallel", "context_by", "engine", "shard_offload", "loads_shards"),
+    *("checkpoint_layout", "background_save", "dtype", "attention", "liger", "adapter", "quantize"),
+    *("padding_free", "shared_prompts", "sampler", "sampler_sleep", "gather_weights", "reference", "value"),
+    *("checkpoint_every", "offload", "offload_keep", "loss", "optimizer", "master_weights"),
+    *("in_backward", "optimizer_offload"),
 )
-"""Settings that change which tensors are there, not how large they are."""
+"""Settings that change which tensors are there, or where: runs that differ in one of them err apart."""
+
+NOT_OF_THE_KIND = {
+    "threads": "threads of the CPU hold no tensors",
+    "zero_bucket": "a size, given by the model; whether there is one is the engine's",
+    "max_length": "a size of the rows",
+    "truncation": "which rows and tokens are kept",
+    "packing": "how full the rows are; that they lie end to end is padding_free's",
+    "documents_see_each_other": "where attention looks, not what it keeps",
+    "sampler_bytes": "a size, beside the tensors of the run",
+    "sampler_keys_bytes": "a part of sampler_bytes",
+    "sampler_context": "a size, of another process",
+    "rollout_rows": "a size of the rollout",
+    "pass_factor": "a size of the passes without gradients",
+    "pad_to_multiple_of": "a size of the rows",
+    "group_by_length": "the order of the rows",
+    "batch_rows": "a size of the step",
+    "batch_tokens": "a size of the step",
+    "micro_rows": "a size of the micro-batch",
+    "micro_tokens": "a size of the micro-batch",
+    "max_steps": "how long the run is",
+    "offload_disk": "the folder of what host memory has no room for; no prediction of a peak reads it",
+    "offload_host_bytes": "a size, in host memory; no prediction of a peak reads it",
+    "loss_tile_bytes": "a size of the loss",
+    "expandable_segments": "the allocator's slack, which is beside the peak",
+    "beside_bytes": "what the device needs beside tensors, and so beside the peak",
+    "rehearse": "told of every run that is noted: one that did not rehearse only raises a prediction",
+    "recovery": "what may change later; the peak is that of the plan until then",
+}
+"""All other settings, each with the reason why runs that differ in it correct one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +79,7 @@ EMPTY = History({})
 def kind_of_run(settings: Settings, shape: ModelShape, method: str) -> str:
     """A key of runs whose predictions err alike: model, method, strategies and versions."""
     model = (shape.model_type, shape.num_layers, shape.width, shape.mlp_width, shape.vocab_size, shape.tied)
-    chosen = {name: str(getattr(settings, name)) for name in STRATEGIES}
+    chosen = {name: str(getattr(settings, name)) for name in KIND}
     words = repr((method, model, sorted(chosen.items()), sorted(versions().items())))
     return hashlib.sha256(words.encode()).hexdigest()[:20]
 

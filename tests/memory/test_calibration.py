@@ -8,8 +8,18 @@ from memtrain.memory import calibration
 from memtrain.memory.budget import measured_beside, needed, overhead
 from memtrain.memory.calibration import Measured, measured_of, remember
 from memtrain.memory.hardware import _calibrated, cpu
-from memtrain.memory.history import BOUND, EMPTY, History, kind_of_run, note_run, read_history
+from memtrain.memory.history import (
+    BOUND,
+    EMPTY,
+    KIND,
+    NOT_OF_THE_KIND,
+    History,
+    kind_of_run,
+    note_run,
+    read_history,
+)
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
+from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
 from memtrain.memory.units import GIB, MIB
 
@@ -122,6 +132,18 @@ def test_the_kind_of_a_run_is_its_strategies_and_not_its_size(make_settings):
     assert kind_of_run(settings.model_copy(update={"checkpoint_every": 0}), SHAPE, "sft") != kind
     assert kind_of_run(settings, replace(SHAPE, width=2 * SHAPE.width), "sft") != kind
     assert kind_of_run(settings, SHAPE, "dpo") != kind
+
+
+def test_every_setting_is_of_the_kind_of_a_run_or_says_why_not():
+    assert sorted((*KIND, *NOT_OF_THE_KIND)) == sorted(Settings.model_fields)
+    assert all(NOT_OF_THE_KIND.values())
+
+
+@pytest.mark.parametrize("name", KIND)
+def test_runs_that_hold_other_tensors_do_not_correct_one_another(make_settings, name: str):
+    settings = make_settings()
+    other = settings.model_copy(update={name: "another"})
+    assert kind_of_run(other, SHAPE, "sft") != kind_of_run(settings, SHAPE, "sft")
 
 
 def test_a_correction_is_beside_the_peak_not_in_it():
