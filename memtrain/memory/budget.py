@@ -19,17 +19,19 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, section 3."""
 
 
 MASTER_BUCKET = 256 * MIB
-"""Most bytes of float32 gradients that the master-weight optimizer makes at once, or one tensor."""
-
+"""Most bytes of float32 gradients that the master-weight optimizer makes at once (one tensor's may be more).
+Taste: 128 kernel launches for 8 billion weights, and no second copy of all gradients."""
 
 OFFLOAD_BUCKET = 256 * MIB
-"""Bytes of offloaded optimizer states that are on the device at once (one tensor's may be more)."""
+"""Most bytes of offloaded optimizer states that are on the device at once (one tensor's may be more). Taste:
+copies of 128 MiB reach the bus's rate."""
 
 COMMUNICATION_BYTES = 300 * MIB
 """Buffers of a communicator of several GPUs, typical."""
 
 SMALL_GRADIENT = MIB
-"""Bytes below which a gradient is summed over the ranks together with others (trainers/exchange.py)."""
+"""Bytes below which a gradient is summed over the ranks together with others, at the end: a collective takes
+tens of microseconds to start. Taste."""
 
 
 class Static(NamedTuple):

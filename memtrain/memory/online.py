@@ -26,9 +26,10 @@ from memtrain.recipes.vllm import Vllm
 READ_TOKENS = 8192
 """Prompt tokens that the sampler reads in one forward pass, where no prompt is longer. Taste."""
 
-TILE_BYTES = 64 * MIB
+CHOICE_TILE = 64 * MIB
+"""Bytes of logits, in fp32, of the rows whose next tokens are chosen together."""
 CHOICE_COPIES = 6
-"""Copies of a tile of logits, in fp32, while tokens are chosen (rollout/choose.py)."""
+"""Copies of such a tile that are held while tokens are chosen."""
 
 PASS_FACTORS = (4, 2, 1)
 """How many times larger micro-batches without gradients may be; beyond, they are hardly faster. Taste."""
@@ -148,7 +149,7 @@ def generation_bytes(
     load = Load(settings, shape, HeaviestBatch(1, read, 1, prompt))
     reading = layer_forward(load) + rotary(load)
     logits = rows * shape.vocab_size * DTYPE_BYTES[settings.dtype]
-    choosing = logits + CHOICE_COPIES * min(TILE_BYTES, 4 * rows * shape.vocab_size)
+    choosing = logits + CHOICE_COPIES * min(CHOICE_TILE, 4 * rows * shape.vocab_size)
     drawn = 20 * rows * generate.max_tokens
     return {"keys and values": keys, "sampling": max(reading, choosing) + drawn}
 

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-SMALL_BYTES = 2**20
-"""Gradients smaller than this travel together, at the end: a collective takes tens of microseconds to start.
-Taste."""
+from memtrain.memory.budget import SMALL_GRADIENT
 
 
 @dataclass(slots=True)
@@ -34,8 +32,8 @@ class Exchange:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._large = [p for p in reversed(parameters) if p.nbytes >= SMALL_BYTES]
-        self._small = [p for p in reversed(parameters) if p.nbytes < SMALL_BYTES]
+        self._large = [p for p in reversed(parameters) if p.nbytes >= SMALL_GRADIENT]
+        self._small = [p for p in reversed(parameters) if p.nbytes < SMALL_GRADIENT]
         self._is_last_pass = False
         self._ready: set[nn.Parameter] = set()
         self._sent: list[_Sent] = []

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Group = dict[str, Any]
-BUCKET_BYTES = 256 * 2**20
-"""Most bytes of float32 gradients that exist at once (one parameter may be larger). Taste: 128 kernel
-launches for 8 billion weights, and no second copy of all gradients."""
+from memtrain.memory.budget import MASTER_BUCKET
 
+Group = dict[str, Any]
 MASTER = "master"
 """Name of the float32 copy in the state of a parameter."""
 
@@ -109,7 +107,7 @@ class MasterWeights(Optimizer):
         bucket: list[tuple[Tensor, Tensor]] = []
         num_bytes = 0
         for parameter, master in self.pairs():
-            if bucket and num_bytes + master.nbytes > BUCKET_BYTES:
+            if bucket and num_bytes + master.nbytes > MASTER_BUCKET:
                 yield bucket
                 bucket, num_bytes = [], 0
             bucket.append((parameter, master))

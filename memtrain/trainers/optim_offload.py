@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.memory.budget import OFFLOAD_BUCKET
 from memtrain.trainers.memory_errors import attempt
 
-BUCKET_BYTES = 256 * 2**20
-"""Most bytes of weights whose states are on the device at once (one tensor's may be more). Taste: large
-copies reach the bus's rate, and two moments of a bucket are half a GiB."""
+STATES = 2
+"""Numbers of state of a weight at most: AdamW's two moments, in the dtype of what is stepped."""
+
 HOST = "cpu"
 """Where states wait. A trace, in which the CPU plays the GPU, has another kind of tensor play the host."""
 
@@ -115,14 +116,16 @@ class OffloadedStates(Optimizer):
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors whose states are at most OFFLOAD_BUCKET bytes together, or one tensor alone."""
     bucket: list[Tensor] = []
     num_bytes = 0
     for parameter in parameters:
-        if bucket and num_bytes + parameter.nbytes > BUCKET_BYTES:
+        states = STATES * parameter.nbytes
+        if bucket and num_bytes + states > OFFLOAD_BUCKET:
             yield bucket
             bucket, num_bytes = [], 0
         bucket.append(parameter)
-        num_bytes += parameter.nbytes
+        num_bytes += states
     if bucket:
         yield bucket
 

@@ -141,7 +141,7 @@ def test_master_weights_keep_updates_that_bfloat16_rounds_away():
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon"])
 def test_master_weights_are_the_float32_run_rounded(tiny_llama: TinyModel, monkeypatch, kind: str):
     """Whatever the bucket size: here every parameter is a bucket of its own."""
-    monkeypatch.setattr(optim_master, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(optim_master, "MASTER_BUCKET", 1)
     half = tiny_llama().bfloat16()
     full = copy.deepcopy(half).float()
     recipe = Optim(kind=kind)
@@ -159,7 +159,7 @@ def test_master_weights_are_the_float32_run_rounded(tiny_llama: TinyModel, monke
 
 
 def test_float32_parameters_among_half_ones_are_stepped_once_in_place(monkeypatch):
-    monkeypatch.setattr(optim_master, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(optim_master, "MASTER_BUCKET", 1)
     model = nn.Sequential(nn.Linear(2, 2, bias=False, dtype=torch.bfloat16), nn.Linear(2, 2, bias=False))
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = build_optimizer(model, Optim(kind="sgd", lr=0.5), settings_of("sgd", master_weights=True))

@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim_offload, "BUCKET_BYTES", 600)
+    monkeypatch.setattr(optim_offload, "OFFLOAD_BUCKET", 1200)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,3 +90,23 @@ def test_a_step_that_breaks_off_keeps_the_states_of_what_was_stepped(make_settin
     monkeypatch.setattr(optim_offload, "_to_device", broken)
     train(model, optimizer, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "float32 copies"])
+def test_no_more_states_are_on_the_device_than_the_plan_counts(make_settings, monkeypatch, kind: str):
+    """Buckets of 1200 bytes; the two moments of the largest tensor have 1024, and those of all 1696."""
+    model = make_model(kind)
+    optimizer = make_optimizer(model, kind, make_settings, offloads=True)
+    train(model, optimizer, range(1))
+    stepped: list[int] = []
+    real = optim_offload.OffloadedStates._step_bucket
+
+    def counted(self: Any, bucket: list[torch.Tensor], gradients: Any) -> None:
+        states = [value for one in bucket for value in self.state[one].values()]
+        stepped.append(sum(value.nbytes for value in states if value.ndim))
+        real(self, bucket, gradients)
+
+    monkeypatch.setattr(optim_offload.OffloadedStates, "_step_bucket", counted)
+    train(model, optimizer, range(1, 2))
+    assert len(stepped) > 1
+    assert 0 < max(stepped) <= optim_offload.OFFLOAD_BUCKET

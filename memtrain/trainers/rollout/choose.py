@@ -7,10 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memtrain.memory.online import CHOICE_TILE
 from memtrain.trainers.rollout.protocol import Sampling
-
-TILE_BYTES = 64 * 2**20
-"""Logits that are looked at together, in fp32: several copies of them are held."""
 
 
 def choose(
@@ -22,7 +20,7 @@ def choose(
     the row's own seed, so that neither batch nor order matters. The log-prob is that of softmax(logits /
     temperature), before penalty and truncation. `seen_RV` (bool) marks tokens the penalty applies to.
     """
-    rows = max(1, TILE_BYTES // (4 * logits_RV.shape[1]))
+    rows = max(1, CHOICE_TILE // (4 * logits_RV.shape[1]))
     parts = [
         _choose_tile(
             logits_RV[start : start + rows],
