@@ -17,6 +17,7 @@ from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import MIB
 from memtrain.memory.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.zero_moments import TO_SAVE
+from memtrain.recipes.completions import WithMismatch
 from memtrain.recipes.generate import Generate
 from memtrain.recipes.online import Grpo
 from memtrain.recipes.recipe import Recipe
@@ -65,6 +66,7 @@ def with_generation(
     if recipe.online is None:
         return settings, prediction
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
+    _decide_correction(ledger)
     refuse_gathering(ledger, settings)
     ledger.settle()
     resting = _resting(prediction)
@@ -168,6 +170,15 @@ def _with_vllm(
     owners = {one.owner: one.num_bytes for one in resting.owners} | {"weights on their way": bucket}
     phases = (*prediction.phases, phase_peak("generation", owners))
     return settings, prediction.model_copy(update={"phases": phases})
+
+
+def _decide_correction(ledger: Ledger) -> None:
+    """Tell how the sampler's probabilities are corrected for; nothing of methods that do not weigh them."""
+    recipe = ledger.asked.recipe
+    section = recipe.online
+    if isinstance(section, WithMismatch):
+        mode, why = section.correction(recipe.generation)
+        ledger.decide("mismatch", mode, why, f"{recipe.method}.mismatch")
 
 
 def _decide_sampler(ledger: Ledger, settings: Settings) -> str:

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from memtrain.recipes.base import PositiveInt, changes
+from memtrain.recipes.generate import Generate
 from memtrain.recipes.preference import WithReference
+
+MismatchChoice = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+BY_ITSELF = "the trained module writes the completions itself"
 
 
 class FromOwnCompletions(WithReference):
@@ -53,16 +60,29 @@ class FromOwnCompletions(WithReference):
 class WithMismatch(FromOwnCompletions):
     """The methods whose loss weighs the sampler's probabilities against the trainer's."""
 
-    mismatch: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    mismatch: MismatchChoice = "auto"
     """Correct for the sampler's probabilities being another than the trainer's (another engine, or bfloat16):
     weight each token, or answer, by their ratio; truncate the ratio, or leave out what lies outside the
-    bounds. Not together with top_k, top_p, min_p."""
+    bounds. Not together with top_k, top_p, min_p. `auto`: token_truncate where another engine samples
+    (generate.backend: vllm) and says the probabilities that are compared, else none."""
 
     mismatch_low: Annotated[float, Field(ge=0)] | None = 0.5
     """Lower bound of that ratio. null: none."""
 
     mismatch_high: Annotated[float, Field(gt=0)] | None = 2.0
     """Upper bound of that ratio. null: none."""
+
+    def correction(self, generate: Generate) -> tuple[MismatchMode, str]:
+        """How the sampler's probabilities are corrected for, and why where the recipe leaves it open."""
+        if self.mismatch != "auto":
+            return self.mismatch, ""
+        if generate.backend != "vllm":
+            return "none", BY_ITSELF
+        if generate.truncates:
+            return "none", "top_k, top_p or min_p leave the sampler fewer tokens: the ratios would be wrong"
+        if generate.repetition_penalty != 1 and generate.temperature != 1:
+            return "none", "vLLM says no probabilities before its repetition_penalty at this temperature"
+        return "token_truncate", "another engine writes the completions: its probabilities differ a little"
 
     @model_validator(mode="after")
     def _bounds_are_bounds(self) -> WithMismatch:

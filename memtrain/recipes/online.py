@@ -86,7 +86,8 @@ class Grpo(WithMismatch):
     """Several rewards: summed first, or each normalised in its group first (GDPO, arXiv:2601.05242)."""
 
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """How the KL term is estimated from the sampled tokens."""
+    """How the KL term is estimated from the sampled tokens. Its gradient is that of the KL divergence with k1
+    and unbiased_kl, with k2 without it, and with k3 and unbiased_kl."""
 
     unbiased_kl: bool = False
     """Weight the KL term by the importance ratio (arXiv:2512.02556)."""
@@ -109,6 +110,16 @@ class Grpo(WithMismatch):
         for knob in ("kl", "unbiased_kl"):
             if changes(self, knob) and not self.beta:
                 raise ValueError(f"{knob} has no effect with beta 0; set beta, or remove it")
+        if self.beta and self.kl == "k1" and not self.unbiased_kl:
+            raise ValueError(
+                "kl: k1 without unbiased_kl pulls nowhere: its gradient, that of log p of a token the policy "
+                "sampled, is 0 on average; set unbiased_kl: true, or kl: k3"
+            )
+        if self.beta and self.kl == "k2" and self.unbiased_kl:
+            raise ValueError(
+                "kl: k2 with unbiased_kl has another gradient than the KL divergence: k2's own is unbiased "
+                "without the ratio; remove unbiased_kl, or set kl: k1 or k3"
+            )
         if self.combine_rewards == "normalise_then_sum" and self.scale_rewards != "group":
             raise ValueError(
                 "normalise_then_sum normalises each reward in its group; remove scale_rewards, or set group"

@@ -112,6 +112,15 @@ class Recipe(Section):
                 f"length.max_length {length.max_length}; lower it, or raise length.max_length"
             )
 
+    def _check_bounds_are_read(self, section: WithMismatch) -> None:
+        mode, why = section.correction(self.generation)
+        for name in ("mismatch_low", "mismatch_high"):
+            if mode == "none" and changes(section, name):
+                raise ValueError(
+                    f"{name} has no effect: mismatch: auto corrects nothing, because {why}; set mismatch, or "
+                    "remove it"
+                )
+
     @model_validator(mode="after")
     def _completions_are_judged(self) -> Recipe:
         section = self.online
@@ -145,7 +154,9 @@ class Recipe(Section):
                 f"{self.method} compares the completions of a prompt, and generate.completions is 1; "
                 "set 2 or more"
             )
-        is_corrected = isinstance(section, WithMismatch) and section.mismatch != "none"
+        is_corrected = isinstance(section, WithMismatch) and section.mismatch not in ("auto", "none")
+        if isinstance(section, WithMismatch) and section.mismatch == "auto":
+            self._check_bounds_are_read(section)
         if is_corrected and self.generation.truncates:
             raise ValueError(
                 "mismatch compares the sampler's probabilities with the trainer's, and top_k, top_p and "

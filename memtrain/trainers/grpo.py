@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from memtrain.recipes.completions import MismatchMode
 from memtrain.recipes.online import Grpo as GrpoRecipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.advantages import (
@@ -41,7 +42,9 @@ feed = PromptFeed
 
 def method(recipe: Recipe, reference: Reference | None = None) -> Grpo:
     """The method of a recipe, beside its reference (None with beta 0)."""
-    return Grpo(recipe.grpo or GrpoRecipe(), reference, recipe.generation.temperature)
+    section = recipe.grpo or GrpoRecipe()
+    mode, _ = section.correction(recipe.generation)
+    return Grpo(section, reference, recipe.generation.temperature, mode)
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class Grpo:
     section: GrpoRecipe
     reference: Reference | None
     temperature: float = 1.0
+    mismatch: MismatchMode = "none"
+    """How the sampler's log-probs are corrected for."""
     told: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed
@@ -105,22 +110,22 @@ class Grpo:
         wants_entropy = want_stats or self.section.entropy_coef != 0
         scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=wants_entropy)
         old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
-        outside = corrected(self.section, old_N, micro, self.seen)
+        outside = corrected(self.section, self.mismatch, old_N, micro, self.seen)
         batch = PolicyBatch(
             logp_N=scored.logp_N,
             lengths_A=micro.answers.lengths_A,
             advantage_A=micro.advantage_A,
             old_logp_N=micro.old_N,
-            sampler_logp_N=micro.sampler_N if self.section.mismatch != "none" else None,
+            sampler_logp_N=micro.sampler_N if self.mismatch != "none" else None,
             reference_N=micro.reference_N,
             entropy_N=scored.entropy_N,
-            mismatch_N=outside.weight_N if self.section.mismatch != "none" else None,
+            mismatch_N=outside.weight_N if self.mismatch != "none" else None,
             is_kept_N=micro.is_kept_N,
         )
         made = policy_loss(batch, self.knobs, micro.norms)
         if not want_stats:
             return Loss(made.value, {})
-        return Loss(made.value, made.sums | token_sums(scored.logp_N, outside, self.section))
+        return Loss(made.value, made.sums | token_sums(scored.logp_N, outside, self.mismatch))
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""

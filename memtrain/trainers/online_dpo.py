@@ -37,7 +37,7 @@ feed = PromptFeed
 
 def method(recipe: Recipe, reference: Reference | None = None) -> OnlineDpo:
     """The method of a recipe, beside its reference."""
-    return OnlineDpo(recipe.online_dpo or OnlineDpoRecipe(), reference)
+    return OnlineDpo(recipe.online_dpo or OnlineDpoRecipe(), reference, recipe.generation.temperature)
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class OnlineDpo:
     section: OnlineDpoRecipe
     reference: Reference | None
     temperature: float = 1.0
-    """Log-probs are those of the model itself: only the completions were written at generate.temperature."""
+    """Of the policy that wrote the completions, and of the reference: both are scored as it was sampled."""
     told: dict[str, float] = field(default_factory=dict)
     num_pairs: float = 1.0
     """Of the whole step."""

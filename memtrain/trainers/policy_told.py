@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from memtrain.recipes.completions import WithMismatch
+from memtrain.recipes.completions import MismatchMode, WithMismatch
 from memtrain.trainers.losses.policy_mismatch import Mismatch, mismatch, mismatch_facts
 from memtrain.trainers.policy_feed import PolicyMicro
 
@@ -43,23 +43,25 @@ class MismatchSeen:
         return known.sum().item(), len(known)
 
 
-def corrected(section: WithMismatch, old_N: Tensor, micro: PolicyMicro, seen: MismatchSeen) -> Mismatch:
+def corrected(
+    section: WithMismatch, mode: MismatchMode, old_N: Tensor, micro: PolicyMicro, seen: MismatchSeen
+) -> Mismatch:
     """The weights of the micro-batch's tokens; its log-probs are kept until the next step begins."""
     seen.pairs.append((old_N.detach(), micro.sampler_N))
     return mismatch(
         old_N,
         micro.sampler_N,
         micro.answers.lengths_A,
-        section.mismatch,
+        mode,
         lowest=section.mismatch_low,
         highest=section.mismatch_high,
     )
 
 
-def token_sums(logp_N: Tensor, outside: Mismatch, section: WithMismatch) -> dict[str, Tensor]:
+def token_sums(logp_N: Tensor, outside: Mismatch, mode: MismatchMode) -> dict[str, Tensor]:
     """The number of tokens, and of those whose ratio to the sampler is out of bounds."""
     sums = {"tokens": torch.tensor(float(len(logp_N)), device=logp_N.device)}
-    if section.mismatch != "none":
+    if mode != "none":
         sums["mismatch/outside"] = outside.is_outside_N.float().sum()
     return sums
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from memtrain.recipes.completions import MismatchMode
 from memtrain.recipes.ppo import Ppo as PpoRecipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.advantages import generalised_advantages, standardised, weighted_rewards
@@ -44,7 +45,8 @@ feed = PromptFeed
 def method(recipe: Recipe, reference: Reference | None = None) -> Ppo:
     """The method of a recipe, beside its reference (None with beta 0)."""
     section = recipe.ppo or PpoRecipe()
-    return Ppo(section, reference, section.beta, recipe.generation.temperature)
+    mode, _ = section.correction(recipe.generation)
+    return Ppo(section, reference, section.beta, recipe.generation.temperature, mode)
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class Ppo:
     beta: float
     """The KL term's weight as it is now."""
     temperature: float = 1.0
+    mismatch: MismatchMode = "none"
+    """How the sampler's log-probs are corrected for."""
     told: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed
@@ -139,10 +143,10 @@ class Ppo:
         assert micro.return_N is not None, "The tokens were weighed."
         assert micro.value_N is not None, "The pass was made."
         old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
-        outside = corrected(section, old_N, micro, self.seen)
+        outside = corrected(section, self.mismatch, old_N, micro, self.seen)
         ratio_N = (scored.logp_N - old_N).exp()
         loss_N = clipped_loss(ratio_N, micro.token_advantage_N, self.clip)
-        if section.mismatch != "none":
+        if self.mismatch != "none":
             loss_N = loss_N * outside.weight_N
         value_loss = clipped_value_loss(
             value_N, micro.value_N, micro.return_N, clip=section.value_clip, num_tokens=num_tokens
@@ -163,7 +167,7 @@ class Ppo:
             "loss/policy": loss_N.detach().sum(),
             "loss/value": value_loss.detach() * num_tokens,
         }
-        return Loss(value, sums | token_sums(scored.logp_N, outside, section))
+        return Loss(value, sums | token_sums(scored.logp_N, outside, self.mismatch))
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from memtrain.recipes.completions import MismatchMode
 from memtrain.recipes.online import Rloo as RlooRecipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.advantages import (
@@ -23,7 +24,7 @@ from memtrain.trainers.advantages import (
     leave_one_out_advantages,
     weighted_rewards,
 )
-from memtrain.trainers.losses.policy_answers import answer_log_ratio, sequence_clipped_loss
+from memtrain.trainers.losses.policy_answers import answer_log_ratio, penalised_rewards, sequence_clipped_loss
 from memtrain.trainers.losses.policy_ratio import mean_per_answer
 from memtrain.trainers.losses.policy_surrogate import Clip, is_clipped
 from memtrain.trainers.method import Ahead, Loss
@@ -40,7 +41,9 @@ feed = PromptFeed
 
 def method(recipe: Recipe, reference: Reference | None = None) -> Rloo:
     """The method of a recipe, beside its reference (None with beta 0)."""
-    return Rloo(recipe.rloo or RlooRecipe(), reference, recipe.generation.temperature)
+    section = recipe.rloo or RlooRecipe()
+    mode, _ = section.correction(recipe.generation)
+    return Rloo(section, reference, recipe.generation.temperature, mode)
 
 
 @dataclass(slots=True)
@@ -50,6 +53,8 @@ class Rloo:
     section: RlooRecipe
     reference: Reference | None
     temperature: float = 1.0
+    mismatch: MismatchMode = "none"
+    """How the sampler's log-probs are corrected for."""
     told: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed
@@ -79,7 +84,7 @@ class Rloo:
         if self.section.reward_clip is not None:
             total_A = total_A.clamp(*self.section.reward_clip)
         if judged.kl_A is not None:
-            total_A = total_A - self.section.beta * judged.kl_A
+            total_A = penalised_rewards(total_A, judged.kl_A, beta=self.section.beta)
             self.kl = judged.kl_A.mean().item()
         normalise = self.section.normalise_advantages
         advantage_A = leave_one_out_advantages(total_A, group_size, normalise=normalise)
@@ -97,16 +102,14 @@ class Rloo:
         scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=want_stats)
         old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
         lengths_A = micro.answers.lengths_A
-        outside = corrected(self.section, old_N, micro, self.seen)
+        outside = corrected(self.section, self.mismatch, old_N, micro, self.seen)
         log_ratio_A = answer_log_ratio(scored.logp_N, old_N, lengths_A)
         value = sequence_clipped_loss(
             log_ratio_A,
             micro.advantage_A,
             self.clip,
             num_answers=micro.norms.num_answers,
-            mismatch_A=None
-            if self.section.mismatch == "none"
-            else mean_per_answer(outside.weight_N, lengths_A),
+            mismatch_A=None if self.mismatch == "none" else mean_per_answer(outside.weight_N, lengths_A),
         )
         if not want_stats:
             return Loss(value, {})
@@ -118,7 +121,7 @@ class Rloo:
             "clip_low": (low_A * lengths_A).float().sum(),
             "clip_high": (high_A * lengths_A).float().sum(),
         }
-        return Loss(value, sums | token_sums(scored.logp_N, outside, self.section))
+        return Loss(value, sums | token_sums(scored.logp_N, outside, self.mismatch))
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.recipes.model import Adapter
 from memtrain.trainers.model.adapters import add_adapter
+from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.checkpointing import checkpoint_layers, recompute
-from memtrain.trainers.model.noise import add_noise
+from memtrain.trainers.model.layout import shared_layout
+from memtrain.trainers.model.noise import add_noise, shared_row_lengths
 
 TinyModel = Callable[..., Any]
 IDS = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -129,3 +131,24 @@ def test_noise_is_bounded_by_the_row_and_only_in_training(tiny_model: TinyModel)
         assert 0.95 * bound < part_TD.max() <= bound * (1 + 1e-6)
     assert not seen[1].any()
     assert not seen[2].any()
+
+
+def test_noise_under_shared_prompts_follows_each_row(tiny_model: TinyModel):
+    """A prompt of 4 with completions of 2 and 8: rows of 6 and 12, each completion's noise by its own.
+
+    The prompt's tokens are drawn once for both: the mean of 1 / 6 and 1 / 12 is 1 / 8.
+    """
+    layout = shared_layout([(4, [2, 8]), (3, [5])])
+    expected = [8.0] * 4 + [8.0] * 3 + [6.0] * 2 + [12.0] * 8 + [8.0] * 5
+    assert shared_row_lengths(layout, "cpu")[0].tolist() == pytest.approx(expected)
+    model = tiny_model()
+    seen: list[Tensor] = []
+    model.get_input_embeddings().weight.data.zero_()
+    add_noise(model, 5.0)
+    model.get_input_embeddings().register_forward_hook(lambda m, a, out: seen.append(out.detach()))
+    set_attention(model, "cpu")
+    ids = torch.randint(100, (1, layout.num_tokens))
+    model.train().get_decoder()(input_ids=ids, position_ids=layout.position_ids, layout=layout)
+    for place, length in ((slice(7, 9), 6), (slice(9, 17), 12)):
+        bound = 5 / math.sqrt(length * 64)
+        assert 0.9 * bound < seen[0][0, place].abs().max() <= bound * (1 + 1e-6)

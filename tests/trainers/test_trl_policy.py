@@ -20,6 +20,7 @@ from memtrain.trainers.advantages import (
     leave_one_out_advantages,
     weighted_rewards,
 )
+from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.policy import Norms, PolicyBatch, PolicyKnobs, policy_loss
 from memtrain.trainers.losses.policy_answers import (
     answer_log_ratio,
@@ -164,7 +165,8 @@ def test_advantages_agree_with_rloo_trainer(case):
     if knobs["reward_clip_range"]:
         rewards = rewards.clamp(*knobs["reward_clip_range"])
     if knobs["beta"]:
-        rewards = penalised_rewards(rewards, flat("old"), flat("reference"), LENGTHS, beta=knobs["beta"])
+        kl = sum_per_answer(flat("old") - flat("reference"), LENGTHS)
+        rewards = penalised_rewards(rewards, kl, beta=knobs["beta"])
     made = leave_one_out_advantages(rewards, RECORDED["group"], normalise=knobs["normalize_advantages"])
     torch.testing.assert_close(made, torch.tensor(case["advantages"]), rtol=1e-5, atol=1e-5)
 

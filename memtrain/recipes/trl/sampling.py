@@ -49,7 +49,13 @@ NO_VLLM_KEY = {
 
 def _mismatch(made: Translation) -> None:
     """TRL corrects for vLLM's probabilities in GRPO alone, by default."""
-    if made.method != "grpo" or not made.get("vllm_importance_sampling_correction", True):
+    if made.method != "grpo":
+        made.notes.append(
+            "TRL does not correct RLOO for vLLM's probabilities; `rloo.mismatch: none` does as TRL does"
+        )
+        return
+    if not made.get("vllm_importance_sampling_correction", True):
+        made.say("grpo.mismatch", "none", of=["vllm_importance_sampling_correction"])
         return
     of = ["vllm_importance_sampling_mode"]
     made.say("grpo.mismatch", made.get(of[0], "sequence_mask"), of=of)

@@ -35,11 +35,9 @@ def sequence_clipped_loss(
     return loss_A.sum() / num_answers
 
 
-def penalised_rewards(
-    reward_A: Tensor, old_logp_N: Tensor, reference_N: Tensor, lengths_A: Tensor, *, beta: float
-) -> Tensor:
-    """reward - beta * sum over the answer's tokens of log p_old - log p_reference [A].
+def penalised_rewards(reward_A: Tensor, kl_A: Tensor, *, beta: float) -> Tensor:
+    """reward - beta * kl [A], kl the sum over the answer's tokens of log p_old - log p_reference.
 
     Source: Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, section 2.1 (the KL penalty in the reward).
     """
-    return reward_A - beta * sum_per_answer(old_logp_N - reference_N, lengths_A)
+    return reward_A - beta * kl_A

@@ -9,15 +9,16 @@ then the sampler's probabilities are of another support, and kept mass ^ length 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from memtrain.recipes.completions import MismatchMode
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.policy_ratio import per_token
-
-MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+from memtrain.trainers.losses.quantile import quantiles
 
 QUANTILES = (0.01, 0.5, 0.99)
 
@@ -73,9 +74,9 @@ def mismatch_facts(old_logp_N: Tensor, sampler_logp_N: Tensor) -> dict[str, floa
     difference = (old_logp_N - sampler_logp_N)[known].double()
     if not len(difference):
         return {}
-    quantiles = torch.quantile(difference, torch.tensor(QUANTILES, dtype=torch.float64)).exp()
     named = {
-        f"mismatch/ratio_p{round(q * 100)}": v for q, v in zip(QUANTILES, quantiles.tolist(), strict=True)
+        f"mismatch/ratio_p{round(share * 100)}": math.exp(value)
+        for share, value in zip(QUANTILES, quantiles(difference, QUANTILES), strict=True)
     }
     return {
         "mismatch/mean": difference.abs().mean().item(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.losses.answers import sum_per_answer
+from memtrain.trainers.losses.quantile import quantiles
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Level = Literal["token", "sequence"]
@@ -44,9 +45,10 @@ def kl_estimate(
 ) -> Tensor:
     """An estimate of KL(policy || reference) at each token [N], from the sampled token alone.
 
-    With d = log p - log p_reference: k1 = d (unbiased, may be negative), k2 = d^2 / 2 (its gradient is
-    unbiased), k3 = exp(-d) + d - 1 (unbiased, never negative). Tokens that an older policy wrote make them
-    biased; the importance ratio to that policy, `ratio_N`, undoes it.
+    With d = log p - log p_reference: k1 = d (unbiased, may be negative; alone its mean gradient is 0), k2 =
+    d^2 / 2 (its gradient is unbiased), k3 = exp(-d) + d - 1 (unbiased, never negative; alone its gradient is
+    that of KL(reference || policy)). `ratio_N`, the importance ratio to the policy that wrote the tokens,
+    makes the gradients of k1 and k3 those of KL(policy || reference), and those of k2 wrong.
 
     Source: Schulman 2020, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html);
     the ratio: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, section 3.1 (unbiased KL estimate).
@@ -69,7 +71,7 @@ def entropy_threshold(entropy_N: Tensor, share: float) -> Tensor:
     """
     if not len(entropy_N):
         return torch.tensor(torch.inf)
-    return torch.quantile(entropy_N.float(), 1.0 - share)
+    return torch.tensor(quantiles(entropy_N.float(), [1.0 - share])[0])
 
 
 def keep_near_policy(

@@ -77,12 +77,14 @@ def robust(logps: PairLogps, knobs: PairKnobs) -> Tensor:
 def discopop(logps: PairLogps, knobs: PairKnobs) -> Tensor:
     """Logistic and exponential loss of rho = beta * margin, mixed by s = sigmoid(rho / tau).
 
-    (1 - s) * -log sigmoid(rho) + s * exp(-rho).
+    (1 - s) * -log sigmoid(rho) + s * exp(-rho), the last as exp(log s - rho): far below 0, where s is 0 and
+    exp(-rho) infinite, their product is still a number.
     Source: Lu et al. 2024 (DiscoPOP), arXiv:2406.08414, eq. 5. Reads beta, discopop_tau, divergence.
     """
     rho_B = knobs.beta * _margin(logps, knobs)
     share_B = torch.sigmoid(rho_B / knobs.discopop_tau)
-    return (1.0 - share_B) * -F.logsigmoid(rho_B) + share_B * torch.exp(-rho_B)
+    exponential_B = torch.exp(F.logsigmoid(rho_B / knobs.discopop_tau) - rho_B)
+    return (1.0 - share_B) * -F.logsigmoid(rho_B) + exponential_B
 
 
 def _margin(logps: PairLogps, knobs: PairKnobs) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.trainers.model.head import backbone_of
+from memtrain.trainers.model.layout import Layout
 
 # B rows, T tokens, D width.
 
@@ -19,21 +20,27 @@ def add_noise(model: nn.Module, alpha: float) -> Callable[[], None]:
 
     Each number gets noise from Uniform(-m, m) with m = alpha / sqrt(T * D), T the tokens of the sequence it
     belongs to. With `position_ids` that restart (rows laid end to end) T is that of each row, not of the
-    whole. The noise comes from torch's random state, so a resumed run draws the same.
+    whole. Under a layout of shared prompts a row is a prompt with one completion; the tokens of a prompt,
+    drawn once, get the mean variance of its rows. The noise comes from torch's random state, so a resumed run
+    draws the same.
 
     Source: Jain et al. 2023, arXiv:2310.05914, algorithm 1.
     """
-    seen: dict[str, Tensor | None] = {"positions": None}
+    seen: dict[str, Any] = {"positions": None, "layout": None}
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     assert isinstance(base, PreTrainedModel), "Noise goes on the embeddings of a transformers model."
 
     def note_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        seen["positions"] = kwargs.get("position_ids")
+        seen["positions"], seen["layout"] = kwargs.get("position_ids"), kwargs.get("layout")
 
     def noisy(module: nn.Module, args: Any, embedding_BTD: Tensor) -> Tensor:
         if not module.training or not torch.is_grad_enabled():
             return embedding_BTD
-        length_BT = row_lengths(embedding_BTD, seen["positions"])
+        layout: Layout | None = seen["layout"]
+        if layout is not None and layout.to_prompt is not None:
+            length_BT = shared_row_lengths(layout, embedding_BTD.device)
+        else:
+            length_BT = row_lengths(embedding_BTD, seen["positions"])
         bound_BT = alpha / (length_BT * embedding_BTD.shape[-1]).sqrt()
         noise_BTD = torch.empty_like(embedding_BTD).uniform_(-1.0, 1.0)
         return embedding_BTD + noise_BTD * bound_BT[..., None].to(embedding_BTD.dtype)
@@ -59,3 +66,17 @@ def row_lengths(embedding_BTD: Tensor, positions_BT: Tensor | None) -> Tensor:
     counts = torch.zeros(B, T + 1, device=embedding_BTD.device)
     counts.scatter_add_(1, row_BT, torch.ones_like(row_BT, dtype=counts.dtype))
     return counts.gather(1, row_BT)
+
+
+def shared_row_lengths(layout: Layout, device: torch.device | str) -> Tensor:
+    """float32 [1, T]: a completion's token has the length of its prompt and itself; a prompt's token the
+    harmonic mean of its rows' lengths, whose noise has the mean of their variances."""
+    assert layout.to_prompt is not None, "Prompts are shared."
+    bounds = torch.tensor(layout.within.query_bounds, device=device)
+    length_S, num_prompts = bounds.diff(), len(layout.to_prompt.key_bounds) - 1
+    ends_G = torch.tensor(layout.to_prompt.query_bounds[1:], device=device)
+    owner_A = torch.searchsorted(ends_G, bounds[num_prompts:-1] - layout.num_prompt_tokens, right=True)
+    row_A = (length_S[owner_A] + length_S[num_prompts:]).float()
+    inverse_G = torch.zeros(num_prompts, device=device).index_add(0, owner_A, 1.0 / row_A)
+    row_S = torch.cat([owner_A.bincount(minlength=num_prompts) / inverse_G, row_A])
+    return row_S.repeat_interleave(length_S, output_size=layout.num_tokens)[None]
