@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memtrain.memory.activations import HeaviestBatch
-from memtrain.memory.all_strategies import used_in
+from memtrain.memory.all_strategies import STRATEGIES, used_in
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, asks_of, predict, price
 from memtrain.memory.plan import Plan, Prediction
@@ -15,24 +15,33 @@ from memtrain.memory.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Settings that change together."""
+    """Settings that change together: those that the plain run has in place of some strategies'."""
 
     name: str
-    fields: tuple[str, ...]
+    strategies: tuple[str, ...]
+    unnamed: tuple[str, ...] = ()
+    """Settings that belong to no strategy."""
     with_it: tuple[str, ...] = ()
     """Stages that cannot be without this one."""
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Their names, without those of the stages that cannot be without this one."""
+        others = {field for stage in STAGES if stage.name in self.with_it for field in stage.fields}
+        own = (field for name in self.strategies for field in STRATEGIES[name].plain)
+        return tuple(dict.fromkeys(field for field in (*self.unnamed, *own) if field not in others))
+
 
 STAGES = (
-    Stage("rows end to end", ("attention", "padding_free", "pad_to_multiple_of"), ("a prompt once",)),
+    Stage("rows end to end", ("padding_free",), ("attention", "pad_to_multiple_of"), ("a prompt once",)),
     Stage("a prompt once", ("shared_prompts",)),
-    Stage("the reference", ("reference",)),
-    Stage("Liger's kernels", ("liger",)),
-    Stage("the loss", ("loss", "loss_tile_bytes")),
-    Stage("checkpointing", ("checkpoint_every",), ("offloading",)),
-    Stage("offloading", ("offload",)),
+    Stage("the reference", ("precomputed_reference", "adapter_off_reference")),
+    Stage("Liger's kernels", (), ("liger",)),
+    Stage("the loss", ("chunked_loss", "liger_loss")),
+    Stage("checkpointing", ("activation_checkpointing", "checkpoint_every_n"), with_it=("offloading",)),
+    Stage("offloading", ("boundary_offloading", "full_offloading")),
     Stage("optimizer states on the host", ("optimizer_offload",)),
-    Stage("steps in the backward pass", ("in_backward",)),
+    Stage("steps in the backward pass", ("optimizer_in_backward",)),
 )
 """In the order in which the waterfall goes down: what costs least first."""
 

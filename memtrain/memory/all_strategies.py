@@ -28,7 +28,7 @@ from memtrain.memory.strategies import (
     shorter_sequences,
     smaller_micro_batch,
 )
-from memtrain.memory.strategy import Case, Strategy, Wish, no_forms
+from memtrain.memory.strategy import Case, Strategy, Updates, Wish, no_forms
 
 STRATEGIES: dict[str, Strategy] = {
     page.STRATEGY.name: page.STRATEGY
@@ -61,6 +61,10 @@ STRATEGIES: dict[str, Strategy] = {
 """Every strategy by its name; exact ones first."""
 
 
+UNNAMED: Updates = {"attention": "stock", "liger": False, "pad_to_multiple_of": None, "shard_offload": "none"}
+"""Settings of the plain run that belong to no strategy: kernels, alignment, and where shards wait."""
+
+
 def wish_of(strategy: Strategy, case: Case) -> Wish:
     """What the whole recipe says of a strategy: its keys, `memory.use`, `memory.never` and `memory.allow`."""
     memory = case.recipe.memory
@@ -82,3 +86,14 @@ def is_searched(strategy: Strategy) -> bool:
 def used_in(settings: Settings) -> list[Strategy]:
     """The strategies that a run under `settings` uses."""
     return [strategy for strategy in STRATEGIES.values() if strategy.is_used(settings)]
+
+
+def without_strategies(settings: Settings) -> Settings:
+    """The same steps of the same model, plainly: no strategy but those that say what is trained.
+
+    Sequences that were packed are laid out anew; how many are in a micro-batch is left as it is.
+    """
+    plain = dict(UNNAMED)
+    for strategy in used_in(settings):
+        plain |= strategy.plain
+    return settings.model_copy(update=plain)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
-from memtrain.memory.all_strategies import STRATEGIES
+from memtrain.memory.all_strategies import STRATEGIES, without_strategies
 from memtrain.memory.auto_context import by_context, told
 from memtrain.memory.budget import measured_beside
 from memtrain.memory.deciding import decide_base
@@ -161,7 +161,7 @@ def longest_that_fits(asked: Asked, facts: Facts, most: int | None = None) -> Re
 
 
 def plain(settings: Settings, profile: LengthProfile) -> Settings:
-    """The same run without any memory strategy: padded rows, every activation kept, logits held whole.
+    """The same run without any memory strategy: see `without_strategies`.
 
     As many examples in a step and in a micro-batch as the planned run has on average: a packed sequence holds
     several.
@@ -171,21 +171,9 @@ def plain(settings: Settings, profile: LengthProfile) -> Settings:
     if settings.micro_tokens is not None:
         sequences = min(sequences, max(1, int(settings.micro_tokens / profile.mean_tokens)))
     rows = None if settings.batch_rows is None else round(settings.batch_rows * per_sequence)
-    return settings.model_copy(
-        update={
-            "attention": "stock",
-            "padding_free": False,
-            "shared_prompts": False,
-            "context_parallel": 1,
-            "shard_offload": "none",
-            "packing": "none",
-            "batch_rows": rows,
-            "micro_rows": max(1, round(sequences * per_sequence)),
-            "micro_tokens": None,
-            "checkpoint_every": 0,
-            "offload": "none",
-            "loss": "full",
-        }
+    micro_rows = max(1, round(sequences * per_sequence))
+    return without_strategies(settings).model_copy(
+        update={"batch_rows": rows, "micro_rows": micro_rows, "micro_tokens": None}
     )
 
 

@@ -31,6 +31,9 @@ Axis = Literal[
 ]
 """Choices that stand in place of each other."""
 
+TRAINED: frozenset[Axis] = frozenset({"micro-batch", "optimizer", "precision", "adapter", "length"})
+"""Choices of what is trained and in which steps: the plain run makes the same."""
+
 Updates = Mapping[str, object]
 """New values of some settings."""
 
@@ -87,8 +90,15 @@ class Strategy:
     """The ways to switch it on in the search, over settings without it."""
     without: Updates = field(default_factory=dict[str, object])
     """The settings of the run without it."""
+    padded: Updates = field(default_factory=dict[str, object])
+    """The settings of the run without it where that has other sequences: they alone price nothing."""
     refusal: Callable[[Case], str | None] = never_refused
     """Why it cannot be used here, whatever else is chosen; None when it can."""
+
+    @property
+    def plain(self) -> Updates:
+        """The settings of the plain run in place of its own; none where both train or step alike."""
+        return {} if self.axis in TRAINED else {**self.without, **self.padded}
 
 
 def on_off(value: object) -> Wish:

@@ -11,7 +11,8 @@ from memtrain.cli import benching
 from memtrain.cli.app import run
 from memtrain.cli.bench_tables import page, table
 from memtrain.cli.benching import Bench, Measured, row
-from memtrain.cli.variants import ablations, predicted_of, variant, waterfall
+from memtrain.cli.variants import STAGES, ablations, predicted_of, variant, waterfall
+from memtrain.memory.all_strategies import STRATEGIES, UNNAMED
 from memtrain.memory.facts import Facts
 from memtrain.memory.plan import Plan
 from memtrain.recipes.load import load_recipe
@@ -61,6 +62,13 @@ def test_the_waterfall_goes_from_plain_to_the_plan_a_strategy_at_a_time(case_of:
     ]
     assert made[-1].plan.settings == plan.settings
     assert made[0].plan.settings == plain_side(plan).settings
+
+
+def test_every_setting_of_the_plain_run_has_its_stage():
+    """But for those that no benchmark has: it lays the plan's own pieces of rows, in one process."""
+    plain = {field for one in STRATEGIES.values() for field in one.plain} | set(UNNAMED)
+    staged = [field for stage in STAGES for field in stage.fields]
+    assert sorted(staged) == sorted(plain - {"packing", "context_parallel", "shard_offload"})
 
 
 def test_what_needs_a_strategy_goes_with_it(case_of: Callable[[str], Case]):

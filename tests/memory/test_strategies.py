@@ -6,14 +6,14 @@ from typing import Any, get_args
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of
+from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of, without_strategies
 from memtrain.memory.exclusions import EXCLUSIONS, excluded
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.rules import Asked
 from memtrain.memory.settings import Settings
-from memtrain.memory.strategy import Case
+from memtrain.memory.strategy import TRAINED, Case
 from memtrain.recipes.load import load_recipe
 from memtrain.recipes.memory import Changing, StrategyName
 from memtrain.recipes.model import Adapter
@@ -218,3 +218,58 @@ def test_a_wish_is_on_off_or_open(facts, recipe_of):
         wish_of(STRATEGIES[name], case) for name in ("lora", "chunked_loss", "qlora", "full_offloading")
     ]
     assert wishes == ["on", "off", "off", "auto"]
+
+
+FLAT = {"padding_free": True}
+IN_USE: dict[str, dict[str, object]] = {
+    "padding_free": FLAT,
+    "packing": FLAT | {"packing": "bfd"},
+    "shared_prompts": FLAT | {"shared_prompts": True},
+    "context_parallel": FLAT | {"num_processes": 4, "context_parallel": 2},
+    "activation_checkpointing": {"checkpoint_every": 1},
+    "checkpoint_every_n": {"checkpoint_every": 4},
+    "boundary_offloading": {"checkpoint_every": 1, "offload": "boundaries", "offload_keep": 2},
+    "full_offloading": {"checkpoint_every": 0, "offload": "all"},
+    "chunked_loss": {"loss": "chunked"},
+    "liger_loss": {"loss": "liger"},
+    "optimizer_offload": {"optimizer_offload": True},
+    "optimizer_in_backward": {"in_backward": True},
+    "precomputed_reference": {"reference": "precomputed"},
+    "adapter_off_reference": {"adapter": Adapter(), "reference": "adapter_off"},
+}
+"""Settings under which a strategy is used that the plain run is without."""
+
+
+def test_the_plain_run_is_without_every_strategy_but_those_that_say_what_is_trained():
+    assert set(IN_USE) == {name for name, one in STRATEGIES.items() if one.axis not in TRAINED}
+
+
+@pytest.mark.parametrize("name", IN_USE)
+def test_the_plain_run_is_without(make_settings, name: str):
+    settings = make_settings(micro_rows=2, micro_tokens=None, **IN_USE[name])
+    assert name in names(settings)
+    plain = without_strategies(settings)
+    assert not names(plain) & set(IN_USE)
+    assert (plain.attention, plain.liger, plain.shard_offload) == ("stock", False, "none")
+    assert (plain.adapter, plain.optimizer, plain.micro_rows) == (settings.adapter, "adamw", 2)
+    assert without_strategies(plain) == plain
+
+
+@pytest.mark.parametrize("reference", ["none", "copy", "synced"])
+def test_a_reference_that_no_strategy_made_stays(make_settings, reference: str):
+    assert without_strategies(make_settings(reference=reference)).reference == reference
+
+
+def test_what_is_trained_is_the_same_in_the_plain_run(make_settings):
+    said = {"optimizer": "paged_adamw_8bit", "quantize": "4bit", "adapter": Adapter(r=4)}
+    plain = without_strategies(make_settings(**said))
+    assert {name: getattr(plain, name) for name in said} == said
+    assert without_strategies(make_settings(dtype="bfloat16", master_weights=True)).master_weights
+
+
+def test_the_plain_run_of_a_plan_keeps_its_moments_on_the_device(ask, facts):
+    """They were left on the host: an 8B model was told to need 64 GiB plainly, in place of 94."""
+    resolved = ask(facts, **BASE, memory__optimizer_offload="on")
+    assert resolved.settings.optimizer_offload
+    owners = {owned.owner: owned.num_bytes for owned in resolved.plain.peak.owners}
+    assert owners["optimizer"] == 2 * owners["weights"]

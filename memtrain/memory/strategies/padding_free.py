@@ -31,4 +31,5 @@ STRATEGY = Strategy(
     wish=wish,
     use_keys=lambda recipe: {"length.padding_free": True},
     never_keys=lambda recipe: {"length.padding_free": False},
+    padded={"padding_free": False},
 )

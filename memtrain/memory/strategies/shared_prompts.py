@@ -48,5 +48,6 @@ STRATEGY = Strategy(
     wish=wish,
     use_keys=lambda recipe: keys_of(recipe, is_shared=True),
     never_keys=lambda recipe: keys_of(recipe, is_shared=False),
+    padded={"shared_prompts": False},
     refusal=refusal,
 )

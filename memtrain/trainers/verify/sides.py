@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memtrain.memory.all_strategies import without_strategies
 from memtrain.memory.plan import Plan
 from memtrain.memory.settings import Settings
 from memtrain.trainers.build import Built, build
@@ -59,24 +60,12 @@ def repeatable(plan: Plan) -> Plan:
 def plain_side(plan: Plan) -> Plan:
     """The same steps on the same pieces of rows: padded, every activation kept, logits whole, stock kernels.
 
-    The reference model is a copy of its own, asked in every step. The optimizer is the recipe's.
+    Pieces of packed rows stay in one micro-batch, a padded row each. The reference model is a copy of its
+    own, asked in every step. The optimizer is the recipe's.
     """
     settings = plan.settings
-    asked_apart = settings.reference in ("precomputed", "adapter_off")
-    plain = {
-        "attention": "stock",
-        "liger": False,
-        "padding_free": False,
-        "shared_prompts": False,
-        "pad_to_multiple_of": None,
-        "checkpoint_every": 0,
-        "offload": "none",
-        "loss": "full",
-        "in_backward": False,
-        "optimizer_offload": False,
-        "reference": "copy" if asked_apart else settings.reference,
-    }
-    return plan.model_copy(update={"settings": settings.model_copy(update=plain)})
+    plain = without_strategies(settings).model_copy(update={"packing": settings.packing})
+    return plan.model_copy(update={"settings": plain})
 
 
 def in_float32(plan: Plan) -> Plan:
