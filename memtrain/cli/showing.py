@@ -44,8 +44,8 @@ def print_plan(planned: Planned) -> None:
     plan = planned.plan
     say(f"{plan.recipe.method}: {whole(plan.recipe_path)} into {whole(plan.run_dir)}")
     say(rows_words(planned.profile.report))
-    if plan.data.train.num_skipped:
-        say(f"{plan.data.train.num_skipped:,} bad rows were left out (data.on_bad_row: skip).")
+    for note in plan.data.notes:
+        say(f"Data {note}.")
     typer.echo()
     print_table(
         ("setting", "value", "why"),

@@ -80,6 +80,8 @@ class PreparedSplit(Section):
     num_skipped: int
     """Bad rows that were left out (`data.on_bad_row: skip`)."""
     longest_tokens: int
+    notes: tuple[str, ...] = ()
+    """What was not read, or is not learnt from: files, bad rows, fields."""
 
 
 class PreparedData(Section):
@@ -89,6 +91,12 @@ class PreparedData(Section):
     eval: PreparedSplit | None
     held_out_rows: int
     """Rows of `train` that are set aside for evaluation (`data.held_out`)."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was not read, or is not learnt from, of both splits."""
+        held = self.eval.notes if self.eval is not None else ()
+        return (*self.train.notes, *(f"of data.eval: {note}" for note in held))
 
 
 class Plan(Section):

@@ -44,8 +44,8 @@ class Source(Section):
     """One place that rows come from."""
 
     source: str
-    """A file, a folder or a glob (JSONL, JSON, CSV, Parquet, Arrow, text; .gz read as well), a hub id,
-    or `builtin:arithmetic`."""
+    """A file, a folder or a glob (JSONL, JSON, CSV, text, also packed with gzip, bzip2, xz or zstd; Parquet,
+    Arrow), a hub id, or `builtin:arithmetic`. Files of a folder that are not read are named."""
 
     name: str | None = None
     """Configuration name of a hub dataset."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.order import micro_batches
-from memtrain.trainers.data.prepare import store_of
+from memtrain.trainers.data.prepare import kept_rows
 from memtrain.trainers.data.tokenizer import tokenizer_of
 from memtrain.trainers.model.adapters import load_adapter
 from memtrain.trainers.model.isolation import verify_isolation
@@ -27,16 +27,26 @@ SCORE = "score"
 """The name under which `METHOD_FORMATS` lists what can be scored: pairs, and single answers."""
 
 
-def rewards_of(recipe: Recipe, settings: Settings, adapter: str | None = None) -> Iterator[dict[str, object]]:
+def rewards_of(
+    recipe: Recipe,
+    settings: Settings,
+    adapter: str | None = None,
+    *,
+    tell: Callable[[str], object] = lambda note: None,
+) -> Iterator[dict[str, object]]:
     """One line for each row of `data.train`, in its order: where it is from, and a reward for each answer.
 
-    `adapter`: folder or hub id of an adapter of a reward model, whose base is `recipe.model`.
+    `adapter`: folder or hub id of an adapter of a reward model, whose base is `recipe.model`. `tell` is given
+    what of the data was not read or has no effect.
     Pairs give `chosen` and `rejected`, single answers `reward`. Rows that are left out (longer than
     `length.max_length` under `drop`) give no line.
     Raises: DataError for rows without answers; LaunchError when the model is no reward model.
     """
     tokenizer = tokenizer_of(recipe.model)
-    store = store_of(recipe.data, recipe.data.train, SCORE, tokenizer, recipe.train.seed)
+    made = kept_rows(recipe.data, recipe.data.train, SCORE, tokenizer, recipe.train.seed)
+    for note in made.notes:
+        tell(note)
+    store = made.store
     feed = AnswerFeed(store, np.arange(store.num_rows), recipe, settings, pad_id=_pad_id(tokenizer))
     scorer = _scorer(recipe, settings, len(tokenizer), adapter)
     order = np.argsort(-feed.tokens, kind="stable")
@@ -63,12 +73,17 @@ def rewards_of(recipe: Recipe, settings: Settings, adapter: str | None = None) -
 
 
 def write_rewards(
-    recipe: Recipe, settings: Settings, output: Path, adapter: str | None = None
+    recipe: Recipe,
+    settings: Settings,
+    output: Path,
+    adapter: str | None = None,
+    *,
+    tell: Callable[[str], object] = lambda note: None,
 ) -> tuple[int, float | None]:
     """Write the rewards as JSON lines; (lines, share of pairs whose chosen answer has the higher reward)."""
     count, wins, is_pairs = 0, 0.0, False
     with output.open("w") as file:
-        for line in rewards_of(recipe, settings, adapter):
+        for line in rewards_of(recipe, settings, adapter, tell=tell):
             file.write(json.dumps(line) + "\n")
             count += 1
             chosen, rejected = line.get("chosen"), line.get("rejected")

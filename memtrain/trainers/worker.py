@@ -162,7 +162,9 @@ def _tell_start(
     if not position.step:
         teller.tell(replace(built.train.told("train"), rows_skipped=plan.data.train.num_skipped))
         if built.eval is not None:
-            teller.tell(built.eval.told("held-out"))
+            own = plan.data.eval.num_skipped if plan.data.eval is not None else 0
+            teller.tell(replace(built.eval.told("held-out"), rows_skipped=own))
+        notes = [*notes, *(f"data {note}" for note in plan.data.notes)]
     said = [f"passed over {one.path.name}: {one.reason}" for one in found.rejected] + notes
     if found.checkpoint is not None:
         said.append(f"continued after step {position.step}")

@@ -19,7 +19,7 @@ from memtrain.trainers.data.inspect.inspecting import Question, inspect
 from memtrain.trainers.data.inspect.result import Candidate, Inspection, Loss
 from memtrain.trainers.data.order import BatchSize, make_epoch, micro_batches
 from memtrain.trainers.data.pieces import Spans, lay_out
-from memtrain.trainers.data.prepare import store_of
+from memtrain.trainers.data.prepare import kept_rows
 from memtrain.trainers.data.prompts import lay_out_prompts
 from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
@@ -235,7 +235,7 @@ def test_counts_are_those_that_training_reports(method: str, form: str, tmp_path
     source = jsonl(tmp_path / "a.jsonl", ROWS[form])
     found = inspected(source, tmp_path, method=method, held_out=0.2, max_lengths=(8, 24, 60))
     data = Data.model_validate({"train": source, "held_out": 0.2, "cache_dir": str(tmp_path)})
-    store = store_of(data, data.train, method, tokenizer, 0)
+    store = kept_rows(data, data.train, method, tokenizer, 0).store
     chosen = choose_rows(data, store, 0).train
     assert not found.extent.is_cached
     assert found.rows == len(chosen)
@@ -266,7 +266,7 @@ def test_prompts_are_cut_as_the_online_methods_cut_them(tmp_path):
         "rewards": {"functions": "exact_answer"},
     }
     data = Data.model_validate(said["data"])
-    store = store_of(data, data.train, "grpo", tokenizer, 0)
+    store = kept_rows(data, data.train, "grpo", tokenizer, 0).store
     for one in found.candidates:
         for counted in one.losses:
             length = {
@@ -314,7 +314,7 @@ def test_mixtures_count_a_row_as_often_as_it_is_learnt_from(tmp_path):
     data = Data.model_validate({"train": sources, "cache_dir": str(tmp_path)})
     question = Question("mixture", data, Length(), Train(), None, "builtin:tiny", max_lengths=(16,))
     found = inspect(question, tokenizer)
-    store = store_of(data, data.train, "sft", tokenizer, 0)
+    store = kept_rows(data, data.train, "sft", tokenizer, 0).store
     chosen = choose_rows(data, store, 0).train
     assert found.rows == len(chosen) == 90
     assert found.tokens == int(store.lengths[chosen].sum())

@@ -11,7 +11,7 @@ import pytest
 
 from memtrain.errors import DataError
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.data.prepare import prepare, store_of
+from memtrain.trainers.data.prepare import kept_rows, prepare
 from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
 from memtrain.trainers.data.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ def recipe_of(cache: Path, method: str = "sft", **data) -> Recipe:
 
 def store(cache: Path, method: str = "sft", **data) -> TokenStore:
     recipe = recipe_of(cache, **data)
-    return store_of(recipe.data, recipe.data.train, method, load_tokenizer("builtin:tiny"), seed=0)
+    return kept_rows(recipe.data, recipe.data.train, method, load_tokenizer("builtin:tiny"), seed=0).store
 
 
 def jsonl(path: Path, rows: list[dict]) -> str:
@@ -173,7 +173,7 @@ def test_messages_need_a_chat_template(tmp_path):
     tokenizer = load_tokenizer("builtin:tiny")
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
-        store_of(recipe.data, recipe.data.train, "sft", tokenizer, seed=0)
+        kept_rows(recipe.data, recipe.data.train, "sft", tokenizer, seed=0)
 
 
 CODE = """

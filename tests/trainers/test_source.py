@@ -1,25 +1,39 @@
 """Sources: every kind of file gives the same rows, every broken one a single clear error."""
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memtrain.errors import DataError
 from memtrain.recipes.data import Source
 from memtrain.recipes.formats.fields import BadRow
 from memtrain.trainers.data import readers
+from memtrain.trainers.data.packed import PACKINGS
 from memtrain.trainers.data.readers import read_file
 from memtrain.trainers.data.source import locate, sampled
 
 ROWS = [{"prompt": f'p{i}, "é"\n', "completion": f"c{i} 日本"} for i in range(5)]
+
+
+def zstd(data: bytes) -> bytes:
+    """Packed as `zstd` does."""
+    buffer = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(buffer, "zstd") as stream:
+        stream.write(data)
+    return buffer.getvalue().to_pybytes()
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -44,12 +58,12 @@ def write(path: Path, rows: list[dict]) -> Path:
             with pa.ipc.new_stream(path, table.schema) as stream:
                 stream.write_table(table)
         return path
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes(PACKERS[path.suffix](data) if path.suffix in PACKERS else data)
     return path
 
 
 def rows_of(place: Path | str, **source) -> list:
-    streams = locate(Source(source=str(place), **source), "prompt_completion")
+    streams = locate(Source(source=str(place), **source), "prompt_completion").streams
     return [row for _, (_, row) in sampled(streams, source.get("limit"), seed=0)]
 
 
@@ -58,6 +72,11 @@ def rows_of(place: Path | str, **source) -> list:
     [
         "a.jsonl",
         "a.jsonl.gz",
+        "a.jsonl.bz2",
+        "a.jsonl.xz",
+        "a.JSONL.zst",
+        "a.json.zst",
+        "a.csv.xz",
         "a.ndjson",
         "a.json",
         "a.json.gz",
@@ -87,7 +106,7 @@ def test_json_objects_one_after_another_are_rows_too(tmp_path):
     assert [row for _, row in read_file(path)] == [{"text": "a"}, {"text": "b"}]
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.text(max_size=40), min_size=1, max_size=5), st.integers(5, 40))
 def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, texts, chunk):
     path = tmp_path_factory.mktemp("json") / "a.json"
@@ -98,6 +117,34 @@ def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, texts, chunk):
         assert [row for _, row in read_file(path)] == rows
     finally:
         readers.JSON_CHUNK_CHARS = whole
+
+
+def test_json_lists_one_after_another_lose_no_row(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('\n[{"text": "a"}]\n[{"text": "b"},\n {"text": "c"}] {"text": "d"}')
+    assert list(read_file(path)) == [
+        (n, {"text": text}) for n, text in [(2, "a"), (3, "b"), (4, "c"), (4, "d")]
+    ]
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_packed_streams_one_after_another_lose_no_row(tmp_path, suffix):
+    one, other = (json.dumps(row).encode() + b"\n" for row in ROWS[:2])
+    path = tmp_path / f"a.jsonl{suffix}"
+    pack = PACKERS[suffix]
+    path.write_bytes(pack(one) + pack(other * 100_000))
+    assert [row for _, row in read_file(path)] == [ROWS[0], *[ROWS[1]] * 100_000]
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize("damage", ["cut", "junk after it"])
+def test_a_damaged_packed_file_is_an_error_and_not_fewer_rows(tmp_path, suffix, damage):
+    packed = PACKERS[suffix](b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(20_000)))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(packed[:-20] if damage == "cut" else packed + b"junk, which no packing begins with")
+    with pytest.raises(DataError, match=f"not a whole {PACKINGS[suffix]} file") as error:
+        list(read_file(path))
+    assert error.value.faults[0].where == str(path)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +165,8 @@ def test_a_text_file_in_other_units_is_other_content(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("a\nb\n")
     digests = {
-        locate(Source(source=str(path), text_unit=unit), "text")[0].digest() for unit in ("line", "document")
+        locate(Source(source=str(path), text_unit=unit), "text").streams[0].digest()
+        for unit in ("line", "document")
     }
     assert len(digests) == 2
 
@@ -161,6 +209,79 @@ def test_a_folder_has_splits_where_its_names_say_so(tmp_path):
         rows_of(tmp_path, split="validation")
 
 
+def notes_of(place: Path | str, **source) -> tuple[str, ...]:
+    return locate(Source(source=str(place), **source), "prompt_completion").notes
+
+
+def test_files_of_a_folder_that_are_not_read_are_named_with_their_bytes(tmp_path):
+    for name in ("train.jsonl", "part-0.jsonl", "test.jsonl"):
+        write(tmp_path / name, ROWS)
+    size = (tmp_path / "part-0.jsonl").stat().st_size
+    (tmp_path / "table.xlsx").write_bytes(b"x" * 2048)
+    (tmp_path / "README.txt").write_text("about")
+    assert rows_of(tmp_path) == ROWS
+    assert set(notes_of(tmp_path)) == {
+        f"not read in {tmp_path}, of no kind that can be read: table.xlsx (2.0 KiB)",
+        f"not read in {tmp_path}, of no split while other names say theirs: part-0.jsonl ({size} B)",
+        f"not read in {tmp_path}, of the split test: test.jsonl ({size} B)",
+        f"not read in {tmp_path}, a text about the data: README.txt (5 B)",
+    }
+
+
+def test_a_subfolder_of_a_split_does_not_hide_what_lies_above_it(tmp_path):
+    (tmp_path / "train").mkdir()
+    write(tmp_path / "train" / "0.jsonl", ROWS)
+    write(tmp_path / "more.jsonl", ROWS)
+    assert any("more.jsonl" in note for note in notes_of(tmp_path))
+
+
+def test_data_whose_name_begins_like_a_readme_is_read(tmp_path):
+    write(tmp_path / "README_faq.jsonl", ROWS)
+    assert (rows_of(tmp_path), notes_of(tmp_path)) == (ROWS, ())
+
+
+def test_linked_folders_are_read_once_and_a_broken_link_is_an_error(tmp_path):
+    (tmp_path / "there").mkdir()
+    write(tmp_path / "there" / "a.jsonl", ROWS)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "sub").symlink_to(tmp_path / "there")
+    (data / "again").symlink_to(data)
+    assert rows_of(data) == ROWS
+    (data / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match="there is no file '.*b.jsonl'"):
+        rows_of(data)
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    write(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "locked").mkdir()
+    list_folder = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match="cannot list the folder '.*locked': Permission denied"):
+        rows_of(tmp_path)
+
+
+def test_a_pipe_is_refused_and_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match="is a pipe or a device, not a file"):
+        rows_of(tmp_path / "a.jsonl")
+
+
+def test_folders_that_a_glob_matches_are_named(tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "sub").mkdir()
+    assert notes_of(f"{tmp_path}/*") == (
+        f"not read in {tmp_path}, no file but a folder, a pipe or a device: sub (0 B)",
+    )
+
+
 def test_a_limit_samples_over_the_whole_and_keeps_the_order(tmp_path):
     rows = [{"text": str(i)} for i in range(1000)]
     path = write(tmp_path / "a.jsonl", rows)
@@ -174,7 +295,7 @@ def test_a_limit_samples_over_the_whole_and_keeps_the_order(tmp_path):
 
 def test_the_digest_is_of_the_content_and_not_of_the_name(tmp_path):
     def digest(path: Path) -> str:
-        return locate(Source(source=str(path)), "text")[0].digest()
+        return locate(Source(source=str(path)), "text").streams[0].digest()
 
     one, same = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", ROWS)
     assert digest(one) == digest(same)
@@ -224,7 +345,7 @@ def test_a_streamed_hub_dataset_gives_its_rows_and_no_more_than_its_limit(monkey
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    (stream,) = locate(Source(source="some/dataset"), "text", streaming=True)
+    (stream,) = locate(Source(source="some/dataset"), "text", streaming=True).streams
     assert [row for _, row in stream.read()] == ROWS
     assert (said["streaming"], said["revision"]) == (True, "abc")
     rows = [row for _, (_, row) in sampled([stream], 2, seed=0)]

@@ -12,7 +12,7 @@ from memtrain.trainers.data.store import TokenStore
 
 GOOD = b'{"prompt": "a", "completion": "b"}\n'
 JSONL_FIX = "mend the row, or set data.on_bad_row: skip to leave such rows out"
-READABLE = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt (.gz too)"
+READABLE = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt (packed too: .gz, .bz2, .xz, .zst)"
 WHOLE_GZIP = gzip.compress(GOOD * 500)
 
 WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
@@ -121,6 +121,69 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         "is not a parquet file.",
         "{file}",
         "write the file again",
+    ),
+    "a JSON file with text after its list": (
+        "d.json",
+        b"[" + GOOD + b"]\nand more",
+        "broken JSON: Expecting value",
+        "{file}:3",
+        "mend the file",
+    ),
+    "a key that is there twice": (
+        "d.jsonl",
+        GOOD + b'{"prompt": "a", "completion": "b", "completion": "c"}\n',
+        "the key 'completion' is there twice in one object",
+        "{file}:2",
+        "keep one of the two",
+    ),
+    "a doubled key inside a JSON file": (
+        "d.json",
+        b'[{"prompt": "a", "completion": "b"},\n{"prompt": [{"a": 1, "a": 2}], "completion": ""}]',
+        "the key 'a' is there twice in one object",
+        "{file}:2",
+        "keep one of the two",
+    ),
+    "JSON nested without end": (
+        "d.jsonl",
+        GOOD + b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        "JSON nested deeper than 100 levels",
+        "{file}:2",
+        "write the value flat, or remove the row",
+    ),
+    "JSON nested as deep as Python reads": (
+        "d.jsonl",
+        GOOD + b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}\n",
+        "JSON nested deeper than 100 levels",
+        "{file}:2",
+        "write the value flat, or remove the row",
+    ),
+    "a JSON file nested without end": (
+        "d.json",
+        b"[" + GOOD + b', {"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]\n",
+        "JSON nested deeper than 100 levels",
+        "{file}:2",
+        "write the value flat, or remove the row",
+    ),
+    "a number of 5,000 digits": (
+        "d.jsonl",
+        GOOD + b'{"prompt": ' + b"9" * 5000 + b"}\n",
+        "a whole number of more than 4,300 digits",
+        "{file}:2",
+        "write it as a string, or remove the row",
+    ),
+    "a number of 5,000 digits in a JSON file": (
+        "d.json",
+        b'[{"prompt": ' + b"9" * 5000 + b"}]\n",
+        "a whole number of more than 4,300 digits",
+        "{file}:1",
+        "write it as a string, or remove the row",
+    ),
+    "Parquet through zstd": (
+        "d.parquet.zst",
+        b"",
+        "'d.parquet.zst' cannot be read through zstd",
+        "{file}",
+        "unpack it with zstd -d",
     ),
     "a file of another kind": (
         "d.xlsx",

@@ -43,7 +43,9 @@ def score(
 
     from memtrain.trainers.score import write_rewards
 
-    count, share = write_rewards(loaded.recipe, settings, output, scored.adapter)
+    count, share = write_rewards(
+        loaded.recipe, settings, output, scored.adapter, tell=lambda note: say(f"Data {note}.")
+    )
     say(f"{count:,} rows scored; the rewards are in {whole(output)}.")
     if share is not None:
         say(f"The chosen answer has the higher reward in {share:.1%} of the pairs.")

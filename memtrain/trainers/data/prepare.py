@@ -45,6 +45,8 @@ class Found:
     source: Source
     streams: tuple[Stream, ...]
     reading: Reading
+    notes: tuple[str, ...]
+    """Files that lie among the data and are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,11 @@ class Work:
     def sources(self) -> tuple[int, ...]:
         """Source in the recipe, by number, of each stream."""
         return tuple(number for number, one in enumerate(self.found) for _ in one.streams)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Files of all sources that lie among the data and are not read."""
+        return tuple(note for one in self.found for note in one.notes)
 
     def rows(self, seed: int) -> Iterator[tuple[int, Line]]:
         """(number of the stream, row) of all sources, in order, within their limits."""
@@ -92,6 +99,15 @@ class Work:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Tokenized rows on disk, and what is to be told of them."""
+
+    store: TokenStore
+    notes: tuple[str, ...]
+    """What was not read, or is not learnt from."""
+
+
 def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData:
     """The tokenized data of a recipe: made now, or found in the cache.
 
@@ -99,7 +115,8 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
     """
     data, seed = recipe.data, recipe.train.seed
     tokenizer = tokenizer_of(recipe.model)
-    train = store_of(data, data.train, recipe.method, tokenizer, seed, progress)
+    made = kept_rows(data, data.train, recipe.method, tokenizer, seed, progress)
+    train = made.store
     chosen = choose_rows(data, train, seed)
     if not len(chosen.train):
         raise DataError(
@@ -115,14 +132,15 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
             f"give held-out rows of their own with data.eval{smaller}, or set data.held_out: 0",
         )
     held_out = len(chosen.eval)
-    other = store_of(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
+    other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
     return PreparedData(
-        train=split_of(train, chosen.train), eval=other and split_of(other, None), held_out_rows=held_out
+        train=split_of(made, chosen.train), eval=other and split_of(other, None), held_out_rows=held_out
     )
 
 
-def split_of(store: TokenStore, rows: Any) -> PreparedSplit:
+def split_of(made: KeptRows, rows: Any) -> PreparedSplit:
     """What a plan says of a store: of the given rows, or of all."""
+    store = made.store
     lengths, learnt = store.lengths, store.learnt_per_row
     if rows is not None:
         lengths, learnt = lengths[rows], learnt[rows]
@@ -133,17 +151,18 @@ def split_of(store: TokenStore, rows: Any) -> PreparedSplit:
         num_learnt=int(learnt.sum()),
         num_skipped=store.meta.num_skipped,
         longest_tokens=int(lengths.max(initial=0)),
+        notes=made.notes,
     )
 
 
-def store_of(
+def kept_rows(
     data: Data,
     sources: Sequence[Source],
     method: str,
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
     progress: Progress | None = None,
-) -> TokenStore:
+) -> KeptRows:
     """The store of the rows of `sources`, made now or found in the cache.
 
     Raises: DataError when a source or a row cannot be used as declared.
@@ -152,7 +171,16 @@ def store_of(
     made_of = work.made_of(data, seed)
     folder = store_folder(data, made_of)
     kept(folder, META_FILE, lambda part: build(part, work, data, seed, made_of, progress))
-    return TokenStore.open(folder)
+    store = TokenStore.open(folder)
+    return KeptRows(store, (*work.notes, *notes_of(store)))
+
+
+def notes_of(store: TokenStore) -> Iterator[str]:
+    """What is to be told of the rows of a store."""
+    meta = store.meta
+    if meta.num_skipped:
+        rows = f"{meta.num_skipped:,} bad row{'' if meta.num_skipped == 1 else 's'}"
+        yield f"left out (data.on_bad_row: skip): {rows}, the first: {meta.skipped[0]}"
 
 
 def work_of(
@@ -182,11 +210,11 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
     """
     declared = source.format if source.format != "auto" else data.format
     source = source.model_copy(update={"text_unit": source.text_unit or data.text_unit})
-    streams = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
+    located = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
     columns = source.columns if source.columns is not None else data.columns
     if source.source.startswith("builtin:"):
         columns = Columns()
-    for stream in streams:
+    for stream in located.streams:
         for line, row in itertools.islice(stream.read(), SKIPPED_SHOWN):
             where = f"{stream.name}:{line}"
             if isinstance(row, BadRow):
@@ -194,8 +222,8 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
                     continue
                 raise DataError([row.fault(where)])
             form, names = detect(row, columns, declared, allowed, where)
-            return Found(source, streams, Reading(form.name, names))
-    raise DataError(*no_rows(source, streams))
+            return Found(source, located.streams, Reading(form.name, names), located.notes)
+    raise DataError(*no_rows(source, located.streams))
 
 
 def no_rows(source: Source, streams: Sequence[Stream]) -> tuple[str, str, str]:

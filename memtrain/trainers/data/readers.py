@@ -1,4 +1,4 @@
-"""One file to its rows: JSONL, JSON, CSV, TSV, Parquet, Arrow and text, gzipped or not, read as a stream.
+"""One file to its rows: JSONL, JSON, CSV, TSV, Parquet, Arrow and text, packed or not, read as a stream.
 
 A row that cannot be read is a `BadRow` in its place, so that reading goes on after it; a file that cannot be
 read is a DataError. No torch here.
@@ -7,18 +7,19 @@ read is a DataError. No torch here.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from memtrain.errors import DataError
 from memtrain.recipes.data import TextUnit
 from memtrain.recipes.formats.fields import BadRow, Row, kind_of, shown
+from memtrain.recipes.formats.json_text import JsonReader
+from memtrain.trainers.data.packed import PACKINGS, Digest, opened
+from memtrain.trainers.data.tables import arrow, parquet
 
 Line = tuple[int, Row | BadRow]
 """The number of a row in its file (lines for text formats, rows for tables; from 1), and the row."""
@@ -29,13 +30,11 @@ JSON_CHUNK_CHARS = 2**16
 TEXT_ROW_CHARS = 2**15
 """A text file is cut into rows of at most this many characters, some 8,000 tokens."""
 TEXT = ".txt"
-ROWS_AT_ONCE = 256
-"""Rows of a table turned into Python at a time."""
 
 
 def jsonl(path: Path, file: IO[bytes]) -> Iterator[Line]:
     """The objects of a JSON Lines file; blank lines are passed over."""
-    number = 0
+    number, reader = 0, JsonReader()
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
         if number == 1:
@@ -45,22 +44,17 @@ def jsonl(path: Path, file: IO[bytes]) -> Iterator[Line]:
                 f"the line is longer than {MAX_ROW_BYTES >> 20} MiB", f"{path}:{number}", "split the row"
             )
         if not line.isspace():
-            yield number, json_row(line)
+            yield number, json_row(line, reader)
 
 
-def json_row(line: bytes) -> Row | BadRow:
+def json_row(line: bytes, reader: JsonReader) -> Row | BadRow:
     """The object on one line."""
     try:
-        value = json.loads(line.decode().rstrip())
+        return as_row(reader.whole(line.decode().rstrip()))
     except UnicodeDecodeError as error:
         return not_utf8(error)
-    except json.JSONDecodeError as error:
-        return BadRow(
-            f"broken JSON: {error.msg} (column {error.colno})", "mend the line; each line is one object"
-        )
-    except RecursionError:
-        return BadRow("JSON nested too deep")
-    return as_row(value)
+    except BadRow as wrong:
+        return wrong
 
 
 def not_utf8(error: UnicodeDecodeError) -> BadRow:
@@ -77,11 +71,11 @@ def as_row(value: Any) -> Row | BadRow:
 
 
 def json_values(path: Path, file: IO[bytes]) -> Iterator[Line]:
-    """The objects of a JSON file: one list of objects, or objects one after another.
+    """The objects of a JSON file: lists of objects, or objects, one after another.
 
     Raises: DataError where the JSON is broken: nothing can be read after that.
     """
-    decoder = json.JSONDecoder()
+    reader = JsonReader()
     text = io.TextIOWrapper(file, encoding="utf-8-sig")
     buffer, at, line, in_list, ended = "", 0, 1, False, False
     while True:
@@ -92,19 +86,17 @@ def json_values(path: Path, file: IO[bytes]) -> Iterator[Line]:
             buffer, at = text.read(JSON_CHUNK_CHARS), 0
             ended = not buffer
             continue
-        if ended and at == len(buffer):
+        if at == len(buffer):
             if in_list:
                 raise DataError(
                     "the JSON list has no end", f"{path}:{line}", "the file is cut short: mend it"
                 )
             return
-        if line == 1 and not in_list and buffer[at] == "[":
-            in_list, at = True, at + 1
+        if buffer[at] == ("]" if in_list else "["):
+            in_list, at = not in_list, at + 1
             continue
-        if in_list and buffer[at] == "]":
-            return
         try:
-            value, end = decoder.raw_decode(buffer, at)
+            value, end = reader.next(buffer, at)
         except json.JSONDecodeError as error:
             more = "" if ended else text.read(max(JSON_CHUNK_CHARS, len(buffer) - at))
             cut_short = error.msg.startswith("Unterminated") or error.pos > len(buffer) - 16
@@ -113,9 +105,20 @@ def json_values(path: Path, file: IO[bytes]) -> Iterator[Line]:
                 raise DataError(f"broken JSON: {error.msg}", f"{path}:{place}", "mend the file") from None
             buffer, at = buffer[at:] + more, 0
             continue
-        yield line, as_row(value)
+        except BadRow as wrong:
+            raise DataError(wrong.what, f"{path}:{line}", wrong.fix) from None
+        yield line, checked_row(value, reader, buffer[at:end])
         line += buffer.count("\n", at, end)
         at = end
+
+
+def checked_row(value: Any, reader: JsonReader, text: str) -> Row | BadRow:
+    """The value, read from `text`, where it is an object that loses nothing."""
+    try:
+        reader.check(value, text)
+    except BadRow as wrong:
+        return wrong
+    return as_row(value)
 
 
 def separated(path: Path, file: IO[bytes], delimiter: str) -> Iterator[Line]:
@@ -144,35 +147,6 @@ def separated(path: Path, file: IO[bytes], delimiter: str) -> Iterator[Line]:
                 yield rows.line_num, wrong
     except csv.Error as error:
         raise DataError(f"broken CSV: {error}", f"{path}:{rows.line_num}", "mend the quotes") from None
-
-
-def parquet(path: Path, file: IO[bytes]) -> Iterator[Line]:
-    """The rows of a Parquet file."""
-    from pyarrow.parquet import ParquetFile
-
-    return table_rows(ParquetFile(file).iter_batches(batch_size=ROWS_AT_ONCE))
-
-
-def arrow(path: Path, file: IO[bytes]) -> Iterator[Line]:
-    """The rows of an Arrow file, in the stream form (as `datasets` writes it) or the file form."""
-    from pyarrow import ipc
-
-    magic = file.read(6)
-    file.seek(0)
-    if magic == b"ARROW1":
-        reader = ipc.open_file(file)
-        return table_rows(reader.get_batch(index) for index in range(reader.num_record_batches))
-    return table_rows(iter(ipc.open_stream(file)))
-
-
-def table_rows(batches: Iterator[Any]) -> Iterator[Line]:
-    """Rows of Arrow record batches, numbered from 1."""
-    number = 0
-    for batch in batches:
-        for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-            for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
-                number += 1
-                yield number, row
 
 
 def text_lines(path: Path, file: IO[bytes]) -> Iterator[Line]:
@@ -246,7 +220,7 @@ READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[Line]]] = {
     ".arrow": arrow,
     TEXT: text_lines,
 }
-"""Readers by the ending of the file's name, before a `.gz`."""
+"""Readers by the ending of the file's name, before that of its packing."""
 TEXT_READERS: dict[TextUnit, Callable[[Path, IO[bytes]], Iterator[Line]]] = {
     "line": text_lines,
     "paragraph": text_blocks,
@@ -254,48 +228,38 @@ TEXT_READERS: dict[TextUnit, Callable[[Path, IO[bytes]], Iterator[Line]]] = {
 }
 """Readers of text by what a row of it is."""
 SEEKING = (".parquet", ".arrow")
+READABLE = f"{', '.join(READERS)} (packed too: {', '.join(PACKINGS)})"
 
 
 def ending(path: Path) -> str:
-    """The ending that says how to read a file, without `.gz`."""
-    inner = path.with_suffix("") if path.suffix == ".gz" else path
+    """The ending that says how to read a file, without that of its packing."""
+    inner = path.with_suffix("") if path.suffix.lower() in PACKINGS else path
     return inner.suffix.lower()
 
 
-def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file, unpacked."""
-    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
-
-
-def read_file(path: Path, unit: TextUnit = "line") -> Iterator[Line]:
+def read_file(path: Path, unit: TextUnit = "line", digest: Digest | None = None) -> Iterator[Line]:
     """The rows of a file, in order; `unit` is a row of it where it is text.
 
+    `digest` is of all bytes of the file once the last row was read; a table's are read again for it.
     Raises: DataError when the file is missing, of an unknown kind, or cannot be read to its end.
     """
     reader = TEXT_READERS[unit] if ending(path) == TEXT else READERS.get(ending(path))
     if reader is None:
+        raise DataError(f"'{path.name}' is of no kind that can be read", str(path), f"readable: {READABLE}")
+    is_table, packing = ending(path) in SEEKING, PACKINGS.get(path.suffix.lower())
+    if is_table and packing:
         raise DataError(
-            f"'{path.name}' is of no kind that can be read",
-            str(path),
-            f"readable: {', '.join(READERS)} (.gz too)",
+            f"'{path.name}' cannot be read through {packing}", str(path), f"unpack it with {packing} -d"
         )
-    if path.suffix == ".gz" and ending(path) in SEEKING:
-        raise DataError(f"'{path.name}' cannot be read through gzip", str(path), "unpack it with gunzip")
     try:
-        with opened(path) as file:
+        with opened(path, None if is_table else digest) as file:
             yield from reader(path, file)
+        if is_table and digest is not None:
+            with opened(path, digest):
+                pass
     except UnicodeDecodeError as error:
         raise DataError(not_utf8(error).what, str(path), "save the file as UTF-8") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"not a whole gzip file: {error}", str(path), "download or pack it again") from None
     except FileNotFoundError:
         raise DataError(f"there is no file '{path}'", str(path)) from None
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror or error}", str(path)) from None
-    except ValueError as error:
-        if ending(path) not in SEEKING:
-            raise
-        first = str(error).splitlines()[0]
-        raise DataError(
-            f"not a {ending(path)[1:]} file: {first}", str(path), "write the file again"
-        ) from None

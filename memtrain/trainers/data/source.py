@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import glob
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +19,10 @@ import numpy as np
 from memtrain.errors import DataError
 from memtrain.recipes.data import Format, Source, TextUnit
 from memtrain.trainers.data import arithmetic
+from memtrain.trainers.data.folders import files_in, folders_among, unread_notes
 from memtrain.trainers.data.readers import READERS, TEXT, Line, ending, read_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation"}
-SPLIT_WORDS |= {"dev": "validation", "val": "validation", "eval": "validation"}
-"""Words in the names of a folder's files that say which split they are."""
-NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
-"""Files beside the data in folders that `datasets` writes."""
 HASH_CHUNK_BYTES = 2**20
 SHUFFLED_ROWS = 10_000
 
@@ -45,40 +40,67 @@ class Stream:
     """Reads at most so many rows, sampled with a seed, where that needs no count of all rows."""
 
 
-def locate(source: Source, form: Format, *, streaming: bool = False) -> tuple[Stream, ...]:
-    """The streams of a source, in a fixed order. `form` is the format that `builtin:arithmetic` writes.
+@dataclass(frozen=True, slots=True)
+class Located:
+    """What a source names."""
+
+    streams: tuple[Stream, ...]
+    """In a fixed order."""
+    notes: tuple[str, ...] = ()
+    """Files that lie among the data and are not read, by name and bytes."""
+
+
+def locate(source: Source, form: Format, *, streaming: bool = False) -> Located:
+    """The streams of a source. `form` is the format that `builtin:arithmetic` writes.
 
     Raises: DataError when there is nothing to read, or `streaming` has no effect on it.
     """
-    streams = located(source, form, streaming)
-    if streaming and not streams[0].name.startswith("hub:"):
+    found = located(source, form, streaming)
+    if streaming and not found.streams[0].name.startswith("hub:"):
         raise DataError(
             f"data.streaming has no effect on '{source.source}': it keeps hub datasets from being copied",
             "data.streaming",
             "remove it; files are always read as a stream",
         )
-    return streams
+    return found
 
 
-def located(source: Source, form: Format, streaming: bool) -> tuple[Stream, ...]:
+def located(source: Source, form: Format, streaming: bool) -> Located:
     """The streams of a source, by its kind."""
     if source.source.startswith("builtin:"):
-        return (builtin(source, form),)
+        return Located((builtin(source, form),))
     path, unit = Path(source.source).expanduser(), source.text_unit or "line"
     if path.is_dir():
-        return tuple(file_stream(file, unit) for file in files_in(path, source.split))
+        files, unread = files_in(path, source.split)
+        return Located(streams_of(files, unit), tuple(unread_notes(str(path), unread)))
     if path.exists():
-        return (file_stream(path, unit),)
+        if not path.is_file():
+            raise DataError(
+                f"'{path}' is a pipe or a device, not a file", str(path), "write the rows to a file first"
+            )
+        return Located((file_stream(path, unit),))
     if glob.has_magic(source.source):
-        files = sorted(Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found))
+        matches = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
+        files = [match for match in matches if match.is_file() or not match.exists()]
         if not files:
             raise DataError(
                 f"no file matches '{source.source}'", "data", f"the current folder is {Path.cwd()}"
             )
-        return tuple(file_stream(file, unit) for file in files)
+        notes = unread_notes(str(fixed_part(path)), folders_among(matches)) if "**" not in path.parts else ()
+        return Located(streams_of(files, unit), tuple(notes))
     if ending(path) in READERS or not HUB_ID.fullmatch(source.source):
         raise DataError(*missing_file(path))
-    return (hub_streamed(source) if streaming else hub_stream(source),)
+    return Located((hub_streamed(source) if streaming else hub_stream(source),))
+
+
+def fixed_part(pattern: Path) -> Path:
+    """The folder of a glob, up to its first sign."""
+    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+
+
+def streams_of(files: Sequence[Path], unit: TextUnit) -> tuple[Stream, ...]:
+    """The streams of files, in their order."""
+    return tuple(file_stream(file, unit) for file in files)
 
 
 def missing_file(path: Path) -> tuple[str, str, str]:
@@ -114,55 +136,6 @@ def content_digest(path: Path, unit: TextUnit = "line") -> str:
         raise DataError(f"cannot read '{path}': {error.strerror or error}", str(path)) from None
     read_as = f"{ending(path)} by {unit}" if ending(path) == TEXT else ending(path)
     return f"{read_as}:{digest.hexdigest()}"
-
-
-def files_in(folder: Path, split: str) -> list[Path]:
-    """Data files of a folder and its subfolders, sorted; those of one split where names say the split.
-
-    Raises: DataError when there are none, none of that split, or files of several kinds.
-    """
-    found = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and ending(path) in READERS
-        and path.name not in NOT_DATA
-        and not path.name.upper().startswith(("README", "LICENSE"))
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    if not found:
-        raise DataError(
-            f"no readable file in the folder '{folder}'",
-            str(folder),
-            f"readable: {', '.join(READERS)} (.gz too)",
-        )
-    splits = [split_of(path.relative_to(folder)) for path in found]
-    if any(splits):
-        wanted = SPLIT_WORDS.get(split, split)
-        files = [path for path, own in zip(found, splits, strict=True) if own == wanted]
-        if not files:
-            known = ", ".join(sorted({own for own in splits if own}))
-            raise DataError(
-                f"the folder '{folder}' has no split '{split}'", str(folder), f"its splits: {known}"
-            )
-        found = files
-    kinds = sorted({ending(path) for path in found})
-    if len(kinds) > 1:
-        raise DataError(
-            f"the folder '{folder}' holds files of several kinds: {', '.join(kinds)}",
-            str(folder),
-            f"say which with a glob: '{folder}/*{kinds[0]}'",
-        )
-    return found
-
-
-def split_of(path: Path) -> str | None:
-    """The split that a path inside a folder names: `train/0.jsonl`, `validation-00000.parquet`."""
-    for part in path.parts:
-        word = re.split(r"[^a-z]", part.lower(), maxsplit=1)[0]
-        if word in SPLIT_WORDS:
-            return SPLIT_WORDS[word]
-    return None
 
 
 def builtin(source: Source, form: Format) -> Stream:

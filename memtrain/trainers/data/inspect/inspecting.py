@@ -108,7 +108,7 @@ def inspect(
             answers=[one for one in parts if one.name in seen.side.answers],
             writes_answers=isinstance(rows, PromptRows),
         ),
-        notes=(*notes(seen, data, extent, len(chosen.eval)), *question.notes),
+        notes=(*notes(seen, work, data, extent, len(chosen.eval)), *question.notes),
     )
 
 
@@ -167,9 +167,9 @@ def distributions(
     return tuple(one for one in made if one.count)
 
 
-def notes(seen: Read, data: Data, extent: Extent, held_out: int) -> tuple[str, ...]:
+def notes(seen: Read, work: Work, data: Data, extent: Extent, held_out: int) -> tuple[str, ...]:
     """What else has to be known to read the numbers."""
-    said: list[str] = []
+    said = [f"Data {note}." for note in work.notes]
     if extent.is_partial:
         said.append(
             f"Partial: reading was stopped after {seen.rows_read:,} rows: the first ones, and no sample."

@@ -1,0 +1,98 @@
+"""JSON text to values, refusing what would be lost or cannot be carried on: doubled keys, endless nesting."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from memtrain.recipes.formats.fields import BadRow, shown
+
+MAX_DEPTH = 100
+"""Levels of lists and objects in a row. Taste: tool definitions have some 20; Python's stack has 1,000."""
+MAX_DIGITS = 4300
+"""Digits of a whole number that Python reads."""
+
+
+class JsonReader:
+    """Reads JSON values; a fault that the decoder passes over is kept until `check` is called."""
+
+    def __init__(self) -> None:
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
+        self._doubled: str | None = None
+
+    def whole(self, text: str) -> Any:
+        """The value that the whole text is.
+
+        Raises: BadRow when it is not one JSON value, or a value that cannot be taken.
+        """
+        try:
+            value = self._decoder.decode(text)
+        except json.JSONDecodeError as error:
+            raise BadRow(
+                f"broken JSON: {error.msg} (column {error.colno})", "mend the line; each line is one object"
+            ) from None
+        except (RecursionError, ValueError) as error:
+            raise BadRow(*too_much(error)) from None
+        self.check(value, text)
+        return value
+
+    def next(self, text: str, at: int) -> tuple[Any, int]:
+        """(the value that begins at `at`, where it ends); `check` has to follow.
+
+        Raises: JSONDecodeError, or BadRow for what Python's decoder cannot hold.
+        """
+        self._doubled = None
+        try:
+            return self._decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            raise
+        except (RecursionError, ValueError) as error:
+            raise BadRow(*too_much(error)) from None
+
+    def check(self, value: Any, text: str) -> None:
+        """Raise BadRow for a value read from `text` in which a key is doubled, or that is nested too deep."""
+        doubled, self._doubled = self._doubled, None
+        if doubled is not None:
+            raise BadRow(f"the key {shown(doubled)} is there twice in one object", "keep one of the two")
+        if text.count("{") + text.count("[") > MAX_DEPTH:
+            check_depth(value)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs) and self._doubled is None:
+            keys = [key for key, _ in pairs]
+            self._doubled = next(key for at, key in enumerate(keys) if key in keys[:at])
+        return made
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises: BadRow when it is not one JSON value, or a value that cannot be taken.
+    """
+    return JsonReader().whole(text)
+
+
+def too_much(error: RecursionError | ValueError) -> tuple[str, str]:
+    """What and fix for a value that Python's decoder refuses."""
+    if isinstance(error, RecursionError):
+        return f"JSON nested deeper than {MAX_DEPTH} levels", "write the value flat, or remove the row"
+    return (
+        f"a whole number of more than {MAX_DIGITS:,} digits",
+        "write it as a string, or remove the row",
+    )
+
+
+def check_depth(value: Any) -> None:
+    """Raise BadRow for a value of more than `MAX_DEPTH` levels of lists and objects."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            item
+            for one in level
+            if isinstance(one, (dict, list, tuple))
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise BadRow(*too_much(RecursionError()))
