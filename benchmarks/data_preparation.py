@@ -130,7 +130,7 @@ def ours(folder: Path) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(1)
-    from memtrain.recipes.load import load_recipe
+    from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.data.prepare import prepare
     from memtrain.trainers.data.sequences import sequences_of
 

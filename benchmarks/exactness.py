@@ -32,7 +32,7 @@ from memtrain.cli.planning import make_plan, versions
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.plan import Plan
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.verify.contamination import probe_contamination
 from memtrain.trainers.verify.rollout import Rollouts

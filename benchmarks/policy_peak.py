@@ -140,7 +140,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     import numpy as np
 
     from memtrain.cli.planning import make_plan
-    from memtrain.recipes.load import load_recipe
+    from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.build import build
     from memtrain.trainers.losses.policy import Norms
     from memtrain.trainers.policy_feed import PolicyFeed

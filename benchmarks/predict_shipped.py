@@ -22,8 +22,8 @@ from memtrain.memory.resolve import open_space, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.search import price_all
 from memtrain.memory.units import gib
-from memtrain.recipes.load import load_recipe
-from memtrain.recipes.shipped import configs_dir, shipped_names
+from memtrain.recipes.reading.load import load_recipe
+from memtrain.recipes.reading.shipped import configs_dir, shipped_names
 
 CARDS = ("4090", "a100-40", "h100", "h200")
 """A size each: 24, 40, 80 and 141 GB. The first that holds the run without moving anything to the host."""

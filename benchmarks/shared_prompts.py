@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from memtrain.cli.planning import make_plan
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.build import build
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.step import Engine, forward_backward

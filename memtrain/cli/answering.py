@@ -24,7 +24,7 @@ from memtrain.memory.search import frontier, price_all
 from memtrain.memory.traced import Judged, Traced, judged_of
 from memtrain.memory.vllm import longest_prompt
 from memtrain.memory.weighing import Weighed, weighed_engines
-from memtrain.recipes.load import LoadedRecipe
+from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 
 Progress = Callable[[int, int], None]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.recipes.shipped import ENDINGS, shipped_names
+from memtrain.recipes.reading.shipped import ENDINGS, shipped_names
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -29,7 +29,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 def complete_override(incomplete: str) -> list[str]:
     """Keys of a recipe that start with what is typed, ready for their value."""
-    from memtrain.recipes.fields import every_key
+    from memtrain.recipes.reading.field_types import every_key
     from memtrain.recipes.recipe import Recipe
 
     keys = every_key(Recipe)

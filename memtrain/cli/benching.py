@@ -16,7 +16,7 @@ from memtrain.cli.variants import Variant, ablations, predicted_of, variant, wat
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import detect
 from memtrain.memory.plan import Plan
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.load import load_recipe
 
 VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes."""

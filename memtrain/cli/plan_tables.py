@@ -19,7 +19,7 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.traced import Traced
 from memtrain.memory.units import gib
 from memtrain.memory.weighing import form_words
-from memtrain.recipes.shipped import configs_dir
+from memtrain.recipes.reading.shipped import configs_dir
 
 QUIET = ("device", "max_steps", "recover", "rehearse", "liger", "budget", "num_processes")
 """Decisions that a plan tells in its first lines, or only with --explain."""

@@ -28,7 +28,7 @@ def verified(
     Raises: RecipeError, DataError, LaunchError, DoesNotFit.
     """
     from memtrain.cli.planning import make_plan, model_config
-    from memtrain.recipes.load import load_recipe
+    from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.verify.shrink import shrunk
     from memtrain.trainers.verify.verifying import verify
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.exclusions import EXCLUSIONS
 from memtrain.memory.strategy import Strategy
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.recipe import Recipe
 
 INTRODUCTION = """\

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from memtrain.recipes.fields import field_types, section_of
+from memtrain.recipes.reading.field_types import field_types, section_of
+from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.schema import SCHEMA_FILE
-from memtrain.recipes.shipped import configs_dir
 
 _COMMON: tuple[tuple[str, str], ...] = (
     ("model.path", "builtin:tiny"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from memtrain.recipes.advice import plain_words, size_words
 from memtrain.recipes.base import Section, parse_bytes
-from memtrain.recipes.fields import field_types, parts, readers
-from memtrain.recipes.load import LoadedRecipe
+from memtrain.recipes.reading.error_messages import plain_words, size_words
+from memtrain.recipes.reading.field_types import field_types, parts, readers
+from memtrain.recipes.reading.load import LoadedRecipe
 
 
 def settings(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import pytest
 
 from memtrain.cli.planning import make_plan
 from memtrain.memory.plan import Plan
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.load import load_recipe
 
 MODEL = (
     "{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,"

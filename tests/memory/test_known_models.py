@@ -4,8 +4,8 @@ import pytest
 
 from memtrain.memory.known_models import known_config, known_models
 from memtrain.memory.shape import shape_of
-from memtrain.recipes.load import load_recipe
-from memtrain.recipes.shipped import shipped_names
+from memtrain.recipes.reading.load import load_recipe
+from memtrain.recipes.reading.shipped import shipped_names
 
 PUBLISHED = {
     "Qwen/Qwen3-0.6B": 596_049_920,

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.fields import every_key
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.field_types import every_key
+from memtrain.recipes.reading.load import load_recipe
+from memtrain.recipes.reading.renamed_keys import RENAMED_KEYS
+from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.renamed import RENAMED_KEYS
-from memtrain.recipes.shipped import configs_dir
 
 COUNT = int(os.environ.get("MEMTRAIN_FUZZ", "300"))
 BLOCK = 50

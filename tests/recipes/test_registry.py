@@ -1,6 +1,6 @@
 from typing import get_args
 
-from memtrain.recipes.fields import field_types
+from memtrain.recipes.reading.field_types import field_types
 from memtrain.recipes.recipe import MethodName, Recipe
 from memtrain.recipes.registry import METHODS
 

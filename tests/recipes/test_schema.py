@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import yaml
 
-from memtrain.recipes.fields import every_key
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.field_types import every_key
+from memtrain.recipes.reading.load import load_recipe
+from memtrain.recipes.reading.shipped import configs_dir, shipped_names
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.schema import SCHEMA_FILE, recipe_schema, reference_page, schema_text
-from memtrain.recipes.shipped import configs_dir, shipped_names
 from memtrain.recipes.starter import starter_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memtrain.recipes.shipped import configs_dir
+from memtrain.recipes.reading.shipped import configs_dir
 
 _PATH = Path(__file__).parents[2] / "benchmarks" / "predict_shipped.py"
 _SPEC = importlib.util.spec_from_file_location("predict_shipped", _PATH)

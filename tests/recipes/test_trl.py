@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.load import load_text
+from memtrain.recipes.reading.load import load_text
 from memtrain.recipes.trl.importing import import_config
 from memtrain.recipes.trl.keys import KEYS
 from memtrain.recipes.trl.page import trl_page

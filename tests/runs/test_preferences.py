@@ -9,7 +9,7 @@ from small_runs import MODEL, dies_at, run_in
 
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, MemtrainError, RecipeError
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.load import load_recipe
 
 METHODS = ("dpo", "kto", "reward")
 SYNCED = ("dpo.reference=synced", "dpo.reference_sync_steps=2")

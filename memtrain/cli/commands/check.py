@@ -19,7 +19,7 @@ def check(
     from memtrain.cli.judging import check_rewards
     from memtrain.memory.honour import honoured
     from memtrain.memory.rules import Asked
-    from memtrain.recipes.load import load_recipe
+    from memtrain.recipes.reading.load import load_recipe
     from memtrain.recipes.written import settings
 
     loaded = load_recipe(recipe, overrides or ())

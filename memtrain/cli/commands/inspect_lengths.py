@@ -20,7 +20,7 @@ from memtrain.errors import RecipeError
 
 if TYPE_CHECKING:
     from memtrain.cli.pricing import Pricing
-    from memtrain.recipes.load import LoadedRecipe
+    from memtrain.recipes.reading.load import LoadedRecipe
 
 EXIT_INTERRUPTED = 130
 RECIPE_ENDINGS = (".yaml", ".yml")
@@ -181,7 +181,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
     Raises: RecipeError when no data or no tokenizer is named, or a key is wrong.
     """
     from memtrain.recipes.formats.detect import METHOD_FORMATS
-    from memtrain.recipes.load import load_recipe, recipe_of_words
+    from memtrain.recipes.reading.load import load_recipe, recipe_of_words
     from memtrain.recipes.recipe import HAS_ANSWERS
 
     if words.method is not None and words.method not in METHOD_FORMATS:

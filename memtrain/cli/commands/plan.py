@@ -68,7 +68,7 @@ def plan(
     from memtrain.cli.answering import as_json as json_of
     from memtrain.cli.showing import reading_progress
     from memtrain.memory.units import read_size
-    from memtrain.recipes.load import load_recipe
+    from memtrain.recipes.reading.load import load_recipe
 
     words = list(overrides or [])
     num_bytes = None if budget is None else read_size(budget, "--budget")

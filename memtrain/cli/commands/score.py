@@ -29,7 +29,7 @@ def score(
     from memtrain.memory.hardware import detect
     from memtrain.memory.rules import Asked
     from memtrain.memory.scoring import scoring_settings
-    from memtrain.recipes.load import recipe_of_words
+    from memtrain.recipes.reading.load import recipe_of_words
     from memtrain.trainers.scored import find_scored
 
     scored = find_scored(model, overrides or [])

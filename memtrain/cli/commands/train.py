@@ -68,7 +68,7 @@ def run_recipe(
 
     Raises: MemtrainError of every kind.
     """
-    from memtrain.recipes.load import load_recipe
+    from memtrain.recipes.reading.load import load_recipe
 
     loaded = load_recipe(recipe, overrides, method=method)
 

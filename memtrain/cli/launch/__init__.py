@@ -1,1 +1,1 @@
-"""Launching: in this process, through accelerate, on SLURM."""
+"""Launching: one process, accelerate, SLURM; what a run prints while it goes on."""

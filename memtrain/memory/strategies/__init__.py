@@ -1,1 +1,1 @@
-"""Memory strategies: when each applies, what it saves, what it costs, what it refuses."""
+"""Memory strategies: one page each, with its price, its refusals and its source."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from memtrain.recipes.renamed import RENAMED_VALUES
+from memtrain.recipes.reading.renamed_keys import RENAMED_VALUES
 from memtrain.recipes.trl.sampling import ONLINE, sampling
 from memtrain.recipes.trl.translation import Translation
 

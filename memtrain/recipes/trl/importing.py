@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.recipes.load import load_text, read_mapping
-from memtrain.recipes.tree import plain
+from memtrain.recipes.reading.load import load_text, read_mapping
+from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.trl.translate import translate
 from memtrain.recipes.trl.translation import Translation
 from memtrain.recipes.trl.writing import inline, recipe_text

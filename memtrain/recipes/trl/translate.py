@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memtrain.recipes.fields import field_types, section_of
+from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.trl import groups
 from memtrain.recipes.trl.keys import KEYS

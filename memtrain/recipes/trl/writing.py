@@ -9,7 +9,7 @@ from typing import Any, cast
 import yaml
 
 from memtrain.recipes.base import Section
-from memtrain.recipes.fields import field_types, section_of
+from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.schema import SCHEMA_FILE
 from memtrain.recipes.trl.translation import Translation

@@ -5,10 +5,10 @@ import pytest
 from pydantic import ValidationError
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.faults import foreign_sections
-from memtrain.recipes.lines import read_yaml
-from memtrain.recipes.load import MAX_BYTES, load_recipe
-from memtrain.recipes.tree import Faults, Leaf, Mapping
+from memtrain.recipes.reading.load import MAX_BYTES, load_recipe
+from memtrain.recipes.reading.validate import foreign_sections
+from memtrain.recipes.reading.yaml_reader import read_yaml
+from memtrain.recipes.reading.yaml_tree import Faults, Leaf, Mapping
 
 GOOD = """method: sft
 model: {path: builtin:tiny}

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from memtrain.recipes.lines import read_scalar, read_yaml
-from memtrain.recipes.tree import Faults, Place, find, plain
+from memtrain.recipes.reading.yaml_reader import read_scalar, read_yaml
+from memtrain.recipes.reading.yaml_tree import Faults, Place, find, plain
 
 
 def read(text: str) -> tuple[object, list[str]]:

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from memtrain.recipes.lines import read_yaml
-from memtrain.recipes.overrides import apply_overrides, merged, path_of
-from memtrain.recipes.tree import Faults, Mapping, find, plain
+from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
+from memtrain.recipes.reading.yaml_reader import read_yaml
+from memtrain.recipes.reading.yaml_tree import Faults, Mapping, find, plain
 
 
 def tree_of(text: str) -> Mapping:

@@ -11,9 +11,9 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from memtrain.recipes.lines import read_scalar
-from memtrain.recipes.overrides import path_of
-from memtrain.recipes.tree import (
+from memtrain.recipes.reading.overrides import path_of
+from memtrain.recipes.reading.yaml_reader import read_scalar
+from memtrain.recipes.reading.yaml_tree import (
     MAX_NODES,
     Entry,
     Faults,

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 
 from memtrain.recipes.base import Section
-from memtrain.recipes.fields import every_key
+from memtrain.recipes.reading.field_types import every_key
+from memtrain.recipes.reading.renamed_keys import RENAMED_KEYS
+from memtrain.recipes.reading.yaml_tree import Path, dotted
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.renamed import RENAMED_KEYS
-from memtrain.recipes.tree import Path, dotted
 
 
 @dataclass(frozen=True, slots=True)

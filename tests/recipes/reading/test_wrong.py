@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.load import load_recipe
 
-WRONG = Path(__file__).parent / "wrong"
+WRONG = Path(__file__).parents[1] / "wrong"
 OURS_ONLY = ("Input should", "pydantic", "Traceback", "union", "literal[", "Extra inputs", "Field required")
 
 

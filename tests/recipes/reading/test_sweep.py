@@ -3,7 +3,7 @@
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.sweep import folder_name, split_values, sweep
+from memtrain.recipes.reading.sweep import folder_name, split_values, sweep
 
 
 def test_a_sweep_is_every_combination_the_last_key_fastest():

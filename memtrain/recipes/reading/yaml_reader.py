@@ -8,7 +8,17 @@ from collections.abc import Iterator
 
 import yaml
 
-from memtrain.recipes.tree import MAX_NODES, Entry, Faults, Items, Leaf, Mapping, Node, Place, Scalar
+from memtrain.recipes.reading.yaml_tree import (
+    MAX_NODES,
+    Entry,
+    Faults,
+    Items,
+    Leaf,
+    Mapping,
+    Node,
+    Place,
+    Scalar,
+)
 
 MAX_DEPTH = 24
 """Levels of nesting a recipe may have. Taste: the deepest shipped one has 4."""

@@ -9,9 +9,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from memtrain.recipes.advice import default_words, refusal, sentence, way_out
 from memtrain.recipes.base import Section, parse_bytes
-from memtrain.recipes.fields import (
+from memtrain.recipes.reading.error_messages import default_words, refusal, sentence, way_out
+from memtrain.recipes.reading.field_types import (
     Annotation,
     describe,
     field_types,
@@ -22,10 +22,21 @@ from memtrain.recipes.fields import (
     section_of,
     takes_null,
 )
+from memtrain.recipes.reading.unknown_keys import unknown_key
+from memtrain.recipes.reading.yaml_tree import (
+    Faults,
+    Items,
+    Leaf,
+    Mapping,
+    Node,
+    Path,
+    Place,
+    dotted,
+    find,
+    plain,
+)
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.recipes.tree import Faults, Items, Leaf, Mapping, Node, Path, Place, dotted, find, plain
-from memtrain.recipes.unknown import unknown_key
 
 
 def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe | None:

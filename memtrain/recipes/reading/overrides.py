@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from memtrain.recipes.lines import read_yaml
-from memtrain.recipes.tree import Entry, Faults, Items, Leaf, Mapping, Node, Path, Place, dotted
+from memtrain.recipes.reading.yaml_reader import read_yaml
+from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Node, Path, Place, dotted
 
 _KEY = re.compile(r"[^\s.\[\]=]+(?:\.[^\s.\[\]=]+|\[[0-9]+\])*")
 

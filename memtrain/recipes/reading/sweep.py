@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.recipes.overrides import path_of
+from memtrain.recipes.reading.overrides import path_of
 
 SHARED = ("cluster", "run_dir")
 """Keys, or sections, that all jobs of an array have in common."""

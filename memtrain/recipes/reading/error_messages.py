@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from memtrain.recipes.base import UNITS, Section, parse_bytes
-from memtrain.recipes.fields import (
+from memtrain.recipes.reading.field_types import (
     Annotation,
     choices,
     describe,
@@ -16,9 +16,9 @@ from memtrain.recipes.fields import (
     readers,
     section_of,
 )
+from memtrain.recipes.reading.renamed_keys import renamed_value
+from memtrain.recipes.reading.yaml_tree import Items, Mapping, Node, Path, dotted, plain
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.renamed import renamed_value
-from memtrain.recipes.tree import Items, Mapping, Node, Path, dotted, plain
 
 _YES = ("yes", "on", "y", "true")
 _NO = ("no", "off", "n", "false")

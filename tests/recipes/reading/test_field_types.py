@@ -1,6 +1,6 @@
 import pytest
 
-from memtrain.recipes.fields import describe, every_key, follow
+from memtrain.recipes.reading.field_types import describe, every_key, follow
 from memtrain.recipes.recipe import Recipe
 
 

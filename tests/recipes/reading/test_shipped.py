@@ -5,9 +5,9 @@ import pytest
 
 import memtrain
 from memtrain.errors import RecipeError
-from memtrain.recipes.load import load_recipe
+from memtrain.recipes.reading.load import load_recipe
+from memtrain.recipes.reading.shipped import configs_dir, find_recipe, header, shipped_names
 from memtrain.recipes.registry import METHODS
-from memtrain.recipes.shipped import configs_dir, find_recipe, header, shipped_names
 
 NAMES = shipped_names()
 

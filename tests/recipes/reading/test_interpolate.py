@@ -3,9 +3,9 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from memtrain.recipes.interpolate import interpolated
-from memtrain.recipes.lines import read_yaml
-from memtrain.recipes.tree import Faults, Mapping, plain
+from memtrain.recipes.reading.interpolate import interpolated
+from memtrain.recipes.reading.yaml_reader import read_yaml
+from memtrain.recipes.reading.yaml_tree import Faults, Mapping, plain
 
 
 def after(text: str) -> tuple[object, list[str]]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import cast
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.recipes.faults import recipe_of
-from memtrain.recipes.interpolate import interpolated
-from memtrain.recipes.lines import read_yaml
-from memtrain.recipes.overrides import apply_overrides, merged, path_of
+from memtrain.recipes.reading.interpolate import interpolated
+from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
+from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
+from memtrain.recipes.reading.validate import recipe_of
+from memtrain.recipes.reading.yaml_reader import read_yaml
+from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Place, find, plain
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.shipped import configs_dir, find_recipe, shipped_names
-from memtrain.recipes.tree import Entry, Faults, Items, Leaf, Mapping, Place, find, plain
 
 MAX_BYTES = 256 * 2**10
 """Largest recipe that is read. Taste: the longest shipped one is under 2 KiB."""

@@ -1,0 +1,1 @@
+"""Reading: from YAML text and overrides to a recipe, with file:line in every error."""
