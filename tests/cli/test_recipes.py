@@ -5,8 +5,8 @@ import pytest
 
 from memtrain.__main__ import main
 from memtrain.recipes.reading.shipped import configs_dir, shipped_names
+from memtrain.recipes.reference.json_schema import reference_page
 from memtrain.recipes.registry import METHODS
-from memtrain.recipes.schema import reference_page
 
 
 def test_every_shipped_recipe_is_listed_in_80_columns(capsys: pytest.CaptureFixture[str]):

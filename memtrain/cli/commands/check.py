@@ -20,7 +20,7 @@ def check(
     from memtrain.memory.honour import honoured
     from memtrain.memory.rules import Asked
     from memtrain.recipes.reading.load import load_recipe
-    from memtrain.recipes.written import settings
+    from memtrain.recipes.reference.commented_yaml import settings
 
     loaded = load_recipe(recipe, overrides or ())
     honoured(Asked(loaded.recipe, loaded.where))

@@ -28,7 +28,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
     """Write a commented recipe that runs as it is, on data and a model that are made on the spot."""
-    from memtrain.recipes.starter import starter_recipe
+    from memtrain.recipes.reference.starter import starter_recipe
 
     if method not in METHODS:
         near = difflib.get_close_matches(method.lower(), METHODS, n=1)

@@ -39,6 +39,6 @@ def schema(
 
         write_text(strategies_page(), output)
         return
-    from memtrain.recipes.schema import reference_page, schema_text
+    from memtrain.recipes.reference.json_schema import reference_page, schema_text
 
     write_text(reference_page() if reference else schema_text(), output)

@@ -7,8 +7,8 @@ import textwrap
 from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.reference.json_schema import SCHEMA_FILE
 from memtrain.recipes.registry import METHODS
-from memtrain.recipes.schema import SCHEMA_FILE
 
 _COMMON: tuple[tuple[str, str], ...] = (
     ("model.path", "builtin:tiny"),

@@ -9,10 +9,10 @@ from memtrain.recipes.reading.field_types import every_key
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.reading.shipped import configs_dir, shipped_names
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.schema import SCHEMA_FILE, recipe_schema, reference_page, schema_text
-from memtrain.recipes.starter import starter_recipe
+from memtrain.recipes.reference.json_schema import SCHEMA_FILE, recipe_schema, reference_page, schema_text
+from memtrain.recipes.reference.starter import starter_recipe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_reference_page_is_up_to_date():

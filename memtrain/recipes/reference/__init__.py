@@ -1,0 +1,1 @@
+"""The written reference: JSON Schema, commented YAML, recipes to start from."""
