@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.memory.attention import AttentionBackend
-from memtrain.recipes.methods import Sft as SftRecipe
+from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end
 from memtrain.trainers.exchange import Exchange

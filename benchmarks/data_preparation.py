@@ -79,7 +79,7 @@ def write_rows(path: Path, rows: int) -> int:
 
 def save_tokenizer(folder: Path) -> None:
     """The built-in tokenizer, as both sides load it."""
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.tokenizer import tokenizer_of
 
     tokenizer_of(Model(path="builtin:tiny")).save_pretrained(folder)

@@ -121,9 +121,9 @@ def run_raw(path: Path, tokenizer: str) -> dict[str, Any]:
 
 def run_inspect(path: Path, tokenizer: str) -> dict[str, Any]:
     """Everything that the command does but printing."""
-    from memtrain.recipes.data import Data
-    from memtrain.recipes.length import Length
-    from memtrain.recipes.run import Train
+    from memtrain.recipes.sections.data import Data
+    from memtrain.recipes.sections.length import Length
+    from memtrain.recipes.sections.training import Train
     from memtrain.trainers.data.inspect.inspecting import Question, inspect
     from memtrain.trainers.data.tokenizer import load_tokenizer
 

@@ -91,7 +91,7 @@ def write_rows(method: str, path: Path, steps: int) -> int:
 
     Of the methods that write completions, tokens of the prompts only.
     """
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.arithmetic import rows
     from memtrain.trainers.data.tokenizer import tokenizer_of
 

@@ -96,7 +96,7 @@ def ours(strategy: str, lengths: Any) -> dict[str, float]:
     """memtrain's index of pieces; every token is learnt."""
     import numpy as np
 
-    from memtrain.recipes.length import Length
+    from memtrain.recipes.sections.length import Length
     from memtrain.trainers.data.pieces import Spans, lay_out
 
     count = len(lengths)

@@ -126,7 +126,7 @@ def save_model(folder: Path) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))

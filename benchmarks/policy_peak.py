@@ -124,7 +124,7 @@ def make_model(job: dict[str, Any]) -> dict[str, float]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))

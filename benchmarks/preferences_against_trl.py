@@ -72,7 +72,7 @@ def prepare(folder: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.arithmetic import rows
     from memtrain.trainers.data.tokenizer import tokenizer_of
 

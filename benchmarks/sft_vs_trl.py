@@ -58,7 +58,7 @@ def save_model(folder: Path, shape: dict[str, int], *, is_wave: bool = False) ->
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
@@ -105,7 +105,7 @@ def gsm8k_rows(path: Path, num_rows: int) -> list[dict[str, str]]:
 
 def write_rows(rows: list[dict[str, str]], path: Path, num_rows: int) -> None:
     """The first rows that fit in MAX_LENGTH: TRL cuts nothing off padding-free rows."""
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))

@@ -18,9 +18,9 @@ from memtrain.memory.known_models import known_config
 from memtrain.memory.rules import Asked
 from memtrain.memory.units import gib
 from memtrain.memory.unread import unread_counter, unread_profile
-from memtrain.recipes.model import Model
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.model import Model
 
 HUB_TIMEOUT_S = 3.0
 """How long the hub is waited for: what it would say is a page of numbers."""

@@ -23,10 +23,10 @@ from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import Plan, PreparedData
 from memtrain.memory.resolve import resolve
 from memtrain.memory.rules import Asked
-from memtrain.recipes.model import Model
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.order import BatchSize, count_steps
 from memtrain.trainers.data.prepare import prepare
 from memtrain.trainers.data.sequences import Laid, sequences_of

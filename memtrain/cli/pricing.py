@@ -12,9 +12,9 @@ from memtrain.memory.hardware import Hardware, detect, known_names
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.units import gib
-from memtrain.recipes.length import Length
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
+from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.inspect.candidates import Price
 from memtrain.trainers.data.inspect.laying import LAYINGS, LaidOut, Laying
 from memtrain.trainers.data.inspect.result import Cost

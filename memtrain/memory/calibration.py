@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from memtrain.recipes.base import Section
+from memtrain.recipes.sections.base import Section
 
 OFF = "off"
 VARIABLE = "MEMTRAIN_CALIBRATION"

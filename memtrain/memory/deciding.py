@@ -18,9 +18,9 @@ from memtrain.memory.rules import (
     refuse_what_cannot_run,
 )
 from memtrain.memory.settings import Settings
-from memtrain.recipes.ppo import Ppo
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.methods.ppo import Ppo
 
 
 def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Micro]]:

@@ -11,10 +11,10 @@ from memtrain.errors import Fault, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES, is_searched
 from memtrain.memory.rules import Asked
 from memtrain.memory.strategy import Strategy
-from memtrain.recipes.base import Section
-from memtrain.recipes.generate import Generate
-from memtrain.recipes.preference import Dpo, Kto
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.base import Section
+from memtrain.recipes.sections.generate import Generate
+from memtrain.recipes.sections.methods.preference import Dpo, Kto
 
 EMPTY: Mapping[str, Callable[[], Section]] = {"dpo": Dpo, "generate": Generate, "kto": Kto}
 """Sections that a recipe may leave out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from memtrain.recipes.base import Section
+from memtrain.recipes.sections.base import Section
 
 NUM_LONGEST = 4096
 """Longest sequences that are remembered one by one: more rows than one device takes at once."""

@@ -19,7 +19,7 @@ from memtrain.memory.rules import Asked
 from memtrain.memory.settings import Settings
 from memtrain.memory.units import gib
 from memtrain.memory.ways_out import Change, WayOut, ways_out
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 MOST = 3
 """Ways out that are told."""

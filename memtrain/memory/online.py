@@ -17,12 +17,12 @@ from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import MIB
 from memtrain.memory.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.zero_moments import TO_SAVE
-from memtrain.recipes.completions import WithMismatch
-from memtrain.recipes.generate import Generate
-from memtrain.recipes.online import Grpo
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.recipes.vllm import Vllm
+from memtrain.recipes.sections.generate import Generate
+from memtrain.recipes.sections.methods.grpo_rloo import Grpo
+from memtrain.recipes.sections.methods.online_base import WithMismatch
+from memtrain.recipes.sections.vllm import Vllm
 
 READ_TOKENS = 8192
 """Prompt tokens that the sampler reads in one forward pass, where no prompt is longer. Taste."""

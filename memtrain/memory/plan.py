@@ -6,8 +6,8 @@ from pathlib import Path
 
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
-from memtrain.recipes.base import Section
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.base import Section
 
 PLAN_FILE = "plan.json"
 

@@ -8,9 +8,9 @@ from memtrain.memory.attention import AttentionChoice
 from memtrain.memory.batching import Micro
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
-from memtrain.recipes.online import FromOwnCompletions
-from memtrain.recipes.preference import Dpo, Kto, WithReference
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
+from memtrain.recipes.sections.methods.grpo_rloo import FromOwnCompletions
+from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference
 
 WHY: dict[str, str] = {
     "none": "the loss compares with no reference",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from memtrain.recipes.base import Section
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.base import Section
+from memtrain.recipes.sections.model import Adapter
 
 
 class Settings(Section):

@@ -13,7 +13,7 @@ from memtrain.errors import RecipeError
 from memtrain.memory.families import FAMILIES, FULL_EVERY, Family
 from memtrain.memory.names import canonical
 from memtrain.memory.parts import Counts, Experts, Linear
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 
 # No slots: sums over all layers are remembered, and a search asks for them thousands of times.

@@ -8,8 +8,8 @@ from memtrain.memory.batching import Micro
 from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
-from memtrain.recipes.memory import StrategyName
-from memtrain.recipes.preference import Dpo
+from memtrain.recipes.sections.memory import StrategyName
+from memtrain.recipes.sections.methods.preference import Dpo
 
 Rung = Literal["split", "checkpointing", "offloading", "loss_tile"]
 

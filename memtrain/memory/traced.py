@@ -18,8 +18,8 @@ from memtrain.memory.beside import RewardShape, judged_batch
 from memtrain.memory.engines import uses_zero
 from memtrain.memory.plan import Prediction
 from memtrain.memory.settings import Settings
-from memtrain.recipes.base import Section
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.base import Section
 
 WORKER = "memtrain.trainers.trace.worker"
 """The module that traces, as text: it is on a higher floor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.base import parse_bytes
+from memtrain.recipes.sections.base import parse_bytes
 
 KIB = 2**10
 MIB = 2**20

@@ -13,10 +13,10 @@ from memtrain.memory.rules import Ledger
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import GIB, MIB, gib, round_up
-from memtrain.recipes.base import changes
-from memtrain.recipes.generate import Generate
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.vllm import Vllm
+from memtrain.recipes.sections.base import changes
+from memtrain.recipes.sections.generate import Generate
+from memtrain.recipes.sections.vllm import Vllm
 
 BLOCK_TOKENS = 32
 """Keys are given out in blocks of so many tokens on a CPU, 16 on CUDA."""

@@ -13,7 +13,7 @@ from memtrain.memory.estimate import estimate
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import MIB, gib
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 MOST_CHANGES = 3
 """Changes that are tried together; whoever needs more needs another machine. Taste."""

@@ -6,21 +6,21 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from memtrain.recipes.base import Section, changes
-from memtrain.recipes.completions import FromOwnCompletions, WithMismatch
-from memtrain.recipes.data import Data
-from memtrain.recipes.generate import Generate
-from memtrain.recipes.length import Length
-from memtrain.recipes.memory import Memory
-from memtrain.recipes.methods import Sft
-from memtrain.recipes.model import Model
-from memtrain.recipes.online import ONLINE, Grpo, Rloo
-from memtrain.recipes.online_pairs import OnlineDpo
-from memtrain.recipes.optim import Optim
-from memtrain.recipes.ppo import Ppo
-from memtrain.recipes.preference import Dpo, Kto, Reward
-from memtrain.recipes.rewards import Rewards
-from memtrain.recipes.run import Cluster, Eval, Log, Save, Train
+from memtrain.recipes.sections.base import Section, changes
+from memtrain.recipes.sections.data import Data
+from memtrain.recipes.sections.generate import Generate
+from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.memory import Memory
+from memtrain.recipes.sections.methods.grpo_rloo import ONLINE, Grpo, Rloo
+from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, WithMismatch
+from memtrain.recipes.sections.methods.online_dpo import OnlineDpo
+from memtrain.recipes.sections.methods.ppo import Ppo
+from memtrain.recipes.sections.methods.preference import Dpo, Kto, Reward
+from memtrain.recipes.sections.methods.sft import Sft
+from memtrain.recipes.sections.model import Model
+from memtrain.recipes.sections.optim import Optim
+from memtrain.recipes.sections.rewards import Rewards
+from memtrain.recipes.sections.training import Cluster, Eval, Log, Save, Train
 
 MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo"]
 

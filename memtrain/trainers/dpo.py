@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from memtrain.recipes.preference import Dpo as DpoRecipe
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.answer_logps import AnswerLogps, answer_logps
 from memtrain.trainers.data.answer_batch import AnswerBatch

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from memtrain.recipes.completions import MismatchMode
-from memtrain.recipes.online import Grpo as GrpoRecipe
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.grpo_rloo import Grpo as GrpoRecipe
+from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.trainers.advantages import (
     decoupled_advantages,
     group_advantages,

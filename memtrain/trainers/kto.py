@@ -26,8 +26,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from memtrain.recipes.preference import Kto as KtoRecipe
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.preference import Kto as KtoRecipe
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.answer_logps import answer_logps
 from memtrain.trainers.data.answer_batch import AnswerBatch

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from memtrain.recipes.online_pairs import OnlineDpo as OnlineDpoRecipe
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.online_dpo import OnlineDpo as OnlineDpoRecipe
 from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.online_pairs import online_pair_loss

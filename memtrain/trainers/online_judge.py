@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from memtrain.memory.plan import Plan
-from memtrain.recipes.rewards import Rewards
+from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.build import Built
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.prompt_feed import PromptFeed

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from memtrain.recipes.completions import FromOwnCompletions
+from memtrain.recipes.sections.methods.online_base import FromOwnCompletions
 from memtrain.trainers.policy_feed import PolicyFeed
 from memtrain.trainers.reference import Reference
 from memtrain.trainers.rollout.window import Window

@@ -13,7 +13,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.blockwise import BITSANDBYTES
 from memtrain.memory.engines import uses_zero
 from memtrain.memory.settings import Settings
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.quantize import refuse_without_bitsandbytes
 from memtrain.trainers.optim_exact import Adafactor
 from memtrain.trainers.optim_master import MasterWeights

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 
 Group = dict[str, Any]
 HIDDEN = "is_hidden"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from memtrain.recipes.completions import MismatchMode, WithMismatch
+from memtrain.recipes.sections.methods.online_base import MismatchMode, WithMismatch
 from memtrain.trainers.losses.policy_mismatch import Mismatch, mismatch, mismatch_facts
 from memtrain.trainers.policy_feed import PolicyMicro
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memtrain.recipes.completions import MismatchMode
-from memtrain.recipes.ppo import Ppo as PpoRecipe
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.online_base import MismatchMode
+from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.advantages import generalised_advantages, standardised, weighted_rewards
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.policy_surrogate import Clip, clipped_loss, is_clipped

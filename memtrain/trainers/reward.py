@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from memtrain.recipes.preference import Reward as RewardRecipe
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.preference import Reward as RewardRecipe
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.losses.calibration import calibration_error, calibration_sums

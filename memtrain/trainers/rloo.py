@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from memtrain.recipes.completions import MismatchMode
-from memtrain.recipes.online import Rloo as RlooRecipe
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.grpo_rloo import Rloo as RlooRecipe
+from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.trainers.advantages import (
     groups_without_signal,
     leave_one_out_advantages,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 
 DEFAULT_WARMUP_RATIO = 0.03
 """Taste: the value of Alpaca's recipe, which most later ones kept."""

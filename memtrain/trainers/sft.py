@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from memtrain.recipes.methods import Sft as SftRecipe
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.feeds import TokenFeed
 from memtrain.trainers.losses.cross_entropy import dft_loss, sft_request

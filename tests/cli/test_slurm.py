@@ -18,7 +18,7 @@ from memtrain.cli.launch.verdict import verdict
 from memtrain.errors import DataError, RecipeError
 from memtrain.memory.units import GIB
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
-from memtrain.recipes.slurm import Slurm
+from memtrain.recipes.sections.slurm import Slurm
 from memtrain.trainers.run.faults import note_fault
 from memtrain.trainers.run.folder import RunFolder, RunState
 

@@ -11,8 +11,8 @@ import torch
 
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
-from memtrain.recipes.model import Adapter
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.model import Adapter
+from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model import activations as activations_module
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.adapters import add_adapter

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from memtrain.memory.attention import AttentionBackend
-from memtrain.recipes.methods import Sft as SftRecipe
-from memtrain.recipes.preference import Dpo as DpoRecipe
-from memtrain.recipes.preference import Reward as RewardRecipe
+from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
+from memtrain.recipes.sections.methods.preference import Reward as RewardRecipe
+from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.answer_logps import answer_logps
 from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.answer_batch import Answer, Group, collate_answers

@@ -8,7 +8,7 @@ from memtrain.memory.hardware import Hardware, cpu
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
 from memtrain.memory.units import GIB
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA8 = shape_of(LLAMA | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8})

@@ -13,7 +13,7 @@ from memtrain.memory.estimate import PHASES, estimate
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
 from memtrain.memory.units import GIB
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 QWEN = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072}
 QWEN |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}

@@ -9,7 +9,7 @@ from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.plan import Prediction
 from memtrain.memory.saving import COPY, copied_bytes
 from memtrain.memory.shape import shape_of
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 SHAPE = shape_of(
     {

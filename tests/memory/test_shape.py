@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from memtrain.errors import RecipeError
 from memtrain.memory.shape import FAMILIES, read_config, shape_of
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 SMALL = {
     "vocab_size": 320,

@@ -12,7 +12,7 @@ from memtrain.memory.hardware import Hardware, cpu
 from memtrain.memory.shape import shape_of
 from memtrain.memory.sharded import gathered, groups, share
 from memtrain.memory.units import GIB
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 # Width 8, two layers: q and o 8x8, k and v 8x4, three of 8x16 for the MLP, two norms of 8.
 TINY = NARROW | {"num_key_value_heads": 1, "head_dim": 4}

@@ -14,9 +14,9 @@ from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.rules import Asked
 from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import TRAINED, Case
-from memtrain.recipes.memory import Changing, StrategyName
-from memtrain.recipes.model import Adapter
 from memtrain.recipes.reading.load import load_recipe
+from memtrain.recipes.sections.memory import Changing, StrategyName
+from memtrain.recipes.sections.model import Adapter
 
 BASE: dict[str, Any] = {"model__dtype": "bfloat16", "train__batch_rows": 16}
 Plan = Callable[..., Settings]

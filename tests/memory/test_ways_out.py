@@ -13,7 +13,7 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.shape import ModelShape, shape_of
 from memtrain.memory.units import GIB, MIB
 from memtrain.memory.ways_out import ways_out
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 
 BATCH = HeaviestBatch(4, 8192, 8192, 2048)
 

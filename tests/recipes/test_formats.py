@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.errors import DataError
-from memtrain.recipes.data import Columns
 from memtrain.recipes.formats import ids, messages, preference, prompt, prompt_completion, text, unpaired
 from memtrain.recipes.formats.detect import METHOD_FORMATS, detect
 from memtrain.recipes.formats.fields import BadRow, Names, names_of
+from memtrain.recipes.sections.data import Columns
 
 NAMES = Names()
 HI = {"role": "user", "content": "hi"}

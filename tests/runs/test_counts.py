@@ -12,7 +12,7 @@ LIMIT = 24
 
 def slow_rows(path: Path, num_rows: int) -> list[list[bool]]:
     """Rows of growing length written to `path`: for every token of each, whether it is learnt."""
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     rows, told = [], []

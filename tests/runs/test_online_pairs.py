@@ -270,7 +270,7 @@ def test_a_reward_model_judges_and_is_counted_in_the_plan(tmp_path: Path, cache:
     """A sequence classifier with one number, of the policy's own kind and vocabulary."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))

@@ -50,7 +50,7 @@ def judge(tmp_path: Path) -> Path:
     """A reward model in files, of the policies' kind."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from memtrain.recipes.model import Model
+    from memtrain.recipes.sections.model import Model
     from memtrain.trainers.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))

@@ -9,7 +9,7 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 
 from memtrain.errors import LaunchError
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.adapters import add_adapter, load_adapter
 
 TinyModel = Callable[..., Any]

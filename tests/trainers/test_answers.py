@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.recipes.length import Length
+from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.answers import lay_out_answers, truncated
 from memtrain.trainers.data.store import StoreWriter, TokenRow, TokenStore, as_rows
 

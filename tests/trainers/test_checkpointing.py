@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.checkpointing import checkpoint_layers, recompute

@@ -14,7 +14,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.deferred import empty_model, is_empty
 from memtrain.trainers.model.load import SCORE_HEADS

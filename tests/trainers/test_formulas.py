@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memtrain.recipes.data import Data, Source
-from memtrain.recipes.generate import Generate
-from memtrain.recipes.model import Model
-from memtrain.recipes.online import Grpo, Rloo
-from memtrain.recipes.online_pairs import OnlineDpo
-from memtrain.recipes.ppo import Ppo
-from memtrain.recipes.preference import Dpo
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.rewards import Rewards
+from memtrain.recipes.sections.data import Data, Source
+from memtrain.recipes.sections.generate import Generate
+from memtrain.recipes.sections.methods.grpo_rloo import Grpo, Rloo
+from memtrain.recipes.sections.methods.online_dpo import OnlineDpo
+from memtrain.recipes.sections.methods.ppo import Ppo
+from memtrain.recipes.sections.methods.preference import Dpo
+from memtrain.recipes.sections.model import Model
+from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers import dpo, grpo, online_dpo, ppo, rloo
 from memtrain.trainers.losses.linear import LogprobResult
 from memtrain.trainers.losses.policy import Norms

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.step import Engine, set_rate, update

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from memtrain.errors import DataError
-from memtrain.recipes.data import Data
-from memtrain.recipes.length import Length
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.run import Train
+from memtrain.recipes.sections.data import Data
+from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.training import Train
 from memtrain.trainers.data.answers import lay_out_answers
 from memtrain.trainers.data.inspect.candidates import default_candidates
 from memtrain.trainers.data.inspect.inspecting import Question, inspect

@@ -8,7 +8,7 @@ import torch
 
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
-from memtrain.recipes.model import Adapter, Model
+from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.model.load import load_model
 
 SETTINGS = Settings(

@@ -11,7 +11,7 @@ from torch import nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers import optim_master
 from memtrain.trainers.optim import build_optimizer, clip_gradients, parameter_groups
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers import optim_offload
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.optim_whole import step_whole

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import optimization
 
 from memtrain.errors import OutOfMemory
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.optim_exact import Adafactor
 from memtrain.trainers.optim_muon import HiddenMuon

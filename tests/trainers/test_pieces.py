@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memtrain.recipes.length import Length
+from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.pieces import Sequences, Spans, count_learnt, lay_out
 
 

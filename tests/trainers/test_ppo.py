@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.recipes.ppo import Ppo as PpoRecipe
+from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.advantages import standardised
 from memtrain.trainers.losses.linear import LogprobResult
 from memtrain.trainers.losses.policy import Norms

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.cli.planning import make_plan
 from memtrain.memory.preferences import WHY
-from memtrain.recipes.preference import RANKS_THE_BATCH, READS, REFERENCE_FREE
 from memtrain.recipes.reading.load import load_recipe
+from memtrain.recipes.sections.methods.preference import RANKS_THE_BATCH, READS, REFERENCE_FREE
 from memtrain.trainers.build import Built, build
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.kto import partners_of

@@ -10,8 +10,8 @@ from conftest import SETTINGS
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from memtrain.memory.settings import Settings
-from memtrain.recipes.model import Model
-from memtrain.recipes.rewards import RewardModel
+from memtrain.recipes.sections.model import Model
+from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.tokenizer import tokenizer_of
 from memtrain.trainers.rewards import models
 from memtrain.trainers.rewards.answer import Answer

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from memtrain.errors import DataError, RecipeError
-from memtrain.recipes.rewards import Rewards
+from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.rewards.builtin import exact_answer, matches_format, plain, repetition, soft_length
 from memtrain.trainers.rewards.declared import declared_functions
 from memtrain.trainers.rewards.early import Early

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan, Prediction, PreparedData, PreparedSplit
 from memtrain.memory.settings import Settings
-from memtrain.recipes.data import Data
-from memtrain.recipes.model import Adapter, Model
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.data import Data
+from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.data.tokenizer import load_tokenizer
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.load import load_model

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memtrain.errors import DataError
-from memtrain.recipes.data import Source
 from memtrain.recipes.formats.fields import BadRow
+from memtrain.recipes.sections.data import Source
 from memtrain.trainers.data import readers
 from memtrain.trainers.data.packed import PACKINGS
 from memtrain.trainers.data.readers import read_file

@@ -11,7 +11,7 @@ from trace_cases import CASES, HALF, LLAMA, sft
 from memtrain.memory.blockwise import blockwise_states
 from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.trace.bits import BlockwiseStates, Packed4bit, Packed8bit
 from memtrain.trainers.trace.fake import bare_model
 from memtrain.trainers.trace.recorder import TensorPeak

@@ -15,9 +15,9 @@ from memtrain.memory.settings import Settings
 from memtrain.memory.shape import shape_of
 from memtrain.memory.traced import judged_of, uses_liger
 from memtrain.memory.zero_config import bucket_of
-from memtrain.recipes.model import Adapter
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES
+from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.trace import kernels, oracle, run
 from memtrain.trainers.trace.measure import allocator_peak
 from memtrain.trainers.trace.ranks import playing_ranks

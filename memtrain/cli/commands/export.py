@@ -37,7 +37,7 @@ def _bytes_of(size: str) -> int:
     from pydantic import TypeAdapter, ValidationError
 
     from memtrain.errors import LaunchError
-    from memtrain.recipes.base import Bytes
+    from memtrain.recipes.sections.base import Bytes
 
     try:
         return TypeAdapter(Bytes).validate_python(size)

@@ -11,7 +11,7 @@ from memtrain.errors import Fault, RecipeError
 from memtrain.memory.hardware import Hardware, card_name, cpu, detect, known_names
 from memtrain.memory.units import MIB
 from memtrain.recipes.reading.load import LoadedRecipe
-from memtrain.recipes.slurm import Slurm
+from memtrain.recipes.sections.slurm import Slurm
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from memtrain.cli.launch.topology import Topology, environment
 from memtrain.memory.units import MIB
-from memtrain.recipes.slurm import Slurm, seconds_of
+from memtrain.recipes.sections.slurm import Slurm, seconds_of
 from memtrain.trainers.run.faults import LAUNCHED
 
 TEMPLATE = "job.sbatch.j2"

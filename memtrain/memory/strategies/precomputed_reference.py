@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memtrain.memory.strategy import Case, Strategy, Wish
-from memtrain.recipes.preference import Dpo, Kto, WithReference
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference
 
 
 def reference_section(recipe: Recipe) -> WithReference | None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from memtrain.memory.other_optimizers import without_bitsandbytes
 from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case, Strategy, Updates, Wish
-from memtrain.recipes.model import Adapter
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.model import Adapter
 
 
 def wish(recipe: Recipe) -> Wish:

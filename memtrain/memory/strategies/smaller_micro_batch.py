@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from memtrain.memory.rules import DEFAULT_BATCH_ROWS
 from memtrain.memory.strategy import Case, Strategy, Wish
-from memtrain.recipes.preference import Dpo
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.methods.preference import Dpo
 
 
 def wish(recipe: Recipe) -> Wish:

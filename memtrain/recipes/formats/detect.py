@@ -21,9 +21,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memtrain.errors import DataError
-from memtrain.recipes.data import Columns, Format
 from memtrain.recipes.formats import ids, messages, preference, prompt, prompt_completion, text, unpaired
 from memtrain.recipes.formats.fields import Example, Names, Row, mapping_hint, names_of
+from memtrain.recipes.sections.data import Columns, Format
 
 
 @dataclass(frozen=True, slots=True)

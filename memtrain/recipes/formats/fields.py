@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from memtrain.errors import Fault
-from memtrain.recipes.data import Columns
+from memtrain.recipes.sections.data import Columns
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]

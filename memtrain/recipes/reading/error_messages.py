@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 
-from memtrain.recipes.base import UNITS, Section, parse_bytes
 from memtrain.recipes.reading.field_types import (
     Annotation,
     choices,
@@ -19,6 +18,7 @@ from memtrain.recipes.reading.field_types import (
 from memtrain.recipes.reading.renamed_keys import renamed_value
 from memtrain.recipes.reading.yaml_tree import Items, Mapping, Node, Path, dotted, plain
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.base import UNITS, Section, parse_bytes
 
 _YES = ("yes", "on", "y", "true")
 _NO = ("no", "off", "n", "false")

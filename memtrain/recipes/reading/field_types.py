@@ -11,10 +11,10 @@ import annotated_types
 from pydantic import BeforeValidator, JsonValue
 from pydantic.fields import FieldInfo
 
-from memtrain.recipes.base import Section, one_or_many, parse_bytes
-from memtrain.recipes.data import source_of
 from memtrain.recipes.reading.yaml_tree import Path
-from memtrain.recipes.rewards import functions_of
+from memtrain.recipes.sections.base import Section, one_or_many, parse_bytes
+from memtrain.recipes.sections.data import source_of
+from memtrain.recipes.sections.rewards import functions_of
 
 Annotation = Any
 """A type as a section writes it: `Annotated[int, Field(gt=0)] | None`."""

@@ -6,11 +6,11 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from memtrain.recipes.base import Section
 from memtrain.recipes.reading.field_types import every_key
 from memtrain.recipes.reading.renamed_keys import RENAMED_KEYS
 from memtrain.recipes.reading.yaml_tree import Path, dotted
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.base import Section
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from memtrain.recipes.base import Section, parse_bytes
 from memtrain.recipes.reading.error_messages import default_words, refusal, sentence, way_out
 from memtrain.recipes.reading.field_types import (
     Annotation,
@@ -37,6 +36,7 @@ from memtrain.recipes.reading.yaml_tree import (
 )
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.base import Section, parse_bytes
 
 
 def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe | None:

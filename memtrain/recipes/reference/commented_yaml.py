@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from memtrain.recipes.base import Section, parse_bytes
 from memtrain.recipes.reading.error_messages import plain_words, size_words
 from memtrain.recipes.reading.field_types import field_types, parts, readers
 from memtrain.recipes.reading.load import LoadedRecipe
+from memtrain.recipes.sections.base import Section, parse_bytes
 
 
 def settings(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:

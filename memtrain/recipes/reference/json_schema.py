@@ -9,13 +9,13 @@ from typing import Any, cast
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from memtrain.recipes.base import Section, one_or_many, parse_bytes
-from memtrain.recipes.data import source_of
 from memtrain.recipes.formats import detect
 from memtrain.recipes.reading.error_messages import default_words
 from memtrain.recipes.reading.field_types import describe, field_types, item_of, section_of
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.rewards import functions_of, model_of
+from memtrain.recipes.sections.base import Section, one_or_many, parse_bytes
+from memtrain.recipes.sections.data import source_of
+from memtrain.recipes.sections.rewards import functions_of, model_of
 
 SCHEMA_FILE = "recipe.schema.json"
 """Name of the schema among the shipped recipes, which name it relative to themselves."""

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import yaml
 
-from memtrain.recipes.base import Section
 from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.reference.json_schema import SCHEMA_FILE
+from memtrain.recipes.sections.base import Section
 from memtrain.recipes.trl.translation import Translation
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport, longest_first
-from memtrain.recipes.length import Length
+from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.pieces import Spans, count_learnt, highest_share
 from memtrain.trainers.data.store import TokenStore
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from memtrain.recipes.data import Format
+from memtrain.recipes.sections.data import Format
 
 VERSION = 1
 """Changes whenever the same seed would give other rows."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport, longest_first
-from memtrain.recipes.length import Length
+from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.pack import best_fit_decreasing
 
 Ints = NDArray[np.int64]

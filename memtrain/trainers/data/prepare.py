@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from memtrain.errors import DataError
 from memtrain.memory.plan import PreparedData, PreparedSplit
-from memtrain.recipes.data import Columns, Data, Format, Source
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, detect
 from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.data import Columns, Data, Format, Source
 from memtrain.trainers.data.cache import cache_dir, kept, key_of
 from memtrain.trainers.data.readers import Line
 from memtrain.trainers.data.render import Rendering

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from memtrain.errors import DataError
-from memtrain.recipes.data import TextUnit
 from memtrain.recipes.formats.fields import BadRow, Row, kind_of, shown
 from memtrain.recipes.formats.json_text import JsonReader
+from memtrain.recipes.sections.data import TextUnit
 from memtrain.trainers.data.packed import PACKINGS, Digest, opened
 from memtrain.trainers.data.tables import arrow, parquet
 

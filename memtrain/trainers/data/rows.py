@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.recipes.data import Data
+from memtrain.recipes.sections.data import Data
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]

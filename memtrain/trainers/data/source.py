@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from memtrain.errors import DataError
-from memtrain.recipes.data import Format, Source, TextUnit
+from memtrain.recipes.sections.data import Format, Source, TextUnit
 from memtrain.trainers.data import arithmetic
 from memtrain.trainers.data.folders import files_in, folders_among, unread_notes
 from memtrain.trainers.data.readers import READERS, TEXT, Line, ending, read_file

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.recipes.base import Section
+from memtrain.recipes.sections.base import Section
 from memtrain.trainers.data.rows import HAS_PROMPTS, Hashes, span_hashes
 
 VERSION = 1

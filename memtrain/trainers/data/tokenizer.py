@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memtrain.errors import DataError
-from memtrain.recipes.model import Model
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data import tiny_tokenizer
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.recipes.completions import MismatchMode
+from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.policy_ratio import per_token
 from memtrain.trainers.losses.quantile import quantiles

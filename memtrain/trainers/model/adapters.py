@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from memtrain.errors import LaunchError
-from memtrain.recipes.model import Adapter
+from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.own_part import is_keeping
 
 ALL_LINEAR = "all-linear"

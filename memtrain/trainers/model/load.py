@@ -17,7 +17,7 @@ from transformers import (
 
 from memtrain.errors import LaunchError
 from memtrain.memory.settings import Settings
-from memtrain.recipes.model import Model
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.deferred import empty_model
 from memtrain.trainers.model.own_part import is_keeping
 from memtrain.trainers.model.quantize import quantization_config

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.recipes.rewards import RewardFunction, Rewards
+from memtrain.recipes.sections.rewards import RewardFunction, Rewards
 from memtrain.trainers.rewards.builtin import BUILTINS
 from memtrain.trainers.rewards.functions import Function, looked_at, reward_file
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from memtrain.recipes.rewards import Rewards
+from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.rewards.answer import Answer
 from memtrain.trainers.rewards.calls import Caller, Outcome
 from memtrain.trainers.rewards.functions import Function, arguments

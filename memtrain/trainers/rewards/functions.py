@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.recipes.rewards import RewardFunction, Rewards
+from memtrain.recipes.sections.rewards import RewardFunction, Rewards
 from memtrain.trainers.rewards.builtin import BUILTINS
 
 GIVEN = ("prompts", "completions", "completion_ids")

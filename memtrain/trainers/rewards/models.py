@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from memtrain.memory.beside import READ_TOKENS, judge_settings
 from memtrain.memory.engines import shards_weights
 from memtrain.memory.settings import Settings
-from memtrain.recipes.model import Model
-from memtrain.recipes.rewards import RewardModel
+from memtrain.recipes.sections.model import Model
+from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.answer_batch import Answer as AnswerIds
 from memtrain.trainers.data.answer_batch import Group, collate_answers
 from memtrain.trainers.data.tokenizer import tokenizer_of

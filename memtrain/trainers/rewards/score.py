@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memtrain.errors import DataError
-from memtrain.recipes.rewards import Rewards
+from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.rewards.answer import Answer
 from memtrain.trainers.rewards.calls import Outcome, TookTooLong, call_all
 from memtrain.trainers.rewards.early import Early, given_of

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from memtrain.errors import LaunchError
 from memtrain.memory.plan import Plan
 from memtrain.memory.vllm import BLOCK_TOKENS
-from memtrain.recipes.vllm import Vllm
+from memtrain.recipes.sections.vllm import Vllm
 from memtrain.trainers.build import Built
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.rollout.protocol import Sampler

@@ -8,7 +8,7 @@ import traceback
 
 import memtrain.errors
 from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError
-from memtrain.recipes.base import Section
+from memtrain.recipes.sections.base import Section
 from memtrain.trainers.run.disk import write_whole
 from memtrain.trainers.run.ending import tell_end
 from memtrain.trainers.run.folder import RunFolder, RunState

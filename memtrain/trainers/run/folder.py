@@ -15,7 +15,7 @@ from types import TracebackType
 import psutil
 
 from memtrain.errors import LaunchError
-from memtrain.recipes.base import Section
+from memtrain.recipes.sections.base import Section
 from memtrain.trainers.run.disk import disk_fault, write_whole
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import JsonValue
 
 from memtrain.memory.plan import Plan, PreparedData
-from memtrain.recipes.base import Section
+from memtrain.recipes.sections.base import Section
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1

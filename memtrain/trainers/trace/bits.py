@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from memtrain.memory.blockwise import BLOCK, LEAST_8BIT, LEAST_PAGED, WEIGHT_BLOCK
 from memtrain.memory.settings import Settings
-from memtrain.recipes.optim import Optim
+from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.trace.host import HOST
 
 Group = dict[str, Any]

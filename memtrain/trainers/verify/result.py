@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from memtrain.recipes.base import Section
+from memtrain.recipes.sections.base import Section
 
 VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes."""

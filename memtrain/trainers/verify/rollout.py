@@ -16,7 +16,7 @@ from torch import nn
 
 from memtrain.memory.plan import Plan
 from memtrain.recipes.registry import METHODS
-from memtrain.recipes.rewards import RewardFunction, Rewards
+from memtrain.recipes.sections.rewards import RewardFunction, Rewards
 from memtrain.trainers.build import Built
 from memtrain.trainers.data.collate import Piece, pad_right
 from memtrain.trainers.feed import StepSource

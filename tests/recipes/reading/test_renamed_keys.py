@@ -2,11 +2,11 @@ import re
 
 import pytest
 
-from memtrain.recipes.length import Length
 from memtrain.recipes.reading.field_types import choices, every_key, field_types, follow, section_of
 from memtrain.recipes.reading.renamed_keys import RENAMED_KEYS, RENAMED_VALUES
 from memtrain.recipes.reading.unknown_keys import unknown_key
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.length import Length
 
 NAMED = ["max_seq_length", "use_liger_loss", "use_liger_kernel", "vllm_sleep_enabled"]
 NAMED += ["per_device_train_batch_size", "gradient_accumulation_steps", "max_prompt_length", "learning_rate"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.recipes.length import Length
+from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.inspect.distribution import ratio_interval, share_interval
 from memtrain.trainers.data.inspect.laying import LaidOut, Laying, Padded
 from memtrain.trainers.data.inspect.result import Batch, Candidate, Cost, Loss, Packing, Padding

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.memory.rules import DEFAULT_BATCH_ROWS
-from memtrain.recipes.data import Data, Format
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
-from memtrain.recipes.length import Length
-from memtrain.recipes.run import Train
+from memtrain.recipes.sections.data import Data, Format
+from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.training import Train
 from memtrain.trainers.data.inspect.candidates import Asked, Price, candidates, default_candidates
 from memtrain.trainers.data.inspect.distribution import distribution
 from memtrain.trainers.data.inspect.laying import Laying, PromptRows, laying_of

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.memory.lengths import LengthProfile, LengthReport
-from memtrain.recipes.length import Length
+from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.answers import AnswerSequences, lay_out_answers
 from memtrain.trainers.data.inspect.counts import Counts
 from memtrain.trainers.data.pieces import Sequences, count_learnt, lay_out

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.recipes.data import Data
 from memtrain.recipes.formats.detect import FORMS
+from memtrain.recipes.sections.data import Data
 from memtrain.trainers.data.cache import cache_dir
 from memtrain.trainers.data.inspect.counts import Counting, Counts
 from memtrain.trainers.data.inspect.result import BadRows, Faulty

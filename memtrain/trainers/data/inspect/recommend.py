@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memtrain.recipes.length import Length
+from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.inspect.result import (
     Batch,
     Candidate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from memtrain.recipes.base import Section
+from memtrain.recipes.sections.base import Section
 
 VERSION = 1
 """Of the JSON. It is raised when a field changes its meaning or goes; new fields do not raise it."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.base import PositiveInt, Section, one_or_many
+from memtrain.recipes.sections.base import PositiveInt, Section, one_or_many
 
 Format = Literal["auto", "text", "prompt_completion", "messages", "ids", "preference", "unpaired", "prompt"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from memtrain.recipes.completions import FromOwnCompletions
+from memtrain.recipes.sections.methods.online_base import FromOwnCompletions
 
 
 class OnlineDpo(FromOwnCompletions):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.base import Fraction, PositiveInt, Section, changes, one_or_many
+from memtrain.recipes.sections.base import Fraction, PositiveInt, Section, changes, one_or_many
 
 PairLossName = Literal[
     "sigmoid",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.base import Bytes, PositiveInt, Section, one_or_many
+from memtrain.recipes.sections.base import Bytes, PositiveInt, Section, one_or_many
 
 _TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<clock>[0-9]+(?::[0-9]+){0,2})")
 

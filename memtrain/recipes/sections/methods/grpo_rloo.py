@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.base import changes
-from memtrain.recipes.completions import FromOwnCompletions, WithMismatch
-from memtrain.recipes.online_pairs import OnlineDpo
-from memtrain.recipes.ppo import Ppo
+from memtrain.recipes.sections.base import changes
+from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, WithMismatch
+from memtrain.recipes.sections.methods.online_dpo import OnlineDpo
+from memtrain.recipes.sections.methods.ppo import Ppo
 
 PolicyLossName = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from memtrain.recipes.base import Fraction, PositiveInt, Section, one_or_many
+from memtrain.recipes.sections.base import Fraction, PositiveInt, Section, one_or_many
 
 
 class Adapter(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from memtrain.recipes.base import Fraction, Section
+from memtrain.recipes.sections.base import Fraction, Section
 
 
 class Sft(Section):

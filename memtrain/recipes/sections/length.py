@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from memtrain.recipes.base import PositiveInt, Section
+from memtrain.recipes.sections.base import PositiveInt, Section
 
 
 class Length(Section):

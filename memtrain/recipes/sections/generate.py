@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.base import Fraction, PositiveInt, Section, one_or_many
-from memtrain.recipes.vllm import Vllm
+from memtrain.recipes.sections.base import Fraction, PositiveInt, Section, one_or_many
+from memtrain.recipes.sections.vllm import Vllm
 
 
 class Generate(Section):

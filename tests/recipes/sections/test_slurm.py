@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from memtrain.recipes.slurm import Slurm, seconds_of
+from memtrain.recipes.sections.slurm import Slurm, seconds_of
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.base import PositiveInt, Section, one_or_many
-from memtrain.recipes.slurm import Slurm
+from memtrain.recipes.sections.base import PositiveInt, Section, one_or_many
+from memtrain.recipes.sections.slurm import Slurm
 
 
 class Train(Section):

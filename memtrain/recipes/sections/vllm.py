@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.base import Bytes, Section, changes, one_or_many
+from memtrain.recipes.sections.base import Bytes, Section, changes, one_or_many
 
 OF_PROCESS = (
     "python",

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from memtrain.recipes.base import Fraction, PositiveInt, changes
-from memtrain.recipes.completions import WithMismatch
+from memtrain.recipes.sections.base import Fraction, PositiveInt, changes
+from memtrain.recipes.sections.methods.online_base import WithMismatch
 
 
 class Ppo(WithMismatch):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from memtrain.recipes.base import PositiveInt, Section, changes, one_or_many
+from memtrain.recipes.sections.base import PositiveInt, Section, changes, one_or_many
 
 BuiltinReward = Literal["exact_answer", "format", "length", "repetition"]
 BUILTIN_REWARDS: tuple[str, ...] = ("exact_answer", "format", "length", "repetition")

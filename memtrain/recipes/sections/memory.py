@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from memtrain.recipes.base import Bytes, NonNegativeInt, PositiveInt, Section, one_or_many
+from memtrain.recipes.sections.base import Bytes, NonNegativeInt, PositiveInt, Section, one_or_many
 
 StrategyName = Literal[
     "padding_free",

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from memtrain.recipes.base import PositiveInt, changes
-from memtrain.recipes.generate import Generate
-from memtrain.recipes.preference import WithReference
+from memtrain.recipes.sections.base import PositiveInt, changes
+from memtrain.recipes.sections.generate import Generate
+from memtrain.recipes.sections.methods.preference import WithReference
 
 MismatchChoice = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]

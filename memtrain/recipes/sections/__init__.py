@@ -1,0 +1,1 @@
+"""Sections of a recipe: one file each."""

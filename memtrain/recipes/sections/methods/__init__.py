@@ -1,0 +1,1 @@
+"""Sections of the methods: one file a family."""
