@@ -216,7 +216,7 @@ def longest_of(solved: dict[str, Any]) -> int:
 
 def write_recipe(task: Task, folder: Path) -> Path:
     """The recipe of a task, with the model's configuration and rows beside it."""
-    from memtrain.memory.known_models import known_config
+    from memtrain.memory.model_shape.known_models import known_config
 
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / f"{task.size}.config.json"

@@ -25,7 +25,7 @@ from memtrain.errors import DoesNotFit
 from memtrain.memory.budget import needed
 from memtrain.memory.facts import heaviest, typical_micro
 from memtrain.memory.hardware import Hardware
-from memtrain.memory.known_models import known_config
+from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.traced import can_trace, job_of

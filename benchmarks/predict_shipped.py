@@ -17,7 +17,7 @@ from memtrain.errors import DoesNotFit
 from memtrain.memory.facts import Facts, Priced
 from memtrain.memory.hardware import Hardware
 from memtrain.memory.honour import honoured
-from memtrain.memory.known_models import known_config
+from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.resolve import open_space, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.search import price_all
@@ -46,7 +46,7 @@ def needs_line(name: str) -> str:
     loaded = load_recipe(name, ["model.liger=off"])
     asked = honoured(Asked(loaded.recipe, loaded.where))
     config = known_config(str(loaded.recipe.model.path))
-    assert config is not None, f"{name}: its model is not in memory/known_models.py"
+    assert config is not None, f"{name}: its model is not in memory/model_shape/known_models.py"
     looked = LookedAt(config)
     for card in CARDS:
         facts = facts_without_data(asked, looked, Hardware.named(card), ELSEWHERE)

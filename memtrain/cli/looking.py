@@ -11,10 +11,10 @@ from typing import Any, cast
 from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.facts import Facts
-from memtrain.memory.families import FAMILIES
 from memtrain.memory.hardware import Hardware, detect
 from memtrain.memory.honour import with_key
-from memtrain.memory.known_models import known_config
+from memtrain.memory.model_shape.families import FAMILIES
+from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.rules import Asked
 from memtrain.memory.units import gib
 from memtrain.memory.unread import unread_counter, unread_profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from memtrain.memory.shape import ModelShape, has_formula, shape_of
+from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
 
 
 def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "score"] = "lm") -> ModelShape:

@@ -15,7 +15,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.facts import Facts, Priced, budget_of
 from memtrain.memory.hardware import Hardware, known_names
 from memtrain.memory.honour import with_key
-from memtrain.memory.names import canonical
+from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.resolve import (
     LENGTH_STEP,
     Resolved,

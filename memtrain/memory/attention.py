@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.kept_apart import KEPT_APART
-from memtrain.memory.names import canonical
+from memtrain.memory.model_shape.config_names import canonical
 
 
 class AttentionBackend(StrEnum):

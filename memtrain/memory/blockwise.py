@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import ModelShape
 
 BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 """Optimizers whose states are bitsandbytes'."""

@@ -8,8 +8,8 @@ from memtrain.memory.activations import DTYPE_BYTES
 from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
 from memtrain.memory.calibration import Measured
 from memtrain.memory.engines import is_sharded, uses_zero
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import ModelShape
 from memtrain.memory.sharded import share
 from memtrain.memory.units import GIB, MIB
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import cast
 
 from memtrain.memory.attention import AttentionBackend, AttentionChoice
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules import Ledger
-from memtrain.memory.shape import ModelShape
 from memtrain.recipes.recipe import Recipe
 
 PATH = "cluster.context_parallel"

@@ -14,10 +14,10 @@ from memtrain.memory.hardware import Hardware
 from memtrain.memory.history import EMPTY, History, kind_of_run
 from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.lengths import LengthProfile
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan import Prediction
 from memtrain.memory.rules import installed
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import ModelShape
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 

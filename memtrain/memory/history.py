@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memtrain.memory.calibration import folder, versions, write_whole
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import ModelShape
 
 BOUND = 0.1
 """Most that a prediction is corrected by. Taste: beyond, something else is wrong, and is not to be hidden."""

@@ -7,11 +7,11 @@ from memtrain.memory.activations import HeaviestBatch, Load, layer_boundary, lay
 from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
 from memtrain.memory.budget import host_overhead, needed, optimizer_bytes
 from memtrain.memory.hardware import Hardware
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan import Prediction
 from memtrain.memory.saving import COPY, copied_beside
 from memtrain.memory.sending import waiting_bytes
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import gib
 
 ROW_BYTES = 64

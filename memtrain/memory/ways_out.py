@@ -10,8 +10,8 @@ from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.context import PATH as CONTEXT
 from memtrain.memory.context import SLICED, row_multiple
 from memtrain.memory.estimate import estimate
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import ModelShape
 from memtrain.memory.units import MIB, gib
 from memtrain.recipes.sections.model import Adapter
 

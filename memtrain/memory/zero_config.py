@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import ModelShape
 
 CONFIG_FILE = "deepspeed.json"
 MOST_NUMBERS = 50_000_000

@@ -12,9 +12,9 @@ from memtrain.errors import DoesNotFit, Fault, OutOfMemory
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.budget import needed, usable
 from memtrain.memory.estimate import estimate
+from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.memory.plan import PhasePeak, Plan
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import has_formula, shape_of
 from memtrain.memory.units import gib
 from memtrain.memory.ways_out import WayOut, ways_out
 from memtrain.trainers.model.count import counted_shape

@@ -8,9 +8,9 @@ import pytest
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware import Hardware, cpu
 from memtrain.memory.lengths import LengthProfile, LengthReport
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
-from memtrain.memory.shape import shape_of
 from memtrain.memory.units import GIB
 from memtrain.recipes.recipe import Recipe
 

@@ -3,7 +3,7 @@
 from memtrain.memory.activations import HeaviestBatch, Load
 from memtrain.memory.beside import STEPS, headless, value_model, with_beside
 from memtrain.memory.estimate import estimate, kept_bytes
-from memtrain.memory.shape import shape_of
+from memtrain.memory.model_shape.shape import shape_of
 
 TINY = {"model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}

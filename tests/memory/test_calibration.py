@@ -18,9 +18,9 @@ from memtrain.memory.history import (
     note_run,
     read_history,
 )
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import shape_of
 from memtrain.memory.units import GIB, MIB
 
 SHAPE = shape_of(

@@ -5,8 +5,8 @@ import pytest
 from memtrain.memory.activations import HeaviestBatch, Load
 from memtrain.memory.cost import _head_operations, _layer_operations, step_time
 from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import shape_of
 from memtrain.memory.units import GIB
 from memtrain.recipes.sections.model import Adapter
 

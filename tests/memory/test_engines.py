@@ -9,7 +9,7 @@ from memtrain.memory.engines import open_forms
 from memtrain.memory.facts import Facts, heaviest, price
 from memtrain.memory.hardware import Hardware, cpu
 from memtrain.memory.host import host_bytes
-from memtrain.memory.known_models import known_config
+from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.pins import pins
 from memtrain.memory.resolve import Resolved, open_space
 from memtrain.memory.search import ENGINE_TIE, TIE, fastest

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from memtrain.memory.activations import HeaviestBatch, Load, layer_kept
 from memtrain.memory.budget import needed, static_bytes, usable
 from memtrain.memory.estimate import PHASES, estimate
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import shape_of
 from memtrain.memory.units import GIB
 from memtrain.recipes.sections.model import Adapter
 

@@ -6,9 +6,9 @@ from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.estimate import estimate
 from memtrain.memory.hardware import Hardware, cpu
 from memtrain.memory.host import host_bytes, host_shortage
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan import Prediction
 from memtrain.memory.saving import COPY, copied_bytes
-from memtrain.memory.shape import shape_of
 from memtrain.recipes.sections.model import Adapter
 
 SHAPE = shape_of(

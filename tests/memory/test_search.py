@@ -12,7 +12,7 @@ from memtrain.memory.budget import needed
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, price
 from memtrain.memory.hardware import Hardware
-from memtrain.memory.known_models import known_config
+from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.nothing_fits import nearest_ways
 from memtrain.memory.pins import pins, yaml_lines
 from memtrain.memory.reasons import gains, left_out, time_words

@@ -2,7 +2,7 @@
 
 from narrow import NARROW
 
-from memtrain.memory.shape import shape_of
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.zero_config import MOST_NUMBERS, bucket_of, zero_config
 
 

@@ -6,7 +6,7 @@ from narrow import NARROW
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.budget import static_bytes
 from memtrain.memory.estimate import estimate
-from memtrain.memory.shape import shape_of
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.zero_moments import between_steps, saved_whole
 
 LAYER = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16

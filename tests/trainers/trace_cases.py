@@ -11,8 +11,8 @@ from memtrain.memory.beside import RewardShape, judging_bytes, with_beside
 from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.estimate import estimate, kept_bytes, phase_peak
 from memtrain.memory.facts import asks_of
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.settings import Settings
-from memtrain.memory.shape import shape_of
 from memtrain.memory.traced import judged_of, uses_liger
 from memtrain.memory.zero_config import bucket_of
 from memtrain.recipes.recipe import Recipe

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from memtrain.memory.names import OTHER_NAMES, canonical
-from memtrain.memory.parts import Counts, Linear
-from memtrain.memory.shape import ModelShape, shape_of
+from memtrain.memory.model_shape.config_names import OTHER_NAMES, canonical
+from memtrain.memory.model_shape.layer_parts import Counts, Linear
+from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.trainers.model.head import backbone_of
 from memtrain.trainers.model.load import AUTO
 

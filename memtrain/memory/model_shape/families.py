@@ -37,7 +37,8 @@ def _defaults(vocab: int, width: int, mlp: int, layers: int, heads: int, **more:
     } | more
 
 
-# Source: configuration_*.py and modeling_*.py of transformers 5.23; held by tests/memory/test_shape.py.
+# Source: configuration_*.py and modeling_*.py of transformers 5.23; held by
+# tests/memory/model_shape/test_shape.py.
 _QWEN = _defaults(151936, 4096, 22016, 32, 32, num_key_value_heads=32)
 _OLMO = _defaults(50304, 4096, 11008, 32, 32)
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}

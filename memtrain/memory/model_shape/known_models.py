@@ -96,7 +96,7 @@ def _gemma3(
 
 
 # Source: the config.json that each model is published with. Their totals are held against the published
-# numbers of parameters by tests/memory/test_known_models.py.
+# numbers of parameters by tests/memory/model_shape/test_known_models.py.
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),

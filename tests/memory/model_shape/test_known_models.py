@@ -2,8 +2,8 @@
 
 import pytest
 
-from memtrain.memory.known_models import known_config, known_models
-from memtrain.memory.shape import shape_of
+from memtrain.memory.model_shape.known_models import known_config, known_models
+from memtrain.memory.model_shape.shape import shape_of
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.reading.shipped import shipped_names
 

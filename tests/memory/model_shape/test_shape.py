@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from memtrain.errors import RecipeError
-from memtrain.memory.shape import FAMILIES, read_config, shape_of
+from memtrain.memory.model_shape.shape import FAMILIES, read_config, shape_of
 from memtrain.recipes.sections.model import Adapter
 
 SMALL = {
@@ -135,5 +135,5 @@ def test_real_models_have_the_parameters_their_cards_say():
 
 
 def test_reading_a_config_loads_no_torch():
-    code = "import sys; import memtrain.memory.shape; assert 'torch' not in sys.modules"
+    code = "import sys; import memtrain.memory.model_shape.shape; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memtrain.errors import RecipeError
-from memtrain.memory.families import FAMILIES, FULL_EVERY, Family
-from memtrain.memory.names import canonical
-from memtrain.memory.parts import Counts, Experts, Linear
+from memtrain.memory.model_shape.config_names import canonical
+from memtrain.memory.model_shape.families import FAMILIES, FULL_EVERY, Family
+from memtrain.memory.model_shape.layer_parts import Counts, Experts, Linear
 from memtrain.recipes.sections.model import Adapter
 
 
