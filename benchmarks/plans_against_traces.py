@@ -24,7 +24,7 @@ from memtrain.cli.plan_tables import settings_words
 from memtrain.errors import DoesNotFit
 from memtrain.memory.budget import needed
 from memtrain.memory.facts import heaviest, typical_micro
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked

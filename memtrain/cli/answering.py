@@ -12,8 +12,8 @@ from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.budget import needed
 from memtrain.memory.engines import uses_zero
 from memtrain.memory.facts import Facts, Priced, heaviest, typical_micro
-from memtrain.memory.hardware import Hardware
-from memtrain.memory.history import read_history
+from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.honour import honoured
 from memtrain.memory.lengths import LengthReport
 from memtrain.memory.pins import pins

@@ -16,8 +16,8 @@ from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError
 from memtrain.memory.beside import RewardShape
 from memtrain.memory.facts import Facts
-from memtrain.memory.hardware import Hardware, detect
-from memtrain.memory.history import read_history
+from memtrain.memory.hardware.devices import Hardware, detect
+from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.plan import Plan, PreparedData

@@ -8,7 +8,7 @@ from memtrain.cli.planning import model_config
 from memtrain.cli.shaping import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.facts import CountSteps, Facts, typical_micro
-from memtrain.memory.hardware import Hardware, detect, known_names
+from memtrain.memory.hardware.devices import Hardware, detect, known_names
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.units import gib

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from memtrain.memory.activations import DTYPE_BYTES
 from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
-from memtrain.memory.calibration import Measured
 from memtrain.memory.engines import is_sharded, uses_zero
+from memtrain.memory.hardware.calibration import Measured
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.settings import Settings
 from memtrain.memory.sharded import share

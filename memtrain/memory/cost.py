@@ -19,7 +19,7 @@ from memtrain.memory.activations import (
     layer_kept,
 )
 from memtrain.memory.budget import num_trained, optimizer_bytes, static_bytes, trains_head
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.sending import Sending, Waiting, sending, waiting
 from memtrain.memory.settings import Settings

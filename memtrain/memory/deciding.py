@@ -6,7 +6,7 @@ from memtrain.memory.batching import Micro, decide_batch, micro_candidates
 from memtrain.memory.context import refuse_attention, refuse_context, row_multiple
 from memtrain.memory.engines import first_form, refuse_engine
 from memtrain.memory.facts import Facts
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.online import refuse_uneven_groups
 from memtrain.memory.preferences import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.memory.rules import (

@@ -10,8 +10,8 @@ from memtrain.memory.beside import RewardShape, with_beside
 from memtrain.memory.budget import needed
 from memtrain.memory.cost import step_time
 from memtrain.memory.estimate import estimate, kept_bytes
-from memtrain.memory.hardware import Hardware
-from memtrain.memory.history import EMPTY, History, kind_of_run
+from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
 from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.model_shape.shape import ModelShape

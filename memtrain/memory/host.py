@@ -6,7 +6,7 @@ from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.activations import HeaviestBatch, Load, layer_boundary, layer_kept
 from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
 from memtrain.memory.budget import host_overhead, needed, optimizer_bytes
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan import Prediction
 from memtrain.memory.saving import COPY, copied_beside

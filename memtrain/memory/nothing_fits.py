@@ -13,7 +13,7 @@ from memtrain.memory.context import PATH as CONTEXT
 from memtrain.memory.context import context_faults
 from memtrain.memory.estimate import estimate
 from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
-from memtrain.memory.hardware import Hardware, known_names
+from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.honour import with_key
 from memtrain.memory.rules import Asked
 from memtrain.memory.settings import Settings

@@ -13,7 +13,7 @@ from memtrain.memory.deciding import decide_base
 from memtrain.memory.engines import decide_layout, decide_loading, refuse_closed, uses_zero
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
-from memtrain.memory.history import kind_of_run
+from memtrain.memory.hardware.peak_history import kind_of_run
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.host import host_shortage
 from memtrain.memory.lengths import LengthProfile

@@ -15,7 +15,7 @@ from memtrain.memory.attention import (
     model_facts,
 )
 from memtrain.memory.blockwise import BITSANDBYTES
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan import Decision
 from memtrain.recipes.recipe import Recipe
 

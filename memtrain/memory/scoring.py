@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memtrain.memory.batching import COMFORTABLE_TOKENS
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.preferences import decide_shared_prompts
 from memtrain.memory.rules import Asked, Ledger, decide_attention, decide_dtype
 from memtrain.memory.settings import Settings

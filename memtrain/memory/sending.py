@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from memtrain.memory.budget import num_trained, static_bytes, trained_parts, weights_bytes
 from memtrain.memory.engines import is_sharded, shards_weights, uses_zero
-from memtrain.memory.hardware import CPU_RATES, Rates
+from memtrain.memory.hardware.devices import CPU_RATES, Rates
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.settings import Settings
 

@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from memtrain.memory.calibration import Measured, versions
+from memtrain.memory.hardware.calibration import Measured, versions
 from memtrain.memory.units import GIB, MIB
 
 Kind = Literal["cpu", "cuda"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memtrain.memory.hardware import Hardware, detect
+from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.units import gib
 from memtrain.trainers.model.attention.probe import Outcome, probe
 

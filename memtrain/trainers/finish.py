@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from memtrain.memory.history import note_run
+from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.build import Built
 from memtrain.trainers.loop import Run
 from memtrain.trainers.model.attention import attention_switched

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memtrain.cli.app import run
-from memtrain.memory import hardware
+from memtrain.memory.hardware import devices as hardware
 from memtrain.trainers import doctor
 from memtrain.trainers.doctor import Finding, run_check
 from memtrain.trainers.model.attention.probe import Outcome

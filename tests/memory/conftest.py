@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from memtrain.memory.facts import Facts
-from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.lengths import LengthProfile, LengthReport
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.resolve import Resolved, resolve

@@ -3,7 +3,7 @@
 import pytest
 
 from memtrain.errors import DoesNotFit
-from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.units import GIB
 
 LONG = {"cluster__context_parallel": "auto", "train__batch_rows": 8, "model__dtype": "bfloat16"}

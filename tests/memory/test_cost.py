@@ -4,7 +4,7 @@ import pytest
 
 from memtrain.memory.activations import HeaviestBatch, Load
 from memtrain.memory.cost import _head_operations, _layer_operations, step_time
-from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.settings import Settings
 from memtrain.memory.units import GIB

@@ -7,7 +7,7 @@ import pytest
 from memtrain.errors import RecipeError
 from memtrain.memory.engines import open_forms
 from memtrain.memory.facts import Facts, heaviest, price
-from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.host import host_bytes
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.pins import pins

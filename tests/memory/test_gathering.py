@@ -4,7 +4,7 @@ import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.memory.gathering import Ways, decide_gathering
-from memtrain.memory.hardware import cpu
+from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.rules import Asked, Ledger
 from memtrain.memory.units import GIB
 

@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.errors import DoesNotFit
 from memtrain.memory.facts import Facts
-from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.resolve import Resolved
 from memtrain.memory.units import GIB, gib

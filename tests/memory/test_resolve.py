@@ -5,7 +5,7 @@ import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.facts import may_accumulate
-from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.lengths import LengthProfile, LengthReport
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.resolve import Facts, Resolved, resolve

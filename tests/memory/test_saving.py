@@ -4,7 +4,7 @@ import pytest
 
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.estimate import estimate
-from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan import Prediction

@@ -8,7 +8,7 @@ from memtrain.memory.activations import HeaviestBatch, Load
 from memtrain.memory.budget import static_bytes
 from memtrain.memory.estimate import estimate
 from memtrain.memory.fsdp_moments import fsdp_moments
-from memtrain.memory.hardware import Hardware, cpu
+from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.sharded import gathered, groups, share
 from memtrain.memory.units import GIB

@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.facts import Facts
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.resolve import Resolved
 from memtrain.memory.units import GIB, MIB
 from memtrain.memory.vllm import CPU_PROCESS, CUDA_ASLEEP, CUDA_PROCESS

@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.estimate import estimate
-from memtrain.memory.hardware import cpu
+from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.memory.settings import Settings

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from memtrain.cli import planning
-from memtrain.memory.hardware import Hardware, cpu
-from memtrain.memory.history import History
+from memtrain.memory.hardware.devices import Hardware, cpu
+from memtrain.memory.hardware.peak_history import History
 from memtrain.memory.plan import read_plan
 from memtrain.memory.units import GIB, MIB
 

@@ -22,9 +22,9 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
     end put their measured peaks there too, and correct later predictions by at most 10 %.
     """
     from memtrain.errors import LaunchError
-    from memtrain.memory.calibration import Measured, device_file, folder, measured_of, remember
-    from memtrain.memory.hardware import detect
-    from memtrain.memory.history import FILE, read_history
+    from memtrain.memory.hardware.calibration import Measured, device_file, folder, measured_of, remember
+    from memtrain.memory.hardware.devices import detect
+    from memtrain.memory.hardware.peak_history import FILE, read_history
     from memtrain.memory.units import MIB
 
     where, hardware = folder(), detect()

@@ -26,7 +26,7 @@ def score(
     Keys of a recipe may follow as `section.key=value` (data.columns, length.max_length, cluster.device, ...).
     """
     from memtrain.cli.planning import model_config
-    from memtrain.memory.hardware import detect
+    from memtrain.memory.hardware.devices import detect
     from memtrain.memory.rules import Asked
     from memtrain.memory.scoring import scoring_settings
     from memtrain.recipes.reading.load import recipe_of_words

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from memtrain.memory import calibration
 from memtrain.memory.budget import measured_beside, needed, overhead
-from memtrain.memory.calibration import Measured, measured_of, remember
-from memtrain.memory.hardware import _calibrated, cpu
-from memtrain.memory.history import (
+from memtrain.memory.hardware import calibration
+from memtrain.memory.hardware.calibration import Measured, measured_of, remember
+from memtrain.memory.hardware.devices import _calibrated, cpu
+from memtrain.memory.hardware.peak_history import (
     BOUND,
     EMPTY,
     KIND,

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.memory import hardware
-from memtrain.memory.hardware import Hardware
+from memtrain.memory.hardware import devices as hardware
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.units import GIB
 
 SMI = """0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 80994, 9.0
@@ -74,7 +74,8 @@ def test_a_machine_without_a_gpu_is_a_cpu_with_its_memory():
 
 def test_looking_at_the_machine_loads_no_torch():
     code = (
-        "import sys; from memtrain.memory.hardware import detect; detect(); assert 'torch' not in sys.modules"
+        "import sys; from memtrain.memory.hardware.devices import detect; detect(); "
+        "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memtrain.memory.calibration import folder, versions, write_whole
+from memtrain.memory.hardware.calibration import folder, versions, write_whole
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.settings import Settings
 

@@ -13,7 +13,7 @@ from typing import Literal
 import psutil
 
 from memtrain.errors import RecipeError
-from memtrain.memory.calibration import Measured, measured_of
+from memtrain.memory.hardware.calibration import Measured, measured_of
 from memtrain.memory.units import GIB, MIB, gib
 
 
