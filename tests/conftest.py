@@ -62,7 +62,7 @@ def tiny_model(request: pytest.FixtureRequest, tiny_llama: TinyModel, tiny_qwen3
 @pytest.fixture
 def make_settings() -> Callable[..., object]:
     """Factory of Settings: one CPU process, fp32, padding-free, checkpointed; keywords change them."""
-    from memtrain.memory.settings import Settings
+    from memtrain.memory.plan.settings import Settings
 
     plain: dict[str, object] = {
         "device": "cpu",

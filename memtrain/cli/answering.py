@@ -15,8 +15,8 @@ from memtrain.memory.facts import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.honour import honoured
-from memtrain.memory.lengths import LengthReport
 from memtrain.memory.pins import pins
+from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.reasons import gains, left_out
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked

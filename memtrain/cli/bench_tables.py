@@ -10,7 +10,7 @@ import typer
 from memtrain.cli.benching import Bench, Row
 from memtrain.cli.plan_html import STYLE
 from memtrain.cli.printing import print_table, say
-from memtrain.memory.units import gib
+from memtrain.memory.plan.units import gib
 
 HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "of plain", "loss differs by")
 

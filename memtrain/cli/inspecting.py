@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from memtrain.memory.units import gib
+from memtrain.memory.plan.units import gib
 from memtrain.trainers.data.inspect.result import Bin, Candidate, Distribution, Inspection
 from memtrain.trainers.data.inspect.words import count_of, share, short
 

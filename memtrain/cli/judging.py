@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memtrain.errors import RecipeError
-from memtrain.memory.plan import PreparedData
+from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.trainers.data.store import TokenStore
 from memtrain.trainers.rewards.declared import declared_functions

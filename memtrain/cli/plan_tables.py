@@ -13,11 +13,11 @@ from memtrain.memory.budget import overhead
 from memtrain.memory.explain import difference, owner_table, verdict
 from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.pins import pins, yaml_lines
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import gib
 from memtrain.memory.reasons import gains, left_out, time_words
 from memtrain.memory.search import frontier
-from memtrain.memory.settings import Settings
 from memtrain.memory.traced import Traced
-from memtrain.memory.units import gib
 from memtrain.memory.weighing import form_words
 from memtrain.recipes.reading.shipped import configs_dir
 

@@ -19,8 +19,8 @@ from memtrain.memory.facts import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.honour import honoured, with_key
-from memtrain.memory.lengths import LengthProfile
-from memtrain.memory.plan import Plan, PreparedData
+from memtrain.memory.plan.length_profile import LengthProfile
+from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.memory.resolve import resolve
 from memtrain.memory.rules import Asked
 from memtrain.recipes.reading.load import LoadedRecipe

@@ -11,9 +11,9 @@ import typer
 
 from memtrain.cli.planning import Planned
 from memtrain.cli.printing import print_table, say, whole
-from memtrain.memory.lengths import LengthReport, by_answer_words
-from memtrain.memory.plan import Decision
-from memtrain.memory.units import gib
+from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
+from memtrain.memory.plan.plan import Decision
+from memtrain.memory.plan.units import gib
 from memtrain.trainers.run.folder import RunFolder
 
 EVERY_S = 0.5

@@ -16,6 +16,7 @@ from memtrain.memory.facts import Facts, Priced, budget_of
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.honour import with_key
 from memtrain.memory.model_shape.config_names import canonical
+from memtrain.memory.plan.units import gib
 from memtrain.memory.resolve import (
     LENGTH_STEP,
     Resolved,
@@ -26,7 +27,6 @@ from memtrain.memory.resolve import (
 )
 from memtrain.memory.rules import Asked
 from memtrain.memory.search import price_all
-from memtrain.memory.units import gib
 
 MOST_LENGTH = 2**20
 """Longest sequence that is tried for a model that says no limit of its own."""

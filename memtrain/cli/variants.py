@@ -9,8 +9,8 @@ from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.all_strategies import STRATEGIES, used_in
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, asks_of, predict, price
-from memtrain.memory.plan import Plan, Prediction
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Plan, Prediction
+from memtrain.memory.plan.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

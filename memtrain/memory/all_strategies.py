@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies import (
     activation_checkpointing,
     adafactor,

@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from memtrain.memory.units import MIB, round_up
+from memtrain.memory.plan.units import MIB, round_up
 
 SMALL = MIB
 SMALL_SEGMENT = 2 * MIB

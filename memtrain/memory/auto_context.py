@@ -9,7 +9,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.context import PATH
 from memtrain.memory.facts import Facts, Priced
 from memtrain.memory.honour import with_key
-from memtrain.memory.plan import Decision
+from memtrain.memory.plan.plan import Decision
 from memtrain.memory.rules import Asked
 from memtrain.memory.search import TIE
 

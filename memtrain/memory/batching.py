@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memtrain.memory.lengths import LengthProfile
+from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.rules import DEFAULT_BATCH_ROWS, Ledger
 
 COMFORTABLE_TOKENS = {"cuda": 16_384, "cpu": 4_096}

@@ -9,8 +9,8 @@ from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_
 from memtrain.memory.budget import static_bytes, weights_bytes
 from memtrain.memory.engines import shards_weights
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan import Owned, PhasePeak, Prediction
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.sharded import gathered, share
 
 READ_TOKENS = 8192

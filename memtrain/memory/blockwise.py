@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 """Optimizers whose states are bitsandbytes'."""

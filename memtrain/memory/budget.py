@@ -9,9 +9,9 @@ from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
 from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.hardware.calibration import Measured
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import GIB, MIB
 from memtrain.memory.sharded import share
-from memtrain.memory.units import GIB, MIB
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit weight: half a byte, an 8-bit scale for 64, a float32 scale for 256 of those.

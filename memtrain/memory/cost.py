@@ -21,8 +21,8 @@ from memtrain.memory.activations import (
 from memtrain.memory.budget import num_trained, optimizer_bytes, static_bytes, trains_head
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.sending import Sending, Waiting, sending, waiting
-from memtrain.memory.settings import Settings
 from memtrain.memory.shared_rows import dealt, num_gathered
 
 FORWARD_OPERATORS, BACKWARD_OPERATORS = 47, 75

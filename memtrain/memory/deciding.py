@@ -8,6 +8,7 @@ from memtrain.memory.engines import first_form, refuse_engine
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.online import refuse_uneven_groups
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.preferences import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.memory.rules import (
     Ledger,
@@ -17,7 +18,6 @@ from memtrain.memory.rules import (
     refuse_past_positions,
     refuse_what_cannot_run,
 )
-from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.methods.ppo import Ppo

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from memtrain.memory.blockwise import BITSANDBYTES
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.preferences import section_of
 from memtrain.memory.rules import Ledger
-from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 
 EngineName = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]

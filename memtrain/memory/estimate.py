@@ -33,9 +33,9 @@ from memtrain.memory.budget import (
 from memtrain.memory.engines import shards_weights, uses_zero
 from memtrain.memory.fsdp_moments import fsdp_moments, pass_moments
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan import Owned, PhasePeak, Prediction
+from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.saving import copied_here, writes_shards
-from memtrain.memory.settings import Settings
 from memtrain.memory.zero_moments import TO_SAVE, between_steps, gathered_module, saved_whole, zero_moments
 
 Moment = dict[str, int]

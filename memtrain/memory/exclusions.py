@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.context import NOT_SLICED, NOT_WITH_LIGER, SLICED
 from memtrain.memory.engines import ZERO, is_sharded, uses_zero
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from memtrain.memory.budget import needed, overhead
-from memtrain.memory.plan import PhasePeak, Prediction
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import GIB, MIB, gib
+from memtrain.memory.plan.plan import PhasePeak, Prediction
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import GIB, MIB, gib
 
 SHORT = {
     "load": "load",

@@ -13,11 +13,11 @@ from memtrain.memory.estimate import estimate, kept_bytes
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
 from memtrain.memory.host import host_bytes, host_shortage
-from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan import Prediction
+from memtrain.memory.plan.length_profile import LengthProfile
+from memtrain.memory.plan.plan import Prediction
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules import installed
-from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 

@@ -9,11 +9,11 @@ from memtrain.memory.budget import needed, weights_bytes
 from memtrain.memory.cost import FORWARD_OPERATORS
 from memtrain.memory.engines import shards_weights, uses_zero
 from memtrain.memory.facts import Facts
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import gib
 from memtrain.memory.rules import Ledger
 from memtrain.memory.sending import COLLECTIVE_S, num_groups
-from memtrain.memory.settings import Settings
 from memtrain.memory.sharded import gathered
-from memtrain.memory.units import gib
 from memtrain.memory.zero_moments import gathered_module
 
 PATH = "generate.gather_weights"

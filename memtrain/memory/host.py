@@ -8,11 +8,11 @@ from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
 from memtrain.memory.budget import host_overhead, needed, optimizer_bytes
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan import Prediction
+from memtrain.memory.plan.plan import Prediction
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import gib
 from memtrain.memory.saving import COPY, copied_beside
 from memtrain.memory.sending import waiting_bytes
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import gib
 
 ROW_BYTES = 64
 """Bytes of the dataset index for a row: pointers, lengths, spans and the order of an epoch, all int64; the

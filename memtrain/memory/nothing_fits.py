@@ -15,9 +15,9 @@ from memtrain.memory.estimate import estimate
 from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.honour import with_key
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import gib
 from memtrain.memory.rules import Asked
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import gib
 from memtrain.memory.ways_out import Change, WayOut, ways_out
 from memtrain.recipes.sections.model import Adapter
 

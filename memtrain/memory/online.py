@@ -11,10 +11,10 @@ from memtrain.memory.estimate import evaluation_moment, phase_peak
 from memtrain.memory.facts import Facts, heaviest
 from memtrain.memory.gathering import decide_gathering, refuse_gathering, ways
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan import PhasePeak, Prediction
+from memtrain.memory.plan.plan import PhasePeak, Prediction
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import MIB
 from memtrain.memory.rules import Ledger
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import MIB
 from memtrain.memory.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.zero_moments import TO_SAVE
 from memtrain.recipes.recipe import Recipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategy import Case, Strategy, Updates, Wish, never_refused
 from memtrain.recipes.recipe import Recipe
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from memtrain.memory.engines import shards_weights
 from memtrain.memory.honour import with_key
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules import Asked
-from memtrain.memory.settings import Settings
 
 
 def pins(asked: Asked, settings: Settings) -> dict[str, object]:

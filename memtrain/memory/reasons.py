@@ -9,11 +9,11 @@ from memtrain.memory.batching import Micro, worked_line
 from memtrain.memory.engines import open_forms
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, Priced, budget_of, price
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import gib
 from memtrain.memory.preferences import explain_reference
 from memtrain.memory.rules import Ledger
-from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case, Strategy, Updates
-from memtrain.memory.units import gib
 
 EQUAL = 0.01
 """Times that differ by less are told as equal."""

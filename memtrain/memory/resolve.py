@@ -16,14 +16,14 @@ from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.hardware.peak_history import kind_of_run
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.host import host_shortage
-from memtrain.memory.lengths import LengthProfile
 from memtrain.memory.nothing_fits import NoPlan, nothing_fits
 from memtrain.memory.online import with_generation
-from memtrain.memory.plan import Decision, Prediction
+from memtrain.memory.plan.length_profile import LengthProfile
+from memtrain.memory.plan.plan import Decision, Prediction
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.reasons import explain
 from memtrain.memory.rules import Asked, Ledger
 from memtrain.memory.search import Space, fastest, price_all, space
-from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case
 from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
 from memtrain.memory.vllm import leaves_room, refuse_vllm, training_budget

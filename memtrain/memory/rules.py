@@ -16,7 +16,7 @@ from memtrain.memory.attention import (
 )
 from memtrain.memory.blockwise import BITSANDBYTES
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.plan import Decision
+from memtrain.memory.plan.plan import Decision
 from memtrain.recipes.recipe import Recipe
 
 DEFAULT_BATCH_ROWS = 32

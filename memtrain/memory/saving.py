@@ -6,7 +6,7 @@ from memtrain.memory.beside import headless
 from memtrain.memory.budget import moments_bytes, reference_bytes, trained_parts
 from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 COPY = "checkpoint copy"
 """Owner of what is copied to be written."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from memtrain.memory.batching import COMFORTABLE_TOKENS
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.preferences import decide_shared_prompts
 from memtrain.memory.rules import Asked, Ledger, decide_attention, decide_dtype
-from memtrain.memory.settings import Settings
 
 ROWS_AT_ONCE = 8
 """Rows of a batch where rows are padded. Taste."""

@@ -11,7 +11,7 @@ from memtrain.memory.batching import Micro
 from memtrain.memory.engines import OFFLOADS, loads_shards, open_forms
 from memtrain.memory.exclusions import excluded
 from memtrain.memory.facts import Facts, Priced, fits_host, price
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategy import Axis, Case
 
 TIE = 0.03

@@ -13,7 +13,7 @@ from memtrain.memory.budget import num_trained, static_bytes, trained_parts, wei
 from memtrain.memory.engines import is_sharded, shards_weights, uses_zero
 from memtrain.memory.hardware.devices import CPU_RATES, Rates
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 COLLECTIVE_S = {"cpu": 3e-3, "cuda": 5e-5}
 """Time that a small collective takes. Source: cpu: measured, two gloo ranks on two cores, torch 2.13; cuda:

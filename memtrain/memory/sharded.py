@@ -7,7 +7,7 @@ from typing import NamedTuple
 from memtrain.memory.activations import DTYPE_BYTES
 from memtrain.memory.engines import is_sharded
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 GATHERED = 2
 """Copies of a group while it is gathered: the flat buffer that arrives, and the weights cut out of it."""

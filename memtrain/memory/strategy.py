@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memtrain.memory.facts import Facts
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules import Asked
-from memtrain.memory.settings import Settings
 from memtrain.recipes.recipe import Recipe
 
 Wish = Literal["on", "off", "auto", "allow"]

@@ -6,8 +6,8 @@ from typing import Literal
 
 from memtrain.memory.batching import Micro
 from memtrain.memory.engines import is_sharded, uses_zero
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules import Ledger
-from memtrain.memory.settings import Settings
 from memtrain.recipes.sections.memory import StrategyName
 from memtrain.recipes.sections.methods.preference import Dpo
 

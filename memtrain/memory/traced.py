@@ -16,8 +16,8 @@ from memtrain.errors import LaunchError
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.beside import RewardShape, judged_batch
 from memtrain.memory.engines import uses_zero
-from memtrain.memory.plan import Prediction
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Prediction
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memtrain.errors import RecipeError
 from memtrain.memory.facts import CountSteps
-from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport
+from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport
 from memtrain.memory.rules import Asked
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 

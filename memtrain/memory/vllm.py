@@ -10,9 +10,9 @@ from memtrain.memory.activations import DTYPE_BYTES
 from memtrain.memory.budget import needed
 from memtrain.memory.facts import Facts, Priced, budget_of
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import GIB, MIB, gib, round_up
 from memtrain.memory.rules import Ledger
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import GIB, MIB, gib, round_up
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import changes
 from memtrain.recipes.sections.generate import Generate

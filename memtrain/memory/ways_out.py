@@ -11,8 +11,8 @@ from memtrain.memory.context import PATH as CONTEXT
 from memtrain.memory.context import SLICED, row_multiple
 from memtrain.memory.estimate import estimate
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import MIB, gib
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import MIB, gib
 from memtrain.recipes.sections.model import Adapter
 
 MOST_CHANGES = 3

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from memtrain.memory.engines import closed_engines
 from memtrain.memory.facts import Facts, Priced, fits_host
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.reasons import time_words
 from memtrain.memory.search import SIMPLEST, fastest
-from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import Case
 
 

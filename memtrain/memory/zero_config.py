@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 CONFIG_FILE = "deepspeed.json"
 MOST_NUMBERS = 50_000_000

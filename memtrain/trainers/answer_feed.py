@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.data.answers import AnswerSequences, lay_out_answers

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from memtrain.errors import MemtrainError
-from memtrain.memory.plan import Plan, read_plan
+from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.trainers.build import build
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.data.collate import MicroBatch

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.engines import is_sharded
-from memtrain.memory.plan import Plan
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.collate import nothing

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from memtrain.memory.hardware.calibration import Measured, versions
-from memtrain.memory.units import GIB, MIB
+from memtrain.memory.plan.units import GIB, MIB
 
 Kind = Literal["cpu", "cuda"]
 ENOUGH_S = 0.4

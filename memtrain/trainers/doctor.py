@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.memory.hardware.devices import Hardware, detect
-from memtrain.memory.units import gib
+from memtrain.memory.plan.units import gib
 from memtrain.trainers.model.attention.probe import Outcome, probe
 
 PACKAGES = (

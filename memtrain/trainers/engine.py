@@ -13,8 +13,8 @@ from torch import nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.engines import uses_zero
-from memtrain.memory.plan import Plan
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.zero_config import stage_of
 from memtrain.trainers.build import Built
 from memtrain.trainers.exchange import Exchange

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.data.order import BatchSize, Epoch, make_epoch, micro_batches
 from memtrain.trainers.method import Batch
 from memtrain.trainers.run.events import DataEvent

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.memory.lengths import LengthReport
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.length_profile import LengthReport
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
 from memtrain.trainers.data.pieces import Sequences, Spans, lay_out

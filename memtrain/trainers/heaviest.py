@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.feed import Feed, Ints, StepSource, StepWork
 
 MOST_SCANNED = 200_000

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.errors import Interrupted, MemtrainError
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
 from memtrain.trainers.method import Ahead, FollowsSteps, LooksAhead, Loss, Method, means_of
 from memtrain.trainers.position import Position

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import build
 from memtrain.trainers.engine import make_accelerator
 from memtrain.trainers.model.load import local_device

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.build import Built, has_dropout

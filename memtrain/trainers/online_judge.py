@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.build import Built
 from memtrain.trainers.model.head import base_model

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from memtrain.errors import LaunchError
 from memtrain.memory.blockwise import BITSANDBYTES
 from memtrain.memory.engines import uses_zero
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.quantize import refuse_without_bitsandbytes
 from memtrain.trainers.optim_exact import Adafactor

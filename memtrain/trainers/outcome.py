@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
-from memtrain.memory.units import gib
+from memtrain.memory.plan.units import gib
 from memtrain.trainers.memory_errors import is_out_of_memory
 from memtrain.trainers.position import Position
 from memtrain.trainers.run.ending import tell_end

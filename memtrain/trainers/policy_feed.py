@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.losses.policy import Norms
 from memtrain.trainers.prompt_feed import PromptFeed

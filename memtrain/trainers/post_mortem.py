@@ -13,9 +13,9 @@ from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.budget import needed, usable
 from memtrain.memory.estimate import estimate
 from memtrain.memory.model_shape.shape import has_formula, shape_of
-from memtrain.memory.plan import PhasePeak, Plan
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import gib
+from memtrain.memory.plan.plan import PhasePeak, Plan
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import gib
 from memtrain.memory.ways_out import WayOut, ways_out
 from memtrain.trainers.model.count import counted_shape
 from memtrain.trainers.model.head import base_model

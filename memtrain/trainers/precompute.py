@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from memtrain.memory.engines import is_sharded
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.data.cache import kept, key_of

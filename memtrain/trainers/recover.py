@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import MIB, gib
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import MIB, gib
 from memtrain.trainers.feed import Feed
 from memtrain.trainers.heaviest import load_of
 from memtrain.trainers.memory_errors import attempt, free

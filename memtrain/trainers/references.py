@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import nn
 
 from memtrain.memory.engines import shards_weights
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.memory.preferences import section_of
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.cache import cache_dir

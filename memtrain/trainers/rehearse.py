@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.units import gib
+from memtrain.memory.plan.units import gib
 from memtrain.trainers.feed import Ints, eval_micro_batches
 from memtrain.trainers.heaviest import heaviest_micro, load_of, step_of
 from memtrain.trainers.loop import Run, look_ahead, score, whole_gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.position import Position

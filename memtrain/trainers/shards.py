@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.model.value_head import ValueScorer
 from memtrain.trainers.spread import full_of, local_of

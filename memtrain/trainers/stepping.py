@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.feed import Steps, StepSource, StepWork
 from memtrain.trainers.method import Ahead, LooksAhead

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.position import Position
 from memtrain.trainers.run.events import EvalEvent, Event, NoteEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder

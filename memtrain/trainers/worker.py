@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
-from memtrain.memory.plan import Plan, read_plan
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Plan, read_plan
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build import Built, build, has_dropout
 from memtrain.trainers.engine import make_accelerator, make_engine, make_spread, ranks_of, shake_hands
 from memtrain.trainers.feed import Steps

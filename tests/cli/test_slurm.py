@@ -16,7 +16,7 @@ from memtrain.cli.launch.slurm import Job, lead_s, sbatch_text
 from memtrain.cli.launch.topology import Topology
 from memtrain.cli.launch.verdict import verdict
 from memtrain.errors import DataError, RecipeError
-from memtrain.memory.units import GIB
+from memtrain.memory.plan.units import GIB
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.sections.slurm import Slurm
 from memtrain.trainers.run.faults import note_fault

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from memtrain.cli.planning import make_plan
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import load_recipe
 
 MODEL = (

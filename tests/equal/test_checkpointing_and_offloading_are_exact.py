@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model import activations as activations_module

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.verify.compare import gradient_difference
 from memtrain.trainers.verify.record import Side
 from memtrain.trainers.verify.rollout import Rollouts

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memtrain.cli.app import run
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers import build as build_module
 from memtrain.trainers.data import answer_batch, collate
 from memtrain.trainers.losses import request as request_module

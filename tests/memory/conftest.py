@@ -7,11 +7,11 @@ import pytest
 
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware.devices import Hardware, cpu
-from memtrain.memory.lengths import LengthProfile, LengthReport
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
+from memtrain.memory.plan.units import GIB
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
-from memtrain.memory.units import GIB
 from memtrain.recipes.recipe import Recipe
 
 SMALL: dict[str, Any] = {

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.memory.allocator import CachingAllocator, OutOfCapacity, replay, smallest_capacity
-from memtrain.memory.units import MIB
+from memtrain.memory.plan.units import MIB
 
 
 def native(capacity=None):

@@ -4,7 +4,7 @@ import pytest
 
 from memtrain.errors import DoesNotFit
 from memtrain.memory.hardware.devices import Hardware, cpu
-from memtrain.memory.units import GIB
+from memtrain.memory.plan.units import GIB
 
 LONG = {"cluster__context_parallel": "auto", "train__batch_rows": 8, "model__dtype": "bfloat16"}
 

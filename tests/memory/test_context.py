@@ -10,9 +10,9 @@ from memtrain.memory.activations import HeaviestBatch, Load, attention_kept
 from memtrain.memory.context import copies_of_keys, row_multiple
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware.devices import cpu
+from memtrain.memory.plan.units import GIB
 from memtrain.memory.shared_rows import dealt, gathered_backward, gathered_forward, num_gathered
 from memtrain.memory.traced import can_trace
-from memtrain.memory.units import GIB
 
 ONE: dict[str, Any] = {
     "train__batch_rows": 16,

@@ -6,8 +6,8 @@ from memtrain.memory.activations import HeaviestBatch, Load
 from memtrain.memory.cost import _head_operations, _layer_operations, step_time
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import GIB
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import GIB
 from memtrain.recipes.sections.model import Adapter
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}

@@ -11,10 +11,10 @@ from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.host import host_bytes
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.pins import pins
+from memtrain.memory.plan.units import GIB
 from memtrain.memory.resolve import Resolved, open_space
 from memtrain.memory.search import ENGINE_TIE, TIE, fastest
 from memtrain.memory.sending import sending, waiting_bytes
-from memtrain.memory.units import GIB
 from memtrain.memory.weighing import Weighed, form_words, weighed_engines
 
 DEEPSPEED = frozenset({"deepspeed"})

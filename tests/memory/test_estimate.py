@@ -11,8 +11,8 @@ from memtrain.memory.activations import HeaviestBatch, Load, layer_kept
 from memtrain.memory.budget import needed, static_bytes, usable
 from memtrain.memory.estimate import PHASES, estimate
 from memtrain.memory.model_shape.shape import shape_of
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import GIB
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import GIB
 from memtrain.recipes.sections.model import Adapter
 
 QWEN = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072}

@@ -2,9 +2,9 @@
 
 from memtrain.memory.budget import needed
 from memtrain.memory.explain import difference, largest_owners, owner_table, verdict
-from memtrain.memory.plan import Owned, PhasePeak, Prediction
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import GIB, MIB
+from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import GIB, MIB
 
 
 def phase(name, **owners):

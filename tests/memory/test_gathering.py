@@ -5,8 +5,8 @@ import pytest
 from memtrain.errors import RecipeError
 from memtrain.memory.gathering import Ways, decide_gathering
 from memtrain.memory.hardware.devices import cpu
+from memtrain.memory.plan.units import GIB
 from memtrain.memory.rules import Asked, Ledger
-from memtrain.memory.units import GIB
 
 ONLINE = {
     "method": "grpo",

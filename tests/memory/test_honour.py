@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.cli.planning import make_plan
 from memtrain.errors import RecipeError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.reading.load import load_recipe
 
 ONLINE = "rewards: {functions: [{function: length}]}\ngenerate: {completions: 3, max_tokens: 12}\n"

@@ -9,8 +9,8 @@ from memtrain.errors import DoesNotFit
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
+from memtrain.memory.plan.units import GIB, gib
 from memtrain.memory.resolve import Resolved
-from memtrain.memory.units import GIB, gib
 
 Ask = Callable[..., Resolved]
 

@@ -6,11 +6,11 @@ import pytest
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.facts import may_accumulate
 from memtrain.memory.hardware.devices import Hardware, cpu
-from memtrain.memory.lengths import LengthProfile, LengthReport
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
+from memtrain.memory.plan.units import GIB
 from memtrain.memory.resolve import Facts, Resolved, resolve
 from memtrain.memory.rules import Asked
-from memtrain.memory.units import GIB
 from memtrain.recipes.recipe import Recipe
 
 CONFIG: dict[str, Any] = {

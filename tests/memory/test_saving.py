@@ -7,7 +7,7 @@ from memtrain.memory.estimate import estimate
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.model_shape.shape import shape_of
-from memtrain.memory.plan import Prediction
+from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.saving import COPY, copied_bytes
 from memtrain.recipes.sections.model import Adapter
 

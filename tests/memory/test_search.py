@@ -15,10 +15,10 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.nothing_fits import nearest_ways
 from memtrain.memory.pins import pins, yaml_lines
+from memtrain.memory.plan.units import GIB
 from memtrain.memory.reasons import gains, left_out, time_words
 from memtrain.memory.resolve import Resolved, longest_that_fits, resolved_if_it_fits
 from memtrain.memory.search import TIE, fastest, frontier
-from memtrain.memory.units import GIB
 
 Ask = Callable[..., Resolved]
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "qwen3-4b", "llama-3.1-8b", "qwen3-32b", "llama-3.3-70b")

@@ -10,8 +10,8 @@ from memtrain.memory.estimate import estimate
 from memtrain.memory.fsdp_moments import fsdp_moments
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.units import GIB
 from memtrain.memory.sharded import gathered, groups, share
-from memtrain.memory.units import GIB
 from memtrain.recipes.sections.model import Adapter
 
 # Width 8, two layers: q and o 8x8, k and v 8x4, three of 8x16 for the MLP, two norms of 8.

@@ -11,8 +11,8 @@ from memtrain.memory.exclusions import EXCLUSIONS, excluded
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.honour import honoured, with_key
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules import Asked
-from memtrain.memory.settings import Settings
 from memtrain.memory.strategy import TRAINED, Case
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.sections.memory import Changing, StrategyName

@@ -8,8 +8,8 @@ import pytest
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.facts import Facts
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.plan.units import GIB, MIB
 from memtrain.memory.resolve import Resolved
-from memtrain.memory.units import GIB, MIB
 from memtrain.memory.vllm import CPU_PROCESS, CUDA_ASLEEP, CUDA_PROCESS
 
 Ask = Callable[..., Resolved]

@@ -10,8 +10,8 @@ from memtrain.memory.estimate import estimate
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import GIB, MIB
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import GIB, MIB
 from memtrain.memory.ways_out import ways_out
 from memtrain.recipes.sections.model import Adapter
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from memtrain.memory.plan import read_plan
+from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers import saving
 
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -3,7 +3,7 @@
 import pytest
 from shared_out import WIDE, assert_same_curve
 
-from memtrain.memory.plan import read_plan
+from memtrain.memory.plan.plan import read_plan
 
 pytestmark = pytest.mark.slow
 

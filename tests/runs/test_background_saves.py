@@ -11,7 +11,7 @@ import pytest
 from shared_out import peaks
 
 from memtrain.errors import EXIT_SAVED, LaunchError
-from memtrain.memory.plan import read_plan
+from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers import snapshot
 
 ASKED = ("save.background=true", "save.every_steps=2", "train.max_steps=8", "save.keep=3")

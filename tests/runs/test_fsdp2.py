@@ -22,7 +22,7 @@ from shared_out import (
 )
 
 from memtrain.errors import LaunchError, RecipeError, ResumeError
-from memtrain.memory.plan import read_plan
+from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers import engine, snapshot
 from memtrain.trainers.run.checkpoint import Checkpoint, newest_complete
 from memtrain.trainers.run.folder import RunFolder

@@ -9,8 +9,8 @@ import pytest
 from memtrain.cli import planning
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.hardware.peak_history import History
-from memtrain.memory.plan import read_plan
-from memtrain.memory.units import GIB, MIB
+from memtrain.memory.plan.plan import read_plan
+from memtrain.memory.plan.units import GIB, MIB
 
 OPEN = ("train.batch_rows=16", "optim.schedule=constant", "optim.warmup_steps=0", "data.held_out=0")
 TIGHT, ROOMY = 720 * MIB, 64 * GIB

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from small_runs import ONLINE, curve, dies_at, run_in, steps
 
 from memtrain.errors import DataError, RecipeError
-from memtrain.memory.plan import read_plan
+from memtrain.memory.plan.plan import read_plan
 
 METHODS = ("online_dpo", "ppo")
 RECIPE = (

@@ -21,7 +21,7 @@ from shared_out import (
 )
 
 from memtrain.errors import LaunchError, RecipeError
-from memtrain.memory.plan import read_plan
+from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers import zero
 from memtrain.trainers.model.export import export_run
 from memtrain.trainers.run.state_io import load_state

@@ -5,8 +5,16 @@ from typing import Any
 
 import pytest
 
-from memtrain.memory.plan import Decision, Owned, PhasePeak, Plan, Prediction, PreparedData, PreparedSplit
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import (
+    Decision,
+    Owned,
+    PhasePeak,
+    Plan,
+    Prediction,
+    PreparedData,
+    PreparedSplit,
+)
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 
 MakePlan = Callable[..., Plan]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.checkpoint import (
     Parts,
     Save,

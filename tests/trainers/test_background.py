@@ -14,7 +14,7 @@ from made_checkpoints import assert_usable, kill_at_every_moment, parts_of, save
 from two_ranks import on_two_ranks
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.background import Background
 from memtrain.trainers.run.checkpoint import Parts, Save, newest_complete
 from memtrain.trainers.run.folder import RunFolder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard, metadata_load
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.card import is_hub_id, write_card
 from memtrain.trainers.run.events import DataEvent, EvalEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder

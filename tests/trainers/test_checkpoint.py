@@ -10,7 +10,7 @@ import pytest
 from made_checkpoints import assert_usable, kill_at_every_moment, save, shorten, steps_of
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.checkpoint import (
     Save,
     best_complete,

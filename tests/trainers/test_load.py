@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.model.load import load_model
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers import optim_master
 from memtrain.trainers.optim import build_optimizer, clip_gradients, parameter_groups

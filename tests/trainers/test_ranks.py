@@ -8,7 +8,7 @@ import pytest
 from two_ranks import on_two_ranks
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpoint
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of

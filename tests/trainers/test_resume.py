@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from memtrain.errors import ResumeError
-from memtrain.memory.plan import Plan
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.run import resume
 from memtrain.trainers.run.manifest import CheckpointFacts, facts_of
 from memtrain.trainers.run.resume import check_resumable

@@ -9,7 +9,7 @@ import torch
 from conftest import SETTINGS
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.tokenizer import tokenizer_of

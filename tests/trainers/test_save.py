@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan import Plan, Prediction, PreparedData, PreparedSplit
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Plan, Prediction, PreparedData, PreparedSplit
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.model import Adapter, Model

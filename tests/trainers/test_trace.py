@@ -11,7 +11,7 @@ from trace_cases import BASE, CASES, HALF, LLAMA, QWEN, random_states, real_peak
 
 import memtrain.memory.traced
 from memtrain.memory.allocator import replay
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import Traced, TraceJob, can_trace, job_of, traced
 from memtrain.trainers.trace.extrapolate import named_owners, phases_of, predict_by_trace
 from memtrain.trainers.trace.fake import bare_model

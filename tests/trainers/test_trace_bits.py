@@ -10,7 +10,7 @@ from trace_cases import CASES, HALF, LLAMA, sft
 
 from memtrain.memory.blockwise import blockwise_states
 from memtrain.memory.model_shape.shape import shape_of
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.trace.bits import BlockwiseStates, Packed4bit, Packed8bit
 from memtrain.trainers.trace.fake import bare_model

@@ -13,7 +13,7 @@ from torch import multiprocessing
 from trace_cases import BASE, HALF, LLAMA, ZERO, Nobody, random_states, real_peak
 
 from memtrain.memory import traced
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import can_trace
 from memtrain.trainers.trace.fake import bare_model
 from memtrain.trainers.trace.measure import allocator_peak

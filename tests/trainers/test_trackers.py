@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run import trackers
 from memtrain.trainers.run.events import EvalEvent, NoteEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder

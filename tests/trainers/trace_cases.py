@@ -12,7 +12,7 @@ from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.estimate import estimate, kept_bytes, phase_peak
 from memtrain.memory.facts import asks_of
 from memtrain.memory.model_shape.shape import shape_of
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import judged_of, uses_liger
 from memtrain.memory.zero_config import bucket_of
 from memtrain.recipes.recipe import Recipe

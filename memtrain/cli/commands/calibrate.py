@@ -25,7 +25,7 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
     from memtrain.memory.hardware.calibration import Measured, device_file, folder, measured_of, remember
     from memtrain.memory.hardware.devices import detect
     from memtrain.memory.hardware.peak_history import FILE, read_history
-    from memtrain.memory.units import MIB
+    from memtrain.memory.plan.units import MIB
 
     where, hardware = folder(), detect()
     if where is None:

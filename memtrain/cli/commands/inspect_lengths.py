@@ -220,7 +220,7 @@ def _pricing(loaded: LoadedRecipe, words: _Words, budget: str | None) -> Pricing
 
     Raises: RecipeError for a budget that nothing can be held against.
     """
-    from memtrain.memory.units import read_size
+    from memtrain.memory.plan.units import read_size
     from memtrain.recipes.registry import METHODS
 
     has_model = words.model is not None or words.recipe is not None

@@ -67,7 +67,7 @@ def plan(
     from memtrain.cli.answering import answer, ask, facts_of_question, trace_answer
     from memtrain.cli.answering import as_json as json_of
     from memtrain.cli.showing import reading_progress
-    from memtrain.memory.units import read_size
+    from memtrain.memory.plan.units import read_size
     from memtrain.recipes.reading.load import load_recipe
 
     words = list(overrides or [])

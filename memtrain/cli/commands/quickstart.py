@@ -15,8 +15,8 @@ def quickstart(
     """Train a tiny model on built-in word problems, and say what the plan saved."""
     from memtrain.cli.commands.train import run_recipe
     from memtrain.cli.comparing import plain_plan
-    from memtrain.memory.plan import read_plan
-    from memtrain.memory.units import gib
+    from memtrain.memory.plan.plan import read_plan
+    from memtrain.memory.plan.units import gib
     from memtrain.trainers.measure import measure
     from memtrain.trainers.run.folder import RunFolder
     from memtrain.trainers.run.report import figures_of, load_report

@@ -86,7 +86,7 @@ def runs_below(run: str) -> list[Path]:
 
     Raises: LaunchError when there is none.
     """
-    from memtrain.memory.plan import PLAN_FILE
+    from memtrain.memory.plan.plan import PLAN_FILE
 
     above = Path(run)
     if (above / PLAN_FILE).is_file():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from memtrain.cli.launch.queue import ask, has_slurm
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.hardware.devices import Hardware, card_name, cpu, detect, known_names
-from memtrain.memory.units import MIB
+from memtrain.memory.plan.units import MIB
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.sections.slurm import Slurm
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from memtrain.cli.launch.topology import Topology, environment
-from memtrain.memory.units import MIB
+from memtrain.memory.plan.units import MIB
 from memtrain.recipes.sections.slurm import Slurm, seconds_of
 from memtrain.trainers.run.faults import LAUNCHED
 

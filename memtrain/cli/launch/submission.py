@@ -15,7 +15,7 @@ from memtrain.cli.launch.slurm import Job, lead_s, sbatch_text
 from memtrain.cli.launch.topology import Topology
 from memtrain.cli.planning import Planned, make_plan
 from memtrain.errors import LaunchError
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.reading.sweep import folder_name, sweep
 from memtrain.recipes.sections.slurm import Slurm

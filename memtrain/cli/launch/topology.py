@@ -8,8 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from memtrain.memory.plan import PLAN_FILE
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import PLAN_FILE
+from memtrain.memory.plan.settings import Settings
 
 ACCELERATE_FILE = "accelerate.yaml"
 

@@ -14,7 +14,7 @@ import psutil
 
 from memtrain.errors import RecipeError
 from memtrain.memory.hardware.calibration import Measured, measured_of
-from memtrain.memory.units import GIB, MIB, gib
+from memtrain.memory.plan.units import GIB, MIB, gib
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.hardware.calibration import folder, versions, write_whole
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 BOUND = 0.1
 """Most that a prediction is corrected by. Taste: beyond, something else is wrong, and is not to be hidden."""

@@ -12,7 +12,7 @@ tests/equal/test_checkpointing_and_offloading_are_exact.py.
 
 from __future__ import annotations
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategy import Case, Strategy, Updates, Wish, on_off
 from memtrain.recipes.recipe import Recipe
 

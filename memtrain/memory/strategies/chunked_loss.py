@@ -11,7 +11,7 @@ memtrain/memory/activations.py counts in `_chunked_head`.
 
 from __future__ import annotations
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategy import Case, Strategy, Updates, Wish
 from memtrain.recipes.recipe import Recipe
 

@@ -10,7 +10,7 @@ Source: Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); here the update itself
 
 from __future__ import annotations
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategy import Case, Strategy, Updates, on_off
 
 WITH_MOMENTS = ("adamw", "muon")

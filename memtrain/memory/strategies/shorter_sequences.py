@@ -5,7 +5,7 @@ what is cut is not learnt; `memtrain inspect-lengths` says how much that is. Not
 have no limit to lower.
 
 Source: bytes in proportion to tokens, memtrain/memory/activations.py; what is lost is counted by
-memtrain/memory/lengths.py.
+memtrain/memory/plan/length_profile.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport, longest_first
+from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport, longest_first
 from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.pieces import Spans, count_learnt, highest_share
 from memtrain.trainers.data.store import TokenStore

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport, longest_first
+from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport, longest_first
 from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.pack import best_fit_decreasing
 

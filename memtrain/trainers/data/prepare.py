@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtrain.errors import DataError
-from memtrain.memory.plan import PreparedData, PreparedSplit
+from memtrain.memory.plan.plan import PreparedData, PreparedSplit
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, detect
 from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.recipe import Recipe

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.memory.lengths import NUM_LONGEST, LengthProfile, LengthReport, longest_first
+from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport, longest_first
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.store import TokenStore
 

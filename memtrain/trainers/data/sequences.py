@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.memory.lengths import LengthProfile
-from memtrain.memory.plan import PreparedData
+from memtrain.memory.plan.length_profile import LengthProfile
+from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.trainers.data.answers import lay_out_answers
 from memtrain.trainers.data.pieces import Spans, lay_out

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.checkpointing import Checkpointing, checkpoint_layers
 from memtrain.trainers.model.offload import Offloader
 from memtrain.trainers.model.offload_engines import CudaEngine, Engine, SyncEngine

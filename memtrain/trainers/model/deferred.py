@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.own_part import Kept, NeedsWhole, Stretch, keep, kept_in_parts, not_drawn
 from memtrain.trainers.model.where import Origin
 from memtrain.trainers.run.shard_files import rows_of

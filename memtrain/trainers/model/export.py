@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError, ResumeError
-from memtrain.memory.plan import PLAN_FILE, Plan, read_plan
+from memtrain.memory.plan.plan import PLAN_FILE, Plan, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.build import build_model
 from memtrain.trainers.data.tokenizer import tokenizer_of

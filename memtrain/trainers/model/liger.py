@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 
 def apply_liger(model: PreTrainedModel, settings: Settings) -> None:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.deferred import empty_model
 from memtrain.trainers.model.own_part import is_keeping

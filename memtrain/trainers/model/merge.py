@@ -11,7 +11,7 @@ from peft.tuners.lora.layer import LoraLayer
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan import PLAN_FILE, read_plan
+from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.trainers.data.tokenizer import load_tokenizer
 from memtrain.trainers.model.adapters import load_adapter
 from memtrain.trainers.model.load import DTYPES, load_model

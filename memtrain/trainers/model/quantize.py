@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 
 
 def quantization_config(settings: Settings) -> Any | None:

@@ -8,7 +8,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.head import Scorer
 from memtrain.trainers.model.reward_head import RewardScorer
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from memtrain.memory.beside import READ_TOKENS, judge_settings
 from memtrain.memory.engines import shards_weights
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.answer_batch import Answer as AnswerIds

@@ -7,7 +7,7 @@ from typing import cast
 
 from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.online import READ_TOKENS
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.rollout.fallback import TransformersSampler
 from memtrain.trainers.rollout.generating import Generating

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.memory.vllm import BLOCK_TOKENS
 from memtrain.recipes.sections.vllm import Vllm
 from memtrain.trainers.build import Built

@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from memtrain.memory.plan import Plan
-from memtrain.memory.units import gib
+from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.units import gib
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run.disk import disk_fault, write_whole
 from memtrain.trainers.run.folder import RunFolder

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from memtrain.memory.plan import Plan, PreparedData
+from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.recipes.sections.base import Section
 
 MANIFEST_FILE = "manifest.json"

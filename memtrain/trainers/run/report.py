@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memtrain.memory.lengths import by_answer_words
-from memtrain.memory.plan import PhasePeak, Plan, read_plan
-from memtrain.memory.units import gib
+from memtrain.memory.plan.length_profile import by_answer_words
+from memtrain.memory.plan.plan import PhasePeak, Plan, read_plan
+from memtrain.memory.plan.units import gib
 from memtrain.trainers.run.events import (
     DataEvent,
     EvalEvent,

@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from memtrain.memory.units import GIB, gib
+from memtrain.memory.plan.units import GIB, gib
 from memtrain.trainers.run.charts import (
     SMALL_WIDTH,
     Bar,

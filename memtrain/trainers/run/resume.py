@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from memtrain.errors import Fault, ResumeError
-from memtrain.memory.plan import Plan
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.run.manifest import CheckpointFacts, data_fingerprint, device_name
 
 FREE_KEYS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.checkpoint import complete_steps
 from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.run.manifest import CheckpointFacts, read_manifest

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from memtrain.memory.activations import HeaviestBatch
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.answer_feed import AnswerFeed

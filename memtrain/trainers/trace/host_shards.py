@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memtrain.memory.engines import is_sharded
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers import shards
 from memtrain.trainers.trace.host import HOST
 from memtrain.trainers.trace.persona import called_from, replaced

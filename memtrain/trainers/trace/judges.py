@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.beside import judge_settings
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import Judged
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.model.reward_head import RewardScorer

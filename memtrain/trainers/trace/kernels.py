@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import uses_liger
 from memtrain.trainers.model.load import AUTO
 from memtrain.trainers.trace.persona import seen_as_cuda, unchanged, without_launches

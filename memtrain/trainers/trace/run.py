@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from memtrain.memory.activations import HeaviestBatch
 from memtrain.memory.engines import is_sharded
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import Judged
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS

@@ -6,7 +6,7 @@ import sys
 import time
 
 from memtrain.memory.allocator import replay
-from memtrain.memory.plan import Prediction
+from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.traced import Traced, TraceJob
 from memtrain.trainers.trace.extrapolate import predict_by_trace
 from memtrain.trainers.trace.run import Job

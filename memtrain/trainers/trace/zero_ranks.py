@@ -15,7 +15,7 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from memtrain.memory.engines import uses_zero
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.zero_config import zero_config
 from memtrain.trainers import zero
 from memtrain.trainers.step import Engine

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.feed import StepSource, StepWork
 from memtrain.trainers.stepping import Stepper

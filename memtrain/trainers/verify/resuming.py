@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import build
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.position import Position

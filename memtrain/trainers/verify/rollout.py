@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.rewards import RewardFunction, Rewards
 from memtrain.trainers.build import Built

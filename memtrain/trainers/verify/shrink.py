@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import RecipeError
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 
 FEWEST_LAYERS = 2

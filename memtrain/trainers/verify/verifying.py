@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from memtrain.memory.all_strategies import used_in
-from memtrain.memory.plan import Plan
+from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.engine import make_accelerator
 from memtrain.trainers.feed import StepWork
 from memtrain.trainers.run.manifest import device_name

@@ -19,9 +19,9 @@ from memtrain.memory.hardware.peak_history import (
     read_history,
 )
 from memtrain.memory.model_shape.shape import shape_of
-from memtrain.memory.plan import Owned, PhasePeak, Prediction
-from memtrain.memory.settings import Settings
-from memtrain.memory.units import GIB, MIB
+from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import GIB, MIB
 
 SHAPE = shape_of(
     {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}

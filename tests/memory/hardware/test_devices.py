@@ -8,7 +8,7 @@ import pytest
 from memtrain.errors import RecipeError
 from memtrain.memory.hardware import devices as hardware
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.units import GIB
+from memtrain.memory.plan.units import GIB
 
 SMI = """0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 80994, 9.0
 1, GPU-bb, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0

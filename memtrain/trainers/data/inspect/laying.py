@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.memory.lengths import LengthProfile, LengthReport
+from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
 from memtrain.recipes.sections.length import Length
 from memtrain.trainers.data.answers import AnswerSequences, lay_out_answers
 from memtrain.trainers.data.inspect.counts import Counts

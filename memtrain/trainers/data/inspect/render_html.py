@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from memtrain.memory.units import gib
+from memtrain.memory.plan.units import gib
 from memtrain.trainers.data.inspect.result import Inspection
 from memtrain.trainers.data.inspect.words import count_of, share, short
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.errors import RecipeError
-from memtrain.memory.units import GIB, MIB, gib, read_size, round_up
+from memtrain.memory.plan.units import GIB, MIB, gib, read_size, round_up
 
 
 @pytest.mark.parametrize(

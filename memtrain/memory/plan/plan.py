@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from memtrain.errors import LaunchError
-from memtrain.memory.settings import Settings
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.memory.lengths import longest_first
+from memtrain.memory.plan.length_profile import longest_first
 from memtrain.memory.rules import Asked
 from memtrain.memory.unread import unread_profile
 

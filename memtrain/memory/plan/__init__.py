@@ -1,0 +1,1 @@
+"""The plan: settings, lengths, units, and its JSON form."""
