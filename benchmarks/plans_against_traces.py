@@ -22,8 +22,8 @@ from memtrain.cli.answering import passes_batch
 from memtrain.cli.looking import LookedAt, facts_without_data
 from memtrain.cli.plan_tables import settings_words
 from memtrain.errors import DoesNotFit
-from memtrain.memory.budget import needed
-from memtrain.memory.facts import heaviest, typical_micro
+from memtrain.memory.estimate.pricing import heaviest, typical_micro
+from memtrain.memory.estimate.static import needed
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.resolve import Resolved, resolve

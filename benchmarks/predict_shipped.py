@@ -14,7 +14,7 @@ from pathlib import Path
 
 from memtrain.cli.looking import ELSEWHERE, LookedAt, facts_without_data
 from memtrain.errors import DoesNotFit
-from memtrain.memory.facts import Facts, Priced
+from memtrain.memory.estimate.pricing import Facts, Priced
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.honour import honoured
 from memtrain.memory.model_shape.known_models import known_config

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from memtrain.cli.looking import LookedAt, facts_without_data, look_at_devices, look_at_model
-from memtrain.memory.activations import HeaviestBatch
-from memtrain.memory.budget import needed
 from memtrain.memory.engines import uses_zero
-from memtrain.memory.facts import Facts, Priced, heaviest, typical_micro
+from memtrain.memory.estimate.activations import HeaviestBatch
+from memtrain.memory.estimate.pricing import Facts, Priced, heaviest, typical_micro
+from memtrain.memory.estimate.static import needed
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.honour import honoured

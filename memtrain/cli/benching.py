@@ -13,7 +13,7 @@ from typing import Any
 
 from memtrain.cli.planning import Planned, facts_of, make_plan, model_config
 from memtrain.cli.variants import Variant, ablations, predicted_of, variant, waterfall
-from memtrain.memory.facts import Facts
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import load_recipe

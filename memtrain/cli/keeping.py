@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.facts import Facts, need_of, predict
+from memtrain.memory.estimate.pricing import Facts, need_of, predict
 from memtrain.memory.pins import kept_pins
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError, RecipeError
-from memtrain.memory.facts import Facts
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.honour import with_key
 from memtrain.memory.model_shape.families import FAMILIES

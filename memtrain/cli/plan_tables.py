@@ -9,9 +9,9 @@ import typer
 from memtrain.cli.answering import Answer, everything, figures_words
 from memtrain.cli.printing import print_table, say
 from memtrain.cli.showing import rows_words, why_words
-from memtrain.memory.budget import overhead
+from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Priced
+from memtrain.memory.estimate.static import overhead
 from memtrain.memory.explain import difference, owner_table, verdict
-from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.pins import pins, yaml_lines
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib

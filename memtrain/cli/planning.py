@@ -14,8 +14,8 @@ import memtrain
 from memtrain.cli.keeping import begun_in, resolve_again
 from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError
-from memtrain.memory.beside import RewardShape
-from memtrain.memory.facts import Facts
+from memtrain.memory.estimate.auxiliary_models import RewardShape
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.honour import honoured, with_key

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from memtrain.cli.planning import model_config
 from memtrain.cli.shaping import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.facts import CountSteps, Facts, typical_micro
+from memtrain.memory.estimate.pricing import CountSteps, Facts, typical_micro
 from memtrain.memory.hardware.devices import Hardware, detect, known_names
 from memtrain.memory.plan.units import gib
 from memtrain.memory.resolve import Resolved, resolve

@@ -12,7 +12,7 @@ from memtrain.cli.answering import Question
 from memtrain.cli.plan_tables import settings_words
 from memtrain.cli.printing import columns
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.facts import Facts, Priced, budget_of
+from memtrain.memory.estimate.pricing import Facts, Priced, budget_of
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.honour import with_key
 from memtrain.memory.model_shape.config_names import canonical

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.context import PATH
-from memtrain.memory.facts import Facts, Priced
+from memtrain.memory.estimate.pricing import Facts, Priced
 from memtrain.memory.honour import with_key
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.rules import Asked

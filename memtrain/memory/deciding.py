@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtrain.memory.batching import Micro, decide_batch, micro_candidates
 from memtrain.memory.context import refuse_attention, refuse_context, row_multiple
 from memtrain.memory.engines import first_form, refuse_engine
-from memtrain.memory.facts import Facts
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.online import refuse_uneven_groups
 from memtrain.memory.plan.settings import Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from memtrain.memory.blockwise import BITSANDBYTES
+from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.preferences import section_of
 from memtrain.memory.rules import Ledger

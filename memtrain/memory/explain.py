@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memtrain.memory.budget import needed, overhead
+from memtrain.memory.estimate.static import needed, overhead
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB, gib

@@ -8,11 +8,11 @@ from functools import cached_property
 
 from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.all_strategies import STRATEGIES
-from memtrain.memory.budget import usable
 from memtrain.memory.context import PATH as CONTEXT
 from memtrain.memory.context import context_faults
-from memtrain.memory.estimate import estimate
-from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
+from memtrain.memory.estimate.peaks import estimate
+from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
+from memtrain.memory.estimate.static import usable
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.honour import with_key
 from memtrain.memory.plan.settings import Settings

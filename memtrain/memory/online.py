@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
-from memtrain.memory.beside import judging_bytes, with_beside
 from memtrain.memory.engines import shards_weights
-from memtrain.memory.estimate import evaluation_moment, phase_peak
-from memtrain.memory.facts import Facts, heaviest
+from memtrain.memory.estimate.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
+from memtrain.memory.estimate.auxiliary_models import judging_bytes, with_beside
+from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
+from memtrain.memory.estimate.pricing import Facts, heaviest
+from memtrain.memory.estimate.sharded.zero import TO_SAVE
 from memtrain.memory.gathering import decide_gathering, refuse_gathering, ways
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import PhasePeak, Prediction
@@ -16,7 +17,6 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB
 from memtrain.memory.rules import Ledger
 from memtrain.memory.vllm import longest_prompt, own_engine, with_engine
-from memtrain.memory.zero_moments import TO_SAVE
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.generate import Generate

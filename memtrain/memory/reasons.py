@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of
 from memtrain.memory.batching import Micro, worked_line
 from memtrain.memory.engines import open_forms
+from memtrain.memory.estimate.pricing import Facts, Priced, budget_of, price
 from memtrain.memory.exclusions import excluded
-from memtrain.memory.facts import Facts, Priced, budget_of, price
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.preferences import explain_reference

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES, without_strategies
 from memtrain.memory.auto_context import by_context, told
-from memtrain.memory.budget import measured_beside
 from memtrain.memory.deciding import decide_base
 from memtrain.memory.engines import decide_layout, decide_loading, refuse_closed, uses_zero
+from memtrain.memory.estimate.host_memory import host_shortage
+from memtrain.memory.estimate.pricing import CountSteps, Facts, Priced, host_need, predict
+from memtrain.memory.estimate.sharded.zero_config import bucket_of
+from memtrain.memory.estimate.static import measured_beside
 from memtrain.memory.exclusions import excluded
-from memtrain.memory.facts import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.hardware.peak_history import kind_of_run
 from memtrain.memory.honour import honoured, with_key
-from memtrain.memory.host import host_shortage
 from memtrain.memory.nothing_fits import NoPlan, nothing_fits
 from memtrain.memory.online import with_generation
 from memtrain.memory.plan.length_profile import LengthProfile
@@ -27,7 +28,6 @@ from memtrain.memory.search import Space, fastest, price_all, space
 from memtrain.memory.strategy import Case
 from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
 from memtrain.memory.vllm import leaves_room, refuse_vllm, training_budget
-from memtrain.memory.zero_config import bucket_of
 
 LENGTH_STEP = 64
 """Lengths are searched in steps that tensor cores like."""

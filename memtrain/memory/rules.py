@@ -14,7 +14,7 @@ from memtrain.memory.attention import (
     choose_attention,
     model_facts,
 )
-from memtrain.memory.blockwise import BITSANDBYTES
+from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.plan import Decision
 from memtrain.recipes.recipe import Recipe

@@ -9,8 +9,8 @@ from typing import get_args
 from memtrain.memory.all_strategies import STRATEGIES, is_searched, wish_of
 from memtrain.memory.batching import Micro
 from memtrain.memory.engines import OFFLOADS, loads_shards, open_forms
+from memtrain.memory.estimate.pricing import Facts, Priced, fits_host, price
 from memtrain.memory.exclusions import excluded
-from memtrain.memory.facts import Facts, Priced, fits_host, price
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategy import Axis, Case
 

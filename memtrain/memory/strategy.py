@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memtrain.memory.facts import Facts
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules import Asked
 from memtrain.recipes.recipe import Recipe

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import LaunchError
-from memtrain.memory.activations import HeaviestBatch
-from memtrain.memory.beside import RewardShape, judged_batch
 from memtrain.memory.engines import uses_zero
+from memtrain.memory.estimate.activations import HeaviestBatch
+from memtrain.memory.estimate.auxiliary_models import RewardShape, judged_batch
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memtrain.memory.budget import SMALL_GRADIENT
+from memtrain.memory.estimate.static import SMALL_GRADIENT
 
 
 @dataclass(slots=True)

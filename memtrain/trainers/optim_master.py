@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.memory.budget import MASTER_BUCKET
+from memtrain.memory.estimate.static import MASTER_BUCKET
 
 Group = dict[str, Any]
 MASTER = "master"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.memory.budget import OFFLOAD_BUCKET
+from memtrain.memory.estimate.static import OFFLOAD_BUCKET
 from memtrain.trainers.memory_errors import attempt
 
 STATES = 2

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from memtrain.memory.facts import Facts
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport

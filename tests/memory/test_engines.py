@@ -6,15 +6,15 @@ import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.memory.engines import open_forms
-from memtrain.memory.facts import Facts, heaviest, price
+from memtrain.memory.estimate.host_memory import host_bytes
+from memtrain.memory.estimate.pricing import Facts, heaviest, price
+from memtrain.memory.estimate.sharded.communication import sending, waiting_bytes
 from memtrain.memory.hardware.devices import Hardware, cpu
-from memtrain.memory.host import host_bytes
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.pins import pins
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.resolve import Resolved, open_space
 from memtrain.memory.search import ENGINE_TIE, TIE, fastest
-from memtrain.memory.sending import sending, waiting_bytes
 from memtrain.memory.weighing import Weighed, form_words, weighed_engines
 
 DEEPSPEED = frozenset({"deepspeed"})
@@ -72,7 +72,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("model", "card", "count", "said", "engine", "offload"), SHAPES)
 def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, engine, offload, monkeypatch):
-    monkeypatch.setattr("memtrain.memory.facts.fits_host", lambda priced, facts: True)
+    monkeypatch.setattr("memtrain.memory.estimate.pricing.fits_host", lambda priced, facts: True)
     monkeypatch.setattr("memtrain.memory.search.fits_host", lambda priced, facts: True)
     made = plan(model, card, count, **said)
     assert (made.settings.engine, made.settings.shard_offload) == (engine, offload)
@@ -110,7 +110,7 @@ def test_every_engine_is_weighed_with_what_may_wait_on_the_host(plan):
 )
 def test_engines_that_are_not_weighed_are_told_with_the_reason(plan, presumed, said, words: str, monkeypatch):
     monkeypatch.setattr("memtrain.memory.rules.installed", lambda *names: frozenset())
-    monkeypatch.setattr("memtrain.memory.facts.installed", lambda *names: frozenset())
+    monkeypatch.setattr("memtrain.memory.estimate.pricing.installed", lambda *names: frozenset())
     if "model__adapter" in said:
         said = {key: value for key, value in said.items() if key not in COPIES}
     made = plan("Qwen/Qwen3-1.7B", "h100", 8, presumed, **said)

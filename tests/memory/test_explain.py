@@ -1,6 +1,6 @@
 """A plan in tables and sentences."""
 
-from memtrain.memory.budget import needed
+from memtrain.memory.estimate.static import needed
 from memtrain.memory.explain import difference, largest_owners, owner_table, verdict
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit
-from memtrain.memory.facts import Facts
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import GIB, gib

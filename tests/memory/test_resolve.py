@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.facts import may_accumulate
+from memtrain.memory.estimate.pricing import may_accumulate
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport

@@ -8,9 +8,9 @@ import pytest
 
 from memtrain.errors import DoesNotFit
 from memtrain.memory.all_strategies import STRATEGIES
-from memtrain.memory.budget import needed
+from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, price
+from memtrain.memory.estimate.static import needed
 from memtrain.memory.exclusions import excluded
-from memtrain.memory.facts import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, price
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.nothing_fits import nearest_ways

@@ -7,8 +7,8 @@ import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of, without_strategies
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.exclusions import EXCLUSIONS, excluded
-from memtrain.memory.facts import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.plan.settings import Settings

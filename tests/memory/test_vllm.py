@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.facts import Facts
+from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB, MIB
 from memtrain.memory.resolve import Resolved

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from memtrain.memory.activations import HeaviestBatch
-from memtrain.memory.estimate import estimate
+from memtrain.memory.estimate.activations import HeaviestBatch
+from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
+from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.hardware.devices import cpu
-from memtrain.memory.host import host_bytes, host_shortage
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB

@@ -29,7 +29,7 @@ def test_what_fits_a_tight_budget_has_the_losses_of_one_process(runs, curve_of, 
     if installed:
         pytest.importorskip("deepspeed")
     else:
-        monkeypatch.setattr("memtrain.memory.facts.installed", lambda *names: frozenset())
+        monkeypatch.setattr("memtrain.memory.estimate.pricing.installed", lambda *names: frozenset())
     refused = runs.run("none", *SAID, "cluster.processes=2", "cluster.engine=ddp", "memory.budget=700MiB")
     needed = int(refused.err.partition("the smallest needs ")[2].split()[0])
     taken = chosen(runs, "tight", f"memory.budget={needed - 10}MiB")

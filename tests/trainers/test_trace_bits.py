@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trace_cases import CASES, HALF, LLAMA, sft
 
-from memtrain.memory.blockwise import blockwise_states
+from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim

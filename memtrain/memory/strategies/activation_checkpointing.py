@@ -4,7 +4,8 @@ When: activations are what does not fit. Saves: everything a layer keeps but one
 alive at a time. Costs: one more forward pass through the layers, 20-33 % of a step. Exact: the same
 operations on the same inputs, with the same random numbers. Refused: never.
 
-Source: Chen et al. 2016, arXiv:1604.06174; bytes of a layer: memtrain/memory/activations.py, `layer_boundary`
+Source: Chen et al. 2016, arXiv:1604.06174; bytes of a layer: memtrain/memory/estimate/activations.py,
+`layer_boundary`
 and `layer_backward`.
 """
 

@@ -4,7 +4,7 @@ When: it is allowed, and nothing else fits. Saves: activations in proportion to 
 what is cut is not learnt; `memtrain inspect-lengths` says how much that is. Not exact. Refused: where rows
 have no limit to lower.
 
-Source: bytes in proportion to tokens, memtrain/memory/activations.py; what is lost is counted by
+Source: bytes in proportion to tokens, memtrain/memory/estimate/activations.py; what is lost is counted by
 memtrain/memory/plan/length_profile.py.
 """
 

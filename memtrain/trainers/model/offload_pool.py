@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from memtrain.memory.host import rounded
+from memtrain.memory.estimate.host_memory import rounded
 from memtrain.trainers.model.offload_engines import Engine, Ticket
 
 

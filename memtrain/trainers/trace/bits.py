@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from memtrain.memory.blockwise import BLOCK, LEAST_8BIT, LEAST_PAGED, WEIGHT_BLOCK
+from memtrain.memory.estimate.bitsandbytes_states import BLOCK, LEAST_8BIT, LEAST_PAGED, WEIGHT_BLOCK
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.trace.host import HOST

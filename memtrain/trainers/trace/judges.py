@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.memory.beside import judge_settings
+from memtrain.memory.estimate.auxiliary_models import judge_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import Judged
 from memtrain.recipes.recipe import Recipe

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memtrain.memory.budget import measured_beside, needed, overhead
+from memtrain.memory.estimate.static import measured_beside, needed, overhead
 from memtrain.memory.hardware import calibration
 from memtrain.memory.hardware.calibration import Measured, measured_of, remember
 from memtrain.memory.hardware.devices import _calibrated, cpu

@@ -4,14 +4,14 @@ import pytest
 from narrow import NARROW
 
 from memtrain.errors import RecipeError
-from memtrain.memory.activations import HeaviestBatch, Load
-from memtrain.memory.budget import static_bytes
-from memtrain.memory.estimate import estimate
-from memtrain.memory.fsdp_moments import fsdp_moments
+from memtrain.memory.estimate.activations import HeaviestBatch, Load
+from memtrain.memory.estimate.peaks import estimate
+from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments
+from memtrain.memory.estimate.sharded.sharding import gathered, groups, share
+from memtrain.memory.estimate.static import static_bytes
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.units import GIB
-from memtrain.memory.sharded import gathered, groups, share
 from memtrain.recipes.sections.model import Adapter
 
 # Width 8, two layers: q and o 8x8, k and v 8x4, three of 8x16 for the MLP, two norms of 8.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from memtrain.errors import DoesNotFit, Fault
-from memtrain.memory.activations import HeaviestBatch, Load, layer_boundary, layer_kept
-from memtrain.memory.blockwise import BITSANDBYTES, blockwise_states
-from memtrain.memory.budget import host_overhead, needed, optimizer_bytes
+from memtrain.memory.estimate.activations import HeaviestBatch, Load, layer_boundary, layer_kept
+from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES, blockwise_states
+from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
+from memtrain.memory.estimate.sharded.communication import waiting_bytes
+from memtrain.memory.estimate.static import host_overhead, needed, optimizer_bytes
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.saving import COPY, copied_beside
-from memtrain.memory.sending import waiting_bytes
 
 ROW_BYTES = 64
 """Bytes of the dataset index for a row: pointers, lengths, spans and the order of an epoch, all int64; the

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from memtrain.memory.estimate.context_parallel import dealt_kept, gathered_backward, gathered_forward
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.shared_rows import dealt_kept, gathered_backward, gathered_forward
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

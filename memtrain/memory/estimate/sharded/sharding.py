@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.activations import DTYPE_BYTES
 from memtrain.memory.engines import is_sharded
+from memtrain.memory.estimate.activations import DTYPE_BYTES
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 

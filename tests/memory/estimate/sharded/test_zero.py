@@ -3,11 +3,11 @@
 import pytest
 from narrow import NARROW
 
-from memtrain.memory.activations import HeaviestBatch
-from memtrain.memory.budget import static_bytes
-from memtrain.memory.estimate import estimate
+from memtrain.memory.estimate.activations import HeaviestBatch
+from memtrain.memory.estimate.peaks import estimate
+from memtrain.memory.estimate.sharded.zero import between_steps, saved_whole
+from memtrain.memory.estimate.static import static_bytes
 from memtrain.memory.model_shape.shape import shape_of
-from memtrain.memory.zero_moments import between_steps, saved_whole
 
 LAYER = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16
 WHOLE = 2 * 800 + 2 * LAYER + 8

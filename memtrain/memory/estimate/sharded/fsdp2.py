@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memtrain.memory.activations import (
+from memtrain.memory.estimate.activations import (
     HeadBytes,
     Load,
     head_bytes,
@@ -26,8 +26,8 @@ from memtrain.memory.activations import (
     norm_kept,
     rotary,
 )
-from memtrain.memory.budget import static_bytes, trains_head
-from memtrain.memory.sharded import GATHERED, Group, Groups, groups
+from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
+from memtrain.memory.estimate.static import static_bytes, trains_head
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""

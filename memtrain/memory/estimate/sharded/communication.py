@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.budget import num_trained, static_bytes, trained_parts, weights_bytes
 from memtrain.memory.engines import is_sharded, shards_weights, uses_zero
+from memtrain.memory.estimate.static import num_trained, static_bytes, trained_parts, weights_bytes
 from memtrain.memory.hardware.devices import CPU_RATES, Rates
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings

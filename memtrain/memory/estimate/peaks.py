@@ -5,7 +5,8 @@ A moment of a step at which memory can be highest is a sum of owners; a phase's 
 
 from __future__ import annotations
 
-from memtrain.memory.activations import (
+from memtrain.memory.engines import shards_weights, uses_zero
+from memtrain.memory.estimate.activations import (
     Asks,
     HeadBytes,
     HeaviestBatch,
@@ -19,8 +20,17 @@ from memtrain.memory.activations import (
     norm_kept,
     rotary,
 )
-from memtrain.memory.beside import value_model
-from memtrain.memory.budget import (
+from memtrain.memory.estimate.auxiliary_models import value_model
+from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
+from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
+from memtrain.memory.estimate.sharded.zero import (
+    TO_SAVE,
+    between_steps,
+    gathered_module,
+    saved_whole,
+    zero_moments,
+)
+from memtrain.memory.estimate.static import (
     MASTER_BUCKET,
     OFFLOAD_BUCKET,
     largest_trained,
@@ -30,13 +40,9 @@ from memtrain.memory.budget import (
     trains_head,
     weights_bytes,
 )
-from memtrain.memory.engines import shards_weights, uses_zero
-from memtrain.memory.fsdp_moments import fsdp_moments, pass_moments
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.saving import copied_here, writes_shards
-from memtrain.memory.zero_moments import TO_SAVE, between_steps, gathered_module, saved_whole, zero_moments
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""

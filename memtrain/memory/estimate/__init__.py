@@ -1,0 +1,1 @@
+"""The estimate: bytes by owner and phase, and the time of a step."""

@@ -1,0 +1,1 @@
+"""Bytes and traffic of FSDP2 and ZeRO."""
