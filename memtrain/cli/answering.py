@@ -12,6 +12,7 @@ from memtrain.memory.engines import uses_zero
 from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.pricing import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.estimate.static import needed
+from memtrain.memory.generation.vllm import longest_prompt
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.honour import honoured
@@ -22,7 +23,6 @@ from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
 from memtrain.memory.search import frontier, price_all
 from memtrain.memory.traced import Judged, Traced, judged_of
-from memtrain.memory.vllm import longest_prompt
 from memtrain.memory.weighing import Weighed, weighed_engines
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS

@@ -11,13 +11,13 @@ from pydantic import JsonValue, ValidationError
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import Facts, need_of, predict
+from memtrain.memory.generation.vllm import training_budget
 from memtrain.memory.pins import kept_pins
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules import Asked
-from memtrain.memory.vllm import training_budget
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run.folder import RunFolder
 

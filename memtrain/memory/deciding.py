@@ -6,8 +6,8 @@ from memtrain.memory.batching import Micro, decide_batch, micro_candidates
 from memtrain.memory.context import refuse_attention, refuse_context, row_multiple
 from memtrain.memory.engines import first_form, refuse_engine
 from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.generation.generation import refuse_uneven_groups
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.online import refuse_uneven_groups
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.preferences import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.memory.rules import (

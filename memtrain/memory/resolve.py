@@ -15,10 +15,11 @@ from memtrain.memory.estimate.pricing import CountSteps, Facts, Priced, host_nee
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.estimate.static import measured_beside
 from memtrain.memory.exclusions import excluded
+from memtrain.memory.generation.generation import with_generation
+from memtrain.memory.generation.vllm import leaves_room, refuse_vllm, training_budget
 from memtrain.memory.hardware.peak_history import kind_of_run
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.nothing_fits import NoPlan, nothing_fits
-from memtrain.memory.online import with_generation
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Decision, Prediction
 from memtrain.memory.plan.settings import Settings
@@ -27,7 +28,6 @@ from memtrain.memory.rules import Asked, Ledger
 from memtrain.memory.search import Space, fastest, price_all, space
 from memtrain.memory.strategy import Case
 from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
-from memtrain.memory.vllm import leaves_room, refuse_vllm, training_budget
 
 LENGTH_STEP = 64
 """Lengths are searched in steps that tensor cores like."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from memtrain.memory.attention import AttentionBackend
-from memtrain.memory.online import READ_TOKENS
+from memtrain.memory.generation.generation import READ_TOKENS
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.rollout.fallback import TransformersSampler

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from memtrain.errors import LaunchError
+from memtrain.memory.generation.vllm import BLOCK_TOKENS
 from memtrain.memory.plan.plan import Plan
-from memtrain.memory.vllm import BLOCK_TOKENS
 from memtrain.recipes.sections.vllm import Vllm
 from memtrain.trainers.build import Built
 from memtrain.trainers.model.head import base_model

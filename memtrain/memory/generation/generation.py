@@ -10,13 +10,13 @@ from memtrain.memory.estimate.auxiliary_models import judging_bytes, with_beside
 from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
 from memtrain.memory.estimate.pricing import Facts, heaviest
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
-from memtrain.memory.gathering import decide_gathering, refuse_gathering, ways
+from memtrain.memory.generation.gather_weights import decide_gathering, refuse_gathering, ways
+from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB
 from memtrain.memory.rules import Ledger
-from memtrain.memory.vllm import longest_prompt, own_engine, with_engine
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.generate import Generate

@@ -3,7 +3,7 @@
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.memory.gathering import Ways, decide_gathering
+from memtrain.memory.generation.gather_weights import Ways, decide_gathering
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.rules import Asked, Ledger

@@ -1,0 +1,1 @@
+"""The memory of generation: the native sampler, vLLM, gathered weights."""
