@@ -30,8 +30,8 @@ import torch
 
 from memtrain.cli.planning import make_plan, versions
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.verify.contamination import probe_contamination

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memtrain.memory.all_strategies import STRATEGIES, used_in
 from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.pricing import Facts, asks_of, predict, price
-from memtrain.memory.exclusions import excluded
 from memtrain.memory.plan.plan import Plan, Prediction
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.strategies.exclusions import excluded
+from memtrain.memory.strategies.registry import STRATEGIES, used_in
 
 
 @dataclass(frozen=True, slots=True)

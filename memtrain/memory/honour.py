@@ -8,9 +8,9 @@ from itertools import combinations
 from pydantic import ValidationError
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.memory.all_strategies import STRATEGIES, is_searched
 from memtrain.memory.rules import Asked
-from memtrain.memory.strategy import Strategy
+from memtrain.memory.strategies.base import Strategy
+from memtrain.memory.strategies.registry import STRATEGIES, is_searched
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
 from memtrain.recipes.sections.generate import Generate

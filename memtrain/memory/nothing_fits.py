@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 
 from memtrain.errors import DoesNotFit, Fault
-from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.context import PATH as CONTEXT
 from memtrain.memory.context import context_faults
 from memtrain.memory.estimate.peaks import estimate
@@ -18,6 +17,7 @@ from memtrain.memory.honour import with_key
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules import Asked
+from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.memory.ways_out import Change, WayOut, ways_out
 from memtrain.recipes.sections.model import Adapter
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
-from memtrain.memory.all_strategies import STRATEGIES, without_strategies
 from memtrain.memory.auto_context import by_context, told
 from memtrain.memory.deciding import decide_base
 from memtrain.memory.engines import decide_layout, decide_loading, refuse_closed, uses_zero
@@ -14,7 +13,6 @@ from memtrain.memory.estimate.host_memory import host_shortage
 from memtrain.memory.estimate.pricing import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.estimate.static import measured_beside
-from memtrain.memory.exclusions import excluded
 from memtrain.memory.generation.generation import with_generation
 from memtrain.memory.generation.vllm import leaves_room, refuse_vllm, training_budget
 from memtrain.memory.hardware.peak_history import kind_of_run
@@ -26,7 +24,9 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.reasons import explain
 from memtrain.memory.rules import Asked, Ledger
 from memtrain.memory.search import Space, fastest, price_all, space
-from memtrain.memory.strategy import Case
+from memtrain.memory.strategies.base import Case
+from memtrain.memory.strategies.exclusions import excluded
+from memtrain.memory.strategies.registry import STRATEGIES, without_strategies
 from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
 
 LENGTH_STEP = 64

@@ -6,9 +6,9 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from memtrain.memory.all_strategies import STRATEGIES
-from memtrain.memory.exclusions import EXCLUSIONS
-from memtrain.memory.strategy import Strategy
+from memtrain.memory.strategies.base import Strategy
+from memtrain.memory.strategies.exclusions import EXCLUSIONS
+from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.recipe import Recipe
 

@@ -10,7 +10,7 @@ from memtrain.memory.estimate.pricing import Facts, Priced, fits_host
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.reasons import time_words
 from memtrain.memory.search import SIMPLEST, fastest
-from memtrain.memory.strategy import Case
+from memtrain.memory.strategies.base import Case
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from memtrain.cli.app import run
 from memtrain.cli.bench_tables import page, table
 from memtrain.cli.benching import Bench, Measured, row
 from memtrain.cli.variants import STAGES, ablations, predicted_of, variant, waterfall
-from memtrain.memory.all_strategies import STRATEGIES, UNNAMED
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.strategies.registry import STRATEGIES, UNNAMED
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.bench import bench
 from memtrain.trainers.verify.sides import on_one_process, plain_side

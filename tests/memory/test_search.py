@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit
-from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, price
 from memtrain.memory.estimate.static import needed
-from memtrain.memory.exclusions import excluded
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.nothing_fits import nearest_ways
@@ -19,6 +17,8 @@ from memtrain.memory.plan.units import GIB
 from memtrain.memory.reasons import gains, left_out, time_words
 from memtrain.memory.resolve import Resolved, longest_that_fits, resolved_if_it_fits
 from memtrain.memory.search import TIE, fastest, frontier
+from memtrain.memory.strategies.exclusions import excluded
+from memtrain.memory.strategies.registry import STRATEGIES
 
 Ask = Callable[..., Resolved]
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "qwen3-4b", "llama-3.1-8b", "qwen3-32b", "llama-3.3-70b")

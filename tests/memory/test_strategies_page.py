@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from memtrain.memory.all_strategies import STRATEGIES
+from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.memory.strategies_page import strategies_page
 
 ROOT = Path(__file__).parents[2]

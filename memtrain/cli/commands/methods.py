@@ -19,7 +19,7 @@ def methods(
     if not strategies:
         print_table(("method", "what it does"), [(method.name, method.says) for method in METHODS.values()])
         return
-    from memtrain.memory.all_strategies import STRATEGIES
+    from memtrain.memory.strategies.registry import STRATEGIES
 
     for is_exact, words in (
         (True, "With the same numbers as without them (memory.use, memory.never):"),

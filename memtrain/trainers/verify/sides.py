@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memtrain.memory.all_strategies import without_strategies
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.strategies.registry import without_strategies
 from memtrain.trainers.build import Built, build
 from memtrain.trainers.feed import StepWork
 from memtrain.trainers.model.head import base_model

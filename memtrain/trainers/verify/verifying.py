@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from memtrain.memory.all_strategies import used_in
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.engine import make_accelerator
 from memtrain.trainers.feed import StepWork
 from memtrain.trainers.run.manifest import device_name

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from memtrain.memory.all_strategies import used_in
+from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.build import Built
 from memtrain.trainers.feed import StepWork

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategy import Case, Strategy, Updates, Wish, never_refused
+from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish, never_refused
 from memtrain.recipes.recipe import Recipe
 
 

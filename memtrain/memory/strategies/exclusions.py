@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memtrain.memory.all_strategies import STRATEGIES
 from memtrain.memory.context import NOT_SLICED, NOT_WITH_LIGER, SLICED
 from memtrain.memory.engines import ZERO, is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.strategies.registry import STRATEGIES
 
 
 @dataclass(frozen=True, slots=True)

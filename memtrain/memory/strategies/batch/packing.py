@@ -12,7 +12,7 @@ al. 2024, arXiv:2404.10830.
 
 from __future__ import annotations
 
-from memtrain.memory.strategy import Case, Strategy
+from memtrain.memory.strategies.base import Case, Strategy
 from memtrain.recipes.recipe import HAS_ANSWERS
 
 

@@ -10,7 +10,7 @@ memtrain/memory/plan/length_profile.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategy import Case, Strategy, no_keys
+from memtrain.memory.strategies.base import Case, Strategy, no_keys
 
 
 def refusal(case: Case) -> str | None:

@@ -9,9 +9,9 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, section 3.
 
 from __future__ import annotations
 
-from memtrain.memory.other_optimizers import without_bitsandbytes
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategy import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.optimizer.base import without_bitsandbytes
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
 

@@ -10,7 +10,7 @@ Source: Chen et al. 2016, arXiv:1604.06174, section 4 (segments); the choice of 
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategy import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
 from memtrain.recipes.recipe import Recipe
 
 DISTANCES = (4, 2)

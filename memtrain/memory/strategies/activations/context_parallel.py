@@ -14,7 +14,7 @@ DeepSpeed Ulysses, arXiv:2309.14509, section 3.1 (heads).
 from __future__ import annotations
 
 from memtrain.memory.context import context_faults
-from memtrain.memory.strategy import Case, Strategy
+from memtrain.memory.strategies.base import Case, Strategy
 
 
 def refusal(case: Case) -> str | None:

@@ -9,7 +9,7 @@ Source: Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4.
 
 from __future__ import annotations
 
-from memtrain.memory.other_optimizers import other_optimizer
+from memtrain.memory.strategies.optimizer.base import other_optimizer
 
 STRATEGY = other_optimizer(
     "adafactor",

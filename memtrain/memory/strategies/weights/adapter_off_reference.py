@@ -10,8 +10,8 @@ tests/equal/test_preferences_are_exact.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies import precomputed_reference
-from memtrain.memory.strategy import Case, Strategy
+from memtrain.memory.strategies.base import Case, Strategy
+from memtrain.memory.strategies.weights import precomputed_reference
 
 
 def refusal(case: Case) -> str | None:

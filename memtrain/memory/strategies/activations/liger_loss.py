@@ -10,7 +10,7 @@ Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy)
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategy import Case, Strategy, Updates
+from memtrain.memory.strategies.base import Case, Strategy, Updates
 from memtrain.recipes.recipe import HAS_ANSWERS
 
 

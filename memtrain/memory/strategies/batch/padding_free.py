@@ -10,7 +10,7 @@ by tests/equal/test_packed_equals_alone.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategy import Strategy, Wish
+from memtrain.memory.strategies.base import Strategy, Wish
 from memtrain.recipes.recipe import Recipe
 
 

@@ -10,7 +10,7 @@ Source: Lv et al. 2023, arXiv:2306.09782 (LOMO), section 3.1; ours keeps AdamW's
 
 from __future__ import annotations
 
-from memtrain.memory.strategy import Case, Strategy, on_off
+from memtrain.memory.strategies.base import Case, Strategy, on_off
 
 
 def refusal(case: Case) -> str | None:

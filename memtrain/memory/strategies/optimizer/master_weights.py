@@ -11,7 +11,7 @@ Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategy import Case, Strategy, Updates
+from memtrain.memory.strategies.base import Case, Strategy, Updates
 
 
 def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:

@@ -12,8 +12,8 @@ tests/equal/test_checkpointing_and_offloading_are_exact.py.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.boundary_offloading import refusal
-from memtrain.memory.strategy import Case, Strategy, Updates, Wish, on_off
+from memtrain.memory.strategies.activations.boundary_offloading import refusal
+from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish, on_off
 from memtrain.recipes.recipe import Recipe
 
 

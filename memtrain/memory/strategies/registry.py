@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies import (
+from memtrain.memory.strategies.activations import (
     activation_checkpointing,
-    adafactor,
-    adamw_8bit,
-    adapter_off_reference,
     boundary_offloading,
     checkpoint_every_n,
     chunked_loss,
     context_parallel,
     full_offloading,
     liger_loss,
-    lora,
-    master_weights,
-    optimizer_in_backward,
-    optimizer_offload,
+)
+from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish, no_forms
+from memtrain.memory.strategies.batch import (
     packing,
     padding_free,
-    paged_adamw,
-    paged_adamw_8bit,
-    precomputed_reference,
-    qlora,
     shared_prompts,
     shorter_sequences,
     smaller_micro_batch,
 )
-from memtrain.memory.strategy import Case, Strategy, Updates, Wish, no_forms
+from memtrain.memory.strategies.optimizer import (
+    adafactor,
+    adamw_8bit,
+    master_weights,
+    optimizer_in_backward,
+    optimizer_offload,
+    paged_adamw,
+    paged_adamw_8bit,
+)
+from memtrain.memory.strategies.weights import adapter_off_reference, lora, precomputed_reference, qlora
 
 STRATEGIES: dict[str, Strategy] = {
     page.STRATEGY.name: page.STRATEGY

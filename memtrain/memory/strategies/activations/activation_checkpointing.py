@@ -12,7 +12,7 @@ and `layer_backward`.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategy import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
 from memtrain.recipes.recipe import Recipe
 
 

@@ -9,7 +9,7 @@ Source: Dettmers et al. 2021, arXiv:2110.02861, and 2023, arXiv:2305.14314, sect
 
 from __future__ import annotations
 
-from memtrain.memory.other_optimizers import other_optimizer, without_bitsandbytes
+from memtrain.memory.strategies.optimizer.base import other_optimizer, without_bitsandbytes
 
 STRATEGY = other_optimizer(
     "paged_adamw_8bit",

@@ -6,14 +6,14 @@ from typing import Any, get_args
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.all_strategies import STRATEGIES, is_searched, used_in, wish_of, without_strategies
 from memtrain.memory.estimate.pricing import Facts
-from memtrain.memory.exclusions import EXCLUSIONS, excluded
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules import Asked
-from memtrain.memory.strategy import TRAINED, Case
+from memtrain.memory.strategies.base import TRAINED, Case
+from memtrain.memory.strategies.exclusions import EXCLUSIONS, excluded
+from memtrain.memory.strategies.registry import STRATEGIES, is_searched, used_in, wish_of, without_strategies
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.sections.memory import Changing, StrategyName
 from memtrain.recipes.sections.model import Adapter

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.strategy import Case, Strategy, Wish
+from memtrain.memory.strategies.base import Case, Strategy, Wish
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 
 

@@ -11,7 +11,7 @@ Source: Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); here the update itself
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategy import Case, Strategy, Updates, on_off
+from memtrain.memory.strategies.base import Case, Strategy, Updates, on_off
 
 WITH_MOMENTS = ("adamw", "muon")
 """Optimizers whose moments are worth moving."""

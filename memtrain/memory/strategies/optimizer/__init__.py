@@ -1,0 +1,1 @@
+"""Strategies for optimizer states and gradients."""
