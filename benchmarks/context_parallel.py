@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end

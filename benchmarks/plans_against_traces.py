@@ -27,7 +27,7 @@ from memtrain.memory.estimate.static import needed
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.resolve import Resolved, resolve
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.traced import can_trace, job_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.trace.worker import answer

@@ -20,7 +20,7 @@ from memtrain.memory.honour import honoured
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib
 from memtrain.memory.resolve import open_space, resolve
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.search import price_all
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.reading.shipped import configs_dir, shipped_names

@@ -18,7 +18,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.rollout.native import NativeSampler
 from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
 from memtrain.trainers.rollout.vllm_process import Launch

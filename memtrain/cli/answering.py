@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from memtrain.cli.looking import LookedAt, facts_without_data, look_at_devices, look_at_model
-from memtrain.memory.engines import uses_zero
 from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.pricing import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.estimate.static import needed
@@ -20,7 +19,8 @@ from memtrain.memory.pins import pins
 from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.reasons import gains, left_out
 from memtrain.memory.resolve import Resolved, resolve
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.engines import uses_zero
+from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.search import frontier, price_all
 from memtrain.memory.traced import Judged, Traced, judged_of
 from memtrain.memory.weighing import Weighed, weighed_engines

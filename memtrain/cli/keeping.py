@@ -17,7 +17,7 @@ from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.resolve import Resolved, resolve
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run.folder import RunFolder
 

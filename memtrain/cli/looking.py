@@ -16,8 +16,8 @@ from memtrain.memory.honour import with_key
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib
-from memtrain.memory.rules import Asked
-from memtrain.memory.unread import unread_counter, unread_profile
+from memtrain.memory.rules.assumed_lengths import unread_counter, unread_profile
+from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model

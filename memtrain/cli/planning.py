@@ -22,7 +22,7 @@ from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.memory.resolve import resolve
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.recipes.registry import METHODS

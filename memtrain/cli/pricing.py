@@ -11,7 +11,7 @@ from memtrain.memory.estimate.pricing import CountSteps, Facts, typical_micro
 from memtrain.memory.hardware.devices import Hardware, detect, known_names
 from memtrain.memory.plan.units import gib
 from memtrain.memory.resolve import Resolved, resolve
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.recipes.sections.length import Length

@@ -25,7 +25,7 @@ from memtrain.memory.resolve import (
     resolve,
     resolved_if_it_fits,
 )
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.search import price_all
 
 MOST_LENGTH = 2**20

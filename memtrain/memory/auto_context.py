@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.context import PATH
 from memtrain.memory.estimate.pricing import Facts, Priced
 from memtrain.memory.honour import with_key
 from memtrain.memory.plan.plan import Decision
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.context_parallel import PATH
+from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.search import TIE
 
 MOST = 64

@@ -8,7 +8,7 @@ from itertools import combinations
 from pydantic import ValidationError
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.strategies.base import Strategy
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched
 from memtrain.recipes.recipe import Recipe

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 
 from memtrain.errors import DoesNotFit, Fault
-from memtrain.memory.context import PATH as CONTEXT
-from memtrain.memory.context import context_faults
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
 from memtrain.memory.estimate.static import usable
@@ -16,7 +14,9 @@ from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.honour import with_key
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.context_parallel import PATH as CONTEXT
+from memtrain.memory.rules.context_parallel import context_faults
+from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.memory.ways_out import Change, WayOut, ways_out
 from memtrain.recipes.sections.model import Adapter

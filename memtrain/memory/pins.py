@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.engines import shards_weights
 from memtrain.memory.honour import with_key
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.engines import shards_weights
+from memtrain.memory.rules.ledger import Asked
 
 
 def pins(asked: Asked, settings: Settings) -> dict[str, object]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memtrain.memory.batching import Micro, worked_line
-from memtrain.memory.engines import open_forms
 from memtrain.memory.estimate.pricing import Facts, Priced, budget_of, price
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.preferences import explain_reference
-from memtrain.memory.rules import Ledger
+from memtrain.memory.rules.batching import Micro, worked_line
+from memtrain.memory.rules.engines import open_forms
+from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.reference_model import explain_reference
 from memtrain.memory.strategies.base import Case, Strategy, Updates
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, used_in, wish_of

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.auto_context import by_context, told
-from memtrain.memory.deciding import decide_base
-from memtrain.memory.engines import decide_layout, decide_loading, refuse_closed, uses_zero
 from memtrain.memory.estimate.host_memory import host_shortage
 from memtrain.memory.estimate.pricing import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
@@ -22,12 +20,14 @@ from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Decision, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.reasons import explain
-from memtrain.memory.rules import Asked, Ledger
+from memtrain.memory.rules.base_settings import decide_base
+from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed, uses_zero
+from memtrain.memory.rules.ledger import Asked, Ledger
+from memtrain.memory.rules.oom_recovery import decide_recovery, decide_rehearsal, in_backward_choices
 from memtrain.memory.search import Space, fastest, price_all, space
 from memtrain.memory.strategies.base import Case
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, without_strategies
-from memtrain.memory.survival import decide_recovery, decide_rehearsal, in_backward_choices
 
 LENGTH_STEP = 64
 """Lengths are searched in steps that tensor cores like."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from memtrain.memory.batching import Micro
-from memtrain.memory.engines import OFFLOADS, loads_shards, open_forms
 from memtrain.memory.estimate.pricing import Facts, Priced, fits_host, price
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.batching import Micro
+from memtrain.memory.rules.engines import OFFLOADS, loads_shards, open_forms
 from memtrain.memory.strategies.base import Axis, Case
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, wish_of

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from memtrain.memory.context import PATH as CONTEXT
-from memtrain.memory.context import SLICED, row_multiple
 from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
+from memtrain.memory.rules.context_parallel import PATH as CONTEXT
+from memtrain.memory.rules.context_parallel import SLICED, row_multiple
 from memtrain.recipes.sections.model import Adapter
 
 MOST_CHANGES = 3

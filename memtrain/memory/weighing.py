@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memtrain.memory.engines import closed_engines
 from memtrain.memory.estimate.pricing import Facts, Priced, fits_host
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.reasons import time_words
+from memtrain.memory.rules.engines import closed_engines
 from memtrain.memory.search import SIMPLEST, fastest
 from memtrain.memory.strategies.base import Case
 

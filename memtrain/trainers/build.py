@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from memtrain.memory.attention import AttentionBackend
-from memtrain.memory.engines import is_sharded
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.memory.rules.engines import is_sharded
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.collate import nothing

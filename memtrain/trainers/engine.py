@@ -12,10 +12,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.engines import uses_zero
 from memtrain.memory.estimate.sharded.zero_config import stage_of
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import uses_zero
 from memtrain.trainers.build import Built
 from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.deferred import fill_rows, is_empty

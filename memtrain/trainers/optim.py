@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.errors import LaunchError
-from memtrain.memory.engines import uses_zero
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import uses_zero
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.quantize import refuse_without_bitsandbytes
 from memtrain.trainers.optim_exact import Adafactor

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from memtrain.memory.engines import is_sharded
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import is_sharded
 from memtrain.trainers.losses.linear import LogprobResult
 from memtrain.trainers.losses.policy_ratio import entropy_threshold
 from memtrain.trainers.losses.request import LogprobRequest

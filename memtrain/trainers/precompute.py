@@ -16,8 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from memtrain.memory.engines import is_sharded
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import is_sharded
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.data.cache import kept, key_of

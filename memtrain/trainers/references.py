@@ -10,9 +10,9 @@ from typing import Any, cast
 from peft import PeftModel
 from torch import nn
 
-from memtrain.memory.engines import shards_weights
 from memtrain.memory.plan.plan import Plan
-from memtrain.memory.preferences import section_of
+from memtrain.memory.rules.engines import shards_weights
+from memtrain.memory.rules.reference_model import section_of
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.cache import cache_dir
 from memtrain.trainers.feed import Feed, Steps, eval_order

@@ -11,8 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.order import micro_batches

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
 from memtrain.recipes.sections.methods.preference import Reward as RewardRecipe
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe

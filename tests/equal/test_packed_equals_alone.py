@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.layout import packed_layout
 

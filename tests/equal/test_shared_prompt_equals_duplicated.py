@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.layout import shared_layout
 

@@ -15,7 +15,7 @@ import pytest
 
 import memtrain
 from memtrain.cli.app import VERBS
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.registry import METHODS
 
 ROOT = Path(__file__).parents[2]

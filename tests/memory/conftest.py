@@ -11,7 +11,7 @@ from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.resolve import Resolved, resolve
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import Recipe
 
 SMALL: dict[str, Any] = {

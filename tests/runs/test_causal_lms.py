@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError
-from memtrain.memory.attention import AttentionBackend, AttentionFacts, choose_attention, model_facts
-from memtrain.memory.kept_apart import KEPT_APART
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.rules.attention import AttentionBackend, AttentionFacts, choose_attention, model_facts
+from memtrain.memory.rules.tested_models import KEPT_APART
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.head import Scorer, verify_head
 from memtrain.trainers.model.isolation import verify_causal, verify_isolation

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import functions, set_attention
 from memtrain.trainers.model.isolation import verify_isolation
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.rollout import forward
 from memtrain.trainers.rollout.choose import choose, penalised, truncated
 from memtrain.trainers.rollout.fallback import TransformersSampler

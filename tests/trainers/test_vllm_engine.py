@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.cli.commands.train import run_recipe
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.data.tokenizer import load_tokenizer
 from memtrain.trainers.rollout.native import NativeSampler
 from memtrain.trainers.rollout.protocol import Group, Sample, Sampling

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from memtrain.memory.engines import is_sharded, uses_zero
 from memtrain.memory.estimate.activations import HeaviestBatch, Load
 from memtrain.memory.estimate.auxiliary_models import RewardShape, judging_bytes, with_beside
 from memtrain.memory.estimate.peaks import estimate, kept_bytes, phase_peak
@@ -14,6 +13,7 @@ from memtrain.memory.estimate.pricing import asks_of
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import is_sharded, uses_zero
 from memtrain.memory.traced import judged_of, uses_liger
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES

@@ -18,7 +18,7 @@ def check(
     """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
     from memtrain.cli.judging import check_rewards
     from memtrain.memory.honour import honoured
-    from memtrain.memory.rules import Asked
+    from memtrain.memory.rules.ledger import Asked
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.recipes.reference.commented_yaml import settings
 

@@ -27,8 +27,8 @@ def score(
     """
     from memtrain.cli.planning import model_config
     from memtrain.memory.hardware.devices import detect
-    from memtrain.memory.rules import Asked
-    from memtrain.memory.scoring import scoring_settings
+    from memtrain.memory.rules.ledger import Asked
+    from memtrain.memory.rules.score_settings import scoring_settings
     from memtrain.recipes.reading.load import recipe_of_words
     from memtrain.trainers.scored import find_scored
 

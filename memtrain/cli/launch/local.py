@@ -18,9 +18,9 @@ from memtrain.cli.launch.topology import (
     argv,
     environment,
 )
-from memtrain.memory.engines import uses_zero
 from memtrain.memory.estimate.sharded.zero_config import CONFIG_FILE, zero_config
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.rules.engines import uses_zero
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run.folder import RunFolder, RunLock
 

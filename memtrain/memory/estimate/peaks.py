@@ -5,7 +5,6 @@ A moment of a step at which memory can be highest is a sum of owners; a phase's 
 
 from __future__ import annotations
 
-from memtrain.memory.engines import shards_weights, uses_zero
 from memtrain.memory.estimate.activations import (
     Asks,
     HeadBytes,
@@ -43,6 +42,7 @@ from memtrain.memory.estimate.static import (
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import shards_weights, uses_zero
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""

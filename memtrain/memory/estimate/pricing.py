@@ -17,7 +17,7 @@ from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules import installed
+from memtrain.memory.rules.ledger import installed
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.engines import shards_weights
 from memtrain.memory.estimate.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
 from memtrain.memory.estimate.auxiliary_models import judging_bytes, with_beside
 from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
@@ -16,7 +15,8 @@ from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB
-from memtrain.memory.rules import Ledger
+from memtrain.memory.rules.engines import shards_weights
+from memtrain.memory.rules.ledger import Ledger
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.generate import Generate

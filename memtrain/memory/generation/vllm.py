@@ -12,7 +12,7 @@ from memtrain.memory.estimate.static import needed
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB, gib, round_up
-from memtrain.memory.rules import Ledger
+from memtrain.memory.rules.ledger import Ledger
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import changes
 from memtrain.recipes.sections.generate import Generate

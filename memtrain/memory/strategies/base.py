@@ -8,7 +8,7 @@ from typing import Literal
 
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import Recipe
 
 Wish = Literal["on", "off", "auto", "allow"]

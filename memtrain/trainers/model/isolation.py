@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.functions import WAY_OUT
 from memtrain.trainers.model.context import ContextRanks

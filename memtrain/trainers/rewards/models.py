@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from memtrain.memory.engines import shards_weights
 from memtrain.memory.estimate.auxiliary_models import READ_TOKENS, judge_settings
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import shards_weights
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.answer_batch import Answer as AnswerIds

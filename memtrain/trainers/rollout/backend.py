@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.generation.generation import READ_TOKENS
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.build import Built
 from memtrain.trainers.rollout.fallback import TransformersSampler
 from memtrain.trainers.rollout.generating import Generating

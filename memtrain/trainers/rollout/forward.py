@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES
 from memtrain.trainers.model.attention.functions import UNSUPPORTED
 from memtrain.trainers.model.layout import Layout, packed_layout

@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.rollout.choose import choose

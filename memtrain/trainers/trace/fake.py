@@ -15,8 +15,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from memtrain.memory.attention import AttentionBackend
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.liger import apply_liger

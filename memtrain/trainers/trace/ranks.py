@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memtrain.memory.engines import shards_weights
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import shards_weights
 from memtrain.trainers import shards
 from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.context import ContextRanks

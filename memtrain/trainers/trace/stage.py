@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.preferences import section_of
+from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.context_parallel import shared

@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from memtrain.memory.engines import uses_zero
 from memtrain.memory.estimate.sharded.zero_config import zero_config
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import uses_zero
 from memtrain.trainers import zero
 from memtrain.trainers.step import Engine
 from memtrain.trainers.trace.persona import replaced, unchanged

@@ -6,7 +6,7 @@ from memtrain.errors import RecipeError
 from memtrain.memory.generation.gather_weights import Ways, decide_gathering
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.plan.units import GIB
-from memtrain.memory.rules import Asked, Ledger
+from memtrain.memory.rules.ledger import Asked, Ledger
 
 ONLINE = {
     "method": "grpo",

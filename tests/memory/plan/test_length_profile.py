@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.memory.plan.length_profile import longest_first
-from memtrain.memory.rules import Asked
-from memtrain.memory.unread import unread_profile
+from memtrain.memory.rules.assumed_lengths import unread_profile
+from memtrain.memory.rules.ledger import Asked
 
 Rows = list[tuple[int, int]]
 

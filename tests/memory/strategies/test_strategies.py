@@ -10,7 +10,7 @@ from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.strategies.base import TRAINED, Case
 from memtrain.memory.strategies.exclusions import EXCLUSIONS, excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, used_in, wish_of, without_strategies

@@ -13,7 +13,7 @@ DeepSpeed Ulysses, arXiv:2309.14509, section 3.1 (heads).
 
 from __future__ import annotations
 
-from memtrain.memory.context import context_faults
+from memtrain.memory.rules.context_parallel import context_faults
 from memtrain.memory.strategies.base import Case, Strategy
 
 

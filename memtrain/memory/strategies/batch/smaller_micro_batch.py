@@ -11,7 +11,7 @@ held by tests/runs/test_same_step.py.
 
 from __future__ import annotations
 
-from memtrain.memory.rules import DEFAULT_BATCH_ROWS
+from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS
 from memtrain.memory.strategies.base import Case, Strategy, Wish
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.memory.rules import DEFAULT_BATCH_ROWS
+from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
 from memtrain.recipes.sections.data import Data, Format
 from memtrain.recipes.sections.length import Length

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.memory.context import copies_of_keys
+from memtrain.memory.rules.context_parallel import copies_of_keys
 from memtrain.trainers.model.context import ContextRanks
 from memtrain.trainers.model.layout import Layout
 from memtrain.trainers.model.slices import RowPart

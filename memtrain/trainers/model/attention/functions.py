@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention.by_heads import attend_by_heads
 from memtrain.trainers.model.attention.sliced import attend_sliced
 from memtrain.trainers.model.layout import Layout

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from memtrain.memory.attention import PREFERENCE, AttentionBackend, AttentionFacts, refusal
+from memtrain.memory.rules.attention import PREFERENCE, AttentionBackend, AttentionFacts, refusal
 from memtrain.trainers.model.attention.functions import NAMES, attend_of
 from memtrain.trainers.model.layout import shared_layout
 

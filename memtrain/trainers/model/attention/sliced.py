@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.memory.attention import AttentionBackend
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
 from memtrain.trainers.model.slices import SlicedLayout
 

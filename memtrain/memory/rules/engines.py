@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.preferences import section_of
-from memtrain.memory.rules import Ledger
+from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
 
 EngineName = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtrain.memory.plan.length_profile import LengthProfile
-from memtrain.memory.rules import DEFAULT_BATCH_ROWS, Ledger
+from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS, Ledger
 
 COMFORTABLE_TOKENS = {"cuda": 16_384, "cpu": 4_096}
 """Tokens of a micro-batch beyond which a device gets hardly faster. Taste, until it is calibrated."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from memtrain.memory.batching import Micro, decide_batch, micro_candidates
-from memtrain.memory.context import refuse_attention, refuse_context, row_multiple
-from memtrain.memory.engines import first_form, refuse_engine
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.generation.generation import refuse_uneven_groups
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.preferences import decide_reference, decide_shared_prompts, whole_batch
-from memtrain.memory.rules import (
+from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates
+from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, row_multiple
+from memtrain.memory.rules.engines import first_form, refuse_engine
+from memtrain.memory.rules.ledger import (
     Ledger,
     decide_attention,
     decide_device,
@@ -18,6 +17,7 @@ from memtrain.memory.rules import (
     refuse_past_positions,
     refuse_what_cannot_run,
 )
+from memtrain.memory.rules.reference_model import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.methods.ppo import Ppo

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.attention import AttentionChoice
-from memtrain.memory.batching import Micro
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules import Ledger
+from memtrain.memory.rules.attention import AttentionChoice
+from memtrain.memory.rules.batching import Micro
+from memtrain.memory.rules.ledger import Ledger
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import FromOwnCompletions
 from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.memory.attention import AttentionBackend as Backend
-from memtrain.memory.attention import AttentionFacts, choose_attention, model_facts, refusal
+from memtrain.memory.rules.attention import AttentionBackend as Backend
+from memtrain.memory.rules.attention import AttentionFacts, choose_attention, model_facts, refusal
 
 CPU = AttentionFacts(device="cpu", dtype="float32", head_dim=64)
 HOPPER = AttentionFacts(
@@ -144,5 +144,5 @@ def test_facts_are_read_from_a_configuration(config: dict[str, object], expected
 
 
 def test_choosing_does_not_import_torch():
-    code = "import sys, memtrain.memory.attention; sys.exit('torch' in sys.modules)"
+    code = "import sys, memtrain.memory.rules.attention; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.memory.attention import (
+from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
+from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.plan.plan import Decision
+from memtrain.memory.rules.attention import (
     AttentionBackend,
     AttentionChoice,
     AttentionFacts,
     choose_attention,
     model_facts,
 )
-from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
-from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.plan.plan import Decision
 from memtrain.recipes.recipe import Recipe
 
 DEFAULT_BATCH_ROWS = 32

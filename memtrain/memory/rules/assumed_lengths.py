@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.pricing import CountSteps
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport
-from memtrain.memory.rules import Asked
+from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 
 ANSWERS = {"dpo": 2, "kto": 1, "reward": 2}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.batching import COMFORTABLE_TOKENS
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.preferences import decide_shared_prompts
-from memtrain.memory.rules import Asked, Ledger, decide_attention, decide_dtype
+from memtrain.memory.rules.batching import COMFORTABLE_TOKENS
+from memtrain.memory.rules.ledger import Asked, Ledger, decide_attention, decide_dtype
+from memtrain.memory.rules.reference_model import decide_shared_prompts
 
 ROWS_AT_ONCE = 8
 """Rows of a batch where rows are padded. Taste."""

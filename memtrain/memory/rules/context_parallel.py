@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import cast
 
-from memtrain.memory.attention import AttentionBackend, AttentionChoice
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.rules import Ledger
+from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice
+from memtrain.memory.rules.ledger import Ledger
 from memtrain.recipes.recipe import Recipe
 
 PATH = "cluster.context_parallel"

@@ -1,0 +1,1 @@
+"""Rules that settle a recipe before the search: base settings, engines, attention, batches, refusals."""
