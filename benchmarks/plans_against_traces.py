@@ -26,7 +26,7 @@ from memtrain.memory.estimate.pricing import heaviest, typical_micro
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
-from memtrain.memory.resolve import Resolved, resolve
+from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.traced import can_trace, job_of
 from memtrain.recipes.recipe import Recipe

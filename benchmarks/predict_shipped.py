@@ -16,12 +16,12 @@ from memtrain.cli.looking import ELSEWHERE, LookedAt, facts_without_data
 from memtrain.errors import DoesNotFit
 from memtrain.memory.estimate.pricing import Facts, Priced
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.honour import honoured
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib
-from memtrain.memory.resolve import open_space, resolve
+from memtrain.memory.planner.resolve import open_space, resolve
+from memtrain.memory.planner.search import price_all
+from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.ledger import Asked
-from memtrain.memory.search import price_all
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.reading.shipped import configs_dir, shipped_names
 

@@ -14,16 +14,16 @@ from memtrain.memory.estimate.static import needed
 from memtrain.memory.generation.vllm import longest_prompt
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
-from memtrain.memory.honour import honoured
-from memtrain.memory.pins import pins
 from memtrain.memory.plan.length_profile import LengthReport
+from memtrain.memory.planner.engine_ranking import Weighed, weighed_engines
+from memtrain.memory.planner.pinned_recipe import pins
+from memtrain.memory.planner.resolve import Resolved, resolve
+from memtrain.memory.planner.search import frontier, price_all
+from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.reasons import gains, left_out
-from memtrain.memory.resolve import Resolved, resolve
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.memory.rules.ledger import Asked
-from memtrain.memory.search import frontier, price_all
 from memtrain.memory.traced import Judged, Traced, judged_of
-from memtrain.memory.weighing import Weighed, weighed_engines
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 
@@ -152,7 +152,7 @@ def answer(question: Question, facts: Facts, note: str = "") -> Answer:
 
 def everything(made: Answer) -> list[Priced]:
     """Every plan that is left open, those beyond the chosen group too."""
-    from memtrain.memory.resolve import open_space
+    from memtrain.memory.planner.resolve import open_space
 
     _, case, choices = open_space(made.question.asked, made.facts)
     tried = dict.fromkeys(one.settings for one in made.resolved.tried)

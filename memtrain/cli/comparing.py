@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.memory.resolve import plain
+from memtrain.memory.planner.resolve import plain
 from memtrain.trainers.data.sequences import sequences_of
 
 

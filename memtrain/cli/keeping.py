@@ -12,11 +12,11 @@ from pydantic import JsonValue, ValidationError
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import Facts, need_of, predict
 from memtrain.memory.generation.vllm import training_budget
-from memtrain.memory.pins import kept_pins
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.resolve import Resolved, resolve
+from memtrain.memory.planner.pinned_recipe import kept_pins
+from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run.folder import RunFolder

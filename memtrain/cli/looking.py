@@ -12,10 +12,10 @@ from memtrain.cli.shaping import shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
-from memtrain.memory.honour import with_key
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib
+from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.assumed_lengths import unread_counter, unread_profile
 from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import HAS_ANSWERS

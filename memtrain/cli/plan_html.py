@@ -7,9 +7,9 @@ from html import escape
 
 from memtrain.cli.answering import Answer
 from memtrain.cli.plan_tables import recipe_name, seconds, settings_words
-from memtrain.memory.pins import pins, yaml_lines
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import gib
+from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.reasons import gains, left_out, time_words
 from memtrain.memory.traced import Traced
 

@@ -18,10 +18,10 @@ from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
-from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Plan, PreparedData
-from memtrain.memory.resolve import resolve
+from memtrain.memory.planner.resolve import resolve
+from memtrain.memory.planner.use_and_never import honoured, with_key
 from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe

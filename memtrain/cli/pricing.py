@@ -10,7 +10,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, Facts, typical_micro
 from memtrain.memory.hardware.devices import Hardware, detect, known_names
 from memtrain.memory.plan.units import gib
-from memtrain.memory.resolve import Resolved, resolve
+from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS

@@ -14,10 +14,9 @@ from memtrain.cli.printing import columns
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import Facts, Priced, budget_of
 from memtrain.memory.hardware.devices import Hardware, known_names
-from memtrain.memory.honour import with_key
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.plan.units import gib
-from memtrain.memory.resolve import (
+from memtrain.memory.planner.resolve import (
     LENGTH_STEP,
     Resolved,
     longest_that_fits,
@@ -25,8 +24,9 @@ from memtrain.memory.resolve import (
     resolve,
     resolved_if_it_fits,
 )
+from memtrain.memory.planner.search import price_all
+from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.ledger import Asked
-from memtrain.memory.search import price_all
 
 MOST_LENGTH = 2**20
 """Longest sequence that is tried for a model that says no limit of its own."""

@@ -11,9 +11,9 @@ from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
 from memtrain.memory.estimate.static import usable
 from memtrain.memory.hardware.devices import Hardware, known_names
-from memtrain.memory.honour import with_key
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
+from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.context_parallel import PATH as CONTEXT
 from memtrain.memory.rules.context_parallel import context_faults
 from memtrain.memory.rules.ledger import Asked

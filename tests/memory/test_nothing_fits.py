@@ -10,7 +10,7 @@ from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import GIB, gib
-from memtrain.memory.resolve import Resolved
+from memtrain.memory.planner.resolve import Resolved
 
 Ask = Callable[..., Resolved]
 

@@ -17,7 +17,7 @@ def check(
 ) -> None:
     """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
     from memtrain.cli.judging import check_rewards
-    from memtrain.memory.honour import honoured
+    from memtrain.memory.planner.use_and_never import honoured
     from memtrain.memory.rules.ledger import Asked
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.recipes.reference.commented_yaml import settings

@@ -10,7 +10,7 @@ from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.generation.vllm import CPU_PROCESS, CUDA_ASLEEP, CUDA_PROCESS
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB, MIB
-from memtrain.memory.resolve import Resolved
+from memtrain.memory.planner.resolve import Resolved
 
 Ask = Callable[..., Resolved]
 

@@ -8,8 +8,8 @@ import pytest
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.honour import honoured, with_key
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.planner.use_and_never import honoured, with_key
 from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.strategies.base import TRAINED, Case
 from memtrain.memory.strategies.exclusions import EXCLUSIONS, excluded

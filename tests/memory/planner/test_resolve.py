@@ -9,7 +9,7 @@ from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
 from memtrain.memory.plan.units import GIB
-from memtrain.memory.resolve import Facts, Resolved, resolve
+from memtrain.memory.planner.resolve import Facts, Resolved, resolve
 from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import Recipe
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.honour import with_key
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.engines import shards_weights
 from memtrain.memory.rules.ledger import Asked
 

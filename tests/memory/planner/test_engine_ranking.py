@@ -10,12 +10,12 @@ from memtrain.memory.estimate.pricing import Facts, heaviest, price
 from memtrain.memory.estimate.sharded.communication import sending, waiting_bytes
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
-from memtrain.memory.pins import pins
 from memtrain.memory.plan.units import GIB
-from memtrain.memory.resolve import Resolved, open_space
+from memtrain.memory.planner.engine_ranking import Weighed, form_words, weighed_engines
+from memtrain.memory.planner.pinned_recipe import pins
+from memtrain.memory.planner.resolve import Resolved, open_space
+from memtrain.memory.planner.search import ENGINE_TIE, TIE, fastest
 from memtrain.memory.rules.engines import open_forms
-from memtrain.memory.search import ENGINE_TIE, TIE, fastest
-from memtrain.memory.weighing import Weighed, form_words, weighed_engines
 
 DEEPSPEED = frozenset({"deepspeed"})
 COPIES = {"optim__master_weights": True}
@@ -73,7 +73,7 @@ SHAPES = [
 @pytest.mark.parametrize(("model", "card", "count", "said", "engine", "offload"), SHAPES)
 def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, engine, offload, monkeypatch):
     monkeypatch.setattr("memtrain.memory.estimate.pricing.fits_host", lambda priced, facts: True)
-    monkeypatch.setattr("memtrain.memory.search.fits_host", lambda priced, facts: True)
+    monkeypatch.setattr("memtrain.memory.planner.search.fits_host", lambda priced, facts: True)
     made = plan(model, card, count, **said)
     assert (made.settings.engine, made.settings.shard_offload) == (engine, offload)
     words = told(made)

@@ -7,11 +7,11 @@ from typing import Protocol, TypeVar
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import Facts, Priced
-from memtrain.memory.honour import with_key
 from memtrain.memory.plan.plan import Decision
+from memtrain.memory.planner.search import TIE
+from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.context_parallel import PATH
 from memtrain.memory.rules.ledger import Asked
-from memtrain.memory.search import TIE
 
 MOST = 64
 """Most processes that are tried for one row."""

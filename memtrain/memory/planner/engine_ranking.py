@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from memtrain.memory.estimate.pricing import Facts, Priced, fits_host
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.planner.search import SIMPLEST, fastest
 from memtrain.memory.reasons import time_words
 from memtrain.memory.rules.engines import closed_engines
-from memtrain.memory.search import SIMPLEST, fastest
 from memtrain.memory.strategies.base import Case
 
 

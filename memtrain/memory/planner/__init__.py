@@ -1,0 +1,1 @@
+"""The planner: the search for the fastest plan that fits."""
