@@ -11,6 +11,7 @@ from memtrain.cli.looking import LookedAt, facts_without_data, look_at_devices, 
 from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.pricing import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.estimate.static import needed
+from memtrain.memory.explain.reasons import gains, left_out
 from memtrain.memory.generation.vllm import longest_prompt
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
@@ -20,7 +21,6 @@ from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.planner.search import frontier, price_all
 from memtrain.memory.planner.use_and_never import honoured
-from memtrain.memory.reasons import gains, left_out
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.traced import Judged, Traced, judged_of

@@ -11,13 +11,13 @@ from memtrain.cli.printing import print_table, say
 from memtrain.cli.showing import rows_words, why_words
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.estimate.static import overhead
-from memtrain.memory.explain import difference, owner_table, verdict
+from memtrain.memory.explain.reasons import gains, left_out, time_words
+from memtrain.memory.explain.tables import difference, owner_table, verdict
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.engine_ranking import form_words
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.planner.search import frontier
-from memtrain.memory.reasons import gains, left_out, time_words
 from memtrain.memory.traced import Traced
 from memtrain.recipes.reading.shipped import configs_dir
 

@@ -12,11 +12,11 @@ from memtrain.errors import DoesNotFit, Fault, OutOfMemory
 from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.static import needed, usable
+from memtrain.memory.explain.ways_out import WayOut, ways_out
 from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.ways_out import WayOut, ways_out
 from memtrain.trainers.model.count import counted_shape
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.recover import Exhausted

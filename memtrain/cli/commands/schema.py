@@ -35,7 +35,7 @@ def schema(
         write_text(trl_page(), output)
         return
     if strategies:
-        from memtrain.memory.strategies_page import strategies_page
+        from memtrain.memory.explain.strategies_page import strategies_page
 
         write_text(strategies_page(), output)
         return

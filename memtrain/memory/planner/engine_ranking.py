@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtrain.memory.estimate.pricing import Facts, Priced, fits_host
+from memtrain.memory.explain.reasons import time_words
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.search import SIMPLEST, fastest
-from memtrain.memory.reasons import time_words
 from memtrain.memory.rules.engines import closed_engines
 from memtrain.memory.strategies.base import Case
 

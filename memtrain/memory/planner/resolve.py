@@ -10,17 +10,17 @@ from memtrain.memory.estimate.host_memory import host_shortage
 from memtrain.memory.estimate.pricing import CountSteps, Facts, Priced, host_need, predict
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.estimate.static import measured_beside
+from memtrain.memory.explain.nothing_fits import NoPlan, nothing_fits
+from memtrain.memory.explain.reasons import explain
 from memtrain.memory.generation.generation import with_generation
 from memtrain.memory.generation.vllm import leaves_room, refuse_vllm, training_budget
 from memtrain.memory.hardware.peak_history import kind_of_run
-from memtrain.memory.nothing_fits import NoPlan, nothing_fits
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Decision, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.context_parallel_auto import by_context, told
 from memtrain.memory.planner.search import Space, fastest, price_all, space
 from memtrain.memory.planner.use_and_never import honoured, with_key
-from memtrain.memory.reasons import explain
 from memtrain.memory.rules.base_settings import decide_base
 from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed, uses_zero
 from memtrain.memory.rules.ledger import Asked, Ledger

@@ -9,14 +9,14 @@ import pytest
 from memtrain.errors import DoesNotFit
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, price
 from memtrain.memory.estimate.static import needed
+from memtrain.memory.explain.nothing_fits import nearest_ways
+from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
-from memtrain.memory.nothing_fits import nearest_ways
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.planner.resolve import Resolved, longest_that_fits, resolved_if_it_fits
 from memtrain.memory.planner.search import TIE, fastest, frontier
-from memtrain.memory.reasons import gains, left_out, time_words
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES
 

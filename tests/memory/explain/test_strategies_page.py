@@ -1,9 +1,9 @@
 from pathlib import Path
 
+from memtrain.memory.explain.strategies_page import strategies_page
 from memtrain.memory.strategies.registry import STRATEGIES
-from memtrain.memory.strategies_page import strategies_page
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_of_strategies_is_up_to_date():

@@ -1,7 +1,7 @@
 """A plan in tables and sentences."""
 
 from memtrain.memory.estimate.static import needed
-from memtrain.memory.explain import difference, largest_owners, owner_table, verdict
+from memtrain.memory.explain.tables import difference, largest_owners, owner_table, verdict
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB

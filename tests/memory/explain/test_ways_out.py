@@ -8,11 +8,11 @@ import pytest
 from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate
+from memtrain.memory.explain.ways_out import ways_out
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB
-from memtrain.memory.ways_out import ways_out
 from memtrain.recipes.sections.model import Adapter
 
 BATCH = HeaviestBatch(4, 8192, 8192, 2048)

@@ -1,0 +1,1 @@
+"""The explanation of a plan: tables, reasons, and suggestions where nothing fits."""
