@@ -43,8 +43,8 @@ from memtrain.trainers.model.value_head import ValueScorer
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.reference import Live, Synced
 from memtrain.trainers.references import build_reference
-from memtrain.trainers.run.seed import seed_everything
-from memtrain.trainers.spread import Spread
+from memtrain.trainers.runtime.seed import seed_everything
+from memtrain.trainers.runtime.weight_layout import Spread
 
 
 @dataclass(frozen=True, slots=True)

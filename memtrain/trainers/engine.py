@@ -21,9 +21,9 @@ from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.deferred import fill_rows, is_empty
 from memtrain.trainers.model.load import local_device
 from memtrain.trainers.model.own_part import kept_of
-from memtrain.trainers.run.ranks import Ranks, current_ranks
+from memtrain.trainers.runtime.ranks import Ranks, current_ranks
+from memtrain.trainers.runtime.weight_layout import Spread
 from memtrain.trainers.shards import check_shards, gathered, own_shards, shard, shard_engine, whole_weights
-from memtrain.trainers.spread import Spread
 from memtrain.trainers.step import Engine
 from memtrain.trainers.zero import begin_zero, refuse_without_deepspeed, streamed_in_stage_3, whole_in_stage_3
 from memtrain.trainers.zero_optimizer import ZeroOptimizer

@@ -19,9 +19,9 @@ from memtrain.trainers.method import Ahead, FollowsSteps, LooksAhead, Loss, Meth
 from memtrain.trainers.position import Position
 from memtrain.trainers.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.run.events import EvalEvent, Event, StepEvent
-from memtrain.trainers.run.ranks import Ranks
-from memtrain.trainers.run.seed import seed_step
 from memtrain.trainers.run.watch import MemoryWatch
+from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.seed import seed_step
 from memtrain.trainers.saving import Saver
 from memtrain.trainers.step import Engine, forward_backward, set_rate, update
 

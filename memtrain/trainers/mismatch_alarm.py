@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from memtrain.errors import MemtrainError
 from memtrain.trainers.policy_told import MismatchSeen
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 JUMP = 5.0
 """Times its own median that the difference may rise before it is told. Taste."""

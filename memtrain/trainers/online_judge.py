@@ -26,8 +26,8 @@ from memtrain.trainers.rewards.score import Answer, score
 from memtrain.trainers.rollout.protocol import Sample
 from memtrain.trainers.rollout.shown import COMPLETIONS_FILE, as_text, show
 from memtrain.trainers.rollout.window import Window
-from memtrain.trainers.run.ranks import Ranks
-from memtrain.trainers.spread import local_of
+from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.weight_layout import local_of
 
 
 @dataclass(frozen=True, slots=True)

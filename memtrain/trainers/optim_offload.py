@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.memory.estimate.static import OFFLOAD_BUCKET
-from memtrain.trainers.memory_errors import attempt
+from memtrain.trainers.runtime.oom_errors import attempt
 
 STATES = 2
 """Numbers of state of a weight at most: AdamW's two moments, in the dtype of what is stepped."""

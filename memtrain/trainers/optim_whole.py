@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.errors import OutOfMemory
-from memtrain.trainers.memory_errors import attempt, free
 from memtrain.trainers.optim_master import MasterWeights
+from memtrain.trainers.runtime.oom_errors import attempt, free
 
 ATTEMPTS = 3
 """A second attempt frees the gradients of what was stepped and the allocator's blocks; a third, in case the

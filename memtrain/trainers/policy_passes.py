@@ -22,7 +22,7 @@ from memtrain.trainers.online_method import Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.reference import Reference, evaluating
 from memtrain.trainers.rollout.window import Window
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 Ints = NDArray[np.int64]
 

@@ -23,8 +23,8 @@ from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.data.cache import kept, key_of
 from memtrain.trainers.data.order import micro_batches
 from memtrain.trainers.reference import AskLogps, Live
-from memtrain.trainers.run.ranks import Ranks
-from memtrain.trainers.spread import full_of
+from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.weight_layout import full_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]

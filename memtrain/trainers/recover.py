@@ -19,9 +19,9 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
 from memtrain.trainers.feed import Feed
 from memtrain.trainers.heaviest import load_of
-from memtrain.trainers.memory_errors import attempt, free
 from memtrain.trainers.position import Position
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.oom_errors import attempt, free
+from memtrain.trainers.runtime.ranks import Ranks
 
 Ints = NDArray[np.int64]
 Made = TypeVar("Made")

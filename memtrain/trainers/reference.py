@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from memtrain.trainers.data.answer_batch import AnswerBatch
-from memtrain.trainers.spread import local_of
+from memtrain.trainers.runtime.weight_layout import local_of
 
 AskLogps = Callable[[nn.Module, AnswerBatch], Tensor]
 """Log-probs [A] of a batch's answers under a scorer."""

@@ -21,7 +21,7 @@ from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.scorers import scorer_of
 from memtrain.trainers.precompute import Floats, Question, asked_once
 from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
-from memtrain.trainers.run.ranks import current_ranks
+from memtrain.trainers.runtime.ranks import current_ranks
 
 
 def build_reference(

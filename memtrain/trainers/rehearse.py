@@ -27,8 +27,8 @@ from memtrain.trainers.recover import Exhausted
 from memtrain.trainers.rehearse_online import made_up_rollout
 from memtrain.trainers.run.events import NoteEvent
 from memtrain.trainers.run.report import REHEARSAL
-from memtrain.trainers.run.seed import random_state, restore_random_state
 from memtrain.trainers.run.state_io import save_state
+from memtrain.trainers.runtime.seed import random_state, restore_random_state
 from memtrain.trainers.step import set_rate, update
 
 

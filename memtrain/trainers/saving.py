@@ -14,7 +14,7 @@ from memtrain.trainers.run.events import SaveEvent
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.host_copy import HostCopies
 from memtrain.trainers.run.manifest import facts_of
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.snapshot import parts_of
 from memtrain.trainers.telling import Teller
 

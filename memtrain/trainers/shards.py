@@ -33,7 +33,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.model.value_head import ValueScorer
-from memtrain.trainers.spread import full_of, local_of
+from memtrain.trainers.runtime.weight_layout import full_of, local_of
 from memtrain.trainers.step import Engine
 
 HALF = (torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from memtrain.errors import EXIT_SAVED, LaunchError
-from memtrain.trainers.run.signals import hold_signals, let_signals_pass
+from memtrain.trainers.runtime.signals import hold_signals, let_signals_pass
 
 SAVED_FILE = "slurm/saved"
 """Written into the run folder when the run was asked to stop and has saved: the job may go on later."""

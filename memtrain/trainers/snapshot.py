@@ -22,11 +22,17 @@ from memtrain.trainers.position import Position
 from memtrain.trainers.run.checkpoint import Checkpoint, Parts
 from memtrain.trainers.run.host_copy import HostCopies
 from memtrain.trainers.run.pieces import has_pieces, read_states
-from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.shard_files import PIECES, name_of
 from memtrain.trainers.run.slices import fill_from, read_optimizer
 from memtrain.trainers.run.state_io import load_state, save_state
-from memtrain.trainers.spread import full_of, gathered_here, is_cut, local_of, trained_parameters
+from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.weight_layout import (
+    full_of,
+    gathered_here,
+    is_cut,
+    local_of,
+    trained_parameters,
+)
 from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 State = dict[str, Any]

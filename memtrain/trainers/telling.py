@@ -12,8 +12,8 @@ from memtrain.trainers.run.events import EvalEvent, Event, NoteEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.metrics import MetricsWriter
 from memtrain.trainers.run.progress import Progress
-from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.trackers import open_trackers
+from memtrain.trainers.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,15 +45,15 @@ from memtrain.trainers.run.checkpoint import (
 from memtrain.trainers.run.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.run.faults import LAUNCHED, note_fault
 from memtrain.trainers.run.folder import RunFolder
-from memtrain.trainers.run.ranks import Ranks
 from memtrain.trainers.run.resume import check_resumable
-from memtrain.trainers.run.signals import StopRequest, hold_signals
 from memtrain.trainers.run.standing import is_over
 from memtrain.trainers.run.watch import MemoryWatch
+from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.signals import StopRequest, hold_signals
+from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.saving import Saver
 from memtrain.trainers.schedule import lr_at
 from memtrain.trainers.snapshot import restore
-from memtrain.trainers.spread import local_of
 from memtrain.trainers.step import Engine
 from memtrain.trainers.telling import Teller, open_teller
 from memtrain.trainers.trace.resized import counting_mode

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from memtrain.trainers import memory_errors, recover
+from memtrain.trainers import recover
 from memtrain.trainers.run.state_io import load_state
+from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"
 SMALL = ("train.max_steps=3", "train.micro_rows=4", "train.batch_rows=8", "memory.watch=true")

@@ -20,7 +20,7 @@ from memtrain.trainers.run.checkpoint import Parts, Save, newest_complete
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.host_copy import HostCopies
 from memtrain.trainers.run.manifest import facts_of
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 MakePlan = Callable[..., Plan]
 

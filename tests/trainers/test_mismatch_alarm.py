@@ -8,7 +8,7 @@ import torch
 from memtrain.errors import MemtrainError
 from memtrain.trainers.mismatch_alarm import MismatchAlarm
 from memtrain.trainers.policy_told import MismatchSeen
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 from memtrain.errors import EXIT_SAVED, LaunchError
 from memtrain.trainers import slurm_task, worker
-from memtrain.trainers.run.signals import ASKED
+from memtrain.trainers.runtime.signals import ASKED
 from memtrain.trainers.slurm_task import SAVED_FILE, rank_environment
 
 GIVEN = {

@@ -24,7 +24,7 @@ from memtrain.trainers.rollout.vllm_process import Launch
 from memtrain.trainers.rollout.vllm_sampler import VllmSampler
 from memtrain.trainers.rollout.vllm_server import ServerSampler
 from memtrain.trainers.rollout.vllm_weights import Transport
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 PYTHON = os.environ.get("MEMTRAIN_VLLM_PYTHON", "")
 pytestmark = [

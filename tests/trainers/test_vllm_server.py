@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from memtrain.errors import LaunchError
 from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
 from memtrain.trainers.rollout.vllm_server import ServerSampler, write_checkpoint
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 GROUPS = [Group((3, 4 + i), 2, seed=100 * i) for i in range(4)]
 SAMPLING = Sampling(max_tokens=5)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from memtrain.trainers.run.ranks import Ranks, current_ranks
+from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 
 
 def on_two_ranks(folder: Path, act: Callable[[Ranks], None]) -> None:

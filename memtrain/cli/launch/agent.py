@@ -16,7 +16,7 @@ import psutil
 from memtrain.errors import Interrupted, LaunchError
 from memtrain.trainers.run.faults import LAUNCHED, clear_faults, correct_status, root_fault
 from memtrain.trainers.run.folder import RunFolder
-from memtrain.trainers.run.signals import ASKED
+from memtrain.trainers.runtime.signals import ASKED
 
 AGENT_SPEAKS = "torch/distributed/elastic/"
 """In the line with which the agent begins to tell that a process failed: from there on nobody else speaks."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.run.disk import write_whole
+from memtrain.trainers.runtime.atomic_files import write_whole
 
 JOB_FILE = "slurm/job"
 """In a run folder: the job that runs it, and the job's log, a line each."""

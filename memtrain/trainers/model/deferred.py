@@ -23,7 +23,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.own_part import Kept, NeedsWhole, Stretch, keep, kept_in_parts, not_drawn
 from memtrain.trainers.model.where import Origin
 from memtrain.trainers.run.shard_files import rows_of
-from memtrain.trainers.spread import local_of
+from memtrain.trainers.runtime.weight_layout import local_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

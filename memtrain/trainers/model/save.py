@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.run.disk import disk_fault, system_errors
-from memtrain.trainers.zero_import import name_device
+from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
+from memtrain.trainers.runtime.deepspeed_import import name_device
 
 MOST_BYTES = 50 * 10**9
 """Bytes of one file of weights: transformers' own limit."""

@@ -18,7 +18,7 @@ from memtrain.trainers.losses.request import LogprobRequest, Request
 from memtrain.trainers.model.head import Scorer, base_model, head_of
 from memtrain.trainers.model.reward_head import head_of_rewards, in_float
 from memtrain.trainers.model.save import save_final
-from memtrain.trainers.run.disk import disk_fault, system_errors
+from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
 
 HEAD_FILE = "value_head.safetensors"
 """A shared value model in the folder of the trained model: `weight` [1, D] and `bias` [1], in float32."""

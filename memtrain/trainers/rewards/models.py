@@ -26,7 +26,7 @@ from memtrain.trainers.model.load import load_model, local_device
 from memtrain.trainers.model.reward_head import RewardScorer
 from memtrain.trainers.model.where import find_origin, read_config
 from memtrain.trainers.rewards.answer import Answer
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)

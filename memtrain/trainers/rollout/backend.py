@@ -15,7 +15,7 @@ from memtrain.trainers.rollout.native import NativeSampler
 from memtrain.trainers.rollout.protocol import Sampling
 from memtrain.trainers.rollout.together import Together
 from memtrain.trainers.rollout.vllm_open import open_engine
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 
 def open_generating(

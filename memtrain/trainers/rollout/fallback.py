@@ -23,7 +23,7 @@ from memtrain.trainers.model.head import base_model
 from memtrain.trainers.rollout.choose import choose
 from memtrain.trainers.rollout.native import Decode
 from memtrain.trainers.rollout.protocol import Finish, Group, OnDone, Sample, Sampling
-from memtrain.trainers.run.seed import numpy_generator
+from memtrain.trainers.runtime.seed import numpy_generator
 
 
 @dataclass(frozen=True, slots=True)

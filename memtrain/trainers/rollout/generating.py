@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from memtrain.errors import OutOfMemory
-from memtrain.trainers.memory_errors import attempt, free
 from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampler, Sampling
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.oom_errors import attempt, free
+from memtrain.trainers.runtime.ranks import Ranks
 
 
 @dataclass(slots=True)

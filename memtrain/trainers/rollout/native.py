@@ -24,7 +24,7 @@ from memtrain.trainers.rollout.choose import choose
 from memtrain.trainers.rollout.forward import NAME, read_prompts, register, write_tokens
 from memtrain.trainers.rollout.keys import Keys, Standing, standing
 from memtrain.trainers.rollout.protocol import Finish, Group, OnDone, Sample, Sampling
-from memtrain.trainers.run.seed import numpy_generator
+from memtrain.trainers.runtime.seed import numpy_generator
 
 REFILL_SHARE = 0.25
 """Share of the rows that must be free before waiting groups are read: one at a time is slow. Taste."""

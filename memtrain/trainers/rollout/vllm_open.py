@@ -22,7 +22,7 @@ from memtrain.trainers.rollout.vllm_process import Launch
 from memtrain.trainers.rollout.vllm_sampler import VllmSampler
 from memtrain.trainers.rollout.vllm_server import ServerSampler
 from memtrain.trainers.rollout.vllm_weights import open_transport
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 FOLDER = "vllm"
 """In the run folder: the model's configuration, and the log of each engine."""

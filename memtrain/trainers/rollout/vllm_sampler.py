@@ -15,12 +15,12 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.memory_errors import free
 from memtrain.trainers.rollout.canary import CANARY_SAMPLING, canary_group, difference
 from memtrain.trainers.rollout.progress import Progress
 from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampler, Sampling
 from memtrain.trainers.rollout.vllm_process import Faulty, Frame, Launch, Process
 from memtrain.trainers.rollout.vllm_weights import Transport, in_buckets, vllm_weights
+from memtrain.trainers.runtime.oom_errors import free
 
 SEED_BITS = 62
 """vLLM takes seeds of 64 bits with a sign, and adds the number of the completion."""

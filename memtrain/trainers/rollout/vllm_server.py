@@ -30,8 +30,8 @@ from memtrain.trainers.rollout.protocol import Finish, Group, OnDone, Sample, Sa
 from memtrain.trainers.rollout.server_http import Unanswered, ask
 from memtrain.trainers.rollout.vllm_sampler import SEED_BITS, sampling_arguments
 from memtrain.trainers.rollout.vllm_weights import vllm_weights
-from memtrain.trainers.run.disk import disk_fault, system_errors
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
+from memtrain.trainers.runtime.ranks import Ranks
 
 AT_ONCE = 64
 """Groups that are asked for at a time; the server queues the rest. Taste."""

@@ -15,7 +15,7 @@ from threading import Thread
 from memtrain.errors import Fault
 from memtrain.trainers.run.checkpoint import Save, agree, attempted, together
 from memtrain.trainers.run.manifest import FileEntry
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.ranks import Ranks
 
 
 class Background:

@@ -11,7 +11,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.units import gib
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.run.disk import disk_fault, write_whole
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.progress import duration
 from memtrain.trainers.run.report import (
@@ -24,6 +23,7 @@ from memtrain.trainers.run.report import (
     lost_words,
     reward_words,
 )
+from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
 METHOD_WORDS = {"sft": "supervised fine-tuning"}

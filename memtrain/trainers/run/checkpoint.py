@@ -16,7 +16,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from memtrain.errors import Fault, LaunchError
-from memtrain.trainers.run.disk import disk_fault, sync_file, sync_folder, write_whole
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import (
     MANIFEST_FILE,
@@ -27,7 +26,8 @@ from memtrain.trainers.run.manifest import (
     file_entry,
     read_manifest,
 )
-from memtrain.trainers.run.ranks import Ranks
+from memtrain.trainers.runtime.atomic_files import disk_fault, sync_file, sync_folder, write_whole
+from memtrain.trainers.runtime.ranks import Ranks
 
 Parts = Mapping[str, Callable[[Path], None]]
 """What is saved: each writes a file, a folder, or files that have the given path's name before a dot."""

@@ -9,9 +9,9 @@ import traceback
 import memtrain.errors
 from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError
 from memtrain.recipes.sections.base import Section
-from memtrain.trainers.run.disk import write_whole
 from memtrain.trainers.run.ending import tell_end
 from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.runtime.atomic_files import write_whole
 
 LAUNCHED = "MEMTRAIN_LAUNCHED"
 """Set by a launcher that tells, in its own words, what ended its processes."""

@@ -16,7 +16,7 @@ import psutil
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.base import Section
-from memtrain.trainers.run.disk import disk_fault, write_whole
+from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 
 class RunState(StrEnum):

@@ -18,7 +18,7 @@ from torch import Tensor
 from memtrain.trainers.run.checkpoint import Checkpoint
 from memtrain.trainers.run.shard_files import PIECES, files_of, rows_of
 from memtrain.trainers.run.state_io import load_state
-from memtrain.trainers.spread import local_of
+from memtrain.trainers.runtime.weight_layout import local_of
 
 State = dict[str, Any]
 

@@ -21,7 +21,6 @@ from memtrain.trainers.run.charts import (
     line_chart,
     smoothed,
 )
-from memtrain.trainers.run.disk import disk_fault, write_whole
 from memtrain.trainers.run.events import DataEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder, Status
 from memtrain.trainers.run.progress import duration
@@ -38,6 +37,7 @@ from memtrain.trainers.run.report import (
     reward_words,
     state_of,
 )
+from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
 OWNER_COLOURS = 8

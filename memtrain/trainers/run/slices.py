@@ -17,7 +17,7 @@ from memtrain.trainers.run.checkpoint import Checkpoint
 from memtrain.trainers.run.pieces import fill_from_pieces, has_pieces, read_rows
 from memtrain.trainers.run.shard_files import files_of, rows_of
 from memtrain.trainers.run.state_io import load_state
-from memtrain.trainers.spread import local_of
+from memtrain.trainers.runtime.weight_layout import local_of
 
 State = dict[str, Any]
 

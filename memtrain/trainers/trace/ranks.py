@@ -19,8 +19,8 @@ from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.context import ContextRanks
 from memtrain.trainers.model.layout import Layout
 from memtrain.trainers.model.slices import SlicedLayout, slice_of
+from memtrain.trainers.runtime.weight_layout import trained_parameters
 from memtrain.trainers.shards import own_shards, shard, shard_engine
-from memtrain.trainers.spread import trained_parameters
 from memtrain.trainers.step import Engine
 from memtrain.trainers.trace.fake import without_data
 

@@ -17,7 +17,7 @@ from memtrain.memory.rules.engines import is_sharded
 from memtrain.memory.traced import Judged
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.trainers.spread import local_of
+from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.trace.bits import playing_bitsandbytes
 from memtrain.trainers.trace.dummies import DUMMIES, NOTHING, Subject
 from memtrain.trainers.trace.fake import bare_model, fakeify, without_data

@@ -34,9 +34,9 @@ from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.rollout.shown import COMPLETIONS_FILE
 from memtrain.trainers.rollout.window import Window
-from memtrain.trainers.run.ranks import Ranks
-from memtrain.trainers.run.seed import numpy_generator
 from memtrain.trainers.run.watch import MemoryWatch
+from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.seed import numpy_generator
 
 LONGEST_TOKENS = 48
 """Tokens of the longest dummy completion: enough for groups of unlike lengths. Taste."""

@@ -14,7 +14,7 @@ from memtrain.memory.strategies.registry import without_strategies
 from memtrain.trainers.build import Built, build
 from memtrain.trainers.feed import StepWork
 from memtrain.trainers.model.head import base_model
-from memtrain.trainers.run.seed import torch_generator
+from memtrain.trainers.runtime.seed import torch_generator
 
 LONGEST_EAGER = 1024
 """Tokens up to which the plain side attends by transformers' eager form, the furthest from our kernels;

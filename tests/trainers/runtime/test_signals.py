@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from memtrain.trainers.run.signals import ASKED, StopRequest, hold_signals
+from memtrain.trainers.runtime.signals import ASKED, StopRequest, hold_signals
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -33,7 +33,7 @@ def test_a_second_sigterm_changes_nothing():
 def test_a_second_sigint_kills():
     code = (
         "import os, signal, time\n"
-        "from memtrain.trainers.run.signals import StopRequest\n"
+        "from memtrain.trainers.runtime.signals import StopRequest\n"
         "with StopRequest():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('first', flush=True)\n"

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.trainers.run.seed import (
+from memtrain.trainers.run.state_io import load_state, save_state
+from memtrain.trainers.runtime.seed import (
     derive_seed,
     numpy_generator,
     random_state,
@@ -17,7 +18,6 @@ from memtrain.trainers.run.seed import (
     seed_step,
     torch_generator,
 )
-from memtrain.trainers.run.state_io import load_state, save_state
 
 
 def draws() -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpoint
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
-from memtrain.trainers.run.ranks import Ranks, current_ranks
+from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 
 
 def test_one_process_is_a_world_of_its_own():

@@ -1,0 +1,1 @@
+"""Ranks, signals, seeds, atomic files."""
