@@ -35,12 +35,12 @@ from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end
 from memtrain.trainers.exchange import Exchange
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.context import ContextRanks, make_context
 from memtrain.trainers.model.head import Scorer
 from memtrain.trainers.model.sliced_scoring import sliced
 from memtrain.trainers.sft import Sft
-from memtrain.trainers.trace.recorder import TensorPeak
 
 SIZES = (1, 2, 4)
 MIB = 2**20

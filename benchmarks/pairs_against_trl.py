@@ -187,7 +187,7 @@ class Meter:
             Path("/proc/self/clear_refs").write_text("5")  # The high-water mark begins anew.
             self.resident = resident_bytes("VmRSS")
         if self.number == STEPS - 1:
-            from memtrain.trainers.trace.recorder import TensorPeak
+            from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
             self.peak = resident_bytes("VmHWM") - self.resident
             self.counted = self.counting.enter_context(TensorPeak())

@@ -143,12 +143,12 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.build import build
     from memtrain.trainers.losses.policy import Norms
+    from memtrain.trainers.memory_meter.live_tensors import TensorPeak
     from memtrain.trainers.policy_feed import PolicyFeed
     from memtrain.trainers.prompt_feed import PromptFeed
     from memtrain.trainers.rollout.protocol import Sample
     from memtrain.trainers.rollout.window import new_window
     from memtrain.trainers.step import Engine, forward_backward
-    from memtrain.trainers.trace.recorder import TensorPeak
 
     folder, completions = Path(job["folder"]), job["completions"]
     count, prompt = len(completions), job["prompt"][: SHORT if side == "short" else PROMPT]
@@ -195,7 +195,7 @@ def of_trl(job: dict[str, Any]) -> dict[str, float]:
     from trl import GRPOConfig, GRPOTrainer
 
     sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from memtrain.trainers.trace.recorder import TensorPeak
+    from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
     completions, prompt = job["completions"], job["prompt"]
     count = len(completions)

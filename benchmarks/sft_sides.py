@@ -42,7 +42,7 @@ def measured(train: Callable[[], None], *, count_tensors: bool) -> dict[str, flo
     counted = contextlib.nullcontext()
     if count_tensors:
         sys.path.append(str(ROOT))
-        from memtrain.trainers.trace.recorder import TensorPeak
+        from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
         counted = TensorPeak()
     with counted as counter:

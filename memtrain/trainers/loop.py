@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from memtrain.errors import Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
+from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.method import Ahead, FollowsSteps, LooksAhead, Loss, Method, means_of
 from memtrain.trainers.position import Position
 from memtrain.trainers.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.run.events import EvalEvent, Event, StepEvent
-from memtrain.trainers.run.watch import MemoryWatch
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import seed_step
 from memtrain.trainers.saving import Saver

@@ -26,6 +26,7 @@ from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.build import Built, has_dropout
 from memtrain.trainers.feed import Steps, StepWork
 from memtrain.trainers.losses.policy import Norms
+from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.mismatch_alarm import MismatchAlarm
 from memtrain.trainers.model.load import local_device
 from memtrain.trainers.online_judge import Judging, build_judging
@@ -44,7 +45,6 @@ from memtrain.trainers.rollout.window import Window, new_window, window_of
 from memtrain.trainers.run.checkpoint import Checkpoint
 from memtrain.trainers.run.events import EvalEvent, Event, NoteEvent
 from memtrain.trainers.run.state_io import load_state
-from memtrain.trainers.run.watch import MemoryWatch
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import derive_seed
 from memtrain.trainers.telling import Teller

@@ -26,6 +26,8 @@ from memtrain.trainers.engine import make_accelerator, make_engine, make_spread,
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
+from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
+from memtrain.trainers.memory_meter.resized_storages import counting_mode
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.load import local_device
 from memtrain.trainers.model.scorers import treat_loss
@@ -47,7 +49,6 @@ from memtrain.trainers.run.faults import LAUNCHED, note_fault
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.resume import check_resumable
 from memtrain.trainers.run.standing import is_over
-from memtrain.trainers.run.watch import MemoryWatch
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
@@ -56,7 +57,6 @@ from memtrain.trainers.schedule import lr_at
 from memtrain.trainers.snapshot import restore
 from memtrain.trainers.step import Engine
 from memtrain.trainers.telling import Teller, open_teller
-from memtrain.trainers.trace.resized import counting_mode
 from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from memtrain.recipes.sections.optim import Optim
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.step import Engine, set_rate, update
-from memtrain.trainers.trace.recorder import TensorPeak
 
 WIDTH, NUM_LAYERS = 64, 8
 

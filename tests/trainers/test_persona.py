@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.trace.persona import CARD, seen_as_cuda, unchanged, without_launches
-from memtrain.trainers.trace.recorder import Recorder
 
 BRANCHING = """
 import torch

@@ -12,9 +12,9 @@ from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.trace.bits import BlockwiseStates, Packed4bit, Packed8bit
 from memtrain.trainers.trace.fake import bare_model
-from memtrain.trainers.trace.recorder import TensorPeak
 from memtrain.trainers.trace.run import trace
 from memtrain.trainers.trace.steps import tensors_of
 

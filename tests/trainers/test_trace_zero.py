@@ -15,8 +15,8 @@ from trace_cases import BASE, HALF, LLAMA, ZERO, Nobody, random_states, real_pea
 from memtrain.memory import traced
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import can_trace
+from memtrain.trainers.memory_meter.cpu_allocator_peak import allocator_peak
 from memtrain.trainers.trace.fake import bare_model
-from memtrain.trainers.trace.measure import allocator_peak
 from memtrain.trainers.trace.run import bare_cast, play, trace
 
 pytestmark = [

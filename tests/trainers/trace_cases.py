@@ -18,10 +18,10 @@ from memtrain.memory.traced import judged_of, uses_liger
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES
 from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.memory_meter.cpu_allocator_peak import allocator_peak
+from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.trace import kernels, oracle, run
-from memtrain.trainers.trace.measure import allocator_peak
 from memtrain.trainers.trace.ranks import playing_ranks
-from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.run import Job, bare_cast, play
 from memtrain.trainers.trace.zero_ranks import playing_zero
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.plan.plan import Owned, PhasePeak
+from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.trace.fake import KINDS
-from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.run import STEPS, Job, trace
 
 FEWEST = 3

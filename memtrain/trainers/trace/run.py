@@ -17,6 +17,7 @@ from memtrain.memory.rules.engines import is_sharded
 from memtrain.memory.traced import Judged
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
+from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.trace.bits import playing_bitsandbytes
 from memtrain.trainers.trace.dummies import DUMMIES, NOTHING, Subject
@@ -27,7 +28,6 @@ from memtrain.trainers.trace.judges import Judge, bare_judge, one_judgement
 from memtrain.trainers.trace.kernels import playing_liger
 from memtrain.trainers.trace.oracle import RULES, pretending
 from memtrain.trainers.trace.ranks import lay_frozen, playing_ranks, slicing_without_data
-from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.stage import Stage, module_of, set_the_stage
 from memtrain.trainers.trace.steps import (
     gradients_of,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.method import Ahead, LooksAhead
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.online_method import OnlineMethod
@@ -16,7 +17,6 @@ from memtrain.trainers.policy_passes import answer_scores, valued_scores
 from memtrain.trainers.reference import evaluating
 from memtrain.trainers.step import forward_backward, update
 from memtrain.trainers.trace.dummies import DummyFeed
-from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.trace.stage import Stage
 
 Enter = Callable[[str], None]

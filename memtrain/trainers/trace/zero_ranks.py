@@ -18,9 +18,9 @@ from memtrain.memory.estimate.sharded.zero_config import zero_config
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.trainers import zero
+from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.step import Engine
 from memtrain.trainers.trace.persona import replaced, unchanged
-from memtrain.trainers.trace.recorder import Recorder
 from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 ENGINES = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")

@@ -21,6 +21,7 @@ from memtrain.trainers.build import Built
 from memtrain.trainers.data.collate import Piece, pad_right
 from memtrain.trainers.feed import StepSource
 from memtrain.trainers.losses.request import LogprobRequest
+from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.model.load import local_device
 from memtrain.trainers.online import OnlineSteps
@@ -34,7 +35,6 @@ from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.rollout.shown import COMPLETIONS_FILE
 from memtrain.trainers.rollout.window import Window
-from memtrain.trainers.run.watch import MemoryWatch
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import numpy_generator
 

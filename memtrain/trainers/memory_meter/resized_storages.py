@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from memtrain.trainers.trace.recorder import TensorPeak
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
 
 class ResizedPeak(TensorPeak):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from memtrain.trainers.trace.recorder import TensorPeak
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
 WATCHED_STEPS = 2
 """Steady steps whose tensors are counted one by one on a CPU; after these, only heavier ones."""

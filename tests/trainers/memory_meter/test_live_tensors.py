@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from memtrain.trainers.trace.recorder import Recorder, TensorPeak
+from memtrain.trainers.memory_meter.live_tensors import Recorder, TensorPeak
 
 KIB = 1024
 

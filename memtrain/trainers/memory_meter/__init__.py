@@ -1,0 +1,1 @@
+"""Measuring memory: live tensors, phases, the peak of an allocator."""
