@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.losses.answers import desensitised_logps, sum_per_answer, wpo_answer_weights
-from memtrain.trainers.losses.linear import LogprobResult
-from memtrain.trainers.losses.request import LogprobRequest
+from memtrain.trainers.losses.head.linear import LogprobResult
+from memtrain.trainers.losses.head.request import LogprobRequest
 
 
 class AnswerLogps(NamedTuple):

@@ -25,7 +25,7 @@ from memtrain.trainers.data.rows import choose_rows
 from memtrain.trainers.data.store import TokenStore
 from memtrain.trainers.data.tokenizer import tokenizer_of
 from memtrain.trainers.feed import Feed
-from memtrain.trainers.losses.request import LogprobRequest
+from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.method import FollowsSteps, Method
 from memtrain.trainers.model.activations import treat_activations
 from memtrain.trainers.model.adapters import add_adapter

@@ -26,8 +26,8 @@ from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.answer_logps import AnswerLogps, answer_logps
 from memtrain.trainers.data.answer_batch import AnswerBatch
-from memtrain.trainers.losses.pairs import Divergence, PairKnobs, PairLogps
-from memtrain.trainers.losses.preference import preference_loss, preference_sums
+from memtrain.trainers.losses.preference.pairs import Divergence, PairKnobs, PairLogps
+from memtrain.trainers.losses.preference.registry import preference_loss, preference_sums
 from memtrain.trainers.method import Ahead, Loss
 from memtrain.trainers.precompute import Answered, own_answers
 from memtrain.trainers.reference import AskLogps, Reference

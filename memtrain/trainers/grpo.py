@@ -26,8 +26,8 @@ from memtrain.trainers.advantages import (
     groups_without_signal,
     weighted_rewards,
 )
-from memtrain.trainers.losses.policy import PolicyBatch, PolicyKnobs, policy_loss
-from memtrain.trainers.losses.policy_surrogate import Clip, GammaShape
+from memtrain.trainers.losses.policy.registry import PolicyBatch, PolicyKnobs, policy_loss
+from memtrain.trainers.losses.policy.surrogates import Clip, GammaShape
 from memtrain.trainers.method import Ahead, Loss
 from memtrain.trainers.online_method import Judged, Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro

@@ -31,7 +31,7 @@ from memtrain.recipes.sections.methods.preference import Kto as KtoRecipe
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.answer_logps import answer_logps
 from memtrain.trainers.data.answer_batch import AnswerBatch
-from memtrain.trainers.losses.kto import apo_zero_unpaired_loss, kl_baseline, kto_loss
+from memtrain.trainers.losses.preference.kto import apo_zero_unpaired_loss, kl_baseline, kto_loss
 from memtrain.trainers.method import Ahead, Loss
 from memtrain.trainers.precompute import Answered, Question, digest_of, own_answers
 from memtrain.trainers.reference import AskLogps, Reference, evaluating

@@ -25,7 +25,7 @@ from memtrain.recipes.registry import METHODS
 from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.build import Built, has_dropout
 from memtrain.trainers.feed import Steps, StepWork
-from memtrain.trainers.losses.policy import Norms
+from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.mismatch_alarm import MismatchAlarm
 from memtrain.trainers.model.load import local_device

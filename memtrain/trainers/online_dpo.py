@@ -2,7 +2,8 @@
 
     -log sigmoid(beta * (log p(best) / q(best) - log p(worst) / q(worst))), q the reference.
 
-Source: Guo et al. 2024, arXiv:2402.04792, algorithm 1; the losses: trainers/losses/online_pairs.py. Where it
+Source: Guo et al. 2024, arXiv:2402.04792, algorithm 1; the losses:
+trainers/losses/preference/online_pairs.py. Where it
 differs: rewards or a judge of any kind choose the pair, among two completions or more. Prompts whose
 completions are all alike have no pair: they are counted, and the mean is over the pairs that there are.
 Knobs: `online_dpo:`, `generate:` and `rewards:` in the recipe.
@@ -22,7 +23,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.online_dpo import OnlineDpo as OnlineDpoRecipe
 from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.online_pairs import online_pair_loss
+from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
 from memtrain.trainers.method import Ahead, Loss
 from memtrain.trainers.online_method import Judged, Needs
 from memtrain.trainers.pair_feed import PairFeed

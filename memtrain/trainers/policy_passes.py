@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import is_sharded
-from memtrain.trainers.losses.linear import LogprobResult
-from memtrain.trainers.losses.policy_ratio import entropy_threshold
-from memtrain.trainers.losses.request import LogprobRequest
+from memtrain.trainers.losses.head.linear import LogprobResult
+from memtrain.trainers.losses.head.request import LogprobRequest
+from memtrain.trainers.losses.policy.ratios import entropy_threshold
 from memtrain.trainers.model.value_head import Valued, ValuedRequest
 from memtrain.trainers.online_method import Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro

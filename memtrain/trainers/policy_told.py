@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memtrain.recipes.sections.methods.online_base import MismatchMode, WithMismatch
-from memtrain.trainers.losses.policy_mismatch import Mismatch, mismatch, mismatch_facts
+from memtrain.trainers.losses.policy.importance_correction import Mismatch, mismatch, mismatch_facts
 from memtrain.trainers.policy_feed import PolicyMicro
 
 

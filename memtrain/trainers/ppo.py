@@ -27,8 +27,8 @@ from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.advantages import generalised_advantages, standardised, weighted_rewards
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.policy_surrogate import Clip, clipped_loss, is_clipped
-from memtrain.trainers.losses.value import clipped_value_loss
+from memtrain.trainers.losses.policy.surrogates import Clip, clipped_loss, is_clipped
+from memtrain.trainers.losses.policy.value import clipped_value_loss
 from memtrain.trainers.method import Ahead, Loss
 from memtrain.trainers.online_method import Judged, Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro

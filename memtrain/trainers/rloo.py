@@ -24,9 +24,13 @@ from memtrain.trainers.advantages import (
     leave_one_out_advantages,
     weighted_rewards,
 )
-from memtrain.trainers.losses.policy_answers import answer_log_ratio, penalised_rewards, sequence_clipped_loss
-from memtrain.trainers.losses.policy_ratio import mean_per_answer
-from memtrain.trainers.losses.policy_surrogate import Clip, is_clipped
+from memtrain.trainers.losses.policy.ratios import mean_per_answer
+from memtrain.trainers.losses.policy.sequence_level import (
+    answer_log_ratio,
+    penalised_rewards,
+    sequence_clipped_loss,
+)
+from memtrain.trainers.losses.policy.surrogates import Clip, is_clipped
 from memtrain.trainers.method import Ahead, Loss
 from memtrain.trainers.online_method import Judged, Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro

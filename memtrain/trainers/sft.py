@@ -16,8 +16,8 @@ from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.feeds import TokenFeed
 from memtrain.trainers.losses.cross_entropy import dft_loss, sft_request
-from memtrain.trainers.losses.linear import LogprobResult, NllResult
-from memtrain.trainers.losses.request import LogprobRequest
+from memtrain.trainers.losses.head.linear import LogprobResult, NllResult
+from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.method import Loss
 from memtrain.trainers.reference import Reference
 

@@ -14,7 +14,7 @@ from memtrain.cli.app import run
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers import build as build_module
 from memtrain.trainers.data import answer_batch, collate
-from memtrain.trainers.losses import request as request_module
+from memtrain.trainers.losses.head import request as request_module
 from memtrain.trainers.model import activations as activations_module
 from memtrain.trainers.model.checkpointing import recompute
 from memtrain.trainers.model.layout import packed_layout

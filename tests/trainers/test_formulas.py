@@ -25,10 +25,10 @@ from memtrain.recipes.sections.methods.preference import Dpo
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers import dpo, grpo, online_dpo, ppo, rloo
-from memtrain.trainers.losses.linear import LogprobResult
-from memtrain.trainers.losses.policy import Norms
-from memtrain.trainers.losses.policy_mismatch import mismatch_facts
-from memtrain.trainers.losses.policy_ratio import entropy_threshold, kl_estimate
+from memtrain.trainers.losses.head.linear import LogprobResult
+from memtrain.trainers.losses.policy.importance_correction import mismatch_facts
+from memtrain.trainers.losses.policy.ratios import entropy_threshold, kl_estimate
+from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.losses.quantile import quantiles
 from memtrain.trainers.model.value_head import Valued, ValuedRequest
 from memtrain.trainers.online_weigh import Weighing

@@ -11,7 +11,7 @@ from torch import nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.losses.request import LogprobRequest, NllRequest
+from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
 from memtrain.trainers.model.attention.functions import set_attention
 from memtrain.trainers.model.head import Scorer, base_model, head_form, head_of, verify_head
 from memtrain.trainers.model.layout import packed_layout

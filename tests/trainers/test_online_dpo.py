@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.online_pairs import online_pair_loss
+from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
 from memtrain.trainers.online_dpo import best_and_worst
 from memtrain.trainers.online_method import Judged
 from memtrain.trainers.pair_feed import PairFeed

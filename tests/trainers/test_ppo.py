@@ -13,8 +13,8 @@ from torch import nn
 
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.advantages import standardised
-from memtrain.trainers.losses.linear import LogprobResult
-from memtrain.trainers.losses.policy import Norms
+from memtrain.trainers.losses.head.linear import LogprobResult
+from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.model.value_head import Valued
 from memtrain.trainers.online_method import Judged
 from memtrain.trainers.policy_feed import PolicyMicro

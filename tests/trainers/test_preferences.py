@@ -16,8 +16,8 @@ from memtrain.recipes.sections.methods.preference import RANKS_THE_BATCH, READS,
 from memtrain.trainers.build import Built, build
 from memtrain.trainers.feed import Steps
 from memtrain.trainers.kto import partners_of
-from memtrain.trainers.losses.calibration import calibration_error, calibration_sums
-from memtrain.trainers.losses.preference import LOSSES
+from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
+from memtrain.trainers.losses.preference.registry import LOSSES
 from memtrain.trainers.method import Ahead, LooksAhead
 from memtrain.trainers.precompute import fingerprint
 from memtrain.trainers.reference import Synced

@@ -192,7 +192,7 @@ def test_a_trace_feeds_the_model_of_the_cuda_allocator():
 def test_tracing_leaves_torch_and_transformers_as_they_were():
     from transformers import masking_utils
 
-    from memtrain.trainers.losses import products, tiles
+    from memtrain.trainers.losses.head import products, tiles
 
     before = masking_utils.is_tracing, products._multiply_, tiles.sums_half_in_fp32
     trace(sft(LLAMA, HALF | CUDA).job)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memtrain.trainers.losses.request import NllRequest
+from memtrain.trainers.losses.head.request import NllRequest
 
 
 def sft_request(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.losses.linear import Pairs
-from memtrain.trainers.losses.request import HeadForm, LogprobRequest, Request
-from memtrain.trainers.losses.tiles import TILE_BYTES
+from memtrain.trainers.losses.head.linear import Pairs
+from memtrain.trainers.losses.head.request import HeadForm, LogprobRequest, Request
+from memtrain.trainers.losses.head.tiles import TILE_BYTES
 from memtrain.trainers.model.attention.functions import NAMES
 from memtrain.trainers.model.context import ContextRanks
 from memtrain.trainers.model.layout import packed_layout

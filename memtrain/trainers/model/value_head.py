@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from memtrain.trainers.losses.linear import LogprobResult
-from memtrain.trainers.losses.request import LogprobRequest, Request
+from memtrain.trainers.losses.head.linear import LogprobResult
+from memtrain.trainers.losses.head.request import LogprobRequest, Request
 from memtrain.trainers.model.head import Scorer, base_model, head_of
 from memtrain.trainers.model.reward_head import head_of_rewards, in_float
 from memtrain.trainers.model.save import save_final

@@ -20,7 +20,7 @@ from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, pad_right
 from memtrain.trainers.feeds import TokenFeed
-from memtrain.trainers.losses.policy import Norms
+from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.online_method import Needs
 from memtrain.trainers.policy_feed import PolicyMicro
 from memtrain.trainers.prompt_feed import PromptFeed

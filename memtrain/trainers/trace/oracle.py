@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from memtrain.trainers.losses.spans import telling_spans
+from memtrain.trainers.losses.head.spans import telling_spans
 from memtrain.trainers.trace.host import HOST
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ def pretending(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
     from transformers import masking_utils
 
     from memtrain.trainers import optim_offload
-    from memtrain.trainers.losses import gradients, linear_nll, linear_recompute, products, tiles
+    from memtrain.trainers.losses.head import gradients, linear_nll, linear_recompute, products, tiles
 
     undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
     if skips_tiles:

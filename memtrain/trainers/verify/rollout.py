@@ -20,7 +20,7 @@ from memtrain.recipes.sections.rewards import RewardFunction, Rewards
 from memtrain.trainers.build import Built
 from memtrain.trainers.data.collate import Piece, pad_right
 from memtrain.trainers.feed import StepSource
-from memtrain.trainers.losses.request import LogprobRequest
+from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.model.head import base_model
 from memtrain.trainers.model.load import local_device

@@ -1,0 +1,1 @@
+"""The LM head with its loss: full, chunked, recomputed, Liger."""

@@ -1,0 +1,134 @@
+"""What is asked of an LM head for a set of tokens: their log-probs, or their weighted NLL."""
+
+# N scored tokens
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from memtrain.trainers.losses.head.linear import LogprobResult, NllResult, Pairs, linear_logprob, linear_nll
+from memtrain.trainers.losses.head.linear_full import full_logprob, full_nll
+from memtrain.trainers.losses.head.linear_liger import liger_nll
+from memtrain.trainers.losses.head.tiles import TILE_BYTES
+
+
+class HeadForm(NamedTuple):
+    """How the head and the loss are computed, and what the model does to its logits."""
+
+    is_chunked: bool = True
+    """In tiles of logits; else all logits at once."""
+    tile_bytes: int = TILE_BYTES
+    softcap: float | None = None
+    scale: float = 1.0
+    is_liger: bool = False
+    """NLL by Liger's kernel; log-probs are in tiles of ours all the same."""
+
+
+class Request(Protocol):
+    """One question to the LM head.
+
+    Requests are opaque objects on purpose: FSDP2's mixed precision rounds every float tensor it finds in
+    the arguments of a module call (in tuples, dicts and dataclasses too), the loss weights among them.
+    """
+
+    def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> Any:
+        """The result, from the head's operands; runs inside the head's module call."""
+        ...
+
+    def about(self, which_n: Tensor) -> Request:
+        """The same question about some of the tokens, by their places among the N."""
+        ...
+
+
+class LogprobRequest:
+    """Log p of each target, and what else is asked for: a `LogprobResult`."""
+
+    def __init__(
+        self,
+        targets_N: Tensor,
+        *,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+        want_log_sum_squares: bool = False,
+    ) -> None:
+        self.targets_N = targets_N
+        self.temperature = temperature
+        self.want_entropy = want_entropy
+        self.want_log_sum_squares = want_log_sum_squares
+
+    def about(self, which_n: Tensor) -> LogprobRequest:
+        """The same question about some of the tokens."""
+        return LogprobRequest(
+            self.targets_N[which_n],
+            temperature=self.temperature,
+            want_entropy=self.want_entropy,
+            want_log_sum_squares=self.want_log_sum_squares,
+        )
+
+    def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> LogprobResult:
+        """See `linear_logprob`."""
+        compute = linear_logprob if form.is_chunked else full_logprob
+        return compute(
+            pairs,
+            self.targets_N,
+            bias=bias,
+            temperature=self.temperature,
+            softcap=form.softcap,
+            scale=form.scale,
+            want_entropy=self.want_entropy,
+            want_log_sum_squares=self.want_log_sum_squares,
+            tile_bytes=form.tile_bytes,
+        )
+
+
+class NllRequest:
+    """Sum over tokens of weight * NLL, smoothed, plus z-loss: an `NllResult`."""
+
+    def __init__(
+        self,
+        targets_N: Tensor,
+        weights_N: Tensor,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        want_stats: bool = False,
+        weight_of_all: float | None = None,
+    ) -> None:
+        self.targets_N = targets_N
+        self.weights_N = weights_N
+        self.weight_of_all = weight_of_all
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.want_stats = want_stats
+
+    def about(self, which_n: Tensor) -> NllRequest:
+        """The same question about some of the tokens: their part of the sum."""
+        return NllRequest(
+            self.targets_N[which_n],
+            self.weights_N[which_n],
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            want_stats=self.want_stats,
+            weight_of_all=self.weight_of_all,
+        )
+
+    def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> NllResult:
+        """See `linear_nll`."""
+        compute = linear_nll if form.is_chunked else full_nll
+        if form.is_liger:
+            compute = partial(liger_nll, weight_of_all=self.weight_of_all)
+        return compute(
+            pairs,
+            self.targets_N,
+            self.weights_N,
+            bias=bias,
+            softcap=form.softcap,
+            scale=form.scale,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            want_stats=self.want_stats,
+            tile_bytes=form.tile_bytes,
+        )

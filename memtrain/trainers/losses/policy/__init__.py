@@ -1,0 +1,1 @@
+"""Losses of policies: ratios, surrogates, importance correction, value."""

@@ -1,0 +1,1 @@
+"""Losses of preferences: pairs, single answers, reward models."""
