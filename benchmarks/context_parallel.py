@@ -37,9 +37,9 @@ from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end
 from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.attention import set_attention
-from memtrain.trainers.model.context import ContextRanks, make_context
-from memtrain.trainers.model.head import Scorer
-from memtrain.trainers.model.sliced_scoring import sliced
+from memtrain.trainers.model.context_parallel.groups import ContextRanks, make_context
+from memtrain.trainers.model.heads.context_parallel_scoring import sliced
+from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.sft import Sft
 
 SIZES = (1, 2, 4)

@@ -44,7 +44,7 @@ def look_at_model(model: Model) -> LookedAt:
 
     Raises: LaunchError when it is nowhere.
     """
-    from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
+    from memtrain.trainers.model.loading.tiny import BUILTIN_TINY, tiny_config
 
     if model.path == BUILTIN_TINY:
         return LookedAt(tiny_config(_tiny_vocabulary()))

@@ -133,8 +133,13 @@ def model_config(model: Model) -> Mapping[str, object]:
     Raises: LaunchError when there is none.
     """
     from memtrain.trainers.data.tokenizer import tokenizer_of
-    from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
-    from memtrain.trainers.model.where import find_origin, read_config, read_config_file, unknown_type
+    from memtrain.trainers.model.loading.locate import (
+        find_origin,
+        read_config,
+        read_config_file,
+        unknown_type,
+    )
+    from memtrain.trainers.model.loading.tiny import BUILTIN_TINY, tiny_config
 
     if model.path == BUILTIN_TINY:
         return tiny_config(len(tokenizer_of(model)))

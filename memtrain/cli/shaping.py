@@ -15,6 +15,6 @@ def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "s
     """
     if has_formula(config):
         return shape_of(config, where, head)
-    from memtrain.trainers.model.count import counted_shape
+    from memtrain.trainers.model.loading.module_shapes import counted_shape
 
     return counted_shape(config, where, head)

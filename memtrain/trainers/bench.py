@@ -30,7 +30,7 @@ from memtrain.trainers.engine import make_accelerator
 from memtrain.trainers.feed import Feed, Ints
 from memtrain.trainers.heaviest import longest_together, step_of
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
-from memtrain.trainers.model.load import local_device
+from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.policy_feed import PolicyMicro
 from memtrain.trainers.rehearse_online import made_up_rollout

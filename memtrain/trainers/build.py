@@ -27,19 +27,19 @@ from memtrain.trainers.data.tokenizer import tokenizer_of
 from memtrain.trainers.feed import Feed
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.method import FollowsSteps, Method
-from memtrain.trainers.model.activations import treat_activations
-from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import attention_switched
-from memtrain.trainers.model.context import make_context
-from memtrain.trainers.model.deferred import is_empty, made_in_parts
-from memtrain.trainers.model.head import Scorer, base_model, verify_head
-from memtrain.trainers.model.isolation import verify_causal, verify_isolation, verify_slices
-from memtrain.trainers.model.liger import apply_liger
-from memtrain.trainers.model.load import load_model, local_device
-from memtrain.trainers.model.noise import add_noise
-from memtrain.trainers.model.reward_head import RewardScorer
-from memtrain.trainers.model.scorers import loss_form, scorer_of
-from memtrain.trainers.model.value_head import ValueScorer
+from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices
+from memtrain.trainers.model.context_parallel.groups import make_context
+from memtrain.trainers.model.heads.build import loss_form, scorer_of
+from memtrain.trainers.model.heads.lm_head import Scorer, base_model, verify_head
+from memtrain.trainers.model.heads.reward_head import RewardScorer
+from memtrain.trainers.model.heads.value_head import ValueScorer
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.liger import apply_liger
+from memtrain.trainers.model.loading.load import load_model, local_device
+from memtrain.trainers.model.loading.neftune import add_noise
+from memtrain.trainers.model.loading.sharded_load import is_empty, made_in_parts
+from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.reference import Live, Synced
 from memtrain.trainers.references import build_reference

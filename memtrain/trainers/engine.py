@@ -18,9 +18,9 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.trainers.build import Built
 from memtrain.trainers.exchange import Exchange
-from memtrain.trainers.model.deferred import fill_rows, is_empty
-from memtrain.trainers.model.load import local_device
-from memtrain.trainers.model.own_part import kept_of
+from memtrain.trainers.model.loading.load import local_device
+from memtrain.trainers.model.loading.sharded_init import kept_of
+from memtrain.trainers.model.loading.sharded_load import fill_rows, is_empty
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 from memtrain.trainers.runtime.weight_layout import Spread
 from memtrain.trainers.shards import check_shards, gathered, own_shards, shard, shard_engine, whole_weights

@@ -11,9 +11,9 @@ from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.build import Built
 from memtrain.trainers.loop import Run
 from memtrain.trainers.model.attention import attention_switched
-from memtrain.trainers.model.head import Scorer, base_model
-from memtrain.trainers.model.save import save_final
-from memtrain.trainers.model.value_head import ValueScorer, save_value, value_of
+from memtrain.trainers.model.heads.lm_head import Scorer, base_model
+from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, value_of
+from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.run.card import write_card
 from memtrain.trainers.run.checkpoint import best_complete
 from memtrain.trainers.run.events import FinalEvent, MemoryEvent

@@ -10,7 +10,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import build
 from memtrain.trainers.engine import make_accelerator
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
-from memtrain.trainers.model.load import local_device
+from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.stepping import Stepper
 from memtrain.trainers.worker import resident
 

@@ -28,7 +28,7 @@ from memtrain.trainers.feed import Steps, StepWork
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.mismatch_alarm import MismatchAlarm
-from memtrain.trainers.model.load import local_device
+from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online_judge import Judging, build_judging
 from memtrain.trainers.online_method import OnlineMethod, WeighsTokens
 from memtrain.trainers.online_weigh import Weighing, rollout_facts

@@ -14,7 +14,7 @@ from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.recipes.sections.optim import Optim
-from memtrain.trainers.model.quantize import refuse_without_bitsandbytes
+from memtrain.trainers.model.loading.quantize import refuse_without_bitsandbytes
 from memtrain.trainers.optim_exact import Adafactor
 from memtrain.trainers.optim_master import MasterWeights
 from memtrain.trainers.optim_muon import Muon, split_hidden

@@ -17,7 +17,7 @@ from memtrain.memory.rules.engines import is_sharded
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.losses.policy.ratios import entropy_threshold
-from memtrain.trainers.model.value_head import Valued, ValuedRequest
+from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
 from memtrain.trainers.online_method import Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.reference import Reference, evaluating

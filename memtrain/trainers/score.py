@@ -18,10 +18,10 @@ from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.order import micro_batches
 from memtrain.trainers.data.prepare import kept_rows
 from memtrain.trainers.data.tokenizer import tokenizer_of
-from memtrain.trainers.model.adapters import load_adapter
-from memtrain.trainers.model.isolation import verify_isolation
-from memtrain.trainers.model.load import load_model, local_device
-from memtrain.trainers.model.reward_head import RewardScorer
+from memtrain.trainers.model.attention.isolation_check import verify_isolation
+from memtrain.trainers.model.heads.reward_head import RewardScorer
+from memtrain.trainers.model.loading.adapters import load_adapter
+from memtrain.trainers.model.loading.load import load_model, local_device
 
 SCORE = "score"
 """The name under which `METHOD_FORMATS` lists what can be scored: pairs, and single answers."""

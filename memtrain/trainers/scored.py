@@ -10,7 +10,7 @@ from pathlib import Path
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.recipes.sections.model import Model
-from memtrain.trainers.model.where import ADAPTER_FILE, adapter_of, find_origin
+from memtrain.trainers.model.loading.locate import ADAPTER_FILE, adapter_of, find_origin
 from memtrain.trainers.run.folder import RunFolder
 
 BASES = ("model.path=", "model.config=")

@@ -31,8 +31,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.head import base_model
-from memtrain.trainers.model.value_head import ValueScorer
+from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.runtime.weight_layout import full_of, local_of
 from memtrain.trainers.step import Engine
 

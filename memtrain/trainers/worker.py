@@ -28,9 +28,9 @@ from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.memory_meter.resized_storages import counting_mode
-from memtrain.trainers.model.activations import treat_activations
-from memtrain.trainers.model.load import local_device
-from memtrain.trainers.model.scorers import treat_loss
+from memtrain.trainers.model.heads.build import treat_loss
+from memtrain.trainers.model.loading.load import local_device
+from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.online import OnlineSteps, online_steps
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.outcome import outcome_told

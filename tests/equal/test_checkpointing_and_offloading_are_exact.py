@@ -13,13 +13,13 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter
 from memtrain.recipes.sections.optim import Optim
-from memtrain.trainers.model import activations as activations_module
-from memtrain.trainers.model.activations import treat_activations
-from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
-from memtrain.trainers.model.layout import packed_layout
-from memtrain.trainers.model.offload import Offloader
-from memtrain.trainers.model.offload_engines import LazyEngine, SyncEngine
+from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.offload import activations as activations_module
+from memtrain.trainers.model.offload.activations import treat_activations
+from memtrain.trainers.model.offload.copy_engines import LazyEngine, SyncEngine
+from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.optim import build_optimizer, clip_gradients
 
 TinyModel = Callable[..., Any]

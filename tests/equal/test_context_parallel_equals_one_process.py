@@ -33,9 +33,9 @@ from memtrain.trainers.data.collate import Piece, lay_end_to_end, pad_right
 from memtrain.trainers.dpo import Dpo
 from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.attention import set_attention
-from memtrain.trainers.model.context import make_context
-from memtrain.trainers.model.head import Scorer
-from memtrain.trainers.model.reward_head import RewardScorer
+from memtrain.trainers.model.context_parallel.groups import make_context
+from memtrain.trainers.model.heads.lm_head import Scorer
+from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.reference import Live
 from memtrain.trainers.reward import Reward
 from memtrain.trainers.sft import Sft

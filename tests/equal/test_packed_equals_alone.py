@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import set_attention
-from memtrain.trainers.model.layout import packed_layout
+from memtrain.trainers.model.attention.row_layout import packed_layout
 
 LENGTHS = [37, 5, 64, 1, 20]
 BACKENDS = [AttentionBackend.CPU, AttentionBackend.DENSE]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import set_attention
-from memtrain.trainers.model.layout import shared_layout
+from memtrain.trainers.model.attention.row_layout import shared_layout
 
 RAGGED = [(40, [7, 19, 1, 33]), (3, [5, 64]), (71, [12]), (1, [1, 2])]
 PAIR = [(24, [9, 17])]

@@ -15,9 +15,9 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers import build as build_module
 from memtrain.trainers.data import answer_batch, collate
 from memtrain.trainers.losses.head import request as request_module
-from memtrain.trainers.model import activations as activations_module
-from memtrain.trainers.model.checkpointing import recompute
-from memtrain.trainers.model.layout import packed_layout
+from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.offload import activations as activations_module
+from memtrain.trainers.model.offload.checkpointing import recompute
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.verify import resuming
 from memtrain.trainers.verify.contamination import Seen

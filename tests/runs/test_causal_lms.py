@@ -16,8 +16,8 @@ from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.rules.attention import AttentionBackend, AttentionFacts, choose_attention, model_facts
 from memtrain.memory.rules.tested_models import KEPT_APART
 from memtrain.trainers.model.attention import attention_switched
-from memtrain.trainers.model.head import Scorer, verify_head
-from memtrain.trainers.model.isolation import verify_causal, verify_isolation
+from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation
+from memtrain.trainers.model.heads.lm_head import Scorer, verify_head
 
 SMALL = {
     "vocab_size": 160,

@@ -99,7 +99,7 @@ def test_ten_killed_runs_move_no_bit(runs, metrics, curve_of, whole, taken_s, se
         "memtrain.trainers.finish.write_card",
         "memtrain.trainers.run.ending.write_report",
         "memtrain.trainers.outcome.tell_end",
-        "memtrain.trainers.model.save.shutil.rmtree",
+        "memtrain.trainers.model.loading.save.shutil.rmtree",
     ],
 )
 def test_a_kill_at_a_delicate_moment_moves_no_bit(runs, metrics, curve_of, monkeypatch, whole, moment: str):

@@ -12,8 +12,8 @@ from small_runs import ONLINE, curve, dies_at, run_in, steps
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, RecipeError
 from memtrain.memory.plan.plan import read_plan
-from memtrain.trainers.model import activations
-from memtrain.trainers.model.offload import Offloader
+from memtrain.trainers.model.offload import activations
+from memtrain.trainers.model.offload.offloader import Offloader
 
 METHODS = ("grpo", "rloo")
 RECIPE = (

@@ -30,7 +30,7 @@ from memtrain.trainers.losses.policy.importance_correction import mismatch_facts
 from memtrain.trainers.losses.policy.ratios import entropy_threshold, kl_estimate
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.losses.quantile import quantiles
-from memtrain.trainers.model.value_head import Valued, ValuedRequest
+from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
 from memtrain.trainers.online_weigh import Weighing
 from memtrain.trainers.policy_feed import PolicyMicro
 from memtrain.trainers.rollout.protocol import Sample

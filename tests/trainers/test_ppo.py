@@ -15,7 +15,7 @@ from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.advantages import standardised
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.policy.registry import Norms
-from memtrain.trainers.model.value_head import Valued
+from memtrain.trainers.model.heads.value_head import Valued
 from memtrain.trainers.online_method import Judged
 from memtrain.trainers.policy_feed import PolicyMicro
 from memtrain.trainers.ppo import Ppo, adapted

@@ -19,10 +19,10 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.data.tokenizer import load_tokenizer
-from memtrain.trainers.model.adapters import add_adapter
-from memtrain.trainers.model.load import load_model
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.load import load_model
+from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.model.merge import fold, merge_run
-from memtrain.trainers.model.save import save_final
 
 TinyModel = Callable[..., Any]
 SETTINGS = Settings(

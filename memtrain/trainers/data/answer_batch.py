@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
-from memtrain.trainers.model.layout import shared_layout
+from memtrain.trainers.model.attention.row_layout import shared_layout
 
 Ids = NDArray[np.int32]
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.trainers.model.layout import Layout, packed_layout
+from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    from memtrain.trainers.model.where import find_origin
+    from memtrain.trainers.model.loading.locate import find_origin
 
     if name.startswith("builtin:") and name != BUILTIN:
         raise DataError(f"there is no tokenizer '{name}'", "model.tokenizer", f"there is {BUILTIN}")

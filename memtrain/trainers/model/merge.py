@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.trainers.data.tokenizer import load_tokenizer
-from memtrain.trainers.model.adapters import load_adapter
-from memtrain.trainers.model.load import DTYPES, load_model
-from memtrain.trainers.model.save import refuse_to_overwrite, save_final
-from memtrain.trainers.model.where import ADAPTER_FILE
+from memtrain.trainers.model.loading.adapters import load_adapter
+from memtrain.trainers.model.loading.load import DTYPES, load_model
+from memtrain.trainers.model.loading.locate import ADAPTER_FILE
+from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final
 from memtrain.trainers.run.folder import RunFolder
 
 

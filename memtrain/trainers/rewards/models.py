@@ -21,10 +21,10 @@ from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.answer_batch import Answer as AnswerIds
 from memtrain.trainers.data.answer_batch import Group, collate_answers
 from memtrain.trainers.data.tokenizer import tokenizer_of
-from memtrain.trainers.model.deferred import made_in_parts
-from memtrain.trainers.model.load import load_model, local_device
-from memtrain.trainers.model.reward_head import RewardScorer
-from memtrain.trainers.model.where import find_origin, read_config
+from memtrain.trainers.model.heads.reward_head import RewardScorer
+from memtrain.trainers.model.loading.load import load_model, local_device
+from memtrain.trainers.model.loading.locate import find_origin, read_config
+from memtrain.trainers.model.loading.sharded_load import made_in_parts
 from memtrain.trainers.rewards.answer import Answer
 from memtrain.trainers.runtime.ranks import Ranks
 

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.rollout.fallback import own_attention
 from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
 

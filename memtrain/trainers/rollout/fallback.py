@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers import StoppingCriteriaList as Criteria
 
 from memtrain.trainers.model.attention import NAMES, attention_switched
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.rollout.choose import choose
 from memtrain.trainers.rollout.native import Decode
 from memtrain.trainers.rollout.protocol import Finish, Group, OnDone, Sample, Sampling

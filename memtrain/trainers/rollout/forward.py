@@ -18,7 +18,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES
 from memtrain.trainers.model.attention.functions import UNSUPPORTED
-from memtrain.trainers.model.layout import Layout, packed_layout
+from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
 from memtrain.trainers.rollout.keys import Keys, Standing, attend
 
 NAME = "memtrain_rollout"

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import attention_switched
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.rollout.choose import choose
 from memtrain.trainers.rollout.forward import NAME, read_prompts, register, write_tokens
 from memtrain.trainers.rollout.keys import Keys, Standing, standing

@@ -16,7 +16,7 @@ from memtrain.memory.generation.vllm import BLOCK_TOKENS
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.vllm import Vllm
 from memtrain.trainers.build import Built
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.rollout.protocol import Sampler
 from memtrain.trainers.rollout.vllm_process import Launch
 from memtrain.trainers.rollout.vllm_sampler import VllmSampler

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.heads.lm_head import base_model
 
 ALIGNMENT = 64
 """Pieces of a bucket begin at multiples of it, so that a view of them has any dtype."""

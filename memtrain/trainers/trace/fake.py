@@ -17,11 +17,11 @@ from transformers import AutoConfig, PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
-from memtrain.trainers.model.liger import apply_liger
-from memtrain.trainers.model.load import AUTO, DTYPES
-from memtrain.trainers.model.reward_head import in_float
+from memtrain.trainers.model.heads.reward_head import in_float
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.liger import apply_liger
+from memtrain.trainers.model.loading.load import AUTO, DTYPES
 from memtrain.trainers.trace.bits import pack_linear_maps
 
 PLAYED_BY = {AttentionBackend.FLASH: AttentionBackend.CUDA, AttentionBackend.FLEX: AttentionBackend.CUDA}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.offload_engines import Ticket
+from memtrain.trainers.model.offload.copy_engines import Ticket
 
 HOST = "meta"
 """What plays the host's memory."""

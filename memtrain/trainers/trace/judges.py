@@ -13,7 +13,7 @@ from memtrain.memory.estimate.auxiliary_models import judge_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import Judged
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.model.reward_head import RewardScorer
+from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.trace.dummies import Subject, judged_micro
 from memtrain.trainers.trace.fake import bare_model, without_data
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.traced import uses_liger
-from memtrain.trainers.model.load import AUTO
+from memtrain.trainers.model.loading.load import AUTO
 from memtrain.trainers.trace.persona import seen_as_cuda, unchanged, without_launches
 
 LIBRARY = "liger_kernel"

@@ -16,9 +16,9 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import shards_weights
 from memtrain.trainers import shards
 from memtrain.trainers.exchange import Exchange
-from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.layout import Layout
-from memtrain.trainers.model.slices import SlicedLayout, slice_of
+from memtrain.trainers.model.attention.row_layout import Layout
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, slice_of
 from memtrain.trainers.runtime.weight_layout import trained_parameters
 from memtrain.trainers.shards import own_shards, shard, shard_engine
 from memtrain.trainers.step import Engine
@@ -95,7 +95,7 @@ def slicing_without_data(settings: Settings) -> Iterator[Rules]:
 
     Yields rules for a recorder: of the scored tokens, a slice holds as many as it has tokens.
     """
-    from memtrain.trainers.model import sliced_scoring
+    from memtrain.trainers.model.heads import context_parallel_scoring as sliced_scoring
 
     if settings.context_parallel == 1:
         yield {}

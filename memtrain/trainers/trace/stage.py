@@ -19,14 +19,14 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.method import FollowsSteps, Method
-from memtrain.trainers.model.activations import treat_activations
-from memtrain.trainers.model.context import make_context
-from memtrain.trainers.model.head import Scorer
-from memtrain.trainers.model.noise import add_noise
-from memtrain.trainers.model.offload import Offloader
-from memtrain.trainers.model.reward_head import RewardScorer
-from memtrain.trainers.model.scorers import loss_form, scorer_of
-from memtrain.trainers.model.value_head import ValueScorer
+from memtrain.trainers.model.context_parallel.groups import make_context
+from memtrain.trainers.model.heads.build import loss_form, scorer_of
+from memtrain.trainers.model.heads.lm_head import Scorer
+from memtrain.trainers.model.heads.reward_head import RewardScorer
+from memtrain.trainers.model.heads.value_head import ValueScorer
+from memtrain.trainers.model.loading.neftune import add_noise
+from memtrain.trainers.model.offload.activations import treat_activations
+from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter

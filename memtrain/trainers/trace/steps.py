@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.method import Ahead, LooksAhead
-from memtrain.trainers.model.head import base_model
+from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online_method import OnlineMethod
 from memtrain.trainers.policy_passes import answer_scores, valued_scores
 from memtrain.trainers.reference import evaluating

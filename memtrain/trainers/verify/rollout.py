@@ -22,8 +22,8 @@ from memtrain.trainers.data.collate import Piece, pad_right
 from memtrain.trainers.feed import StepSource
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
-from memtrain.trainers.model.head import base_model
-from memtrain.trainers.model.load import local_device
+from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.online_judge import Judging
 from memtrain.trainers.position import Position

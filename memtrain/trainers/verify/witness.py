@@ -21,8 +21,8 @@ from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.build import Built
 from memtrain.trainers.feed import StepWork
 from memtrain.trainers.feeds import TokenFeed
-from memtrain.trainers.model.head import base_model
-from memtrain.trainers.model.offload import Offloader
+from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.verify.record import Side
 
 ATTENTION_OPS = ("attention", "flex")

@@ -9,7 +9,7 @@ import torch
 
 from memtrain.trainers.losses.cross_entropy import dft_loss, sft_request
 from memtrain.trainers.losses.head.request import HeadForm
-from memtrain.trainers.model.head import Scorer
+from memtrain.trainers.model.heads.lm_head import Scorer
 
 VOCAB = 128
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.rules.context_parallel import copies_of_keys
-from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.layout import Layout
-from memtrain.trainers.model.slices import RowPart
+from memtrain.trainers.model.attention.row_layout import Layout
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.context_parallel.row_slices import RowPart
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
 

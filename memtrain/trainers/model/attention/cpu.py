@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memtrain.trainers.model.attention.row_layout import Layout, Part
 from memtrain.trainers.model.attention.two_part import TwoPartAttention
-from memtrain.trainers.model.layout import Layout, Part
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.layout import Layout, Part
+from memtrain.trainers.model.attention.row_layout import Layout, Part
 
 # The mask is the same for all layers of one forward, and dies with its layout.
 _masks: WeakKeyDictionary[Layout, Tensor] = WeakKeyDictionary()

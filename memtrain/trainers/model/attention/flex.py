@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from memtrain.trainers.model.layout import Layout
+from memtrain.trainers.model.attention.row_layout import Layout
 
 # The block mask is the same for all layers of one forward, and dies with its layout.
 _block_masks: WeakKeyDictionary[Layout, BlockMask] = WeakKeyDictionary()

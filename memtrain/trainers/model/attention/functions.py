@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention.by_heads import attend_by_heads
+from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.attention.sliced import attend_sliced
-from memtrain.trainers.model.layout import Layout
-from memtrain.trainers.model.slices import RowPart, SlicedLayout
+from memtrain.trainers.model.context_parallel.row_slices import RowPart, SlicedLayout
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
 

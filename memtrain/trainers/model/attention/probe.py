@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memtrain.memory.rules.attention import PREFERENCE, AttentionBackend, AttentionFacts, refusal
 from memtrain.trainers.model.attention.functions import NAMES, attend_of
-from memtrain.trainers.model.layout import shared_layout
+from memtrain.trainers.model.attention.row_layout import shared_layout
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Largest relative error (norm of the difference over norm) of output and gradients; fp32 has room for TF32.

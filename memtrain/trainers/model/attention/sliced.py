@@ -22,7 +22,7 @@ from torch import Tensor
 
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
-from memtrain.trainers.model.slices import SlicedLayout
+from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 
 KERNELS = {
     AttentionBackend.CPU: "SegmentLoop",

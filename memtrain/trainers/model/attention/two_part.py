@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.layout import Layout, Part
+from memtrain.trainers.model.attention.row_layout import Layout, Part
 
 
 class Kernel(Protocol):

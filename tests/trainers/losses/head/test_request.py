@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
-from memtrain.trainers.model.head import Scorer, base_model
+from memtrain.trainers.model.heads.lm_head import Scorer, base_model
 
 VOCAB, RANKS = 128, 2
 IDS = torch.randint(1, VOCAB, (RANKS, 17), generator=torch.Generator().manual_seed(7))

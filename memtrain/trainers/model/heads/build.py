@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.head import Scorer
-from memtrain.trainers.model.reward_head import RewardScorer
+from memtrain.trainers.model.heads.lm_head import Scorer
+from memtrain.trainers.model.heads.reward_head import RewardScorer
 
 
 def scorer_of(model: PreTrainedModel | PeftModel, head: str, settings: Settings) -> Scorer | RewardScorer:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from memtrain.memory.estimate.host_memory import rounded
-from memtrain.trainers.model.offload_engines import Engine, Ticket
+from memtrain.trainers.model.offload.copy_engines import Engine, Ticket
 
 
 class HostPool:

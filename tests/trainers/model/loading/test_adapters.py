@@ -10,7 +10,7 @@ from peft import PromptTuningConfig, get_peft_model
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.model import Adapter
-from memtrain.trainers.model.adapters import add_adapter, load_adapter
+from memtrain.trainers.model.loading.adapters import add_adapter, load_adapter
 
 TinyModel = Callable[..., Any]
 IDS = torch.randint(1, 128, (1, 8), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from torch import nn
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import functions, set_attention
-from memtrain.trainers.model.isolation import verify_isolation
+from memtrain.trainers.model.attention.isolation_check import verify_isolation
 
 SHAPE = {
     "vocab_size": 128,

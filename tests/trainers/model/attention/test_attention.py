@@ -22,7 +22,7 @@ from memtrain.trainers.model.attention import (
 from memtrain.trainers.model.attention import cpu as cpu_backend
 from memtrain.trainers.model.attention import cuda as cuda_backend
 from memtrain.trainers.model.attention.probe import Outcome, probe, probe_one
-from memtrain.trainers.model.layout import Layout, Part, packed_layout, shared_layout
+from memtrain.trainers.model.attention.row_layout import Layout, Part, packed_layout, shared_layout
 
 LAYOUTS = {
     "packed": packed_layout([5, 1, 33, 12]),

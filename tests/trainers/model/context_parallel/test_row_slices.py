@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memtrain.trainers.model.attention.dense import mask_of
-from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.layout import Layout, packed_layout, shared_layout
-from memtrain.trainers.model.slices import SlicedLayout, held_by, slice_of
+from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, held_by, slice_of
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 

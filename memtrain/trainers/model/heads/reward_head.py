@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.head import backbone_of, base_model
-from memtrain.trainers.model.sliced_scoring import over_slices
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
+from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
 
 
 class Rewards(NamedTuple):

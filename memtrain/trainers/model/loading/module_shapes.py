@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from memtrain.memory.model_shape.config_names import OTHER_NAMES, canonical
 from memtrain.memory.model_shape.layer_parts import Counts, Linear
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
-from memtrain.trainers.model.head import backbone_of
-from memtrain.trainers.model.load import AUTO
+from memtrain.trainers.model.heads.lm_head import backbone_of
+from memtrain.trainers.model.loading.load import AUTO
 
 SPARE_POSITIONS = 16
 """Rows that a table of positions may have beyond the longest row: OPT's has two. Taste."""

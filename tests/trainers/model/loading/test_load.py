@@ -9,7 +9,7 @@ import torch
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter, Model
-from memtrain.trainers.model.load import load_model
+from memtrain.trainers.model.loading.load import load_model
 
 SETTINGS = Settings(
     device="cpu", num_processes=1, threads=1, dtype="float32", attention="stock", liger=False, adapter=None,

@@ -15,12 +15,12 @@ from transformers import (
 )
 
 from memtrain.recipes.sections.model import Adapter
-from memtrain.trainers.model.adapters import add_adapter
-from memtrain.trainers.model.deferred import empty_model, is_empty
-from memtrain.trainers.model.load import SCORE_HEADS
-from memtrain.trainers.model.own_part import NeedsWhole, is_keeping, kept_in_parts, kept_of
-from memtrain.trainers.model.reward_head import in_float
-from memtrain.trainers.model.where import Origin
+from memtrain.trainers.model.heads.reward_head import in_float
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.load import SCORE_HEADS
+from memtrain.trainers.model.loading.locate import Origin
+from memtrain.trainers.model.loading.sharded_init import NeedsWhole, is_keeping, kept_in_parts, kept_of
+from memtrain.trainers.model.loading.sharded_load import empty_model, is_empty
 from memtrain.trainers.run.shard_files import rows_of
 
 WORLD = 3

@@ -18,11 +18,17 @@ from transformers import (
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Model
-from memtrain.trainers.model.deferred import empty_model
-from memtrain.trainers.model.own_part import is_keeping
-from memtrain.trainers.model.quantize import quantization_config
-from memtrain.trainers.model.tiny import BUILTIN_TINY, tiny_config
-from memtrain.trainers.model.where import Origin, find_origin, read_config, read_config_file, unknown_type
+from memtrain.trainers.model.loading.locate import (
+    Origin,
+    find_origin,
+    read_config,
+    read_config_file,
+    unknown_type,
+)
+from memtrain.trainers.model.loading.quantize import quantization_config
+from memtrain.trainers.model.loading.sharded_init import is_keeping
+from memtrain.trainers.model.loading.sharded_load import empty_model
+from memtrain.trainers.model.loading.tiny import BUILTIN_TINY, tiny_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtype of each `Settings.dtype`."""

@@ -20,9 +20,9 @@ from memtrain.trainers.losses.head.linear import Pairs
 from memtrain.trainers.losses.head.request import HeadForm, LogprobRequest, Request
 from memtrain.trainers.losses.head.tiles import TILE_BYTES
 from memtrain.trainers.model.attention.functions import NAMES
-from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.layout import packed_layout
-from memtrain.trainers.model.sliced_scoring import over_slices
+from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
 
 Inside = Callable[[Pairs, Tensor | None], Any]
 """What runs inside a head's module call, on its summed products and its bias."""

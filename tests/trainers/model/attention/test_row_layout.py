@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memtrain.trainers.model.layout import packed_layout, shared_layout
+from memtrain.trainers.model.attention.row_layout import packed_layout, shared_layout
 
 
 def test_a_packed_row_restarts_its_positions_at_every_segment():

@@ -18,10 +18,10 @@ from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.functions import WAY_OUT
-from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.head import backbone_of, base_model
-from memtrain.trainers.model.layout import Layout, packed_layout, shared_layout
-from memtrain.trainers.model.sliced_scoring import sliced
+from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.heads.context_parallel_scoring import sliced
+from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
 
 LENGTHS = (13, 9)
 """Tokens of the two rows, or of a prompt and of each of its two completions: short, and not alike."""

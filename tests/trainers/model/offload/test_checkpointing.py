@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.model import Adapter
-from memtrain.trainers.model.adapters import add_adapter
 from memtrain.trainers.model.attention import set_attention
-from memtrain.trainers.model.checkpointing import checkpoint_layers, recompute
-from memtrain.trainers.model.layout import shared_layout
-from memtrain.trainers.model.noise import add_noise, shared_row_lengths
+from memtrain.trainers.model.attention.row_layout import shared_layout
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.neftune import add_noise, shared_row_lengths
+from memtrain.trainers.model.offload.checkpointing import checkpoint_layers, recompute
 
 TinyModel = Callable[..., Any]
 IDS = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(0))

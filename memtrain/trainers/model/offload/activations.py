@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.checkpointing import Checkpointing, checkpoint_layers
-from memtrain.trainers.model.offload import Offloader
-from memtrain.trainers.model.offload_engines import CudaEngine, Engine, SyncEngine
-from memtrain.trainers.model.offload_pool import DiskTier
+from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpoint_layers
+from memtrain.trainers.model.offload.copy_engines import CudaEngine, Engine, SyncEngine
+from memtrain.trainers.model.offload.host_pool import DiskTier
+from memtrain.trainers.model.offload.offloader import Offloader
 
 KEEP_LAST = {"boundaries": 1, "all": 8}
 """Storages that stay on the device while their copy runs. `all` has many small ones between large ones.

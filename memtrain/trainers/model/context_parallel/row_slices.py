@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.layout import Layout, Part, part_of
+from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
 
 CHUNKS_A_RANK = 2
 

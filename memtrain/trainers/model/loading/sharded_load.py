@@ -20,8 +20,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.own_part import Kept, NeedsWhole, Stretch, keep, kept_in_parts, not_drawn
-from memtrain.trainers.model.where import Origin
+from memtrain.trainers.model.loading.locate import Origin
+from memtrain.trainers.model.loading.sharded_init import (
+    Kept,
+    NeedsWhole,
+    Stretch,
+    keep,
+    kept_in_parts,
+    not_drawn,
+)
 from memtrain.trainers.run.shard_files import rows_of
 from memtrain.trainers.runtime.weight_layout import local_of
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.model import Adapter
-from memtrain.trainers.model.own_part import is_keeping
+from memtrain.trainers.model.loading.sharded_init import is_keeping
 
 ALL_LINEAR = "all-linear"
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.context import ContextRanks
-from memtrain.trainers.model.layout import Layout, packed_layout
-from memtrain.trainers.model.slices import RowPart, SlicedLayout, part_of_row, slice_of
+from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.context_parallel.row_slices import RowPart, SlicedLayout, part_of_row, slice_of
 
 Answer = TypeVar("Answer", bound=tuple[Tensor | None, ...])
 Ask = Callable[[dict[str, Any], Tensor, Tensor], Answer]

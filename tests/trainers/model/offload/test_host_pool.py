@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.activations import is_part_of
-from memtrain.trainers.model.checkpointing import checkpoint_layers
-from memtrain.trainers.model.offload import Offloader, Saved
-from memtrain.trainers.model.offload_engines import LazyEngine, SyncEngine
-from memtrain.trainers.model.offload_pool import DiskTier, HostPool, rounded
+from memtrain.trainers.model.offload.activations import is_part_of
+from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
+from memtrain.trainers.model.offload.copy_engines import LazyEngine, SyncEngine
+from memtrain.trainers.model.offload.host_pool import DiskTier, HostPool, rounded
+from memtrain.trainers.model.offload.offloader import Offloader, Saved
 
 TinyModel = Callable[..., Any]
 IDS = torch.randint(1, 128, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,1 @@
+"""Rows over several processes: groups and slices."""

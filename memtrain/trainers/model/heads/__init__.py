@@ -1,0 +1,1 @@
+"""Heads: language model, reward, value."""

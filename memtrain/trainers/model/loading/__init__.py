@@ -1,0 +1,1 @@
+"""Loading models: weights, adapters, quantization, kernels; saving them."""
