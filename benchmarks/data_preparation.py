@@ -80,7 +80,7 @@ def write_rows(path: Path, rows: int) -> int:
 def save_tokenizer(folder: Path) -> None:
     """The built-in tokenizer, as both sides load it."""
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     tokenizer_of(Model(path="builtin:tiny")).save_pretrained(folder)
 
@@ -131,8 +131,8 @@ def ours(folder: Path) -> dict[str, float]:
 
     torch.set_num_threads(1)
     from memtrain.recipes.reading.load import load_recipe
-    from memtrain.trainers.data.prepare import prepare
-    from memtrain.trainers.data.sequences import sequences_of
+    from memtrain.trainers.data.packing.by_method import sequences_of
+    from memtrain.trainers.data.store.prepare import prepare
 
     cache = Path(os.environ["BENCH_CACHE"])
 

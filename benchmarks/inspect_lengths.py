@@ -106,7 +106,7 @@ def rendered(path: Path) -> Iterator[list[str]]:
 
 def run_raw(path: Path, tokenizer: str) -> dict[str, Any]:
     """Batch encoding alone."""
-    from memtrain.trainers.data.tokenizer import load_tokenizer
+    from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 
     encoder = load_tokenizer(tokenizer)._tokenizer
     wall = cpu = 0.0
@@ -124,8 +124,8 @@ def run_inspect(path: Path, tokenizer: str) -> dict[str, Any]:
     from memtrain.recipes.sections.data import Data
     from memtrain.recipes.sections.length import Length
     from memtrain.recipes.sections.training import Train
-    from memtrain.trainers.data.inspect.inspecting import Question, inspect
-    from memtrain.trainers.data.tokenizer import load_tokenizer
+    from memtrain.trainers.data.length_report.inspect import Question, inspect
+    from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
     loaded("a few words")

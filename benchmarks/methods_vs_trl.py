@@ -92,8 +92,8 @@ def write_rows(method: str, path: Path, steps: int) -> int:
     Of the methods that write completions, tokens of the prompts only.
     """
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.arithmetic import rows
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.sources.builtin_arithmetic import rows
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
 

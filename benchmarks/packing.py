@@ -97,7 +97,7 @@ def ours(strategy: str, lengths: Any) -> dict[str, float]:
     import numpy as np
 
     from memtrain.recipes.sections.length import Length
-    from memtrain.trainers.data.pieces import Spans, lay_out
+    from memtrain.trainers.data.packing.token_rows import Spans, lay_out
 
     count = len(lengths)
     spans = Spans(np.arange(count + 1), np.zeros(count, np.int64), lengths)

@@ -125,7 +125,7 @@ def make_model(job: dict[str, Any]) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     torch.manual_seed(0)

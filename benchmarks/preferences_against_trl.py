@@ -73,8 +73,8 @@ def prepare(folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.arithmetic import rows
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.sources.builtin_arithmetic import rows
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -59,7 +59,7 @@ def save_model(folder: Path, shape: dict[str, int], *, is_wave: bool = False) ->
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     config = LlamaConfig(
@@ -92,7 +92,7 @@ def counting_rows(num_rows: int) -> list[dict[str, str]]:
 
 def arithmetic_rows(num_rows: int) -> list[dict[str, str]]:
     """The built-in word problems, as prompt and completion."""
-    from memtrain.trainers.data.arithmetic import rows
+    from memtrain.trainers.data.sources.builtin_arithmetic import rows
 
     return [{key: str(value) for key, value in row.items()} for row in rows(num_rows, 0, "prompt_completion")]
 
@@ -106,7 +106,7 @@ def gsm8k_rows(path: Path, num_rows: int) -> list[dict[str, str]]:
 def write_rows(rows: list[dict[str, str]], path: Path, num_rows: int) -> None:
     """The first rows that fit in MAX_LENGTH: TRL cuts nothing off padding-free rows."""
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     fits = [

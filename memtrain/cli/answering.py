@@ -131,7 +131,7 @@ def facts_of_question(
         length = f"{recipe.length.max_length:,} tokens"
         return facts, f"The data was not read ({why}): every {kind} is taken to have {length}."
     from memtrain.cli.planning import facts_of
-    from memtrain.trainers.data.prepare import prepare
+    from memtrain.trainers.data.store.prepare import prepare
 
     data = prepare(recipe, progress=progress)
     return facts_of(recipe, data, question.looked.config, question.hardware, question.presumed), ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.planner.resolve import plain
-from memtrain.trainers.data.sequences import sequences_of
+from memtrain.trainers.data.packing.by_method import sequences_of
 
 
 def plain_plan(plan: Plan) -> Plan:

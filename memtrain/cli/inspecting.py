@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.data.inspect.result import Bin, Candidate, Distribution, Inspection
-from memtrain.trainers.data.inspect.words import count_of, share, short
+from memtrain.trainers.data.length_report.format import count_of, share, short
+from memtrain.trainers.data.length_report.result import Bin, Candidate, Distribution, Inspection
 
 MOST_BARS = 18
 MARKED = {50.0: "half", 90.0: "90%", 95.0: "95%", 99.0: "99%", 100.0: "all"}

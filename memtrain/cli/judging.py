@@ -7,7 +7,7 @@ from dataclasses import replace
 from memtrain.errors import RecipeError
 from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.reading.load import LoadedRecipe
-from memtrain.trainers.data.store import TokenStore
+from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.rewards.declared import declared_functions
 from memtrain.trainers.rewards.functions import check_columns
 

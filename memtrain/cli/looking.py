@@ -87,7 +87,7 @@ def _given_config(model: Model, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tiny_vocabulary() -> int:
-    from memtrain.trainers.data.tiny_tokenizer import NUM_TOKENS
+    from memtrain.trainers.data.tokenize.tiny_tokenizer import NUM_TOKENS
 
     return NUM_TOKENS
 

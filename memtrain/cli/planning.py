@@ -27,9 +27,9 @@ from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model
-from memtrain.trainers.data.order import BatchSize, count_steps
-from memtrain.trainers.data.prepare import prepare
-from memtrain.trainers.data.sequences import Laid, sequences_of
+from memtrain.trainers.data.packing.by_method import Laid, sequences_of
+from memtrain.trainers.data.packing.step_order import BatchSize, count_steps
+from memtrain.trainers.data.store.prepare import prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def model_config(model: Model) -> Mapping[str, object]:
 
     Raises: LaunchError when there is none.
     """
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
     from memtrain.trainers.model.loading.locate import (
         find_origin,
         read_config,

@@ -15,10 +15,10 @@ from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.recipes.sections.length import Length
-from memtrain.trainers.data.inspect.candidates import Price
-from memtrain.trainers.data.inspect.laying import LAYINGS, LaidOut, Laying
-from memtrain.trainers.data.inspect.result import Cost
-from memtrain.trainers.data.order import BatchSize, count_steps
+from memtrain.trainers.data.length_report.candidates import Price
+from memtrain.trainers.data.length_report.layouts import LAYINGS, LaidOut, Laying
+from memtrain.trainers.data.length_report.result import Cost
+from memtrain.trainers.data.packing.step_order import BatchSize, count_steps
 
 
 @dataclass(frozen=True, slots=True)

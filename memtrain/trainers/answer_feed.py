@@ -15,8 +15,8 @@ from torch import Tensor
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
-from memtrain.trainers.data.answers import AnswerSequences, lay_out_answers
-from memtrain.trainers.data.store import TokenStore
+from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
+from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.feeds import data_event
 from memtrain.trainers.run.events import DataEvent
 

@@ -21,9 +21,9 @@ from memtrain.memory.rules.engines import is_sharded
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.collate import nothing
-from memtrain.trainers.data.rows import choose_rows
-from memtrain.trainers.data.store import TokenStore
-from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.data.sources.splits import choose_rows
+from memtrain.trainers.data.store.token_store import TokenStore
+from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.feed import Feed
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.method import FollowsSteps, Method

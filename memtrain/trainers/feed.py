@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.data.order import BatchSize, Epoch, make_epoch, micro_batches
+from memtrain.trainers.data.packing.step_order import BatchSize, Epoch, make_epoch, micro_batches
 from memtrain.trainers.method import Batch
 from memtrain.trainers.run.events import DataEvent
 

@@ -10,8 +10,8 @@ from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
-from memtrain.trainers.data.pieces import Sequences, Spans, lay_out
-from memtrain.trainers.data.store import TokenStore
+from memtrain.trainers.data.packing.token_rows import Sequences, Spans, lay_out
+from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.run.events import DataEvent
 
 Ints = NDArray[np.int64]

@@ -20,8 +20,8 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import is_sharded
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.answer_batch import AnswerBatch
-from memtrain.trainers.data.cache import kept, key_of
-from memtrain.trainers.data.order import micro_batches
+from memtrain.trainers.data.packing.step_order import micro_batches
+from memtrain.trainers.data.store.cache import kept, key_of
 from memtrain.trainers.reference import AskLogps, Live
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.weight_layout import full_of

@@ -15,9 +15,9 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.answer_feed import AnswerFeed
-from memtrain.trainers.data.order import micro_batches
-from memtrain.trainers.data.prepare import kept_rows
-from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.data.packing.step_order import micro_batches
+from memtrain.trainers.data.store.prepare import kept_rows
+from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.attention.isolation_check import verify_isolation
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.loading.adapters import load_adapter

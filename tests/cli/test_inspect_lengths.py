@@ -79,7 +79,7 @@ def test_json_holds_the_numbers_that_are_shown(rows, capsys):
 
 
 def test_every_field_of_the_json_is_documented():
-    from memtrain.trainers.data.inspect import result
+    from memtrain.trainers.data.length_report import result
 
     text = (Path(__file__).parents[2] / "docs" / "inspect-lengths.md").read_text()
     sections = [one for one in vars(result).values() if hasattr(one, "model_fields")]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
 LIMIT = 24
 

@@ -60,7 +60,7 @@ def settings_of(given: tuple) -> bool:
 def in_files(tmp_path: Path) -> tuple[str, ...]:
     """The same model with weights in files."""
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     widths = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": LAYERS, "head_dim": 64}
     size = len(tokenizer_of(Model(path="builtin:tiny")))

@@ -271,7 +271,7 @@ def test_a_reward_model_judges_and_is_counted_in_the_plan(tmp_path: Path, cache:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     widths = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}

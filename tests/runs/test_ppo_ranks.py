@@ -51,7 +51,7 @@ def judge(tmp_path: Path) -> Path:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from memtrain.recipes.sections.model import Model
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     widths = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
-from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.rewards import models
 from memtrain.trainers.rewards.answer import Answer
 from memtrain.trainers.rewards.models import load_reward_model

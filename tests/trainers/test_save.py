@@ -18,7 +18,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.model import Adapter, Model
-from memtrain.trainers.data.tokenizer import load_tokenizer
+from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.save import save_final

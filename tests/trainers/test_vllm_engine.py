@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.cli.commands.train import run_recipe
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.data.tokenizer import load_tokenizer
+from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.rollout.native import NativeSampler
 from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
 from memtrain.trainers.rollout.vllm_process import Launch

@@ -114,9 +114,9 @@ def inspect_lengths(
     loaded = _loaded(words)
 
     from memtrain.cli.inspecting import screen_lines
-    from memtrain.trainers.data.inspect.inspecting import Question, inspect
-    from memtrain.trainers.data.inspect.render_html import page
-    from memtrain.trainers.data.tokenizer import tokenizer_of
+    from memtrain.trainers.data.length_report.html import page
+    from memtrain.trainers.data.length_report.inspect import Question, inspect
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     planner = _pricing(loaded, words, budget)
     written = loaded.recipe

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memtrain.errors import DataError
-from memtrain.trainers.data.readers import READABLE, READERS, TEXT, ending
+from memtrain.trainers.data.sources.readers import READABLE, READERS, TEXT, ending
 
 SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation"}
 SPLIT_WORDS |= {"dev": "validation", "val": "validation", "eval": "validation"}

@@ -13,7 +13,7 @@ from memtrain.errors import LaunchError, ResumeError
 from memtrain.memory.plan.plan import PLAN_FILE, Plan, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.build import build_model
-from memtrain.trainers.data.tokenizer import tokenizer_of
+from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.reward_head import head_of_rewards
 from memtrain.trainers.model.loading.load import DTYPES
 from memtrain.trainers.model.loading.save import MOST_BYTES, refuse_to_overwrite, save_final

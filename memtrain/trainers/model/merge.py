@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
-from memtrain.trainers.data.tokenizer import load_tokenizer
+from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import DTYPES, load_model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE

@@ -1,1 +1,0 @@
-"""What `memtrain inspect-lengths` counts: lengths of rows, what each max_length loses and costs. No torch."""

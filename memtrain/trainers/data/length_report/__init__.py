@@ -1,0 +1,1 @@
+"""The length report of `memtrain inspect-lengths`."""

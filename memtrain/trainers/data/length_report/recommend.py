@@ -1,0 +1,148 @@
+"""Which max_length to write, with the reason in one sentence and the lines of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memtrain.recipes.sections.length import Length
+from memtrain.trainers.data.length_report.format import count_of, share
+from memtrain.trainers.data.length_report.result import (
+    Batch,
+    Candidate,
+    Distribution,
+    Packing,
+    Recommendation,
+)
+
+ALLOWED_LOSS = 0.001
+"""Share of the learnt tokens (of prompts: of the rows) that may be lost. Taste: below the noise of a run."""
+WORTH_PACKING = 0.1
+"""Share of padding from which packing is recommended. Taste."""
+SHORT_ANSWER = 64
+"""Tokens below which texts beside prompts are taken for results and not for worked answers. Taste."""
+FEW_SPLIT = 0.05
+"""Share of rows that may be split where a much shorter max_length is mentioned. Taste."""
+
+
+def recommend(
+    candidates: Sequence[Candidate],
+    *,
+    rows: int,
+    learnt: int,
+    length: Length,
+    batch: Batch,
+    answers: Sequence[Distribution] = (),
+    writes_answers: bool = False,
+) -> Recommendation:
+    """The smallest candidate that loses next to nothing; where a budget is given, the largest that fits.
+
+    `answers`: lengths of answers beside prompts. `writes_answers`: the method writes the answers itself, and
+    max_length is the limit of prompts.
+    """
+    if writes_answers:
+        return _of_prompts(candidates, rows, answers)
+    enough = [one for one in candidates if one.losses[0].learnt_lost <= ALLOWED_LOSS * learnt]
+    wanted = enough[0] if enough else candidates[-1]
+    fitting = [one for one in candidates if one.cost is None or one.cost.fits]
+    if not fitting:
+        return _nothing_fits(candidates)
+    within = [one for one in fitting if one.max_length <= wanted.max_length] or fitting
+    chosen = within[-1]
+    packing = _packing(chosen, length, learnt)
+    parts = [_keeps(chosen, rows, learnt, packing)]
+    if chosen is not wanted:
+        parts.append(f"the longest that fits the budget ({wanted.max_length:,} does not)")
+    below = [one for one in candidates if one.max_length < chosen.max_length]
+    if below and below[-1].losses[0].learnt_lost and chosen is wanted:
+        lost = share(below[-1].losses[0].learnt_lost, learnt)
+        parts.append(f"where {below[-1].max_length:,} would lose {lost}")
+    sentence = ", ".join(parts)
+    if packing is not None and length.packing == "none":
+        sentence += (
+            f"; packed ({packing.packing}) the sequences are {packing.fill:.1%} full, "
+            f"where micro-batches of {batch.micro_rows} rows are {chosen.padding.fixed:.0%} padding"
+        )
+    split = _split_instead(candidates, chosen, rows)
+    if split is not None and packing is not None and packing.packing == "bfd":
+        sentence += (
+            f"; with packing bfd_split {split.max_length:,} loses nothing either: "
+            f"{share(split.rows_longer, rows)} of the rows go on in another sequence"
+        )
+    lines = ["length:", f"  max_length: {chosen.max_length}"]
+    lines += [f"  packing: {packing.packing}"] if packing is not None else []
+    lines += [f"  truncation: {length.truncation}"] if length.truncation is not None else []
+    return Recommendation(reason=sentence + ".", recipe="\n".join(lines) + "\n")
+
+
+def _keeps(chosen: Candidate, rows: int, learnt: int, packing: Packing | None) -> str:
+    lost = chosen.losses[0].learnt_lost if packing is None else packing.learnt_lost
+    touched = packing if packing is not None else chosen.losses[0]
+    if not lost and not touched.rows_cut and not touched.rows_dropped:
+        how = "" if not chosen.rows_longer else ", longer rows go on in another sequence"
+        return f"{chosen.max_length:,} loses nothing{how}"
+    said = [f"cuts {touched.rows_cut:,}"] if touched.rows_cut else []
+    said += [f"leaves out {touched.rows_dropped:,}"] if touched.rows_dropped else []
+    kept = f"{max(learnt - lost, 0) / max(learnt, 1):.2%}" if lost else "all"
+    return (
+        f"{chosen.max_length:,} keeps {kept} of the learnt tokens and {' and '.join(said)} of {rows:,} rows"
+    )
+
+
+def _packing(chosen: Candidate, length: Length, learnt: int) -> Packing | None:
+    """The recipe's own packing; else one where padding is worth it: splitting where cutting would cost."""
+    by_name = {one.packing: one for one in chosen.packings}
+    if length.packing != "none":
+        return by_name[length.packing]
+    if not by_name or chosen.padding.fixed < WORTH_PACKING:
+        return None
+    cuts_much = by_name["bfd"].learnt_lost > ALLOWED_LOSS * learnt
+    return by_name["bfd_split" if cuts_much else "bfd"]
+
+
+def _split_instead(candidates: Sequence[Candidate], chosen: Candidate, rows: int) -> Candidate | None:
+    """A candidate of at most half the length, at which few rows are longer."""
+    few = [one for one in candidates if one.rows_longer <= FEW_SPLIT * rows]
+    return few[0] if few and 2 * few[0].max_length <= chosen.max_length else None
+
+
+def _nothing_fits(candidates: Sequence[Candidate]) -> Recommendation:
+    smallest = candidates[0]
+    assert smallest.cost is not None, "Without a price everything fits."
+    return Recommendation(
+        reason=f"even {smallest.max_length:,} does not fit: {smallest.cost.words}.",
+        recipe=f"length:\n  max_length: {smallest.max_length}\n",
+    )
+
+
+def _of_prompts(
+    candidates: Sequence[Candidate], rows: int, answers: Sequence[Distribution]
+) -> Recommendation:
+    enough = [one for one in candidates if one.rows_longer <= ALLOWED_LOSS * rows]
+    chosen = enough[0] if enough else candidates[-1]
+    longer = f"{chosen.rows_longer:,} of {rows:,} are longer" if chosen.rows_longer else "none is longer"
+    reason = f"prompts of at most {chosen.max_length:,} tokens: {longer}"
+    lines = ["length:", f"  max_prompt: {chosen.max_length}"]
+    if not answers:
+        reason += "; nothing in the rows says how long completions get"
+        return Recommendation(reason=reason + ".", recipe="\n".join(lines) + "\n")
+    column = max(answers, key=_typical_end)
+    end = _typical_end(column)
+    texts = count_of(column.count, "text")
+    reason += f"; 99% of the {texts} in column '{column.name}' have at most {end:,} tokens"
+    if end < SHORT_ANSWER:
+        reason += ": bare results, which do not say how long completions get"
+    else:
+        reason += ", and a model that thinks aloud writes more than that"
+        size = next(size for size in _sizes() if size >= end)
+        lines.insert(1, f"  max_length: {chosen.max_length + size}")
+        lines += ["generate:", f"  max_tokens: {size}"]
+    return Recommendation(reason=reason + ".", recipe="\n".join(lines) + "\n")
+
+
+def _typical_end(one: Distribution) -> int:
+    """The 99th percentile."""
+    return next(point.tokens for point in one.percentiles if point.percent == 99)
+
+
+def _sizes() -> list[int]:
+    return sorted({2**power * half // 2 for power in range(4, 30) for half in (2, 3)})

@@ -1,0 +1,1 @@
+"""Packing: rows into sequences, and the order of steps."""

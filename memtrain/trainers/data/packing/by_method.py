@@ -1,0 +1,100 @@
+"""The sequences of each method's rows, for the plan and for the workers alike. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrain.errors import DataError
+from memtrain.memory.plan.length_profile import LengthProfile
+from memtrain.memory.plan.plan import PreparedData
+from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
+from memtrain.trainers.data.packing.answer_rows import lay_out_answers
+from memtrain.trainers.data.packing.prompt_rows import lay_out_completions
+from memtrain.trainers.data.packing.token_rows import Spans, lay_out
+from memtrain.trainers.data.sources.splits import Chosen, choose_rows
+from memtrain.trainers.data.store.token_store import TokenStore
+
+Ints = NDArray[np.int64]
+
+
+class Laid(Protocol):
+    """Rows as sequences: what a plan needs to know of them."""
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens of each sequence."""
+        ...
+
+    @property
+    def profile(self) -> LengthProfile:
+        """Their lengths, and what truncation did."""
+        ...
+
+
+def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) -> Laid:
+    """The training rows as the workers will lay them out; with prompts computed once, or once an answer.
+
+    Raises: DataError when none of them is left, or none of the held-out rows.
+    """
+    store = TokenStore.open(data.train.folder)
+    chosen = choose_rows(recipe.data, store, recipe.train.seed)
+    lay: Callable[[TokenStore, Ints, Recipe, bool], Laid] = (
+        _completions if recipe.online is not None else _answers if recipe.method in HAS_ANSWERS else _tokens
+    )
+    laid = lay(store, chosen.train, recipe, shares_prompts)
+    if not laid.profile.report.num_sequences:
+        raise DataError(*_none_left(chosen.train, recipe, "rows"))
+    held = held_out_of(recipe, data, store, chosen)
+    if held is not None and not lay(*held, recipe, shares_prompts).profile.report.num_sequences:
+        raise DataError(*_none_left(held[1], recipe, "held-out rows"))
+    return laid
+
+
+def held_out_of(
+    recipe: Recipe, data: PreparedData, store: TokenStore, chosen: Chosen
+) -> tuple[TokenStore, Ints] | None:
+    """The rows that evaluation sees, and their store; None where there are none."""
+    if data.eval is not None:
+        store = TokenStore.open(data.eval.folder)
+        rows = np.arange(store.num_rows)
+    else:
+        rows = chosen.eval
+    if recipe.eval.max_rows is not None and len(rows):
+        rows = rows[:: -(-len(rows) // recipe.eval.max_rows)]
+    return (store, rows) if len(rows) else None
+
+
+def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
+    """What, where and fix for rows of which none can be learnt from."""
+    longest = recipe.length.max_length
+    limit = f"{longest} tokens" if longest is not None else "the limits of length:"
+    what = f"none of {len(rows)} {name} is left"
+    if recipe.length.truncation == "drop":
+        return (
+            f"{what}: all are longer than {limit}, and longer ones are left out",
+            "length.truncation",
+            "raise length.max_length, or set length.truncation: keep_start or keep_end",
+        )
+    return (
+        f"{what}: nothing that is learnt lies within {limit}",
+        "length.max_length",
+        "raise length.max_length, or choose another length.truncation",
+    )
+
+
+def _tokens(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
+    return lay_out(
+        store.lengths, Spans(store.span_ptr, store.span_starts, store.span_ends), rows, recipe.length
+    )
+
+
+def _answers(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
+    return lay_out_answers(store, rows, recipe.length, is_shared=shares_prompts)
+
+
+def _completions(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
+    return lay_out_completions(store, rows, recipe, is_shared=shares_prompts)

@@ -1,0 +1,1 @@
+"""Sources: files and datasets, read row by row."""

@@ -1,0 +1,243 @@
+"""A source of the recipe to streams of rows: files, folders, globs, hub datasets, and data made on the spot.
+
+No torch here. Nothing is held in memory but the row in hand.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memtrain.errors import DataError
+from memtrain.recipes.sections.data import Format, Source, TextUnit
+from memtrain.trainers.data.folders import files_in, folders_among, unread_notes
+from memtrain.trainers.data.sources import builtin_arithmetic as arithmetic
+from memtrain.trainers.data.sources.readers import READERS, TEXT, Line, ending, read_file
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HASH_CHUNK_BYTES = 2**20
+SHUFFLED_ROWS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Rows that are read in order: one file, or one dataset."""
+
+    name: str
+    """Where a row is from, as an error says it: the path of the file, or the dataset."""
+    read: Callable[[], Iterator[Line]]
+    digest: Callable[[], str]
+    """A digest of the whole content: the same rows have the same digest."""
+    take: Callable[[int, int], Iterator[Line]] | None = None
+    """Reads at most so many rows, sampled with a seed, where that needs no count of all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """What a source names."""
+
+    streams: tuple[Stream, ...]
+    """In a fixed order."""
+    notes: tuple[str, ...] = ()
+    """Files that lie among the data and are not read, by name and bytes."""
+
+
+def locate(source: Source, form: Format, *, streaming: bool = False) -> Located:
+    """The streams of a source. `form` is the format that `builtin:arithmetic` writes.
+
+    Raises: DataError when there is nothing to read, or `streaming` has no effect on it.
+    """
+    found = located(source, form, streaming)
+    if streaming and not found.streams[0].name.startswith("hub:"):
+        raise DataError(
+            f"data.streaming has no effect on '{source.source}': it keeps hub datasets from being copied",
+            "data.streaming",
+            "remove it; files are always read as a stream",
+        )
+    return found
+
+
+def located(source: Source, form: Format, streaming: bool) -> Located:
+    """The streams of a source, by its kind."""
+    if source.source.startswith("builtin:"):
+        return Located((builtin(source, form),))
+    path, unit = Path(source.source).expanduser(), source.text_unit or "line"
+    if path.is_dir():
+        files, unread = files_in(path, source.split)
+        return Located(streams_of(files, unit), tuple(unread_notes(str(path), unread)))
+    if path.exists():
+        if not path.is_file():
+            raise DataError(
+                f"'{path}' is a pipe or a device, not a file", str(path), "write the rows to a file first"
+            )
+        return Located((file_stream(path, unit),))
+    if glob.has_magic(source.source):
+        matches = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
+        files = [match for match in matches if match.is_file() or not match.exists()]
+        if not files:
+            raise DataError(
+                f"no file matches '{source.source}'", "data", f"the current folder is {Path.cwd()}"
+            )
+        notes = unread_notes(str(fixed_part(path)), folders_among(matches)) if "**" not in path.parts else ()
+        return Located(streams_of(files, unit), tuple(notes))
+    if ending(path) in READERS or not HUB_ID.fullmatch(source.source):
+        raise DataError(*missing_file(path))
+    return Located((hub_streamed(source) if streaming else hub_stream(source),))
+
+
+def fixed_part(pattern: Path) -> Path:
+    """The folder of a glob, up to its first sign."""
+    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+
+
+def streams_of(files: Sequence[Path], unit: TextUnit) -> tuple[Stream, ...]:
+    """The streams of files, in their order."""
+    return tuple(file_stream(file, unit) for file in files)
+
+
+def missing_file(path: Path) -> tuple[str, str, str]:
+    """What, where and fix for a file that is not there."""
+    beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    if near:
+        return f"there is no file '{path}'", "data", f"did you mean '{path.with_name(near[0])}'?"
+    if not path.parent.is_dir():
+        return (
+            f"there is no file '{path}'",
+            "data",
+            f"there is no folder '{path.parent}' either (from {Path.cwd()})",
+        )
+    return f"there is no file '{path}'", "data", f"paths are counted from the current folder, {Path.cwd()}"
+
+
+def file_stream(path: Path, unit: TextUnit) -> Stream:
+    """The stream of one file; `unit` is a row of it where it is text."""
+    return Stream(str(path), lambda: read_file(path, unit), lambda: content_digest(path, unit))
+
+
+def content_digest(path: Path, unit: TextUnit = "line") -> str:
+    """Digest of a file's bytes (xxh3, 128 bits) and of how they are read."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(HASH_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror or error}", str(path)) from None
+    read_as = f"{ending(path)} by {unit}" if ending(path) == TEXT else ending(path)
+    return f"{read_as}:{digest.hexdigest()}"
+
+
+def builtin(source: Source, form: Format) -> Stream:
+    """The stream of data made on the spot.
+
+    Raises: DataError for a name or a split that is not made here.
+    """
+    if source.source != "builtin:arithmetic":
+        raise DataError(f"there is no '{source.source}'", "data", "there is builtin:arithmetic")
+    if source.split not in arithmetic.SPLITS:
+        known = ", ".join(arithmetic.SPLITS)
+        raise DataError(f"builtin:arithmetic has no split '{source.split}'", "data", f"its splits: {known}")
+    if form not in arithmetic.FORMS:
+        raise DataError(
+            f"builtin:arithmetic has no format {form}", "data", f"it has {', '.join(arithmetic.FORMS)}"
+        )
+    count = source.limit or arithmetic.DEFAULT_ROWS
+    seed = arithmetic.SPLITS[source.split]
+
+    def read(count: int = count, _seed: int = 0) -> Iterator[Line]:
+        return enumerate(arithmetic.rows(count, seed, form), start=1)
+
+    said = f"arithmetic:{arithmetic.VERSION}:{count}:{seed}:{form}"
+    return Stream(source.source, read, lambda: said, take=read)
+
+
+def hub_stream(source: Source) -> Stream:
+    """The stream of a dataset of the Hugging Face hub, copied to the disk at the first use.
+
+    Raises: DataError when it cannot be loaded: no network, no such dataset, configuration or split.
+    """
+    from datasets import load_dataset
+
+    with hub_faults(source):
+        loaded: Any = load_dataset(source.source, source.name, split=source.split, revision=source.revision)
+    return Stream(
+        f"hub:{source.source}",
+        lambda: ((number, dict(row)) for number, row in enumerate(loaded, start=1)),
+        lambda: f"hub:{source.source}:{source.split}:{loaded._fingerprint}",
+    )
+
+
+def hub_streamed(source: Source) -> Stream:
+    """The stream of a dataset of the hub that is read over the network and never copied to the disk.
+
+    A limit takes rows from shuffled files through a buffer: not from the whole, which nobody has counted.
+    Raises: DataError when it cannot be reached.
+    """
+    from datasets import load_dataset
+    from huggingface_hub import HfApi
+
+    with hub_faults(source):
+        revision = HfApi().dataset_info(source.source, revision=source.revision).sha
+        loaded: Any = load_dataset(
+            source.source, source.name, split=source.split, revision=revision, streaming=True
+        )
+
+    def read(rows: Any = loaded) -> Iterator[Line]:
+        with hub_faults(source):
+            yield from ((number, dict(row)) for number, row in enumerate(rows, start=1))
+
+    def take(limit: int, seed: int) -> Iterator[Line]:
+        return read(loaded.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS).take(limit))
+
+    said = f"hub:{source.source}:{source.name}:{source.split}:{revision}:streamed"
+    return Stream(f"hub:{source.source}", read, lambda: said, take=take)
+
+
+@contextmanager
+def hub_faults(source: Source) -> Iterator[None]:
+    """Every kind of network, hub and parsing fault as one DataError; its own first line says which."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"cannot load '{source.source}' (split '{source.split}') from the Hugging Face hub: {reason}",
+            "data",
+            "check the name and the network; without one, download the files elsewhere and give their path",
+        ) from None
+
+
+def sampled(streams: Sequence[Stream], limit: int | None, seed: int) -> Iterator[tuple[int, Line]]:
+    """(number of the stream, row) of at most `limit` rows, sampled over all of them, in their order.
+
+    With a limit, the rows are counted first: the streams are read twice, never held.
+    """
+    every = ((index, line) for index, stream in enumerate(streams) for line in stream.read())
+    if limit is None:
+        yield from every
+        return
+    if len(streams) == 1 and streams[0].take is not None:
+        yield from ((0, line) for line in streams[0].take(limit, seed))
+        return
+    num_rows = sum(1 for stream in streams for _ in stream.read())
+    if num_rows <= limit:
+        yield from every
+        return
+    chosen = np.sort(np.random.default_rng(seed).permutation(num_rows)[:limit])
+    wanted = iter(chosen.tolist())
+    following = next(wanted)
+    for number, item in enumerate(every):
+        if number == following:
+            yield item
+            following = next(wanted, -1)

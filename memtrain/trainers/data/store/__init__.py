@@ -1,0 +1,1 @@
+"""The token store: prepared rows on disk, and their cache."""

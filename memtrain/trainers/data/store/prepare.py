@@ -1,0 +1,349 @@
+"""The rows of a recipe to token stores: found, read, tokenized once and kept; and which rows are learnt from.
+
+No torch here. The rows are stored whole, every row of every source once; truncation, packing, mixture weights
+and the held-out part are indices over them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memtrain.errors import DataError
+from memtrain.memory.plan.plan import PreparedData, PreparedSplit
+from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, detect
+from memtrain.recipes.formats.fields import BadRow
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.data import Columns, Data, Format, Source
+from memtrain.trainers.data.sources.readers import Line
+from memtrain.trainers.data.sources.sources import Stream, locate, sampled
+from memtrain.trainers.data.sources.splits import choose_rows
+from memtrain.trainers.data.store.cache import cache_dir, kept, key_of
+from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
+from memtrain.trainers.data.tokenize.chat_templates import training_template
+from memtrain.trainers.data.tokenize.render import Rendering
+from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of
+from memtrain.trainers.data.tokenize.workers import Job, Reading, Tokenized, tokenized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Progress = Callable[[int, int], None]
+"""Called with (rows read so far, tokens so far)."""
+SKIPPED_SHOWN = 10
+HAS_LABEL = ("preference", "unpaired")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One source of the recipe, found and looked into."""
+
+    source: Source
+    streams: tuple[Stream, ...]
+    reading: Reading
+    notes: tuple[str, ...]
+    """Files that lie among the data and are not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that is known before the rows are read."""
+
+    found: tuple[Found, ...]
+    job: Job
+    tokenizer_digest: str
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Streams of all sources, by their number."""
+        return [stream for one in self.found for stream in one.streams]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Source in the recipe, by number, of each stream."""
+        return tuple(number for number, one in enumerate(self.found) for _ in one.streams)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Files of all sources that lie among the data and are not read."""
+        return tuple(note for one in self.found for note in one.notes)
+
+    def rows(self, seed: int) -> Iterator[tuple[int, Line]]:
+        """(number of the stream, row) of all sources, in order, within their limits."""
+        first_stream = itertools.accumulate((len(one.streams) for one in self.found), initial=0)
+        for number, (one, first) in enumerate(zip(self.found, first_stream, strict=False)):
+            for stream, line in sampled(one.streams, one.source.limit, seed + number):
+                yield first + stream, line
+
+    def made_of(self, data: Data, seed: int) -> dict[str, Any]:
+        """Everything that decides what is in the store; reads all files for their digests."""
+        limits = [one.source.limit for one in self.found]
+        return {
+            "layout": VERSION,
+            "memtrain": importlib.metadata.version("memtrain"),
+            "tokenizers": importlib.metadata.version("tokenizers"),
+            "transformers": importlib.metadata.version("transformers"),
+            "tokenizer": self.tokenizer_digest,
+            "kind": self.job.kind,
+            "rendering": asdict(self.job.rendering),
+            "readings": [asdict(reading) for reading in self.job.readings],
+            "content": [stream.digest() for stream in self.streams],
+            "names": [stream.name for stream in self.streams],
+            "limits": limits,
+            "seed": seed if any(limits) else None,
+            "skips": data.on_bad_row == "skip",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Tokenized rows on disk, and what is to be told of them."""
+
+    store: TokenStore
+    notes: tuple[str, ...]
+    """What was not read, or is not learnt from."""
+
+
+def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData:
+    """The tokenized data of a recipe: made now, or found in the cache.
+
+    Raises: DataError when a source, a row, or the tokenizer cannot be used as declared.
+    """
+    data, seed = recipe.data, recipe.train.seed
+    tokenizer = tokenizer_of(recipe.model)
+    made = kept_rows(data, data.train, recipe.method, tokenizer, seed, progress)
+    train = made.store
+    chosen = choose_rows(data, train, seed)
+    if not len(chosen.train):
+        raise DataError(
+            "no rows are left to learn from", "data.train", "lower data.held_out, or give more rows"
+        )
+    if data.held_out and not len(chosen.eval):
+        is_one = train.num_rows == 1
+        why = "the data is one row" if is_one else "rows of one prompt stay together, and there is one"
+        smaller = ", make the rows of a text file smaller (data.text_unit)" if is_one else ""
+        raise DataError(
+            f"no row can be held out: {why}",
+            "data.held_out",
+            f"give held-out rows of their own with data.eval{smaller}, or set data.held_out: 0",
+        )
+    held_out = len(chosen.eval)
+    other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
+    return PreparedData(
+        train=split_of(made, chosen.train), eval=other and split_of(other, None), held_out_rows=held_out
+    )
+
+
+def split_of(made: KeptRows, rows: Any) -> PreparedSplit:
+    """What a plan says of a store: of the given rows, or of all."""
+    store = made.store
+    lengths, learnt = store.lengths, store.learnt_per_row
+    if rows is not None:
+        lengths, learnt = lengths[rows], learnt[rows]
+    return PreparedSplit(
+        folder=str(store.folder),
+        num_rows=len(lengths),
+        num_tokens=int(lengths.sum()),
+        num_learnt=int(learnt.sum()),
+        num_skipped=store.meta.num_skipped,
+        longest_tokens=int(lengths.max(initial=0)),
+        notes=made.notes,
+    )
+
+
+def kept_rows(
+    data: Data,
+    sources: Sequence[Source],
+    method: str,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    progress: Progress | None = None,
+) -> KeptRows:
+    """The store of the rows of `sources`, made now or found in the cache.
+
+    Raises: DataError when a source or a row cannot be used as declared.
+    """
+    work = work_of(data, sources, METHOD_FORMATS[method], tokenizer)
+    made_of = work.made_of(data, seed)
+    folder = store_folder(data, made_of)
+    kept(folder, META_FILE, lambda part: build(part, work, data, seed, made_of, progress))
+    store = TokenStore.open(folder)
+    return KeptRows(store, (*work.notes, *notes_of(store)))
+
+
+def notes_of(store: TokenStore) -> Iterator[str]:
+    """What is to be told of the rows of a store."""
+    meta = store.meta
+    if meta.num_skipped:
+        rows = f"{meta.num_skipped:,} bad row{'' if meta.num_skipped == 1 else 's'}"
+        yield f"left out (data.on_bad_row: skip): {rows}, the first: {meta.skipped[0]}"
+
+
+def work_of(
+    data: Data, sources: Sequence[Source], allowed: Sequence[Format], tokenizer: PreTrainedTokenizerFast
+) -> Work:
+    """Sources found and looked into, and how their rows become tokens; `allowed`: formats of the method.
+
+    Raises: DataError when a source or its first row cannot be used as declared.
+    """
+    found = tuple(look_into(source, data, allowed) for source in sources)
+    kind = kind_of(found, allowed)
+    rendering = rendering_of(data, tokenizer, kind, found)
+    readings = tuple(one.reading for one in found for _ in one.streams)
+    job = Job(tokenizer.backend_tokenizer.to_str(), rendering, kind, readings)
+    return Work(found, job, tokenizer_digest(tokenizer))
+
+
+def store_folder(data: Data, made_of: dict[str, Any]) -> Path:
+    """Where the store that is made of this is kept."""
+    return cache_dir(data.cache_dir) / "tokens" / key_of(made_of)
+
+
+def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
+    """A source with its streams, and its format from its first row.
+
+    Raises: DataError when there are no rows, or they fit no format the method can use.
+    """
+    declared = source.format if source.format != "auto" else data.format
+    source = source.model_copy(update={"text_unit": source.text_unit or data.text_unit})
+    located = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
+    columns = source.columns if source.columns is not None else data.columns
+    if source.source.startswith("builtin:"):
+        columns = Columns()
+    for stream in located.streams:
+        for line, row in itertools.islice(stream.read(), SKIPPED_SHOWN):
+            where = f"{stream.name}:{line}"
+            if isinstance(row, BadRow):
+                if data.on_bad_row == "skip":
+                    continue
+                raise DataError([row.fault(where)])
+            form, names = detect(row, columns, declared, allowed, where)
+            return Found(source, located.streams, Reading(form.name, names), located.notes)
+    raise DataError(*no_rows(source, located.streams))
+
+
+def no_rows(source: Source, streams: Sequence[Stream]) -> tuple[str, str, str]:
+    """What, where and fix for a source without a row."""
+    if len(streams) == 1:
+        return f"there are no rows in '{streams[0].name}'", streams[0].name, "the file is empty: give another"
+    return (
+        f"there are no rows in the {len(streams)} files of '{source.source}'",
+        "data",
+        "give files with rows",
+    )
+
+
+def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
+    """The format that the rows of all sources are stored in.
+
+    Raises: DataError when the sources cannot be learnt from together.
+    """
+    kinds = list(dict.fromkeys(one.reading.form for one in found))
+    if len(kinds) == 1 and not (kinds[0] == "preference" and allowed[0] == "unpaired"):
+        return kinds[0]
+    if set(kinds) <= {"unpaired", "preference"}:
+        return "unpaired"
+    if set(kinds) <= set(METHOD_FORMATS["sft"]):
+        return "text"
+    raise DataError(f"the sources are of formats that do not mix: {', '.join(kinds)}", "data.train")
+
+
+def rendering_of(
+    data: Data, tokenizer: PreTrainedTokenizerFast, kind: str, found: Sequence[Found]
+) -> Rendering:
+    """How the rows become texts.
+
+    Raises: DataError when a setting has no effect on rows of this format, or the chat template marks nothing.
+    """
+    forms = {one.reading.form for one in found}
+    if data.completion_only_loss and not forms & {"prompt_completion", "unpaired", "preference"}:
+        raise DataError(
+            f"data.completion_only_loss has no effect on rows of format {kind}",
+            "data.completion_only_loss",
+            "remove it; for messages, data.assistant_only_loss learns only what the assistant says",
+        )
+    if data.assistant_only_loss and not forms & {"messages", "prompt_completion"}:
+        raise DataError(
+            f"data.assistant_only_loss has no effect on rows of format {kind}",
+            "data.assistant_only_loss",
+            "remove it; it is for rows of messages",
+        )
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    if isinstance(tokenizer.chat_template, dict):
+        template = tokenizer.chat_template.get("default")
+    if "messages" in forms and template is None:
+        raise DataError(
+            "the rows are messages, and the tokenizer has no chat template",
+            "model.chat_template",
+            "set model.chat_template: chatml, or the path of a Jinja file",
+        )
+    specials = {
+        name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
+    }
+    own = template
+    if data.assistant_only_loss and template is not None:
+        template = training_template(template, specials)
+    end = tokenizer.eos_token if data.end_token and kind != "prompt" else None
+    only = data.completion_only_loss is not False
+    return Rendering(
+        chat_template=template,
+        special_tokens=specials,
+        end_token=str(end) if end else None,
+        completion_only=only,
+        assistant_only=data.assistant_only_loss,
+        own_template=own if own != template else None,
+    )
+
+
+def build(
+    folder: Path, work: Work, data: Data, seed: int, made_of: dict[str, Any], progress: Progress | None
+) -> None:
+    """Write the store into `folder`.
+
+    Raises: DataError at the first bad row, unless they are skipped; and when no row is left.
+    """
+    kind, streams = work.job.kind, work.streams
+    form = FORMS[kind]
+    writer = StoreWriter(
+        folder, num_parts=len(form.parts), has_label=kind in HAS_LABEL, has_columns=kind == "prompt"
+    )
+    skipped: list[str] = []
+    num_read = num_skipped = 0
+    try:
+        for batch in tokenized(work.rows(seed), work.job, data.processes):
+            shown = bad_rows(batch, streams, data.on_bad_row)
+            skipped += shown[: SKIPPED_SHOWN - len(skipped)]
+            num_skipped += len(shown)
+            num_read += batch.num_read
+            writer.add(batch.rows)
+            if progress is not None:
+                progress(num_read, writer.num_tokens)
+    finally:
+        writer.close()
+    if writer.num_rows == 0:
+        raise DataError(f"all {num_read} rows are bad, the first: {skipped[0]}", streams[0].name)
+    writer.finish(
+        format=kind,
+        parts=form.parts,
+        streams=tuple(stream.name for stream in streams),
+        sources=work.sources,
+        num_skipped=num_skipped,
+        skipped=tuple(skipped),
+        made_of=made_of,
+    )
+
+
+def bad_rows(batch: Tokenized, streams: Sequence[Stream], on_bad_row: str) -> list[str]:
+    """The bad rows of a batch, each as `file:line: what`.
+
+    Raises: DataError at the first of them, unless they are skipped.
+    """
+    if batch.bad and on_bad_row == "error":
+        stream, line, what, fix = batch.bad[0]
+        fix = fix or "mend the row, or set data.on_bad_row: skip to leave such rows out"
+        raise DataError(what, f"{streams[stream].name}:{line}", fix)
+    return [f"{streams[stream].name}:{line}: {what}" for stream, line, what, _ in batch.bad]

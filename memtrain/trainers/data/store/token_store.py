@@ -1,0 +1,311 @@
+"""Tokenized rows on disk: flat, memory-mapped, whole. Truncation and packing are index plans over them.
+
+A store is a folder, written once and never changed:
+
+    tokens.bin      int32   the tokens of all rows, end to end
+    part_ptr.bin    int64   [R * P + 1] where each part begins in the tokens; row i has i * P .. (i + 1) * P
+    span_ptr.bin    int64   [R + 1] where the learnt spans of each row begin in the spans
+    spans.bin       int64   [S, 2] first token and end of each learnt span, counted in its row
+    origin.bin      int64   [R, 2] stream of each row (number into meta.streams), and its line there
+    label.bin       float32 [R] label or margin of each row, NaN where it has none (formats that have one)
+    columns.jsonl, columns_ptr.bin   other columns of each row, as JSON lines (prompts of online methods)
+    meta.json       what made it, and its counts; written last
+
+R rows of P parts. A row of a pair is [prompt][chosen][rejected]; the parts are named in the meta. No torch
+here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrain.errors import DataError
+from memtrain.recipes.sections.base import Section
+from memtrain.trainers.data.sources.splits import HAS_PROMPTS, Hashes, span_hashes
+
+VERSION = 1
+"""Of the layout. A store of another version is made again."""
+META_FILE = "meta.json"
+
+Ids = NDArray[np.int32]
+Ints = NDArray[np.int64]
+
+
+class Stored(Section):
+    """What is in a store, and what made it."""
+
+    version: int
+    format: str
+    parts: tuple[str, ...]
+    """Names of the parts of a row, in their order."""
+    streams: tuple[str, ...]
+    """Files and datasets the rows are from."""
+    sources: tuple[int, ...]
+    """Source in the recipe, by number, of each stream."""
+    num_rows: int
+    num_tokens: int
+    num_learnt: int
+    """Learnt tokens that have a token before them: what the loss counts when no row is cut."""
+    num_skipped: int
+    """Bad rows that were left out."""
+    skipped: tuple[str, ...]
+    """The first few of them: `file:line: what`."""
+    num_merged: int
+    """Rows where a token reaches over the end of the prompt."""
+    longest_tokens: int
+    has_label: bool
+    has_columns: bool
+    made_of: dict[str, Any]
+    """Tokenizer, template, settings and versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One row on its way into a store."""
+
+    ids: Ids
+    parts: tuple[int, ...]
+    """Tokens of each part; they sum to the row."""
+    learnt: tuple[tuple[int, int], ...]
+    """Learnt spans, counted in the row, in order."""
+    stream: int
+    line: int
+    merged: bool = False
+    label: float | None = None
+    columns: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of a batch as arrays: what passes between processes and into files."""
+
+    ids: Ids
+    part_tokens: Ints
+    """[R * P] tokens of each part."""
+    span_counts: Ints
+    spans: Ints
+    """[S, 2]"""
+    origin: Ints
+    """[R, 2]"""
+    labels: NDArray[np.float32]
+    columns: list[str] = field(default_factory=list)
+    num_merged: int = 0
+
+
+def as_rows(rows: list[TokenRow], num_parts: int) -> Rows:
+    """Rows put together."""
+    spans = [span for row in rows for span in row.learnt]
+    columns = [json.dumps(row.columns, ensure_ascii=False) for row in rows if row.columns is not None]
+    return Rows(
+        ids=np.concatenate([row.ids for row in rows]) if rows else np.zeros(0, np.int32),
+        part_tokens=np.array([row.parts for row in rows], np.int64).reshape(len(rows) * num_parts),
+        span_counts=np.array([len(row.learnt) for row in rows], np.int64),
+        spans=np.array(spans, np.int64).reshape(-1, 2),
+        origin=np.array([(row.stream, row.line) for row in rows], np.int64).reshape(-1, 2),
+        labels=np.array([np.nan if row.label is None else row.label for row in rows], np.float32),
+        columns=columns,
+        num_merged=sum(row.merged for row in rows),
+    )
+
+
+class StoreWriter:
+    """Appends rows to the files of a store; `finish` writes what needs the whole."""
+
+    def __init__(self, folder: Path, *, num_parts: int, has_label: bool, has_columns: bool) -> None:
+        self.folder = folder
+        self.num_parts = num_parts
+        self.has_label, self.has_columns = has_label, has_columns
+        names = ["tokens", "spans", "origin", "part_ptr", "span_ptr"]
+        names += ["label"] if has_label else []
+        names += ["columns_ptr"] if has_columns else []
+        self.files = {name: (folder / f"{name}.bin").open("wb") for name in names}
+        if has_columns:
+            self.files["columns"] = (folder / "columns.jsonl").open("wb")
+        self.num_rows = self.num_tokens = self.num_learnt = self.num_merged = 0
+        self.num_spans = self.num_column_bytes = self.longest = 0
+        for name in names:
+            if name.endswith("_ptr"):
+                self.files[name].write(np.zeros(1, np.int64).tobytes())
+
+    def add(self, rows: Rows) -> None:
+        """Append rows."""
+        if not len(rows.span_counts):
+            return
+        self.files["tokens"].write(rows.ids.tobytes())
+        self.files["spans"].write(rows.spans.tobytes())
+        self.files["origin"].write(rows.origin.tobytes())
+        self.files["part_ptr"].write((np.cumsum(rows.part_tokens) + self.num_tokens).tobytes())
+        self.files["span_ptr"].write((np.cumsum(rows.span_counts) + self.num_spans).tobytes())
+        if self.has_label:
+            self.files["label"].write(rows.labels.tobytes())
+        if self.has_columns:
+            lines = [f"{line}\n".encode() for line in rows.columns]
+            sizes = np.cumsum([len(line) for line in lines]) + self.num_column_bytes
+            self.files["columns"].write(b"".join(lines))
+            self.files["columns_ptr"].write(sizes.astype(np.int64).tobytes())
+            self.num_column_bytes = int(sizes[-1])
+        self.num_rows += len(rows.span_counts)
+        self.num_tokens += len(rows.ids)
+        self.num_spans += len(rows.spans)
+        self.num_merged += rows.num_merged
+        self.num_learnt += int(np.subtract(rows.spans[:, 1], np.maximum(rows.spans[:, 0], 1)).sum())
+        lengths = rows.part_tokens.reshape(-1, self.num_parts).sum(axis=1)
+        self.longest = max(self.longest, int(lengths.max()))
+
+    def finish(self, **said: Any) -> None:
+        """Close the files and write the meta, whose other fields are `said`."""
+        for file in self.files.values():
+            file.close()
+        meta = Stored(
+            version=VERSION,
+            num_rows=self.num_rows,
+            num_tokens=self.num_tokens,
+            num_learnt=self.num_learnt,
+            num_merged=self.num_merged,
+            longest_tokens=self.longest,
+            has_label=self.has_label,
+            has_columns=self.has_columns,
+            **said,
+        )
+        (self.folder / META_FILE).write_text(meta.model_dump_json(indent=1) + "\n")
+
+    def close(self) -> None:
+        """Close the files of a store that was not finished."""
+        for file in self.files.values():
+            file.close()
+
+
+class TokenStore:
+    """A store, read. Arrays are memory-mapped and read-only."""
+
+    def __init__(self, folder: Path, meta: Stored) -> None:
+        self.folder = folder
+        self.meta = meta
+        self.num_rows, self.num_tokens = meta.num_rows, meta.num_tokens
+        self.num_parts = len(meta.parts)
+        self.tokens: Ids = self._map("tokens", np.int32, meta.num_tokens)
+        self.part_ptr: Ints = self._map("part_ptr", np.int64, meta.num_rows * self.num_parts + 1)
+        self.span_ptr: Ints = self._map("span_ptr", np.int64, meta.num_rows + 1)
+        spans = self._map("spans", np.int64, 2 * int(self.span_ptr[-1])).reshape(-1, 2)
+        self.span_starts: Ints = spans[:, 0]
+        self.span_ends: Ints = spans[:, 1]
+        self.origins: Ints = self._map("origin", np.int64, 2 * meta.num_rows).reshape(-1, 2)
+
+    @classmethod
+    def open(cls, folder: Path | str) -> TokenStore:
+        """The store in a folder.
+
+        Raises: DataError when there is none, or its files are not those it was written with.
+        """
+        folder = Path(folder)
+        path = folder / META_FILE
+        if not path.is_file():
+            raise DataError(
+                f"there are no tokenized rows in '{folder}'", str(folder), "prepare the data again"
+            )
+        try:
+            meta = Stored.model_validate_json(path.read_text())
+        except ValueError:
+            fix = f"remove '{folder}'; it is made again"
+            raise DataError("these tokenized rows are of another version", str(path), fix) from None
+        return cls(folder, meta)
+
+    def _map(self, name: str, dtype: type, size: int) -> NDArray[Any]:
+        path = self.folder / f"{name}.bin"
+        given = path.stat().st_size if path.is_file() else -1
+        if given != size * np.dtype(dtype).itemsize:
+            raise DataError(
+                f"'{path.name}' has {given} bytes, not {size * np.dtype(dtype).itemsize}",
+                str(path),
+                f"remove '{self.folder}'; it is made again",
+            )
+        return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+
+    @cached_property
+    def row_ptr(self) -> Ints:
+        """int64 [R + 1]: where each row begins in `tokens`."""
+        return self.part_ptr[:: self.num_parts]
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """int64 [R]: tokens of each row."""
+        return np.diff(self.row_ptr)
+
+    @cached_property
+    def learnt_per_row(self) -> Ints:
+        """int64 [R]: learnt tokens of each row with a token before them: a first one is never predicted."""
+        counts = self.span_ends - np.maximum(self.span_starts, 1)
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        return sums[self.span_ptr[1:]] - sums[self.span_ptr[:-1]]
+
+    @cached_property
+    def part_lengths(self) -> Ints:
+        """int64 [R, P]: tokens of each part of each row."""
+        return np.diff(self.part_ptr).reshape(-1, self.num_parts)
+
+    @cached_property
+    def labels(self) -> NDArray[np.float32]:
+        """float32 [R]: verdict (1 or 0) of unpaired rows, margin of pairs; NaN where a row has none."""
+        if not self.meta.has_label:
+            return np.full(self.num_rows, np.nan, np.float32)
+        return self._map("label", np.float32, self.num_rows)
+
+    def row(self, i: int) -> Ids:
+        """int32 view of the tokens of row `i`."""
+        return self.tokens[self.row_ptr[i] : self.row_ptr[i + 1]]
+
+    def part(self, i: int, name: str) -> Ids:
+        """int32 view of the tokens of one part of row `i`, by its name."""
+        at = i * self.num_parts + self.meta.parts.index(name)
+        return self.tokens[self.part_ptr[at] : self.part_ptr[at + 1]]
+
+    def spans(self, i: int) -> list[tuple[int, int]]:
+        """Learnt spans of row `i`: first token and end, counted in the row."""
+        first, last = self.span_ptr[i], self.span_ptr[i + 1]
+        return list(
+            zip(self.span_starts[first:last].tolist(), self.span_ends[first:last].tolist(), strict=True)
+        )
+
+    def learnt_mask(self, i: int) -> NDArray[np.bool_]:
+        """bool: which tokens of row `i` are learnt, the first one too where its format learns it."""
+        mask = np.zeros(int(self.lengths[i]), np.bool_)
+        for start, end in self.spans(i):
+            mask[start:end] = True
+        return mask
+
+    def origin(self, i: int) -> str:
+        """`file:line` of row `i`."""
+        stream, line = self.origins[i].tolist()
+        return f"{self.meta.streams[stream]}:{line}"
+
+    def columns(self, i: int) -> dict[str, Any]:
+        """Other columns of row `i`; none where the format keeps none."""
+        if not self.meta.has_columns:
+            return {}
+        start, end = self._columns_ptr[i : i + 2].tolist()
+        with (self.folder / "columns.jsonl").open("rb") as file:
+            file.seek(start)
+            return json.loads(file.read(end - start))
+
+    @cached_property
+    def _columns_ptr(self) -> Ints:
+        return self._map("columns_ptr", np.int64, self.num_rows + 1)
+
+    @property
+    def prompts(self) -> Hashes | None:
+        """uint64 [R]: hash of the prompt of each row; None for formats whose rows are split one by one."""
+        if self.meta.format not in HAS_PROMPTS:
+            return None
+        return span_hashes(self.tokens, self.row_ptr[:-1], self.part_ptr[1 :: self.num_parts])
+
+    def rows_of_source(self, source: int) -> Ints:
+        """Numbers of the rows of one source of the recipe."""
+        streams = [stream for stream, own in enumerate(self.meta.sources) if own == source]
+        return np.flatnonzero(np.isin(self.origins[:, 0], streams))

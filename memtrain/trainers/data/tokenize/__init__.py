@@ -1,0 +1,1 @@
+"""Tokenizing: chat templates, rendering and encoding."""

@@ -1,0 +1,119 @@
+"""Chat templates for training: the text a model's own template writes, with what the assistant says marked.
+
+Most tokenizers come with templates that mark nothing. The shipped templates write the same text for their
+family and mark the assistant's words up to its end-of-turn token (`{% generation %}`). A shipped template
+stands in only for a template that writes exactly the same on a set of probe conversations. No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from memtrain.errors import DataError
+from memtrain.recipes.formats.fields import BadRow, Messages, Tool
+from memtrain.trainers.data.tokenize.render import Rendering, conversation
+
+FOLDER = Path(__file__).parent / "chat_templates"
+NAMES = (
+    "qwen3",
+    "qwen3-instruct",
+    "qwen2.5",
+    "llama3.2",
+    "llama3.1",
+    "llama3",
+    "gemma3",
+    "gemma",
+    "mistral",
+    "phi4",
+    "phi3",
+    "chatml",
+)
+"""The shipped training templates, the more particular first."""
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+USER, ASSISTANT = (
+    {"role": "user", "content": "Hi, who are you? "},
+    {"role": "assistant", "content": "  I'm a model."},
+)
+PROBES: tuple[Messages, ...] = (
+    (USER, ASSISTANT),
+    ({"role": "system", "content": "Be brief."}, USER, ASSISTANT),
+    (USER, ASSISTANT, {"role": "user", "content": "And\n\n1+1?"}, {"role": "assistant", "content": "2\n"}),
+    (
+        {"role": "system", "content": " A\nB "},
+        USER,
+        ASSISTANT,
+        USER,
+        {"role": "assistant", "content": "é日本"},
+    ),
+)
+"""Conversations with and without a system message, of one and two turns, with spaces at the edges."""
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL_PROBES: tuple[Messages, ...] = (
+    (
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"},
+        ASSISTANT,
+    ),
+)
+TOOLS: tuple[Tool, ...] = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+"""Of the templates that agree on all others, one that agrees on this is preferred."""
+
+
+def shipped_text(name: str) -> str:
+    """The Jinja text of a shipped training template."""
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
+    """A template that writes what `own` writes and marks what the assistant says: itself, or a shipped one.
+
+    Raises: DataError when it has no marks and no shipped template writes the same.
+    """
+    if MARKS.search(own):
+        return own
+    shipped = [shipped_text(name) for name in NAMES]
+    same = [text for text in shipped if agree(own, text, special_tokens, PROBES, ())]
+    if same:
+        return next((text for text in same if agree(own, text, special_tokens, TOOL_PROBES, TOOLS)), same[0])
+    raise DataError(
+        "data.assistant_only_loss needs a chat template that marks what the assistant says, and the "
+        "tokenizer's own has no {% generation %} marks",
+        "model.chat_template",
+        "put {% generation %} ... {% endgeneration %} around the assistant's words in a copy of the template "
+        f"and set model.chat_template to it, or use a shipped one: {', '.join(NAMES)}",
+    )
+
+
+def agree(
+    one: str,
+    other: str,
+    special_tokens: Mapping[str, str],
+    probes: tuple[Messages, ...],
+    tools: tuple[Tool, ...],
+) -> bool:
+    """Whether two templates write the same for every probe, with and without a generation prompt."""
+    asked = [(probe, False) for probe in probes] + [(probe[:-1], True) for probe in probes]
+    return all(
+        written(one, special_tokens, messages, tools, prompted)
+        == written(other, special_tokens, messages, tools, prompted)
+        for messages, prompted in asked
+    )
+
+
+def written(
+    template: str,
+    special_tokens: Mapping[str, str],
+    messages: Messages,
+    tools: tuple[Tool, ...],
+    prompted: bool,
+) -> str | None:
+    """What a template writes for a conversation; None where it refuses it."""
+    rendering = Rendering(template, special_tokens, None, completion_only=False, assistant_only=False)
+    try:
+        return conversation(messages, tools, rendering, generation_prompt=prompted)[0]
+    except BadRow:
+        return None

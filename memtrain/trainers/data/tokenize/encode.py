@@ -1,0 +1,181 @@
+"""Texts to token ids, and places in the text to places in the tokens, a batch at a time.
+
+Offsets cost a sixth of the time of the tokenizer, so byte-level tokenizers are run without them: the bytes of
+each token are known, and their running sum is where it ends. A text whose tokens do not add up to its bytes
+(one that was normalised) is encoded again with offsets, as are all texts of other tokenizers. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrain.trainers.data.tokenize.render import Piece
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+Ids = NDArray[np.int32]
+Ints = NDArray[np.int64]
+TokenSpan = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of one piece."""
+
+    ids: Ids
+    cut: int
+    """Tokens that lie wholly in the prompt."""
+    learnt: tuple[TokenSpan, ...]
+    """What is learnt, in tokens."""
+    merged: bool
+    """Whether a token reaches over the end of the prompt."""
+
+
+def utf8_bytes(text: str, end: int | None = None) -> int:
+    """Bytes of `text[:end]` in UTF-8."""
+    if text.isascii():
+        return len(text) if end is None else end
+    return len(text[:end].encode())
+
+
+def shifted(text: str, origin: int, end: int) -> int:
+    """Where `text[:end]` ends, in bytes, when the text begins at `origin`."""
+    return origin + utf8_bytes(text, end)
+
+
+class Encoder:
+    """A fast tokenizer without padding or truncation, and what is known of its tokens."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.num_tokens = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        self.num_before, self.num_after = self._added()
+        self.token_bytes = self._token_bytes(json.loads(tokenizer_json))
+
+    def _added(self) -> tuple[int, int]:
+        """Special tokens that the tokenizer adds before and after a text."""
+        bare = self.tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self.tokenizer.encode("a", add_special_tokens=True).ids
+        for before in range(len(whole) - len(bare) + 1):
+            if whole[before : before + len(bare)] == bare:
+                return before, len(whole) - len(bare) - before
+        return 0, 0
+
+    def _token_bytes(self, said: dict) -> Ints | None:
+        """Bytes of text that each token stands for; None where tokens are not made of bytes."""
+        if said["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(said["decoder"] or {}):
+            return None
+        num_bytes = np.zeros(max(self.tokenizer.get_vocab().values()) + 1, np.int64)
+        for token, number in said["model"]["vocab"].items():
+            num_bytes[number] = len(token)
+        for added in said["added_tokens"]:
+            num_bytes[added["id"]] = len(added["content"].encode())
+        return num_bytes
+
+    def encode(self, pieces: Sequence[Piece]) -> list[Encoded]:
+        """The tokens of each piece, in order."""
+        encoded: list[Encoded | None] = [None] * len(pieces)
+        for adds_specials in (False, True):
+            index = [i for i, piece in enumerate(pieces) if piece.adds_specials is adds_specials]
+            for place, one in zip(
+                index, self._encode([pieces[i] for i in index], adds_specials), strict=True
+            ):
+                encoded[place] = one
+        return [one for one in encoded if one is not None]
+
+    def _encode(self, pieces: list[Piece], adds_specials: bool) -> list[Encoded]:
+        if not pieces:
+            return []
+        texts = [piece.text for piece in pieces]
+        if self.token_bytes is None:
+            found = self.tokenizer.encode_batch(texts, add_special_tokens=adds_specials)
+            return [self._by_offsets(piece, one) for piece, one in zip(pieces, found, strict=True)]
+        flat = array("i")
+        bounds = [0]
+        for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_specials):
+            flat.fromlist(one.ids)
+            bounds.append(len(flat))
+        return self._by_bytes(pieces, np.frombuffer(flat, np.int32), bounds, adds_specials)
+
+    def _by_bytes(
+        self, pieces: list[Piece], ids: Ids, bounds: list[int], adds_specials: bool
+    ) -> list[Encoded]:
+        """Places in the tokens from the running sum of their bytes."""
+        assert self.token_bytes is not None
+        widths = self.token_bytes[ids]
+        ptr = np.array(bounds)
+        if adds_specials:
+            for before in range(self.num_before):
+                widths[ptr[:-1] + before] = 0
+            for after in range(self.num_after):
+                widths[ptr[1:] - 1 - after] = 0
+        sums = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum(widths, out=sums[1:])
+        starts, ends, base = sums[:-1], sums[1:], sums[ptr]
+        normalised = np.diff(base) != [utf8_bytes(piece.text) for piece in pieces]
+        boundary = base[:-1] + [utf8_bytes(piece.text, piece.cut) for piece in pieces]
+        cuts = np.searchsorted(ends, boundary, side="right")
+        merged = (cuts < ptr[1:]) & (sums[np.minimum(cuts, len(ids))] < boundary)
+        cuts = np.minimum(cuts, ptr[1:]) - ptr[:-1]
+        known = zip(
+            pieces, bounds, bounds[1:], normalised.tolist(), cuts.tolist(), merged.tolist(), strict=False
+        )
+        encoded: list[Encoded] = []
+        for i, (piece, first, last, is_normalised, cut, is_merged) in enumerate(known):
+            own = ids[first:last]
+            if piece.cut == 0 and piece.learnt == ((0, len(piece.text)),):
+                before = self.num_before if adds_specials else 0
+                encoded.append(
+                    Encoded(own, before, ((before, len(own)),) if len(own) > before else (), False)
+                )
+            elif is_normalised:
+                again = self.tokenizer.encode(piece.text, add_special_tokens=adds_specials)
+                encoded.append(self._by_offsets(piece, again))
+            elif 0 < piece.cut < len(piece.text) and piece.learnt == ((piece.cut, len(piece.text)),):
+                encoded.append(Encoded(own, cut, ((cut, len(own)),) if len(own) > cut else (), is_merged))
+            else:
+                place = partial(shifted, piece.text, int(base[i]))
+                encoded.append(placed(piece, own, starts[first:last], ends[first:last], place))
+        return encoded
+
+    def _by_offsets(self, piece: Piece, encoding: Encoding) -> Encoded:
+        """Places in the tokens from the tokenizer's own offsets."""
+        ids = np.array(encoding.ids, np.int32)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        specials = np.array(encoding.special_tokens_mask, np.bool_)
+        if len(ids) and specials[-1] and offsets[-1, 1] == 0:
+            offsets[len(ids) - self.num_after :] = len(piece.text)
+        starts, ends = np.maximum.accumulate(offsets[:, 0]), np.maximum.accumulate(offsets[:, 1])
+        return placed(piece, ids, starts, ends, lambda end: end)
+
+
+def placed(piece: Piece, ids: Ids, starts: Ints, ends: Ints, place: Callable[[int], int]) -> Encoded:
+    """The tokens of a piece with its cut and learnt spans in tokens.
+
+    A token that reaches over a boundary belongs to what is learnt. `place` turns a number of characters into
+    the unit of `starts` and `ends`.
+    """
+    num_tokens, num_chars = len(ids), len(piece.text)
+    boundary = place(piece.cut)
+    cut = num_tokens if piece.cut == num_chars else int(np.searchsorted(ends, boundary, side="right"))
+    learnt: list[TokenSpan] = []
+    for start, end in piece.learnt:
+        first = cut if start == piece.cut else int(np.searchsorted(ends, place(start), side="right"))
+        last = num_tokens if end == num_chars else int(np.searchsorted(starts, place(end), side="left"))
+        if first < last:
+            learnt.append((first, last))
+    merged = cut < num_tokens and bool(starts[cut] < boundary)
+    return Encoded(ids, cut, tuple(learnt), merged)

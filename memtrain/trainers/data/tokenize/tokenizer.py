@@ -1,0 +1,98 @@
+"""The tokenizer of a run: built in, from a folder, or from the hub; always a fast one, never remote code.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memtrain.errors import DataError
+from memtrain.recipes.sections.model import Model
+from memtrain.trainers.data.tokenize import tiny_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BUILTIN = "builtin:tiny"
+
+
+def tokenizer_of(model: Model) -> PreTrainedTokenizerFast:
+    """The tokenizer that a recipe's `model:` section names.
+
+    Raises: DataError when it cannot be loaded.
+    """
+    name = model.tokenizer or model.path
+    assert name is not None, "model.config without model.tokenizer is refused by the recipe"
+    revision = model.revision if model.tokenizer is None else None
+    return load_tokenizer(name, revision=revision, chat_template=model.chat_template)
+
+
+def load_tokenizer(
+    name: str, *, revision: str | None = None, chat_template: str | None = None
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of a hub id, a folder or `builtin:tiny`, with another chat template where one is given.
+
+    Raises: DataError when there is none, it is not a fast one, or the template is missing.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from memtrain.trainers.model.loading.locate import find_origin
+
+    if name.startswith("builtin:") and name != BUILTIN:
+        raise DataError(f"there is no tokenizer '{name}'", "model.tokenizer", f"there is {BUILTIN}")
+    place = str(tiny_tokenizer.FOLDER) if name == BUILTIN else str(Path(name).expanduser())
+    if not Path(place).is_dir() and name.startswith((".", "/", "~")):
+        raise DataError(
+            f"there is no folder '{place}'", "model.tokenizer", f"the current folder is {Path.cwd()}"
+        )
+    try:
+        # Asks the hub once: transformers itself asks for every file that may exist, with retries.
+        asked = {} if Path(place).is_dir() else find_origin(name, revision).kwargs()
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **asked)
+    except Exception as error:
+        # Every kind of network, hub and parsing fault ends here; its own first line says which.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"cannot load the tokenizer '{name}': {reason}",
+            "model.tokenizer",
+            "check the name and the network; without one, give the path of a folder with tokenizer.json",
+        ) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise DataError(
+            f"the tokenizer '{name}' is a {type(tokenizer).__name__}, which has no fast form",
+            "model.tokenizer",
+            "give a tokenizer that comes with tokenizer.json",
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = template_text(chat_template)
+    return tokenizer
+
+
+def template_text(chat_template: str) -> str:
+    """The Jinja text of a file, or of a shipped training template by its name.
+
+    Raises: DataError when it is neither.
+    """
+    from memtrain.trainers.data.tokenize.chat_templates import NAMES, shipped_text
+
+    if chat_template in NAMES:
+        return shipped_text(chat_template)
+    path = Path(chat_template).expanduser()
+    if not path.is_file():
+        known = ", ".join(NAMES)
+        raise DataError(
+            f"there is no chat template '{chat_template}'",
+            "model.chat_template",
+            f"give the path of a Jinja file, or one of {known}",
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Digest of all that decides which ids a text becomes: the fast tokenizer, its special tokens."""
+    said = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}\n{said}".encode()).hexdigest()[:32]

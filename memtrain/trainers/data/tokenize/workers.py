@@ -1,0 +1,261 @@
+"""Rows of a source to tokenized rows: read, render, tokenize once, batch by batch, in one or more processes.
+
+No torch here. Memory is bounded by the batch, not by the data.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memtrain.recipes.formats import unpaired
+from memtrain.recipes.formats.detect import FORMS
+from memtrain.recipes.formats.fields import BadRow, Example, Names
+from memtrain.recipes.formats.ids import Ids
+from memtrain.recipes.formats.preference import Preference
+from memtrain.recipes.formats.prompt import Prompt
+from memtrain.recipes.formats.unpaired import Unpaired
+from memtrain.trainers.data.sources.readers import Line
+from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
+from memtrain.trainers.data.tokenize.encode import Encoded, Encoder
+from memtrain.trainers.data.tokenize.render import Rendering, render
+
+ROWS_AT_ONCE = 1000
+CHARS_AT_ONCE = 2**21
+"""A batch ends with this many characters too: the tokenizer holds some hundred bytes a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the rows of one source are read."""
+
+    form: str
+    names: Names
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that decides which tokens the rows become; travels to the processes that tokenize."""
+
+    tokenizer_json: str
+    rendering: Rendering
+    kind: str
+    """Format of the stored rows; a pair read for a method of single answers becomes two rows."""
+    readings: tuple[Reading, ...]
+    """By number of the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows as they were read."""
+
+    streams: list[int]
+    lines: list[Line]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A batch, tokenized, and its bad rows: (stream, line, what is wrong, how to mend it)."""
+
+    rows: Rows
+    bad: list[tuple[int, int, str, str]]
+    num_read: int
+
+
+class Tokenizing:
+    """The work of one process."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.parts = FORMS[job.kind].parts
+        self.encoder = Encoder(job.tokenizer_json)
+
+    def __call__(self, batch: Batch) -> Tokenized:
+        """Tokenize a batch."""
+        bad: list[tuple[int, int, str, str]] = []
+        examples: list[tuple[int, int, Example]] = []
+        for stream, (line, row) in zip(batch.streams, batch.lines, strict=True):
+            reading = self.job.readings[stream]
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                example = FORMS[reading.form].parse(row, reading.names)
+                examples += [(stream, line, one) for one in self._as_kind(example)]
+            except BadRow as wrong:
+                bad.append((stream, line, wrong.what, wrong.fix))
+        rows = self._rows(examples, bad)
+        bad.sort(key=lambda one: one[:2])
+        return Tokenized(as_rows(rows, len(self.parts)), bad, len(batch.lines))
+
+    def _as_kind(self, example: Example) -> tuple[Example, ...]:
+        if isinstance(example, Preference) and self.job.kind == "unpaired":
+            return unpaired.from_pair(example)
+        return (example,)
+
+    def _rows(
+        self, examples: list[tuple[int, int, Example]], bad: list[tuple[int, int, str, str]]
+    ) -> list[TokenRow]:
+        """Render and tokenize; what cannot be goes to `bad`."""
+        pieces, kept = [], []
+        for stream, line, example in examples:
+            try:
+                own = () if isinstance(example, Ids) else render(example, self.job.rendering)
+                for piece in own:
+                    check_text(piece.text)
+                pieces += own
+                kept.append((stream, line, example, len(own)))
+            except BadRow as wrong:
+                bad.append((stream, line, wrong.what, wrong.fix))
+        encoded = deque(self.encoder.encode(pieces))
+        rows: list[TokenRow] = []
+        for stream, line, example, num_pieces in kept:
+            own = [encoded.popleft() for _ in range(num_pieces)]
+            try:
+                rows.append(self._row(example, own, stream, line))
+            except BadRow as wrong:
+                bad.append((stream, line, wrong.what, wrong.fix))
+        return rows
+
+    def _row(self, example: Example, own: list[Encoded], stream: int, line: int) -> TokenRow:
+        if isinstance(example, Ids):
+            return row_of_ids(example, self.encoder.num_tokens, stream, line)
+        if isinstance(example, Preference):
+            return row_of_pair(own[0], own[1], example.margin, stream, line)
+        one = own[0]
+        if isinstance(example, Prompt):
+            return TokenRow(one.ids, (len(one.ids),), (), stream, line, columns=example.columns)
+        check_learnt(one.learnt, len(one.ids), self.job.rendering)
+        cut = one.cut
+        parts = (cut, len(one.ids) - cut) if len(self.parts) == 2 else (len(one.ids),)
+        label = float(example.label) if isinstance(example, Unpaired) else None
+        return TokenRow(one.ids, parts, one.learnt, stream, line, merged=one.merged, label=label)
+
+
+def check_text(text: str) -> None:
+    """Raise BadRow for text that has no UTF-8 form."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise BadRow(f"the text holds {half}, half of a character pair", "mend the file's escapes") from None
+
+
+def check_learnt(learnt: Iterable[tuple[int, int]], num_tokens: int, rendering: Rendering) -> None:
+    """Raise BadRow when no token of the row is learnt: one that has a token before it to predict it."""
+    if any(end > max(start, 1) for start, end in learnt):
+        return
+    if num_tokens < 2:
+        raise BadRow(
+            f"the row has {num_tokens} token{'' if num_tokens == 1 else 's'}: nothing to predict",
+            "remove the row",
+        )
+    if rendering.assistant_only:
+        raise BadRow(
+            "no token of the row is the assistant's: nothing is learnt", "give it an assistant message"
+        )
+    raise BadRow("no token of the row is learnt: its completion is empty", "remove the row")
+
+
+def row_of_ids(example: Ids, num_tokens: int, stream: int, line: int) -> TokenRow:
+    """A row that was tokenized already.
+
+    Raises: BadRow for an id that the tokenizer has not, or a row that learns nothing.
+    """
+    ids = np.array(example.ids, np.int64)
+    if ids.max() >= num_tokens:
+        raise BadRow(
+            f"the row holds the id {ids.max()}, and the tokenizer has {num_tokens} tokens",
+            "tokenize the rows with the model's own tokenizer",
+        )
+    is_learnt = np.ones(len(ids), np.bool_) if example.labels is None else np.array(example.labels) == ids
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_learnt, [False]]).astype(np.int8)))
+    learnt = tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
+    if not any(end > max(start, 1) for start, end in learnt):
+        raise BadRow("no token of the row is learnt", "remove the row")
+    return TokenRow(ids.astype(np.int32), (len(ids),), learnt, stream, line)
+
+
+def row_of_pair(chosen: Encoded, rejected: Encoded, margin: float | None, stream: int, line: int) -> TokenRow:
+    """[prompt][chosen][rejected]: the prompt is what both begin with, at most to the end of its text.
+
+    So prompt and chosen together are the tokens of the two texts together, and so for rejected.
+    Raises: BadRow when an answer has no token that could be predicted.
+    """
+    most = min(chosen.cut, rejected.cut)
+    differs = np.flatnonzero(chosen.ids[:most] != rejected.ids[:most])
+    num_prompt = int(differs[0]) if len(differs) else most
+    first, second = chosen.ids[num_prompt:], rejected.ids[num_prompt:]
+    seen = 0 if num_prompt else 1
+    for name, answer in (("chosen", first), ("rejected", second)):
+        if len(answer) <= seen:
+            raise BadRow(f"the {name} answer has no token to learn", "remove the row")
+    ids = np.concatenate([chosen.ids, second])
+    spans = ((num_prompt + seen, len(chosen.ids)), (len(chosen.ids) + seen, len(ids)))
+    parts = (num_prompt, len(first), len(second))
+    merged = chosen.merged or rejected.merged or num_prompt < most
+    return TokenRow(ids, parts, spans, stream, line, merged=merged, label=margin)
+
+
+def batches(rows: Iterable[tuple[int, Line]], rows_at_once: int = ROWS_AT_ONCE) -> Iterator[Batch]:
+    """Rows in batches of `rows_at_once`, fewer when they are long."""
+    batch, size = Batch([], []), 0
+    for stream, line in rows:
+        batch.streams.append(stream)
+        batch.lines.append(line)
+        size += row_chars(line[1])
+        if len(batch.lines) >= rows_at_once or size >= CHARS_AT_ONCE:
+            yield batch
+            batch, size = Batch([], []), 0
+    if batch.lines:
+        yield batch
+
+
+def row_chars(row: Any) -> int:
+    """Characters of a row, roughly: of its strings, and a little for each message or number of a list."""
+    if isinstance(row, BadRow):
+        return 0
+    total = 0
+    for value in row.values():
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, list):
+            total += sum(len(str(item)) if isinstance(item, dict) else 4 for item in value)
+    return total
+
+
+def tokenized(rows: Iterable[tuple[int, Line]], job: Job, processes: int) -> Iterator[Tokenized]:
+    """The batches of `rows`, tokenized, in their order, whatever the number of processes."""
+    if processes == 1:
+        work = Tokenizing(job)
+        for batch in batches(rows):
+            yield work(batch)
+        return
+    from concurrent.futures import Future, ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (job,)) as pool:
+        waiting: deque[Future[Tokenized]] = deque()
+        for batch in batches(rows):
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) > 2 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+_own: list[Tokenizing] = []
+"""The work of this process, once it has begun."""
+
+
+def _begin(job: Job) -> None:
+    _own.append(Tokenizing(job))
+
+
+def _work(batch: Batch) -> Tokenized:
+    return _own[0](batch)

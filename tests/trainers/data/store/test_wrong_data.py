@@ -1,0 +1,282 @@
+"""Wrong data files: one clear error each, with the file and the line, and never a traceback."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from memtrain.errors import DataError
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.data.store.prepare import prepare
+from memtrain.trainers.data.store.token_store import TokenStore
+
+GOOD = b'{"prompt": "a", "completion": "b"}\n'
+JSONL_FIX = "mend the row, or set data.on_bad_row: skip to leave such rows out"
+READABLE = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt (packed too: .gz, .bz2, .xz, .zst)"
+WHOLE_GZIP = gzip.compress(GOOD * 500)
+
+WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
+    "bytes that are no UTF-8": (
+        "d.jsonl",
+        GOOD + b'{"prompt": "caf\xe9", "completion": "b"}\n',
+        "not UTF-8: byte 0xe9 at position 15",
+        "{file}:2",
+        "save the file as UTF-8",
+    ),
+    "broken JSON": (
+        "d.jsonl",
+        GOOD * 2 + b'{"prompt": "a", "completion": }\n' + GOOD,
+        "broken JSON: Expecting value (column 31)",
+        "{file}:3",
+        "mend the line; each line is one object",
+    ),
+    "an empty file": (
+        "d.jsonl",
+        b"",
+        "there are no rows in '{file}'",
+        "{file}",
+        "the file is empty: give another",
+    ),
+    "a row that is no object": (
+        "d.jsonl",
+        GOOD + b'["a", "b"]\n',
+        "a row is an object, and this is a list (['a', 'b'])",
+        "{file}:2",
+        'write {"text": ...}',
+    ),
+    "columns that change": (
+        "d.jsonl",
+        GOOD + b'{"question": "a", "answer": "b"}\n',
+        "the row has no column 'prompt'; it has question, answer",
+        "{file}:2",
+        "data.columns: {prompt: question}",
+    ),
+    "a number for a prompt": (
+        "d.jsonl",
+        GOOD + b'{"prompt": 7, "completion": "b"}\n',
+        "column 'prompt' is a number (7), not a string or a list of messages",
+        "{file}:2",
+        JSONL_FIX,
+    ),
+    "half a character": (
+        "d.jsonl",
+        GOOD + b'{"prompt": "\\ud83d", "completion": "b"}\n',
+        "the text holds \\ud83d, half of a character pair",
+        "{file}:2",
+        "mend the file's escapes",
+    ),
+    "no gzip file": (
+        "d.jsonl.gz",
+        GOOD,
+        "not a whole gzip file: Not a gzipped file (b'{\"')",
+        "{file}",
+        "download or pack it again",
+    ),
+    "half a gzip file": (
+        "d.jsonl.gz",
+        WHOLE_GZIP[: len(WHOLE_GZIP) - 12],
+        "not a whole gzip file: Compressed file ended before the end-of-stream marker was reached",
+        "{file}",
+        "download or pack it again",
+    ),
+    "too many cells": (
+        "d.csv",
+        b"prompt,completion\na,b\nhello, world,b\n",
+        "the row has 3 cells and the header 2",
+        "{file}:3",
+        'put text that holds a comma, a quote or a line break in "quotes"',
+    ),
+    "a column named twice": (
+        "d.csv",
+        b"prompt,prompt\na,b\n",
+        "the header names a column twice: prompt, prompt",
+        "{file}:1",
+        "rename one",
+    ),
+    "a quote without an end": (
+        "d.csv",
+        b'prompt,completion\na,"b\n',
+        "broken CSV: unexpected end of data",
+        "{file}:2",
+        "mend the quotes",
+    ),
+    "a list cut short": (
+        "d.json",
+        b"[" + GOOD + b"," + GOOD,
+        "the JSON list has no end",
+        "{file}:3",
+        "the file is cut short: mend it",
+    ),
+    "a JSON file with a mistake": (
+        "d.json",
+        b"[\n" + GOOD + b",\n{prompt: 1},\n" + GOOD * 300 + b"]",
+        "broken JSON: Expecting property name enclosed in double quotes",
+        "{file}:4",
+        "mend the file",
+    ),
+    "no Parquet file": (
+        "d.parquet",
+        GOOD,
+        "not a parquet file: Parquet magic bytes not found in footer. Either the file is corrupted or this "
+        "is not a parquet file.",
+        "{file}",
+        "write the file again",
+    ),
+    "a JSON file with text after its list": (
+        "d.json",
+        b"[" + GOOD + b"]\nand more",
+        "broken JSON: Expecting value",
+        "{file}:3",
+        "mend the file",
+    ),
+    "a key that is there twice": (
+        "d.jsonl",
+        GOOD + b'{"prompt": "a", "completion": "b", "completion": "c"}\n',
+        "the key 'completion' is there twice in one object",
+        "{file}:2",
+        "keep one of the two",
+    ),
+    "a doubled key inside a JSON file": (
+        "d.json",
+        b'[{"prompt": "a", "completion": "b"},\n{"prompt": [{"a": 1, "a": 2}], "completion": ""}]',
+        "the key 'a' is there twice in one object",
+        "{file}:2",
+        "keep one of the two",
+    ),
+    "JSON nested without end": (
+        "d.jsonl",
+        GOOD + b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        "JSON nested deeper than 100 levels",
+        "{file}:2",
+        "write the value flat, or remove the row",
+    ),
+    "JSON nested as deep as Python reads": (
+        "d.jsonl",
+        GOOD + b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}\n",
+        "JSON nested deeper than 100 levels",
+        "{file}:2",
+        "write the value flat, or remove the row",
+    ),
+    "a JSON file nested without end": (
+        "d.json",
+        b"[" + GOOD + b', {"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]\n",
+        "JSON nested deeper than 100 levels",
+        "{file}:2",
+        "write the value flat, or remove the row",
+    ),
+    "a number of 5,000 digits": (
+        "d.jsonl",
+        GOOD + b'{"prompt": ' + b"9" * 5000 + b"}\n",
+        "a whole number of more than 4,300 digits",
+        "{file}:2",
+        "write it as a string, or remove the row",
+    ),
+    "a number of 5,000 digits in a JSON file": (
+        "d.json",
+        b'[{"prompt": ' + b"9" * 5000 + b"}]\n",
+        "a whole number of more than 4,300 digits",
+        "{file}:1",
+        "write it as a string, or remove the row",
+    ),
+    "Parquet through zstd": (
+        "d.parquet.zst",
+        b"",
+        "'d.parquet.zst' cannot be read through zstd",
+        "{file}",
+        "unpack it with zstd -d",
+    ),
+    "a file of another kind": (
+        "d.xlsx",
+        b"PK",
+        "'d.xlsx' is of no kind that can be read",
+        "{file}",
+        f"readable: {READABLE}",
+    ),
+    "a UTF-16 text file": (
+        "d.txt",
+        "hello".encode("utf-16"),
+        "not UTF-8: byte 0xff at position 0",
+        "{file}",
+        "save the file as UTF-8",
+    ),
+    "columns of no format": (
+        "d.jsonl",
+        b'{"question": "a", "answer": "b"}\n',
+        "no format fits the columns question, answer (prompt_completion needs prompt, completion; messages "
+        "needs messages; text needs text; ids needs input_ids)",
+        "{file}:1",
+        "data.columns: {prompt: question, completion: answer}",
+    ),
+    "an unknown role": (
+        "d.jsonl",
+        b'{"messages": [{"role": "narrator", "content": "x"}]}\n',
+        "messages[0] has the role 'narrator'",
+        "{file}:1",
+        "known roles: system, developer, user, human, assistant, gpt, chatgpt, bot, model, tool, function, "
+        "observation",
+    ),
+    "an id that the tokenizer has not": (
+        "d.jsonl",
+        b'{"input_ids": [1, 2, 5000]}\n',
+        "the row holds the id 5000, and the tokenizer has 1024 tokens",
+        "{file}:1",
+        "tokenize the rows with the model's own tokenizer",
+    ),
+}
+
+
+def recipe_of(path: Path, cache: Path, **data) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "method": "sft",
+            "model": {"path": "builtin:tiny"},
+            "data": {"train": str(path), "cache_dir": str(cache), **data},
+        }
+    )
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_one_clear_error(tmp_path, name):
+    file, content, what, where, fix = WRONG[name]
+    path = tmp_path / file
+    path.write_bytes(content)
+    with pytest.raises(DataError) as error:
+        prepare(recipe_of(path, tmp_path / "cache"))
+    told = f"error: {what}\n   at: {where}\n  try: {fix}".replace("{file}", str(path))
+    assert error.value.text() == told
+    assert not list((tmp_path / "cache").glob("tokens/[!.]*"))
+
+
+def test_a_missing_file_proposes_the_near_one(tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(GOOD)
+    with pytest.raises(DataError) as error:
+        prepare(recipe_of(tmp_path / "trian.jsonl", tmp_path / "cache"))
+    assert error.value.faults[0].what == f"there is no file '{tmp_path}/trian.jsonl'"
+    assert error.value.faults[0].fix == f"did you mean '{tmp_path}/train.jsonl'?"
+
+
+def test_a_folder_without_data_says_what_is_readable(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(b"")
+    with pytest.raises(DataError) as error:
+        prepare(recipe_of(tmp_path / "photos", tmp_path / "cache"))
+    assert error.value.faults[0].what == f"no readable file in the folder '{tmp_path}/photos'"
+    assert error.value.faults[0].fix == f"readable: {READABLE}"
+
+
+def test_skipped_rows_are_counted_and_told(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(GOOD + b"{\n" + GOOD + b'{"prompt": "a"}\n')
+    split = prepare(recipe_of(path, tmp_path / "cache", on_bad_row="skip")).train
+    assert (split.num_rows, split.num_skipped) == (2, 2)
+    assert TokenStore.open(split.folder).meta.skipped == (
+        f"{path}:2: broken JSON: Expecting property name enclosed in double quotes (column 2)",
+        f"{path}:4: the row has no column 'completion'; it has prompt",
+    )
+
+
+def test_a_file_of_bad_rows_only_is_an_error(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"prompt": "", "completion": ""}\n' * 3)
+    with pytest.raises(DataError, match="all 3 rows are bad, the first: .*d.jsonl:1: 'prompt' and"):
+        prepare(recipe_of(path, tmp_path / "cache", on_bad_row="skip"))
