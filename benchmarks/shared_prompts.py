@@ -24,8 +24,8 @@ import torch
 from memtrain.cli.planning import make_plan
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.build import build
-from memtrain.trainers.feed import Steps
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.step import Engine, forward_backward
 
 TOTAL = 640

@@ -18,7 +18,7 @@ from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, coll
 from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.feeds import data_event
-from memtrain.trainers.run.events import DataEvent
+from memtrain.trainers.protocols.events import DataEvent
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]

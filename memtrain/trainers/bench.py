@@ -27,12 +27,12 @@ from memtrain.trainers.build import build
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.engine import make_accelerator
-from memtrain.trainers.feed import Feed, Ints
 from memtrain.trainers.heaviest import longest_together, step_of
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.protocols.feed import Feed, Ints
 from memtrain.trainers.rehearse_online import made_up_rollout
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 from memtrain.trainers.stepping import Stepper

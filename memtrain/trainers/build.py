@@ -24,9 +24,7 @@ from memtrain.trainers.data.collate import nothing
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
-from memtrain.trainers.feed import Feed
 from memtrain.trainers.losses.head.request import LogprobRequest
-from memtrain.trainers.method import FollowsSteps, Method
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices
 from memtrain.trainers.model.context_parallel.groups import make_context
@@ -41,6 +39,8 @@ from memtrain.trainers.model.loading.neftune import add_noise
 from memtrain.trainers.model.loading.sharded_load import is_empty, made_in_parts
 from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.optim import build_optimizer
+from memtrain.trainers.protocols.feed import Feed
+from memtrain.trainers.protocols.method import FollowsSteps, Method
 from memtrain.trainers.reference import Live, Synced
 from memtrain.trainers.references import build_reference
 from memtrain.trainers.runtime.seed import seed_everything

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memtrain.trainers.method import Ahead, LooksAhead, Loss, Method, means_of
+from memtrain.trainers.protocols.method import Ahead, LooksAhead, Loss, Method, means_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from memtrain.trainers.answer_logps import AnswerLogps, answer_logps
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.losses.preference.pairs import Divergence, PairKnobs, PairLogps
 from memtrain.trainers.losses.preference.registry import preference_loss, preference_sums
-from memtrain.trainers.method import Ahead, Loss
 from memtrain.trainers.precompute import Answered, own_answers
+from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference import AskLogps, Reference
 
 Ints = NDArray[np.int64]

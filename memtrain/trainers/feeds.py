@@ -12,7 +12,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
 from memtrain.trainers.data.packing.token_rows import Sequences, Spans, lay_out
 from memtrain.trainers.data.store.token_store import TokenStore
-from memtrain.trainers.run.events import DataEvent
+from memtrain.trainers.protocols.events import DataEvent
 
 Ints = NDArray[np.int64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.feed import Feed, Ints, StepSource, StepWork
+from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork
 
 MOST_SCANNED = 200_000
 """Sequences whose steps are laid out to find the heaviest micro-batch; beyond, the longest rows of the data

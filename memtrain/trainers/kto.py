@@ -32,8 +32,8 @@ from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.answer_logps import answer_logps
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.losses.preference.kto import apo_zero_unpaired_loss, kl_baseline, kto_loss
-from memtrain.trainers.method import Ahead, Loss
 from memtrain.trainers.precompute import Answered, Question, digest_of, own_answers
+from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference import AskLogps, Reference, evaluating
 
 Ints = NDArray[np.int64]

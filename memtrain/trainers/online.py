@@ -24,7 +24,6 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.build import Built, has_dropout
-from memtrain.trainers.feed import Steps, StepWork
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.mismatch_alarm import MismatchAlarm
@@ -34,8 +33,10 @@ from memtrain.trainers.online_method import OnlineMethod, WeighsTokens
 from memtrain.trainers.online_weigh import Weighing, rollout_facts
 from memtrain.trainers.policy_feed import PolicyFeed
 from memtrain.trainers.policy_passes import Passes
-from memtrain.trainers.position import Position
 from memtrain.trainers.prompt_feed import PromptFeed
+from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent
+from memtrain.trainers.protocols.feed import Steps, StepWork
+from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.rewards.functions import check_columns
 from memtrain.trainers.rollout.backend import open_generating, sampling_of
 from memtrain.trainers.rollout.generating import Generating
@@ -43,7 +44,6 @@ from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.rollout.shown import cut_after
 from memtrain.trainers.rollout.window import Window, new_window, window_of
 from memtrain.trainers.run.checkpoint import Checkpoint
-from memtrain.trainers.run.events import EvalEvent, Event, NoteEvent
 from memtrain.trainers.run.state_io import load_state
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import derive_seed

@@ -9,7 +9,7 @@ import torch
 
 from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.position import Position
+from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run.ending import tell_end
 from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory

@@ -17,8 +17,8 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.prompt_feed import PromptFeed
+from memtrain.trainers.protocols.events import DataEvent
 from memtrain.trainers.rollout.window import Window
-from memtrain.trainers.run.events import DataEvent
 
 Ints = NDArray[np.int64]
 

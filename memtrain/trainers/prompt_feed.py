@@ -15,7 +15,7 @@ from memtrain.trainers.data.collate import MicroBatch, nothing
 from memtrain.trainers.data.packing.prompt_rows import lay_out_prompts
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.feeds import data_event
-from memtrain.trainers.run.events import DataEvent
+from memtrain.trainers.protocols.events import DataEvent
 
 Ints = NDArray[np.int64]
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
-from memtrain.trainers.feed import Feed
 from memtrain.trainers.heaviest import load_of
-from memtrain.trainers.position import Position
+from memtrain.trainers.protocols.feed import Feed
+from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.runtime.oom_errors import attempt, free
 from memtrain.trainers.runtime.ranks import Ranks
 

@@ -15,11 +15,11 @@ from memtrain.memory.rules.engines import shards_weights
 from memtrain.memory.rules.reference_model import section_of
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.store.cache import cache_dir
-from memtrain.trainers.feed import Feed, Steps, eval_order
 from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
 from memtrain.trainers.precompute import Floats, Question, asked_once
+from memtrain.trainers.protocols.feed import Feed, Steps, eval_order
 from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
 from memtrain.trainers.runtime.ranks import current_ranks
 

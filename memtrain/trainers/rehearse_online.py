@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from memtrain.trainers.feed import Ints
 from memtrain.trainers.mismatch_alarm import SeesMismatch
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.online_method import WeighsTokens
 from memtrain.trainers.online_weigh import Weighing
+from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.rollout.backend import sampling_of
 from memtrain.trainers.rollout.protocol import Group, Sample
 from memtrain.trainers.rollout.window import Window, new_window

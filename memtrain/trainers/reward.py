@@ -25,7 +25,7 @@ from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.data.answer_batch import AnswerBatch
 from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
 from memtrain.trainers.losses.preference.reward import bradley_terry_loss, reward_sums
-from memtrain.trainers.method import Loss
+from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference import Reference
 
 feed = AnswerFeed

@@ -7,10 +7,10 @@ import time
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.online import OnlineSteps
-from memtrain.trainers.position import Position
+from memtrain.trainers.protocols.events import SaveEvent
+from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run.background import Background
 from memtrain.trainers.run.checkpoint import Parts, Save, save_checkpoint
-from memtrain.trainers.run.events import SaveEvent
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.host_copy import HostCopies
 from memtrain.trainers.run.manifest import facts_of

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from memtrain.trainers.method import FollowsSteps
-from memtrain.trainers.position import Position
+from memtrain.trainers.protocols.method import FollowsSteps
+from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run.checkpoint import Checkpoint, Parts
 from memtrain.trainers.run.host_copy import HostCopies
 from memtrain.trainers.run.pieces import has_pieces, read_states

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.trainers.method import Method
 from memtrain.trainers.optim import clip_gradients
 from memtrain.trainers.optim_whole import step_whole
+from memtrain.trainers.protocols.method import Method
 
 
 @dataclass(frozen=True, slots=True)

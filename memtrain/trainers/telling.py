@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.position import Position
-from memtrain.trainers.run.events import EvalEvent, Event, NoteEvent, StepEvent
+from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, StepEvent
+from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.metrics import MetricsWriter
 from memtrain.trainers.run.progress import Progress

@@ -23,7 +23,6 @@ from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build import Built, build, has_dropout
 from memtrain.trainers.engine import make_accelerator, make_engine, make_spread, ranks_of, shake_hands
-from memtrain.trainers.feed import Steps
 from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
@@ -34,8 +33,10 @@ from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.online import OnlineSteps, online_steps
 from memtrain.trainers.optim_backward import InBackward
 from memtrain.trainers.outcome import outcome_told
-from memtrain.trainers.position import Position
 from memtrain.trainers.post_mortem import post_mortem, refuse_over_budget
+from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
+from memtrain.trainers.protocols.feed import Steps
+from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.recover import Recovery
 from memtrain.trainers.rehearse import rehearse
 from memtrain.trainers.run.checkpoint import (
@@ -44,7 +45,6 @@ from memtrain.trainers.run.checkpoint import (
     newest_complete,
     remove_checkpoints,
 )
-from memtrain.trainers.run.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.run.faults import LAUNCHED, note_fault
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.resume import check_resumable

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import DataError, LaunchError
-from memtrain.trainers.run.events import (
+from memtrain.trainers.protocols.events import (
     DataEvent,
     EvalEvent,
     Event,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memtrain.trainers.run.events import EvalEvent, StepEvent
+from memtrain.trainers.protocols.events import EvalEvent, StepEvent
 from memtrain.trainers.run.progress import Progress, duration
 
 

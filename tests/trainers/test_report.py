@@ -13,6 +13,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from memtrain.memory.plan.plan import Plan
+from memtrain.trainers.protocols.events import (
+    DataEvent,
+    EvalEvent,
+    Event,
+    FinalEvent,
+    MemoryEvent,
+    NoteEvent,
+    SaveEvent,
+    StepEvent,
+)
 from memtrain.trainers.run.charts import (
     MOST_POINTS,
     Bar,
@@ -25,16 +35,6 @@ from memtrain.trainers.run.charts import (
     smoothed,
     thin,
     unbroken,
-)
-from memtrain.trainers.run.events import (
-    DataEvent,
-    EvalEvent,
-    Event,
-    FinalEvent,
-    MemoryEvent,
-    NoteEvent,
-    SaveEvent,
-    StepEvent,
 )
 from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.run.metrics import MetricsWriter

@@ -19,7 +19,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.reading.sweep import folder_name, sweep
 from memtrain.recipes.sections.slurm import Slurm
-from memtrain.trainers.run.events import SaveEvent, StepEvent
+from memtrain.trainers.protocols.events import SaveEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder, read_owner
 from memtrain.trainers.run.metrics import read_metrics
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from memtrain.errors import DataError
-from memtrain.trainers.run.events import Event, FinalEvent, from_line, from_values, to_line
+from memtrain.trainers.protocols.events import Event, FinalEvent, from_line, from_values, to_line
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 

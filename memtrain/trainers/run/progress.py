@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.run.events import EvalEvent, StepEvent, from_values
+from memtrain.trainers.protocols.events import EvalEvent, StepEvent, from_values
 
 WINDOW_STEPS = 20
 """Steps over which the speed is taken; taste."""

@@ -14,7 +14,7 @@ from rich.text import Text
 from memtrain.memory.plan.length_profile import by_answer_words
 from memtrain.memory.plan.plan import PhasePeak, Plan, read_plan
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.run.events import (
+from memtrain.trainers.protocols.events import (
     DataEvent,
     EvalEvent,
     FinalEvent,

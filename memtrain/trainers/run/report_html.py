@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from memtrain.memory.plan.units import GIB, gib
+from memtrain.trainers.protocols.events import DataEvent, StepEvent
 from memtrain.trainers.run.charts import (
     SMALL_WIDTH,
     Bar,
@@ -21,7 +22,6 @@ from memtrain.trainers.run.charts import (
     line_chart,
     smoothed,
 )
-from memtrain.trainers.run.events import DataEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder, Status
 from memtrain.trainers.run.progress import duration
 from memtrain.trainers.run.report import (

@@ -16,7 +16,7 @@ from accelerate.tracking import (
 
 from memtrain.errors import Fault, LaunchError
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.run.events import EvalEvent, Event, FinalEvent, StepEvent
+from memtrain.trainers.protocols.events import EvalEvent, Event, FinalEvent, StepEvent
 from memtrain.trainers.run.folder import RunFolder
 
 Make = Callable[[str, str, str], GeneralTracker]

@@ -18,7 +18,6 @@ from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.context_parallel import shared
-from memtrain.trainers.method import FollowsSteps, Method
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.build import loss_form, scorer_of
 from memtrain.trainers.model.heads.lm_head import Scorer
@@ -29,6 +28,7 @@ from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.optim import build_optimizer
 from memtrain.trainers.optim_backward import InBackward
+from memtrain.trainers.protocols.method import FollowsSteps, Method
 from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
 from memtrain.trainers.step import Engine
 from memtrain.trainers.trace.host import TracedHost

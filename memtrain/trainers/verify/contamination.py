@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.build import Built
-from memtrain.trainers.feed import Ints
 from memtrain.trainers.model.attention.isolation_check import seen_bound
 from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.reference import evaluating
 from memtrain.trainers.verify.record import Side
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
-from memtrain.trainers.feed import StepSource, StepWork
+from memtrain.trainers.protocols.feed import StepSource, StepWork
 from memtrain.trainers.stepping import Stepper
 from memtrain.trainers.verify.rollout import Rollouts, online_source
 from memtrain.trainers.verify.sides import whole_step

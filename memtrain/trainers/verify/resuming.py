@@ -12,7 +12,7 @@ from torch import Tensor
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import build
 from memtrain.trainers.online import OnlineSteps
-from memtrain.trainers.position import Position
+from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpoint
 from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of

@@ -19,10 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.build import Built
-from memtrain.trainers.feed import StepWork
 from memtrain.trainers.feeds import TokenFeed
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.offload.offloader import Offloader
+from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.verify.record import Side
 
 ATTENTION_OPS = ("attention", "flex")

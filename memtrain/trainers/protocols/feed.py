@@ -12,8 +12,8 @@ from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.data.packing.step_order import BatchSize, Epoch, make_epoch, micro_batches
-from memtrain.trainers.method import Batch
-from memtrain.trainers.run.events import DataEvent
+from memtrain.trainers.protocols.events import DataEvent
+from memtrain.trainers.protocols.method import Batch
 
 Ints = NDArray[np.int64]
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from memtrain.trainers.data.collate import MicroBatch, nothing
-from memtrain.trainers.feed import Steps, eval_micro_batches
-from memtrain.trainers.run.events import DataEvent
+from memtrain.trainers.protocols.events import DataEvent
+from memtrain.trainers.protocols.feed import Steps, eval_micro_batches
 
 
 class Lengths:
