@@ -19,7 +19,7 @@ from memtrain.memory.planner.pinned_recipe import kept_pins
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run_folder.folder import RunFolder
 
 RESTS_ON = (
     "cluster.context_parallel",

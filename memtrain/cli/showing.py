@@ -14,7 +14,7 @@ from memtrain.cli.printing import print_table, say, whole
 from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run_folder.folder import RunFolder
 
 EVERY_S = 0.5
 
@@ -92,7 +92,7 @@ def print_end(folder: RunFolder) -> None:
     """The run as the report tells it."""
     from rich.console import Console
 
-    from memtrain.trainers.run.report import summary
+    from memtrain.trainers.run_folder.report.report import summary
 
     Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(summary(folder))
     typer.echo(f"model   {folder.final}")

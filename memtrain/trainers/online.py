@@ -45,9 +45,9 @@ from memtrain.trainers.rollout.shown import cut_after
 from memtrain.trainers.rollout.window import Window, new_window, window_of
 from memtrain.trainers.run.checkpoint import Checkpoint
 from memtrain.trainers.run.state_io import load_state
+from memtrain.trainers.run_folder.event_sinks import Teller
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import derive_seed
-from memtrain.trainers.telling import Teller
 
 Ints = NDArray[np.int64]
 WATCHED_ROLLOUTS = 2

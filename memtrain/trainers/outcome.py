@@ -10,8 +10,8 @@ import torch
 from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.run.ending import tell_end
-from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.report.final_status import tell_end
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 from memtrain.trainers.runtime.ranks import Ranks
 

@@ -26,8 +26,8 @@ from memtrain.trainers.protocols.events import NoteEvent
 from memtrain.trainers.protocols.feed import Ints, eval_micro_batches
 from memtrain.trainers.recover import Exhausted
 from memtrain.trainers.rehearse_online import made_up_rollout
-from memtrain.trainers.run.report import REHEARSAL
 from memtrain.trainers.run.state_io import save_state
+from memtrain.trainers.run_folder.report.report import REHEARSAL
 from memtrain.trainers.runtime.seed import random_state, restore_random_state
 from memtrain.trainers.step import set_rate, update
 

@@ -23,7 +23,7 @@ from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.rollout.backend import sampling_of
 from memtrain.trainers.rollout.protocol import Group, Sample
 from memtrain.trainers.rollout.window import Window, new_window
-from memtrain.trainers.run.report import REHEARSAL
+from memtrain.trainers.run_folder.report.report import REHEARSAL
 
 
 @contextmanager

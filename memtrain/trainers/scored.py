@@ -11,7 +11,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE, adapter_of, find_origin
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run_folder.folder import RunFolder
 
 BASES = ("model.path=", "model.config=")
 

@@ -46,9 +46,10 @@ from memtrain.trainers.run.checkpoint import (
     remove_checkpoints,
 )
 from memtrain.trainers.run.faults import LAUNCHED, note_fault
-from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.resume import check_resumable
 from memtrain.trainers.run.standing import is_over
+from memtrain.trainers.run_folder.event_sinks import Teller, open_teller
+from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
@@ -56,7 +57,6 @@ from memtrain.trainers.saving import Saver
 from memtrain.trainers.schedule import lr_at
 from memtrain.trainers.snapshot import restore
 from memtrain.trainers.step import Engine
-from memtrain.trainers.telling import Teller, open_teller
 from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"

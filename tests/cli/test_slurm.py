@@ -20,7 +20,7 @@ from memtrain.memory.plan.units import GIB
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.sections.slurm import Slurm
 from memtrain.trainers.run.faults import note_fault
-from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
 GOLDEN = Path(__file__).with_name("golden")
 

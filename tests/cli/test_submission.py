@@ -11,7 +11,7 @@ import pytest
 from memtrain.cli.commands.status import grown
 from memtrain.cli.launch.queue import JobRecord
 from memtrain.memory.plan.plan import read_plan
-from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
 RECIPE = """\
 method: sft

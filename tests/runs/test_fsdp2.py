@@ -25,9 +25,9 @@ from memtrain.errors import LaunchError, RecipeError, ResumeError
 from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers import engine, snapshot
 from memtrain.trainers.run.checkpoint import Checkpoint, newest_complete
-from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.shard_files import rows_of
 from memtrain.trainers.run.slices import fill_from
+from memtrain.trainers.run_folder.folder import RunFolder
 
 FSDP2 = ("cluster.engine=fsdp2", "save.every_steps=2", "save.keep=4")
 SHARDED_FILES = {

@@ -97,7 +97,7 @@ def test_ten_killed_runs_move_no_bit(runs, metrics, curve_of, whole, taken_s, se
         "memtrain.trainers.run.checkpoint._prune",
         "memtrain.trainers.finish.save_final",
         "memtrain.trainers.finish.write_card",
-        "memtrain.trainers.run.ending.write_report",
+        "memtrain.trainers.run_folder.report.final_status.write_report",
         "memtrain.trainers.outcome.tell_end",
         "memtrain.trainers.model.loading.save.shutil.rmtree",
     ],

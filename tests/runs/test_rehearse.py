@@ -62,8 +62,8 @@ def test_measured_peaks_of_every_phase_stand_beside_the_predicted_ones(runs):
 
 
 def test_the_report_holds_a_rehearsed_phase_against_its_prediction(runs):
-    from memtrain.trainers.run.folder import RunFolder
-    from memtrain.trainers.run.report import load_report, phases_of
+    from memtrain.trainers.run_folder.folder import RunFolder
+    from memtrain.trainers.run_folder.report.report import load_report, phases_of
 
     folder = runs.done("run", *SMALL, "memory.rehearse=on")
     phases = {one.phase: one for one in phases_of(load_report(RunFolder(folder)))}

@@ -18,9 +18,9 @@ from memtrain.trainers.run.checkpoint import (
     newest_complete,
     save_checkpoint,
 )
-from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
 from memtrain.trainers.run.state_io import load_state, save_state
+from memtrain.trainers.run_folder.folder import RunFolder
 
 
 def parts_of(step: int) -> Parts:

@@ -17,9 +17,9 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.background import Background
 from memtrain.trainers.run.checkpoint import Parts, Save, newest_complete
-from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.host_copy import HostCopies
 from memtrain.trainers.run.manifest import facts_of
+from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
 
 MakePlan = Callable[..., Plan]

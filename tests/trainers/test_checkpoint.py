@@ -17,8 +17,8 @@ from memtrain.trainers.run.checkpoint import (
     newest_complete,
     save_checkpoint,
 )
-from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of, fault_of
+from memtrain.trainers.run_folder.folder import RunFolder
 
 MakePlan = Callable[..., Plan]
 

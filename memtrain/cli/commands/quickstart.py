@@ -18,8 +18,8 @@ def quickstart(
     from memtrain.memory.plan.plan import read_plan
     from memtrain.memory.plan.units import gib
     from memtrain.trainers.measure import measure
-    from memtrain.trainers.run.folder import RunFolder
-    from memtrain.trainers.run.report import figures_of, load_report
+    from memtrain.trainers.run_folder.folder import RunFolder
+    from memtrain.trainers.run_folder.report.report import figures_of, load_report
 
     folder = RunFolder(run_recipe("sft", "quickstart", [], run_dir=run_dir, resume=False))
     say()

@@ -15,7 +15,7 @@ import psutil
 
 from memtrain.errors import Interrupted, LaunchError
 from memtrain.trainers.run.faults import LAUNCHED, clear_faults, correct_status, root_fault
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.signals import ASKED
 
 AGENT_SPEAKS = "torch/distributed/elastic/"

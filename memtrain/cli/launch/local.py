@@ -22,7 +22,7 @@ from memtrain.memory.estimate.sharded.zero_config import CONFIG_FILE, zero_confi
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.run.folder import RunFolder, RunLock
+from memtrain.trainers.run_folder.folder import RunFolder, RunLock
 
 
 def recipe_yaml(recipe: Recipe) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from memtrain.cli.launch.queue import has_slurm, job_state, read_record
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.trainers.protocols.events import EvalEvent, StepEvent
-from memtrain.trainers.run.folder import RunFolder, RunState, read_owner
-from memtrain.trainers.run.metrics import read_metrics
+from memtrain.trainers.run_folder.folder import RunFolder, RunState, read_owner
+from memtrain.trainers.run_folder.metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError
 from memtrain.trainers.run.faults import correct_status, root_fault
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run_folder.folder import RunFolder
 
 KILLED = 128
 """Above this an exit code is that of a process that a signal ended."""

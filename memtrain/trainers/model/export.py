@@ -18,9 +18,9 @@ from memtrain.trainers.model.heads.reward_head import head_of_rewards
 from memtrain.trainers.model.loading.load import DTYPES
 from memtrain.trainers.model.loading.save import MOST_BYTES, refuse_to_overwrite, save_final
 from memtrain.trainers.run.checkpoint import Checkpoint, complete_steps, newest_complete
-from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import fault_of, read_manifest
 from memtrain.trainers.run.slices import fill_from
+from memtrain.trainers.run_folder.folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import DTYPES, load_model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE
 from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run_folder.folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""What is left of a run: folder, checkpoints, metrics, report."""
+"""Parts of a run that wait for their room."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from memtrain.errors import Fault, LaunchError
-from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import (
     MANIFEST_FILE,
     CheckpointFacts,
@@ -26,6 +25,7 @@ from memtrain.trainers.run.manifest import (
     file_entry,
     read_manifest,
 )
+from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.atomic_files import disk_fault, sync_file, sync_folder, write_whole
 from memtrain.trainers.runtime.ranks import Ranks
 

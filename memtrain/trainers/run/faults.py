@@ -9,8 +9,8 @@ import traceback
 import memtrain.errors
 from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError
 from memtrain.recipes.sections.base import Section
-from memtrain.trainers.run.ending import tell_end
-from memtrain.trainers.run.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.report.final_status import tell_end
 from memtrain.trainers.runtime.atomic_files import write_whole
 
 LAUNCHED = "MEMTRAIN_LAUNCHED"

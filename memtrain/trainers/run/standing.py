@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.run.checkpoint import complete_steps
-from memtrain.trainers.run.folder import RunFolder, RunState
 from memtrain.trainers.run.manifest import CheckpointFacts, read_manifest
 from memtrain.trainers.run.resume import check_resumable
+from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
 
 def is_over(folder: RunFolder, plan: Plan) -> bool:

@@ -14,9 +14,9 @@ from memtrain.trainers.build import build
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpoint
-from memtrain.trainers.run.folder import RunFolder
 from memtrain.trainers.run.manifest import facts_of
 from memtrain.trainers.run.state_io import load_state
+from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.snapshot import parts_of, restore
 from memtrain.trainers.verify.record import Recorded, Side
 from memtrain.trainers.verify.rollout import Rollouts

@@ -23,7 +23,9 @@ from memtrain.trainers.protocols.events import (
     SaveEvent,
     StepEvent,
 )
-from memtrain.trainers.run.charts import (
+from memtrain.trainers.run_folder.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.metrics import MetricsWriter
+from memtrain.trainers.run_folder.report.charts import (
     MOST_POINTS,
     Bar,
     Line,
@@ -36,10 +38,15 @@ from memtrain.trainers.run.charts import (
     thin,
     unbroken,
 )
-from memtrain.trainers.run.folder import RunFolder, RunState
-from memtrain.trainers.run.metrics import MetricsWriter
-from memtrain.trainers.run.report import figures_of, load_report, lost_words, phases_of, save_words, summary
-from memtrain.trainers.run.report_html import write_report
+from memtrain.trainers.run_folder.report.report import (
+    figures_of,
+    load_report,
+    lost_words,
+    phases_of,
+    save_words,
+    summary,
+)
+from memtrain.trainers.run_folder.report.report_html import write_report
 
 MakePlan = Callable[..., Plan]
 GIB = 2**30

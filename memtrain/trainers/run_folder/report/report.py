@@ -23,9 +23,9 @@ from memtrain.trainers.protocols.events import (
     SaveEvent,
     StepEvent,
 )
-from memtrain.trainers.run.folder import RunFolder, Status
-from memtrain.trainers.run.metrics import read_metrics
-from memtrain.trainers.run.progress import duration
+from memtrain.trainers.run_folder.folder import RunFolder, Status
+from memtrain.trainers.run_folder.metrics import read_metrics
+from memtrain.trainers.run_folder.progress import duration
 
 MOST_AVERAGED_STEPS = 10
 """First and last loss are means over a tenth of the steps, at most of this many: steps are noisy; taste."""

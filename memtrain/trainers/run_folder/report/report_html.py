@@ -12,7 +12,9 @@ from markupsafe import Markup
 
 from memtrain.memory.plan.units import GIB, gib
 from memtrain.trainers.protocols.events import DataEvent, StepEvent
-from memtrain.trainers.run.charts import (
+from memtrain.trainers.run_folder.folder import RunFolder, Status
+from memtrain.trainers.run_folder.progress import duration
+from memtrain.trainers.run_folder.report.charts import (
     SMALL_WIDTH,
     Bar,
     Line,
@@ -22,9 +24,7 @@ from memtrain.trainers.run.charts import (
     line_chart,
     smoothed,
 )
-from memtrain.trainers.run.folder import RunFolder, Status
-from memtrain.trainers.run.progress import duration
-from memtrain.trainers.run.report import (
+from memtrain.trainers.run_folder.report.report import (
     Figures,
     Report,
     eval_name,

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.run import folder as folder_module
-from memtrain.trainers.run.folder import RunFolder, RunState, read_owner
+from memtrain.trainers.run_folder import folder as folder_module
+from memtrain.trainers.run_folder.folder import RunFolder, RunState, read_owner
 
 
 def test_a_new_folder_is_made_with_all_above_it(tmp_path: Path):
@@ -33,7 +33,7 @@ def test_a_living_owner_is_named(tmp_path: Path):
 
 def test_a_killed_owner_is_taken_over(tmp_path: Path):
     code = (
-        "import sys, os; from pathlib import Path; from memtrain.trainers.run.folder import RunFolder;"
+        "import sys, os; from pathlib import Path; from memtrain.trainers.run_folder.folder import RunFolder;"
         "RunFolder(Path(sys.argv[1])).open_for_run(); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
@@ -115,6 +115,6 @@ def test_status_is_replaced_whole(tmp_path: Path):
 
 def test_what_the_command_line_shows_loads_no_torch():
     modules = ["disk", "events", "folder", "metrics", "progress", "report", "report_html", "card", "signals"]
-    code = f"import sys; {'; '.join(f'import memtrain.trainers.run.{name}' for name in modules)}; "
+    code = f"import sys; {'; '.join(f'import memtrain.trainers.run_folder.{name}' for name in modules)}; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

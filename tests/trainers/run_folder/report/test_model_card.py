@@ -8,9 +8,9 @@ from huggingface_hub import ModelCard, metadata_load
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.protocols.events import DataEvent, EvalEvent, StepEvent
-from memtrain.trainers.run.card import is_hub_id, write_card
-from memtrain.trainers.run.folder import RunFolder
-from memtrain.trainers.run.metrics import MetricsWriter
+from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.metrics import MetricsWriter
+from memtrain.trainers.run_folder.report.model_card import is_hub_id, write_card
 
 MakePlan = Callable[..., Plan]
 

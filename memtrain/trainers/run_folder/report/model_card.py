@@ -11,9 +11,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.units import gib
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.run.folder import RunFolder
-from memtrain.trainers.run.progress import duration
-from memtrain.trainers.run.report import (
+from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.progress import duration
+from memtrain.trainers.run_folder.report.report import (
     Report,
     eval_name,
     eval_words,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, StepEvent
 from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.run.folder import RunFolder
-from memtrain.trainers.run.metrics import MetricsWriter
-from memtrain.trainers.run.progress import Progress
-from memtrain.trainers.run.trackers import open_trackers
+from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.metrics import MetricsWriter
+from memtrain.trainers.run_folder.progress import Progress
+from memtrain.trainers.run_folder.trackers import open_trackers
 from memtrain.trainers.runtime.ranks import Ranks
 
 

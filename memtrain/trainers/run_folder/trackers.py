@@ -17,7 +17,7 @@ from accelerate.tracking import (
 from memtrain.errors import Fault, LaunchError
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.protocols.events import EvalEvent, Event, FinalEvent, StepEvent
-from memtrain.trainers.run.folder import RunFolder
+from memtrain.trainers.run_folder.folder import RunFolder
 
 Make = Callable[[str, str, str], GeneralTracker]
 """A tracker of the project, the name of the run and the folder for its files."""

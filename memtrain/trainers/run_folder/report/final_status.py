@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 
 from memtrain.errors import MemtrainError
-from memtrain.trainers.run.folder import RunFolder, RunState, Status
-from memtrain.trainers.run.report_html import write_report
+from memtrain.trainers.run_folder.folder import RunFolder, RunState, Status
+from memtrain.trainers.run_folder.report.report_html import write_report
 
 
 def tell_end(folder: RunFolder, state: RunState, step: int, message: str = "") -> None:

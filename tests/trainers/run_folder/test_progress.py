@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from memtrain.trainers.protocols.events import EvalEvent, StepEvent
-from memtrain.trainers.run.progress import Progress, duration
+from memtrain.trainers.run_folder.progress import Progress, duration
 
 
 def tell(progress: Progress, steps: int) -> None:

@@ -9,9 +9,9 @@ import pytest
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.protocols.events import EvalEvent, NoteEvent, StepEvent
-from memtrain.trainers.run import trackers
-from memtrain.trainers.run.folder import RunFolder
-from memtrain.trainers.run.trackers import check_trackers, flat_recipe, numbers_of, open_trackers
+from memtrain.trainers.run_folder import trackers
+from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.trackers import check_trackers, flat_recipe, numbers_of, open_trackers
 
 MakePlan = Callable[..., Plan]
 

@@ -1,0 +1,1 @@
+"""The run folder: metrics, trackers, progress, report."""
