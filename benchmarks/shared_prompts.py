@@ -25,8 +25,8 @@ from memtrain.cli.planning import make_plan
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.build import build
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+from memtrain.trainers.optim.step import Engine, forward_backward
 from memtrain.trainers.protocols.feed import Steps
-from memtrain.trainers.step import Engine, forward_backward
 
 TOTAL = 640
 """Tokens of a prompt with one answer."""

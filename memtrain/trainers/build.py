@@ -38,7 +38,7 @@ from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.neftune import add_noise
 from memtrain.trainers.model.loading.sharded_load import is_empty, made_in_parts
 from memtrain.trainers.model.offload.activations import treat_activations
-from memtrain.trainers.optim import build_optimizer
+from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.method import FollowsSteps, Method
 from memtrain.trainers.reference import Live, Synced

@@ -33,8 +33,8 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer
+from memtrain.trainers.optim.step import Engine
 from memtrain.trainers.runtime.weight_layout import full_of, local_of
-from memtrain.trainers.step import Engine
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.method import FollowsSteps
 from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run.checkpoint import Checkpoint, Parts
@@ -33,7 +34,6 @@ from memtrain.trainers.runtime.weight_layout import (
     local_of,
     trained_parameters,
 )
-from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 State = dict[str, Any]
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
 from memtrain.trainers.model.loading.load import local_device
-from memtrain.trainers.optim_backward import InBackward
+from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.step import Engine, forward_backward, set_rate, update
 from memtrain.trainers.protocols.feed import Steps, StepSource, StepWork
 from memtrain.trainers.protocols.method import Ahead, LooksAhead
 from memtrain.trainers.runtime.seed import seed_step
-from memtrain.trainers.step import Engine, forward_backward, set_rate, update
 
 
 @dataclass(frozen=True, slots=True)

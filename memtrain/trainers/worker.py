@@ -31,7 +31,10 @@ from memtrain.trainers.model.heads.build import treat_loss
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.online import OnlineSteps, online_steps
-from memtrain.trainers.optim_backward import InBackward
+from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.lr_schedule import lr_at
+from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.outcome import outcome_told
 from memtrain.trainers.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
@@ -54,10 +57,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.saving import Saver
-from memtrain.trainers.schedule import lr_at
 from memtrain.trainers.snapshot import restore
-from memtrain.trainers.step import Engine
-from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"
 """Set by a launcher that works in its own process and holds the lock of the run folder."""

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.sharded.zero_config import stage_of, zero_config
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.zero_optimizer import Flat, Piece, ZeroOptimizer
 from memtrain.trainers.runtime.deepspeed_import import import_deepspeed
-from memtrain.trainers.step import Engine
-from memtrain.trainers.zero_optimizer import Flat, Piece, ZeroOptimizer
 
 _BEGUN: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """DeepSpeed's optimizer of each scorer whose weights it has cut up."""

@@ -20,7 +20,7 @@ from memtrain.trainers.model.offload import activations as activations_module
 from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.model.offload.copy_engines import LazyEngine, SyncEngine
 from memtrain.trainers.model.offload.offloader import Offloader
-from memtrain.trainers.optim import build_optimizer, clip_gradients
+from memtrain.trainers.optim.build import build_optimizer, clip_gradients
 
 TinyModel = Callable[..., Any]
 SETTINGS = Settings(

@@ -18,7 +18,7 @@ from memtrain.trainers.losses.head import request as request_module
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.offload import activations as activations_module
 from memtrain.trainers.model.offload.checkpointing import recompute
-from memtrain.trainers.optim_backward import InBackward
+from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.verify import resuming
 from memtrain.trainers.verify.contamination import Seen
 from memtrain.trainers.verify.result import Verification

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtrain.trainers import optim_whole, recover
+from memtrain.trainers import recover
+from memtrain.trainers.optim import atomic_step as optim_whole
 from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"

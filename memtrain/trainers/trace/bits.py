@@ -182,7 +182,7 @@ class BlockwiseStates(Optimizer):
 @contextmanager
 def playing_bitsandbytes(settings: Settings) -> Iterator[None]:
     """Optimizers of bitsandbytes are played inside. On a CPU nothing is paged."""
-    from memtrain.trainers import optim
+    from memtrain.trainers.optim import build as optim
 
     def built(is_8bit: bool, is_paged: bool) -> Callable[[list[Group], Optim], Optimizer]:
         is_away = is_paged and settings.device == "cuda"

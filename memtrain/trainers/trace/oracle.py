@@ -94,8 +94,8 @@ def pretending(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    from memtrain.trainers import optim_offload
     from memtrain.trainers.losses.head import gradients, linear_nll, linear_recompute, products, tiles
+    from memtrain.trainers.optim import offload as optim_offload
 
     undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
     if skips_tiles:

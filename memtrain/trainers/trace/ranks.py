@@ -19,9 +19,9 @@ from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, slice_of
+from memtrain.trainers.optim.step import Engine
 from memtrain.trainers.runtime.weight_layout import trained_parameters
 from memtrain.trainers.shards import own_shards, shard, shard_engine
-from memtrain.trainers.step import Engine
 from memtrain.trainers.trace.fake import without_data
 
 Rules = dict[Any, Callable[..., Any]]

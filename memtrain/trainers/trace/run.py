@@ -18,6 +18,7 @@ from memtrain.memory.traced import Judged
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.memory_meter.live_tensors import Recorder
+from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.trace.bits import playing_bitsandbytes
 from memtrain.trainers.trace.dummies import DUMMIES, NOTHING, Subject
@@ -40,7 +41,6 @@ from memtrain.trainers.trace.steps import (
     watch_layers,
 )
 from memtrain.trainers.trace.zero_ranks import own_parts, playing_zero, zero_without_data
-from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 STEPS = ("first step", "steady step")
 """Optimizer states appear at the end of the first; the peak is mostly in the second."""

@@ -26,15 +26,15 @@ from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.loading.neftune import add_noise
 from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.model.offload.offloader import Offloader
-from memtrain.trainers.optim import build_optimizer
-from memtrain.trainers.optim_backward import InBackward
+from memtrain.trainers.optim.build import build_optimizer
+from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.method import FollowsSteps, Method
 from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
-from memtrain.trainers.step import Engine
 from memtrain.trainers.trace.host import TracedHost
 from memtrain.trainers.trace.ranks import engine_of_ranks, lay_frozen, lay_out
 from memtrain.trainers.trace.zero_ranks import begin_playing_zero
-from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 Model = PreTrainedModel | PeftModel
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online_method import OnlineMethod
+from memtrain.trainers.optim.step import forward_backward, update
 from memtrain.trainers.policy_passes import answer_scores, valued_scores
 from memtrain.trainers.protocols.method import Ahead, LooksAhead
 from memtrain.trainers.reference import evaluating
-from memtrain.trainers.step import forward_backward, update
 from memtrain.trainers.trace.dummies import DummyFeed
 from memtrain.trainers.trace.stage import Stage
 

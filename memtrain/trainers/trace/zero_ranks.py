@@ -19,9 +19,9 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.trainers import zero
 from memtrain.trainers.memory_meter.live_tensors import Recorder
-from memtrain.trainers.step import Engine
+from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.trace.persona import replaced, unchanged
-from memtrain.trainers.zero_optimizer import ZeroOptimizer
 
 ENGINES = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
 AGREEING = ("stage3", "partition_parameters", "partitioned_param_coordinator")

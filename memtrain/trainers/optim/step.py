@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.trainers.optim import clip_gradients
-from memtrain.trainers.optim_whole import step_whole
+from memtrain.trainers.optim.atomic_step import step_whole
+from memtrain.trainers.optim.build import clip_gradients
 from memtrain.trainers.protocols.method import Method
 
 

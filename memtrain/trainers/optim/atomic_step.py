@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.errors import OutOfMemory
-from memtrain.trainers.optim_master import MasterWeights
+from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.runtime.oom_errors import attempt, free
 
 ATTEMPTS = 3

@@ -9,9 +9,9 @@ from torch import nn
 
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
-from memtrain.trainers.optim import build_optimizer
-from memtrain.trainers.optim_backward import InBackward
-from memtrain.trainers.step import Engine, set_rate, update
+from memtrain.trainers.optim.build import build_optimizer
+from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.step import Engine, set_rate, update
 
 WIDTH, NUM_LAYERS = 64, 8
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from memtrain.recipes.sections.optim import Optim
-from memtrain.trainers import optim_offload
-from memtrain.trainers.optim import build_optimizer
-from memtrain.trainers.optim_whole import step_whole
+from memtrain.trainers.optim import offload as optim_offload
+from memtrain.trainers.optim.atomic_step import step_whole
+from memtrain.trainers.optim.build import build_optimizer
 
 KINDS = {
     "adamw": {},

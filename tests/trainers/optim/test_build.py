@@ -12,8 +12,8 @@ from torch import nn
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
-from memtrain.trainers import optim_master
-from memtrain.trainers.optim import build_optimizer, clip_gradients, parameter_groups
+from memtrain.trainers.optim import master_weights as optim_master
+from memtrain.trainers.optim.build import build_optimizer, clip_gradients, parameter_groups
 
 SETTINGS = Settings(
     device="cpu", num_processes=1, threads=1, dtype="float32", attention="stock", liger=False, adapter=None,

@@ -15,11 +15,11 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.loading.quantize import refuse_without_bitsandbytes
-from memtrain.trainers.optim_exact import Adafactor
-from memtrain.trainers.optim_master import MasterWeights
-from memtrain.trainers.optim_muon import Muon, split_hidden
-from memtrain.trainers.optim_offload import OffloadedStates
-from memtrain.trainers.zero_optimizer import ZeroOptimizer
+from memtrain.trainers.optim.adafactor import Adafactor
+from memtrain.trainers.optim.master_weights import MasterWeights
+from memtrain.trainers.optim.muon import Muon, split_hidden
+from memtrain.trainers.optim.offload import OffloadedStates
+from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 
 Group = dict[str, Any]
 """A parameter group of torch: `params` and its own settings."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.trainers.step import Engine
+from memtrain.trainers.optim.step import Engine
 
 
 class InBackward:

@@ -1,0 +1,1 @@
+"""Optimizers: masters, offloading, steps in the backward pass, schedules."""
