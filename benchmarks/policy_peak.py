@@ -141,12 +141,12 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
 
     from memtrain.cli.planning import make_plan
     from memtrain.recipes.reading.load import load_recipe
+    from memtrain.trainers.batches.prompt_batches import PromptFeed
     from memtrain.trainers.build import build
     from memtrain.trainers.losses.policy.registry import Norms
     from memtrain.trainers.memory_meter.live_tensors import TensorPeak
     from memtrain.trainers.optim.step import Engine, forward_backward
     from memtrain.trainers.policy_feed import PolicyFeed
-    from memtrain.trainers.prompt_feed import PromptFeed
     from memtrain.trainers.rollout.protocol import Sample
     from memtrain.trainers.rollout.window import new_window
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from memtrain.trainers.data.answer_batch import AnswerBatch
+from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.losses.answers import desensitised_logps, sum_per_answer, wpo_answer_weights
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest

@@ -23,9 +23,9 @@ import torch
 
 from memtrain.errors import MemtrainError
 from memtrain.memory.plan.plan import Plan, read_plan
+from memtrain.trainers.batches.answer_batch import AnswerBatch
+from memtrain.trainers.batches.collate import MicroBatch
 from memtrain.trainers.build import build
-from memtrain.trainers.data.answer_batch import AnswerBatch
-from memtrain.trainers.data.collate import MicroBatch
 from memtrain.trainers.engine import make_accelerator
 from memtrain.trainers.heaviest import longest_together, step_of
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak

@@ -19,8 +19,8 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.memory.rules.engines import is_sharded
 from memtrain.recipes.registry import METHODS
+from memtrain.trainers.batches.collate import nothing
 from memtrain.trainers.context_parallel import shared
-from memtrain.trainers.data.collate import nothing
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
-from memtrain.trainers.answer_feed import AnswerFeed
 from memtrain.trainers.answer_logps import AnswerLogps, answer_logps
-from memtrain.trainers.data.answer_batch import AnswerBatch
+from memtrain.trainers.batches.answer_batch import AnswerBatch
+from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.losses.preference.pairs import Divergence, PairKnobs, PairLogps
 from memtrain.trainers.losses.preference.registry import preference_loss, preference_sums
 from memtrain.trainers.precompute import Answered, own_answers

@@ -26,13 +26,13 @@ from memtrain.trainers.advantages import (
     groups_without_signal,
     weighted_rewards,
 )
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.policy.registry import PolicyBatch, PolicyKnobs, policy_loss
 from memtrain.trainers.losses.policy.surrogates import Clip, GammaShape
 from memtrain.trainers.online_method import Judged, Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.policy_passes import answer_scores
 from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
-from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference import Reference
 

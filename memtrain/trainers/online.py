@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.advantages import weighted_rewards
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build import Built, has_dropout
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
@@ -33,7 +34,6 @@ from memtrain.trainers.online_method import OnlineMethod, WeighsTokens
 from memtrain.trainers.online_weigh import Weighing, rollout_facts
 from memtrain.trainers.policy_feed import PolicyFeed
 from memtrain.trainers.policy_passes import Passes
-from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent
 from memtrain.trainers.protocols.feed import Steps, StepWork
 from memtrain.trainers.protocols.position import Position

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.online_dpo import OnlineDpo as OnlineDpoRecipe
 from memtrain.trainers.advantages import weighted_rewards
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
 from memtrain.trainers.online_method import Judged, Needs
 from memtrain.trainers.pair_feed import PairFeed
 from memtrain.trainers.policy_feed import PolicyMicro
 from memtrain.trainers.policy_passes import answer_scores
-from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference import Reference
 

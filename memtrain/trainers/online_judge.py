@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.rewards import Rewards
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build import Built
 from memtrain.trainers.model.heads.lm_head import base_model
-from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.rewards.early import Early
 from memtrain.trainers.rewards.functions import Function, load_functions
 from memtrain.trainers.rewards.models import RewardJudge, load_reward_model

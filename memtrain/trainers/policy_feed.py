@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
+from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.policy.registry import Norms
-from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.protocols.events import DataEvent
 from memtrain.trainers.rollout.window import Window
 

@@ -26,6 +26,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.advantages import generalised_advantages, standardised, weighted_rewards
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.policy.surrogates import Clip, clipped_loss, is_clipped
 from memtrain.trainers.losses.policy.value import clipped_value_loss
@@ -33,7 +34,6 @@ from memtrain.trainers.online_method import Judged, Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.policy_passes import valued_scores
 from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
-from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference import Reference
 from memtrain.trainers.rollout.window import Window

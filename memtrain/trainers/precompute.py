@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import is_sharded
-from memtrain.trainers.answer_feed import AnswerFeed
-from memtrain.trainers.data.answer_batch import AnswerBatch
+from memtrain.trainers.batches.answer_batch import AnswerBatch
+from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.packing.step_order import micro_batches
 from memtrain.trainers.data.store.cache import kept, key_of
 from memtrain.trainers.reference import AskLogps, Live

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from memtrain.trainers.data.answer_batch import AnswerBatch
+from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.runtime.weight_layout import local_of
 
 AskLogps = Callable[[nn.Module, AnswerBatch], Tensor]

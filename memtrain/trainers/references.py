@@ -13,7 +13,7 @@ from torch import nn
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.rules.engines import shards_weights
 from memtrain.memory.rules.reference_model import section_of
-from memtrain.trainers.answer_feed import AnswerFeed
+from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.store.cache import cache_dir
 from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.loading.load import load_model, local_device

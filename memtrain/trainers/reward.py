@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Reward as RewardRecipe
-from memtrain.trainers.answer_feed import AnswerFeed
-from memtrain.trainers.data.answer_batch import AnswerBatch
+from memtrain.trainers.batches.answer_batch import AnswerBatch
+from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
 from memtrain.trainers.losses.preference.reward import bradley_terry_loss, reward_sums
 from memtrain.trainers.protocols.method import Loss

@@ -24,6 +24,7 @@ from memtrain.trainers.advantages import (
     leave_one_out_advantages,
     weighted_rewards,
 )
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.policy.ratios import mean_per_answer
 from memtrain.trainers.losses.policy.sequence_level import (
     answer_log_ratio,
@@ -35,7 +36,6 @@ from memtrain.trainers.online_method import Judged, Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.policy_passes import answer_scores
 from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
-from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference import Reference
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.answer_feed import AnswerFeed
+from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.packing.step_order import micro_batches
 from memtrain.trainers.data.store.prepare import kept_rows
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of

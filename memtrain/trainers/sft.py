@@ -13,8 +13,8 @@ from torch import nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
-from memtrain.trainers.data.collate import MicroBatch
-from memtrain.trainers.feeds import TokenFeed
+from memtrain.trainers.batches.collate import MicroBatch
+from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.losses.cross_entropy import dft_loss, sft_request
 from memtrain.trainers.losses.head.linear import LogprobResult, NllResult
 from memtrain.trainers.losses.head.request import LogprobRequest

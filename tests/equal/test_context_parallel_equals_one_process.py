@@ -27,9 +27,9 @@ from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
 from memtrain.recipes.sections.methods.preference import Reward as RewardRecipe
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.answer_logps import answer_logps
+from memtrain.trainers.batches.answer_batch import Answer, Group, collate_answers
+from memtrain.trainers.batches.collate import Piece, lay_end_to_end, pad_right
 from memtrain.trainers.context_parallel import shared
-from memtrain.trainers.data.answer_batch import Answer, Group, collate_answers
-from memtrain.trainers.data.collate import Piece, lay_end_to_end, pad_right
 from memtrain.trainers.dpo import Dpo
 from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.attention import set_attention

@@ -18,8 +18,8 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import shards_weights
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
-from memtrain.trainers.data.answer_batch import Answer as AnswerIds
-from memtrain.trainers.data.answer_batch import Group, collate_answers
+from memtrain.trainers.batches.answer_batch import Answer as AnswerIds
+from memtrain.trainers.batches.answer_batch import Group, collate_answers
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.loading.load import load_model, local_device

@@ -16,14 +16,14 @@ from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.trainers.answer_feed import AnswerFeed
-from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
-from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, pad_right
-from memtrain.trainers.feeds import TokenFeed
+from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
+from memtrain.trainers.batches.answer_batches import AnswerFeed
+from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, pad_right
+from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.online_method import Needs
 from memtrain.trainers.policy_feed import PolicyMicro
-from memtrain.trainers.prompt_feed import PromptFeed
 
 Ints = NDArray[np.int64]
 

@@ -17,15 +17,15 @@ from torch import nn
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.rewards import RewardFunction, Rewards
+from memtrain.trainers.batches.collate import Piece, pad_right
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build import Built
-from memtrain.trainers.data.collate import Piece, pad_right
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.online_judge import Judging
-from memtrain.trainers.prompt_feed import PromptFeed
 from memtrain.trainers.protocols.feed import StepSource
 from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.reference import evaluating

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.memory.strategies.registry import used_in
-from memtrain.trainers.answer_feed import AnswerFeed
+from memtrain.trainers.batches.answer_batches import AnswerFeed
+from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.build import Built
-from memtrain.trainers.feeds import TokenFeed
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.protocols.feed import StepWork

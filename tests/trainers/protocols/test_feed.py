@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from memtrain.trainers.data.collate import MicroBatch, nothing
+from memtrain.trainers.batches.collate import MicroBatch, nothing
 from memtrain.trainers.protocols.events import DataEvent
 from memtrain.trainers.protocols.feed import Steps, eval_micro_batches
 

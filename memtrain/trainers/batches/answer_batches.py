@@ -14,10 +14,10 @@ from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.data.answer_batch import Answer, AnswerBatch, Group, collate_answers
+from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
+from memtrain.trainers.batches.token_batches import data_event
 from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
 from memtrain.trainers.data.store.token_store import TokenStore
-from memtrain.trainers.feeds import data_event
 from memtrain.trainers.protocols.events import DataEvent
 
 Ints = NDArray[np.int64]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.data.collate import MicroBatch, nothing
+from memtrain.trainers.batches.collate import MicroBatch, nothing
+from memtrain.trainers.batches.token_batches import data_event
 from memtrain.trainers.data.packing.prompt_rows import lay_out_prompts
 from memtrain.trainers.data.store.token_store import TokenStore
-from memtrain.trainers.feeds import data_event
 from memtrain.trainers.protocols.events import DataEvent
 
 Ints = NDArray[np.int64]

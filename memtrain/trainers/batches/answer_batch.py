@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
+from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
 from memtrain.trainers.model.attention.row_layout import shared_layout
 
 Ids = NDArray[np.int32]

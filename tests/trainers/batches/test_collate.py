@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from memtrain.trainers.data.collate import Piece, lay_end_to_end, nothing, pad_right
+from memtrain.trainers.batches.collate import Piece, lay_end_to_end, nothing, pad_right
 
 
 def piece(ids: list[int], learnt: list[int]) -> Piece:

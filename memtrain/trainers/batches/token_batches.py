@@ -9,7 +9,7 @@ from torch import Tensor
 from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.data.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
+from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
 from memtrain.trainers.data.packing.token_rows import Sequences, Spans, lay_out
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.protocols.events import DataEvent

@@ -1,0 +1,1 @@
+"""Batches: the micro-batches of every step, by method."""
