@@ -121,7 +121,7 @@ def bench_recipe(
     measured = [[Measured(one) for one in group] for group in groups]
     in_turns([one for group in measured for one in group], place, steps, repeats, progress)
     plainly = measured[0][0].losses
-    from memtrain.trainers.run.manifest import device_name
+    from memtrain.trainers.checkpoints.manifest import device_name
 
     rows, left_out, others = (tuple(row(one, plainly) for one in group) for group in measured)
     return Bench(

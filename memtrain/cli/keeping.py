@@ -68,7 +68,7 @@ class Begun:
 
 def begun_in(folder: Path) -> Begun | None:
     """The run that a folder holds checkpoints of; None where it holds none that can be read."""
-    from memtrain.trainers.run.standing import newest_facts
+    from memtrain.trainers.checkpoints.run_state import newest_facts
 
     facts = newest_facts(RunFolder(folder))
     return None if facts is None else Begun(facts.step, facts.recipe, facts.settings)
@@ -132,7 +132,7 @@ def _at_its_length(asked: Asked, facts: Facts, settings: Settings) -> tuple[Aske
 
 def _moved(asked: Asked, begun: Begun) -> str:
     """The keys under a plan that the recipe says otherwise now, in words; empty where there are none."""
-    from memtrain.trainers.run.resume import differences, is_below, sentence
+    from memtrain.trainers.checkpoints.resume import differences, is_below, sentence
 
     moved = differences(_with_defaults(begun.recipe), asked.recipe.model_dump(mode="json"))
     return ", ".join(sentence(one) for one in moved if is_below(one.key, RESTS_ON))

@@ -9,17 +9,17 @@ import torch
 
 from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.build import Built
+from memtrain.trainers.checkpoints.checkpoint import best_complete
+from memtrain.trainers.checkpoints.snapshot import load_weights
 from memtrain.trainers.loop import Run
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, value_of
 from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.protocols.events import FinalEvent, MemoryEvent
-from memtrain.trainers.run.checkpoint import best_complete
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.report.model_card import write_card
 from memtrain.trainers.run_folder.report.report import REHEARSAL
-from memtrain.trainers.snapshot import load_weights
 
 SAMPLE_TOKENS = 48
 GATHERED_TOKENS = 16

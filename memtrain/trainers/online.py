@@ -25,6 +25,8 @@ from memtrain.recipes.registry import METHODS
 from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build import Built, has_dropout
+from memtrain.trainers.checkpoints.checkpoint import Checkpoint
+from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.mismatch_alarm import MismatchAlarm
@@ -43,8 +45,6 @@ from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.rollout.shown import cut_after
 from memtrain.trainers.rollout.window import Window, new_window, window_of
-from memtrain.trainers.run.checkpoint import Checkpoint
-from memtrain.trainers.run.state_io import load_state
 from memtrain.trainers.run_folder.event_sinks import Teller
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import derive_seed

@@ -6,17 +6,17 @@ import time
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import Built
+from memtrain.trainers.checkpoints.async_save import Background
+from memtrain.trainers.checkpoints.checkpoint import Parts, Save, save_checkpoint
+from memtrain.trainers.checkpoints.manifest import facts_of
+from memtrain.trainers.checkpoints.pinned_copy import HostCopies
+from memtrain.trainers.checkpoints.snapshot import parts_of
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.protocols.events import SaveEvent
 from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.run.background import Background
-from memtrain.trainers.run.checkpoint import Parts, Save, save_checkpoint
-from memtrain.trainers.run.host_copy import HostCopies
-from memtrain.trainers.run.manifest import facts_of
 from memtrain.trainers.run_folder.event_sinks import Teller
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
-from memtrain.trainers.snapshot import parts_of
 
 
 class Saver:

@@ -22,6 +22,15 @@ from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build import Built, build, has_dropout
+from memtrain.trainers.checkpoints.checkpoint import (
+    Found,
+    mend_checkpoints,
+    newest_complete,
+    remove_checkpoints,
+)
+from memtrain.trainers.checkpoints.resume import check_resumable
+from memtrain.trainers.checkpoints.run_state import is_over
+from memtrain.trainers.checkpoints.snapshot import restore
 from memtrain.trainers.engine import make_accelerator, make_engine, make_spread, ranks_of, shake_hands
 from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
@@ -42,22 +51,13 @@ from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.recover import Recovery
 from memtrain.trainers.rehearse import rehearse
-from memtrain.trainers.run.checkpoint import (
-    Found,
-    mend_checkpoints,
-    newest_complete,
-    remove_checkpoints,
-)
 from memtrain.trainers.run.faults import LAUNCHED, note_fault
-from memtrain.trainers.run.resume import check_resumable
-from memtrain.trainers.run.standing import is_over
 from memtrain.trainers.run_folder.event_sinks import Teller, open_teller
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.saving import Saver
-from memtrain.trainers.snapshot import restore
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"
 """Set by a launcher that works in its own process and holds the lock of the run folder."""

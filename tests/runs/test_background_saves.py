@@ -12,7 +12,7 @@ from shared_out import peaks
 
 from memtrain.errors import EXIT_SAVED, LaunchError
 from memtrain.memory.plan.plan import read_plan
-from memtrain.trainers import snapshot
+from memtrain.trainers.checkpoints import snapshot
 
 ASKED = ("save.background=true", "save.every_steps=2", "train.max_steps=8", "save.keep=3")
 FSDP2 = ("cluster.engine=fsdp2",)
@@ -107,7 +107,7 @@ def test_a_disk_that_fills_ends_the_run_at_a_later_step(runs, waited, monkeypatc
 
 def test_a_read_only_folder_is_told_as_one_error(runs, monkeypatch):
     """As root may write anywhere, the refusal is made by hand."""
-    from memtrain.trainers.run import checkpoint
+    from memtrain.trainers.checkpoints import checkpoint
 
     def refuse(*arguments):
         raise OSError(30, os.strerror(30))

@@ -23,10 +23,11 @@ from shared_out import (
 
 from memtrain.errors import LaunchError, RecipeError, ResumeError
 from memtrain.memory.plan.plan import read_plan
-from memtrain.trainers import engine, snapshot
-from memtrain.trainers.run.checkpoint import Checkpoint, newest_complete
-from memtrain.trainers.run.shard_files import rows_of
-from memtrain.trainers.run.slices import fill_from
+from memtrain.trainers import engine
+from memtrain.trainers.checkpoints import snapshot
+from memtrain.trainers.checkpoints.checkpoint import Checkpoint, newest_complete
+from memtrain.trainers.checkpoints.row_shards import fill_from
+from memtrain.trainers.checkpoints.shard_names import rows_of
 from memtrain.trainers.run_folder.folder import RunFolder
 
 FSDP2 = ("cluster.engine=fsdp2", "save.every_steps=2", "save.keep=4")

@@ -93,8 +93,8 @@ def test_ten_killed_runs_move_no_bit(runs, metrics, curve_of, whole, taken_s, se
 @pytest.mark.parametrize(
     "moment",
     [
-        "memtrain.trainers.run.checkpoint._finish",
-        "memtrain.trainers.run.checkpoint._prune",
+        "memtrain.trainers.checkpoints.checkpoint._finish",
+        "memtrain.trainers.checkpoints.checkpoint._prune",
         "memtrain.trainers.finish.save_final",
         "memtrain.trainers.finish.write_card",
         "memtrain.trainers.run_folder.report.final_status.write_report",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memtrain.trainers import recover
-from memtrain.trainers.run.state_io import load_state
+from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"

@@ -11,7 +11,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from memtrain.trainers.run.state_io import load_state
+from memtrain.trainers.checkpoints.state_io import load_state
 
 SMOKE = sorted(path.stem for path in Path(__file__).parents[2].glob("configs/smoke/sft*.yaml"))
 CONFIG = {

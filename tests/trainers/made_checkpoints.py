@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.run.checkpoint import (
+from memtrain.trainers.checkpoints.checkpoint import (
     Parts,
     Save,
     complete_steps,
@@ -18,8 +18,8 @@ from memtrain.trainers.run.checkpoint import (
     newest_complete,
     save_checkpoint,
 )
-from memtrain.trainers.run.manifest import facts_of
-from memtrain.trainers.run.state_io import load_state, save_state
+from memtrain.trainers.checkpoints.manifest import facts_of
+from memtrain.trainers.checkpoints.state_io import load_state, save_state
 from memtrain.trainers.run_folder.folder import RunFolder
 
 

@@ -76,7 +76,7 @@ def run_recipe(
     from memtrain.cli.launch.local import recipe_yaml, start, write_files
     from memtrain.cli.planning import make_plan
     from memtrain.cli.showing import print_end, print_plan, reading_progress
-    from memtrain.trainers.run.standing import is_over
+    from memtrain.trainers.checkpoints.run_state import is_over
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.trackers import check_trackers
     from memtrain.trainers.runtime.atomic_files import disk_fault

@@ -44,7 +44,7 @@ def standing_of(path: Path) -> Standing:
 
     Raises: LaunchError when SLURM does not answer, or the plan is of another version.
     """
-    from memtrain.trainers.run.checkpoint import complete_steps
+    from memtrain.trainers.checkpoints.checkpoint import complete_steps
 
     folder = RunFolder(path)
     plan = read_plan(path / PLAN_FILE)

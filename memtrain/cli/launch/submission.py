@@ -59,7 +59,7 @@ def prepare(recipe: str, overrides: Sequence[str], run_dir: str | None) -> Submi
     Raises: RecipeError, DataError, DoesNotFit; LaunchError when a job that has one of the run folders may
     still write; ResumeError when a folder holds another run.
     """
-    from memtrain.trainers.run.standing import is_over
+    from memtrain.trainers.checkpoints.run_state import is_over
 
     loaded = load_recipe(recipe, overrides)
     asked = loaded.recipe.cluster.slurm or Slurm()

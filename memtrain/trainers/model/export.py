@@ -13,13 +13,13 @@ from memtrain.errors import LaunchError, ResumeError
 from memtrain.memory.plan.plan import PLAN_FILE, Plan, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.build import build_model
+from memtrain.trainers.checkpoints.checkpoint import Checkpoint, complete_steps, newest_complete
+from memtrain.trainers.checkpoints.manifest import fault_of, read_manifest
+from memtrain.trainers.checkpoints.row_shards import fill_from
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.reward_head import head_of_rewards
 from memtrain.trainers.model.loading.load import DTYPES
 from memtrain.trainers.model.loading.save import MOST_BYTES, refuse_to_overwrite, save_final
-from memtrain.trainers.run.checkpoint import Checkpoint, complete_steps, newest_complete
-from memtrain.trainers.run.manifest import fault_of, read_manifest
-from memtrain.trainers.run.slices import fill_from
 from memtrain.trainers.run_folder.folder import RunFolder
 
 

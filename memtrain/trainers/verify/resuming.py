@@ -11,13 +11,13 @@ from torch import Tensor
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build import build
+from memtrain.trainers.checkpoints.checkpoint import Save, newest_complete, save_checkpoint
+from memtrain.trainers.checkpoints.manifest import facts_of
+from memtrain.trainers.checkpoints.snapshot import parts_of, restore
+from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpoint
-from memtrain.trainers.run.manifest import facts_of
-from memtrain.trainers.run.state_io import load_state
 from memtrain.trainers.run_folder.folder import RunFolder
-from memtrain.trainers.snapshot import parts_of, restore
 from memtrain.trainers.verify.record import Recorded, Side
 from memtrain.trainers.verify.rollout import Rollouts
 

@@ -9,8 +9,8 @@ from two_ranks import on_two_ranks
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.run.checkpoint import Save, newest_complete, save_checkpoint
-from memtrain.trainers.run.manifest import facts_of
+from memtrain.trainers.checkpoints.checkpoint import Save, newest_complete, save_checkpoint
+from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.trainers.run.state_io import load_state, save_state
+from memtrain.trainers.checkpoints.state_io import load_state, save_state
 from memtrain.trainers.runtime.seed import (
     derive_seed,
     numpy_generator,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.checkpoints.shard_names import rows_of
 from memtrain.trainers.model.loading.locate import Origin
 from memtrain.trainers.model.loading.sharded_init import (
     Kept,
@@ -29,7 +30,6 @@ from memtrain.trainers.model.loading.sharded_init import (
     kept_in_parts,
     not_drawn,
 )
-from memtrain.trainers.run.shard_files import rows_of
 from memtrain.trainers.runtime.weight_layout import local_of
 
 INDEX = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from memtrain.trainers.run.state_io import DTYPES, load_state, save_state
+from memtrain.trainers.checkpoints.state_io import DTYPES, load_state, save_state
 
 
 def same(left: object, right: object) -> bool:

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.trainers.run.checkpoint import Checkpoint
-from memtrain.trainers.run.manifest import CheckpointFacts, FileEntry, Manifest
-from memtrain.trainers.run.pieces import fill_from_pieces, read_rows, read_states
-from memtrain.trainers.run.shard_files import name_of
-from memtrain.trainers.run.slices import rows_of
-from memtrain.trainers.run.state_io import save_state
+from memtrain.trainers.checkpoints.checkpoint import Checkpoint
+from memtrain.trainers.checkpoints.flat_shards import fill_from_pieces, read_rows, read_states
+from memtrain.trainers.checkpoints.manifest import CheckpointFacts, FileEntry, Manifest
+from memtrain.trainers.checkpoints.row_shards import rows_of
+from memtrain.trainers.checkpoints.shard_names import name_of
+from memtrain.trainers.checkpoints.state_io import save_state
 
 SHAPES = {"a": (5, 3), "b": (7,), "c": (2, 2, 2), "d": ()}
 WEIGHTS = {name: torch.arange(float(torch.Size(shape).numel())).view(shape) for name, shape in SHAPES.items()}

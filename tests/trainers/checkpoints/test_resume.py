@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from memtrain.errors import ResumeError
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.run import resume
-from memtrain.trainers.run.manifest import CheckpointFacts, facts_of
-from memtrain.trainers.run.resume import check_resumable
+from memtrain.trainers.checkpoints import resume
+from memtrain.trainers.checkpoints.manifest import CheckpointFacts, facts_of
+from memtrain.trainers.checkpoints.resume import check_resumable
 
 MakePlan = Callable[..., Plan]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from threading import Thread
 
 from memtrain.errors import Fault
-from memtrain.trainers.run.checkpoint import Save, agree, attempted, together
-from memtrain.trainers.run.manifest import FileEntry
+from memtrain.trainers.checkpoints.checkpoint import Save, agree, attempted, together
+from memtrain.trainers.checkpoints.manifest import FileEntry
 from memtrain.trainers.runtime.ranks import Ranks
 
 

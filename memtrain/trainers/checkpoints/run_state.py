@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.run.checkpoint import complete_steps
-from memtrain.trainers.run.manifest import CheckpointFacts, read_manifest
-from memtrain.trainers.run.resume import check_resumable
+from memtrain.trainers.checkpoints.checkpoint import complete_steps
+from memtrain.trainers.checkpoints.manifest import CheckpointFacts, read_manifest
+from memtrain.trainers.checkpoints.resume import check_resumable
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.trainers.run.checkpoint import Checkpoint
-from memtrain.trainers.run.pieces import fill_from_pieces, has_pieces, read_rows
-from memtrain.trainers.run.shard_files import files_of, rows_of
-from memtrain.trainers.run.state_io import load_state
+from memtrain.trainers.checkpoints.checkpoint import Checkpoint
+from memtrain.trainers.checkpoints.flat_shards import fill_from_pieces, has_pieces, read_rows
+from memtrain.trainers.checkpoints.shard_names import files_of, rows_of
+from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.runtime.weight_layout import local_of
 
 State = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from memtrain.errors import ResumeError
-from memtrain.trainers.run.checkpoint import Checkpoint
+from memtrain.trainers.checkpoints.checkpoint import Checkpoint
 
 PIECES = "_pieces"
 """Ends the name of a part that holds stretches of flattened weights, and not rows (pieces.py)."""

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from memtrain.trainers.checkpoints.checkpoint import Checkpoint, Parts
+from memtrain.trainers.checkpoints.flat_shards import has_pieces, read_states
+from memtrain.trainers.checkpoints.pinned_copy import HostCopies
+from memtrain.trainers.checkpoints.row_shards import fill_from, read_optimizer
+from memtrain.trainers.checkpoints.shard_names import PIECES, name_of
+from memtrain.trainers.checkpoints.state_io import load_state, save_state
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.method import FollowsSteps
 from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.run.checkpoint import Checkpoint, Parts
-from memtrain.trainers.run.host_copy import HostCopies
-from memtrain.trainers.run.pieces import has_pieces, read_states
-from memtrain.trainers.run.shard_files import PIECES, name_of
-from memtrain.trainers.run.slices import fill_from, read_optimizer
-from memtrain.trainers.run.state_io import load_state, save_state
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.weight_layout import (
     full_of,

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from memtrain.errors import Fault, ResumeError
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.run.manifest import CheckpointFacts, data_fingerprint, device_name
+from memtrain.trainers.checkpoints.manifest import CheckpointFacts, data_fingerprint, device_name
 
 FREE_KEYS = (
     "run_dir",

@@ -15,10 +15,10 @@ from two_ranks import on_two_ranks
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.run.background import Background
-from memtrain.trainers.run.checkpoint import Parts, Save, newest_complete
-from memtrain.trainers.run.host_copy import HostCopies
-from memtrain.trainers.run.manifest import facts_of
+from memtrain.trainers.checkpoints.async_save import Background
+from memtrain.trainers.checkpoints.checkpoint import Parts, Save, newest_complete
+from memtrain.trainers.checkpoints.manifest import facts_of
+from memtrain.trainers.checkpoints.pinned_copy import HostCopies
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
 

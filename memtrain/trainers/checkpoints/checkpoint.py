@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from memtrain.errors import Fault, LaunchError
-from memtrain.trainers.run.manifest import (
+from memtrain.trainers.checkpoints.manifest import (
     MANIFEST_FILE,
     CheckpointFacts,
     FileEntry,

@@ -11,13 +11,8 @@ from made_checkpoints import assert_usable, kill_at_every_moment, save, shorten,
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.run.checkpoint import (
-    Save,
-    best_complete,
-    newest_complete,
-    save_checkpoint,
-)
-from memtrain.trainers.run.manifest import facts_of, fault_of
+from memtrain.trainers.checkpoints.checkpoint import Save, best_complete, newest_complete, save_checkpoint
+from memtrain.trainers.checkpoints.manifest import facts_of, fault_of
 from memtrain.trainers.run_folder.folder import RunFolder
 
 MakePlan = Callable[..., Plan]

@@ -1,0 +1,1 @@
+"""Checkpoints: writing, reading and resuming exactly."""
