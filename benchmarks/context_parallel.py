@@ -33,8 +33,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end
-from memtrain.trainers.context_parallel import shared
-from memtrain.trainers.exchange import Exchange
+from memtrain.trainers.distributed.context_parallel import shared
+from memtrain.trainers.distributed.ddp import Exchange
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.context_parallel.groups import ContextRanks, make_context

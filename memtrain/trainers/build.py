@@ -20,10 +20,10 @@ from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.memory.rules.engines import is_sharded
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.collate import nothing
-from memtrain.trainers.context_parallel import shared
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
+from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices

@@ -17,7 +17,21 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.trainers.build import Built
-from memtrain.trainers.exchange import Exchange
+from memtrain.trainers.distributed.ddp import Exchange
+from memtrain.trainers.distributed.fsdp2 import (
+    check_shards,
+    gathered,
+    own_shards,
+    shard,
+    shard_engine,
+    whole_weights,
+)
+from memtrain.trainers.distributed.zero import (
+    begin_zero,
+    refuse_without_deepspeed,
+    streamed_in_stage_3,
+    whole_in_stage_3,
+)
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.model.loading.sharded_init import kept_of
 from memtrain.trainers.model.loading.sharded_load import fill_rows, is_empty
@@ -25,8 +39,6 @@ from memtrain.trainers.optim.step import Engine
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 from memtrain.trainers.runtime.weight_layout import Spread
-from memtrain.trainers.shards import check_shards, gathered, own_shards, shard, shard_engine, whole_weights
-from memtrain.trainers.zero import begin_zero, refuse_without_deepspeed, streamed_in_stage_3, whole_in_stage_3
 
 _KEPT: list[object] = []
 """The process group, until the process ends. Its destructor joins gloo's threads while it holds Python's

@@ -29,9 +29,9 @@ from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.answer_logps import answer_logps
 from memtrain.trainers.batches.answer_batch import Answer, Group, collate_answers
 from memtrain.trainers.batches.collate import Piece, lay_end_to_end, pad_right
-from memtrain.trainers.context_parallel import shared
+from memtrain.trainers.distributed.context_parallel import shared
+from memtrain.trainers.distributed.ddp import Exchange
 from memtrain.trainers.dpo import Dpo
-from memtrain.trainers.exchange import Exchange
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.lm_head import Scorer

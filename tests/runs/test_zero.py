@@ -22,8 +22,8 @@ from shared_out import (
 
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.plan.plan import read_plan
-from memtrain.trainers import zero
 from memtrain.trainers.checkpoints.state_io import load_state
+from memtrain.trainers.distributed import zero
 from memtrain.trainers.model.export import export_run
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import is_sharded
-from memtrain.trainers import shards
+from memtrain.trainers.distributed import fsdp2 as shards
 from memtrain.trainers.trace.host import HOST
 from memtrain.trainers.trace.persona import called_from, replaced
 

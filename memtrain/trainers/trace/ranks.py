@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import shards_weights
-from memtrain.trainers import shards
-from memtrain.trainers.exchange import Exchange
+from memtrain.trainers.distributed import fsdp2 as shards
+from memtrain.trainers.distributed.ddp import Exchange
+from memtrain.trainers.distributed.fsdp2 import own_shards, shard, shard_engine
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, slice_of
 from memtrain.trainers.optim.step import Engine
 from memtrain.trainers.runtime.weight_layout import trained_parameters
-from memtrain.trainers.shards import own_shards, shard, shard_engine
 from memtrain.trainers.trace.fake import without_data
 
 Rules = dict[Any, Callable[..., Any]]

@@ -17,7 +17,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.trainers.context_parallel import shared
+from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.build import loss_form, scorer_of
 from memtrain.trainers.model.heads.lm_head import Scorer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memtrain.memory.estimate.sharded.zero_config import zero_config
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import uses_zero
-from memtrain.trainers import zero
+from memtrain.trainers.distributed import zero
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.optim.step import Engine
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer

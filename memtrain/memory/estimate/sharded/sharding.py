@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The groups of a model, as trainers/shards.py makes them."""
+    """The groups of a model, as trainers/distributed/fsdp2.py makes them."""
 
     layer: Group
     """The largest decoder layer."""

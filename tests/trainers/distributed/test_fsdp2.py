@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from memtrain.trainers.shards import _groups
+from memtrain.trainers.distributed.fsdp2 import _groups
 
 SHAPE = {
     "vocab_size": 64,

@@ -1,0 +1,1 @@
+"""Engines of several processes: DDP, FSDP2, ZeRO, context parallelism."""
