@@ -41,8 +41,8 @@ from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.method import FollowsSteps, Method
-from memtrain.trainers.reference import Live, Synced
-from memtrain.trainers.references import build_reference
+from memtrain.trainers.reference.build import build_reference
+from memtrain.trainers.reference.reference import Live, Synced
 from memtrain.trainers.runtime.seed import seed_everything
 from memtrain.trainers.runtime.weight_layout import Spread
 

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
-from memtrain.trainers.answer_logps import AnswerLogps, answer_logps
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.losses.preference.pairs import Divergence, PairKnobs, PairLogps
 from memtrain.trainers.losses.preference.registry import preference_loss, preference_sums
-from memtrain.trainers.precompute import Answered, own_answers
 from memtrain.trainers.protocols.method import Ahead, Loss
-from memtrain.trainers.reference import AskLogps, Reference
+from memtrain.trainers.reference.answer_logps import AnswerLogps, answer_logps
+from memtrain.trainers.reference.precompute import Answered, own_answers
+from memtrain.trainers.reference.reference import AskLogps, Reference
 
 Ints = NDArray[np.int64]
 

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Kto as KtoRecipe
-from memtrain.trainers.answer_logps import answer_logps
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.losses.preference.kto import apo_zero_unpaired_loss, kl_baseline, kto_loss
-from memtrain.trainers.precompute import Answered, Question, digest_of, own_answers
 from memtrain.trainers.protocols.method import Ahead, Loss
-from memtrain.trainers.reference import AskLogps, Reference, evaluating
+from memtrain.trainers.reference.answer_logps import answer_logps
+from memtrain.trainers.reference.precompute import Answered, Question, digest_of, own_answers
+from memtrain.trainers.reference.reference import AskLogps, Reference, evaluating
 
 Ints = NDArray[np.int64]
 

@@ -30,7 +30,7 @@ from memtrain.trainers.pair_feed import PairFeed
 from memtrain.trainers.policy_feed import PolicyMicro
 from memtrain.trainers.policy_passes import answer_scores
 from memtrain.trainers.protocols.method import Ahead, Loss
-from memtrain.trainers.reference import Reference
+from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
 """Rows that are prompts."""

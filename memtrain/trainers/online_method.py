@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memtrain.recipes.sections.methods.online_base import FromOwnCompletions
 from memtrain.trainers.policy_feed import PolicyFeed
-from memtrain.trainers.reference import Reference
+from memtrain.trainers.reference.reference import Reference
 from memtrain.trainers.rollout.window import Window
 
 

@@ -20,7 +20,7 @@ from memtrain.trainers.losses.policy.ratios import entropy_threshold
 from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
 from memtrain.trainers.online_method import Needs
 from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
-from memtrain.trainers.reference import Reference, evaluating
+from memtrain.trainers.reference.reference import Reference, evaluating
 from memtrain.trainers.rollout.window import Window
 from memtrain.trainers.runtime.ranks import Ranks
 

@@ -35,7 +35,7 @@ from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.policy_passes import valued_scores
 from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
 from memtrain.trainers.protocols.method import Ahead, Loss
-from memtrain.trainers.reference import Reference
+from memtrain.trainers.reference.reference import Reference
 from memtrain.trainers.rollout.window import Window
 
 feed = PromptFeed

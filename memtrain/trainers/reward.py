@@ -26,7 +26,7 @@ from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
 from memtrain.trainers.losses.preference.reward import bradley_terry_loss, reward_sums
 from memtrain.trainers.protocols.method import Loss
-from memtrain.trainers.reference import Reference
+from memtrain.trainers.reference.reference import Reference
 
 feed = AnswerFeed
 """Prompts with pairs of answers."""

@@ -37,7 +37,7 @@ from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
 from memtrain.trainers.policy_passes import answer_scores
 from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
 from memtrain.trainers.protocols.method import Ahead, Loss
-from memtrain.trainers.reference import Reference
+from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
 """Rows that are prompts."""

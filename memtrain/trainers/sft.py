@@ -19,7 +19,7 @@ from memtrain.trainers.losses.cross_entropy import dft_loss, sft_request
 from memtrain.trainers.losses.head.linear import LogprobResult, NllResult
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.protocols.method import Loss
-from memtrain.trainers.reference import Reference
+from memtrain.trainers.reference.reference import Reference
 
 feed = TokenFeed
 """Rows of learnt tokens."""

@@ -26,7 +26,6 @@ from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
 from memtrain.recipes.sections.methods.preference import Reward as RewardRecipe
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
-from memtrain.trainers.answer_logps import answer_logps
 from memtrain.trainers.batches.answer_batch import Answer, Group, collate_answers
 from memtrain.trainers.batches.collate import Piece, lay_end_to_end, pad_right
 from memtrain.trainers.distributed.context_parallel import shared
@@ -36,7 +35,8 @@ from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
-from memtrain.trainers.reference import Live
+from memtrain.trainers.reference.answer_logps import answer_logps
+from memtrain.trainers.reference.reference import Live
 from memtrain.trainers.reward import Reward
 from memtrain.trainers.sft import Sft
 

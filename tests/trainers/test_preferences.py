@@ -17,10 +17,10 @@ from memtrain.trainers.build import Built, build
 from memtrain.trainers.kto import partners_of
 from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
 from memtrain.trainers.losses.preference.registry import LOSSES
-from memtrain.trainers.precompute import fingerprint
 from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.method import Ahead, LooksAhead
-from memtrain.trainers.reference import Synced
+from memtrain.trainers.reference.precompute import fingerprint
+from memtrain.trainers.reference.reference import Synced
 
 RECIPE = """
 method: {method}

@@ -31,7 +31,7 @@ from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.step import Engine
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.method import FollowsSteps, Method
-from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
+from memtrain.trainers.reference.reference import Live, Precomputed, Reference, Synced, without_adapter
 from memtrain.trainers.trace.host import TracedHost
 from memtrain.trainers.trace.ranks import engine_of_ranks, lay_frozen, lay_out
 from memtrain.trainers.trace.zero_ranks import begin_playing_zero

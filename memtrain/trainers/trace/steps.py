@@ -15,7 +15,7 @@ from memtrain.trainers.online_method import OnlineMethod
 from memtrain.trainers.optim.step import forward_backward, update
 from memtrain.trainers.policy_passes import answer_scores, valued_scores
 from memtrain.trainers.protocols.method import Ahead, LooksAhead
-from memtrain.trainers.reference import evaluating
+from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.trace.dummies import DummyFeed
 from memtrain.trainers.trace.stage import Stage
 

@@ -15,7 +15,7 @@ from memtrain.trainers.build import Built
 from memtrain.trainers.model.attention.isolation_check import seen_bound
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.protocols.feed import Ints
-from memtrain.trainers.reference import evaluating
+from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.verify.record import Side
 
 MOST_ROWS = 4

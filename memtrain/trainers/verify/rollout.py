@@ -28,7 +28,7 @@ from memtrain.trainers.online import OnlineSteps
 from memtrain.trainers.online_judge import Judging
 from memtrain.trainers.protocols.feed import StepSource
 from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.reference import evaluating
+from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.rewards.early import Early
 from memtrain.trainers.rewards.functions import load_functions
 from memtrain.trainers.rollout.generating import Generating

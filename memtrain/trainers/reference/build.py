@@ -18,9 +18,9 @@ from memtrain.trainers.data.store.cache import cache_dir
 from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
-from memtrain.trainers.precompute import Floats, Question, asked_once
 from memtrain.trainers.protocols.feed import Feed, Steps, eval_order
-from memtrain.trainers.reference import Live, Precomputed, Reference, Synced, without_adapter
+from memtrain.trainers.reference.precompute import Floats, Question, asked_once
+from memtrain.trainers.reference.reference import Live, Precomputed, Reference, Synced, without_adapter
 from memtrain.trainers.runtime.ranks import current_ranks
 
 

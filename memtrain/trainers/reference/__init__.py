@@ -1,0 +1,1 @@
+"""Reference models: their forms and their log-probs."""
