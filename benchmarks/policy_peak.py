@@ -142,7 +142,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     from memtrain.cli.planning import make_plan
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.batches.prompt_batches import PromptFeed
-    from memtrain.trainers.build import build
+    from memtrain.trainers.build.components import build
     from memtrain.trainers.losses.policy.registry import Norms
     from memtrain.trainers.memory_meter.live_tensors import TensorPeak
     from memtrain.trainers.optim.step import Engine, forward_backward

@@ -23,7 +23,7 @@ import torch
 
 from memtrain.cli.planning import make_plan
 from memtrain.recipes.reading.load import load_recipe
-from memtrain.trainers.build import build
+from memtrain.trainers.build.components import build
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.optim.step import Engine, forward_backward
 from memtrain.trainers.protocols.feed import Steps

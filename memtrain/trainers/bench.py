@@ -25,8 +25,9 @@ from memtrain.errors import MemtrainError
 from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.collate import MicroBatch
-from memtrain.trainers.build import build
-from memtrain.trainers.engine import make_accelerator
+from memtrain.trainers.build.bare_steps import Stepper
+from memtrain.trainers.build.components import build
+from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.heaviest import longest_together, step_of
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.loading.load import local_device
@@ -35,7 +36,6 @@ from memtrain.trainers.policy_feed import PolicyMicro
 from memtrain.trainers.protocols.feed import Feed, Ints
 from memtrain.trainers.rehearse_online import made_up_rollout
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
-from memtrain.trainers.stepping import Stepper
 from memtrain.trainers.verify.rollout import Rollouts, online_source
 from memtrain.trainers.worker import resident
 

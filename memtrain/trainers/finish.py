@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from memtrain.memory.hardware.peak_history import note_run
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.checkpoint import best_complete
 from memtrain.trainers.checkpoints.snapshot import load_weights
 from memtrain.trainers.loop import Run

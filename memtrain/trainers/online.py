@@ -24,7 +24,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.batches.prompt_batches import PromptFeed
-from memtrain.trainers.build import Built, has_dropout
+from memtrain.trainers.build.components import Built, has_dropout
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint
 from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.losses.policy.registry import Norms

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.batches.prompt_batches import PromptFeed
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.rewards.early import Early
 from memtrain.trainers.rewards.functions import Function, load_functions

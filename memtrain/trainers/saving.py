@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.async_save import Background
 from memtrain.trainers.checkpoints.checkpoint import Parts, Save, save_checkpoint
 from memtrain.trainers.checkpoints.manifest import facts_of

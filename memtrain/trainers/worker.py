@@ -21,7 +21,8 @@ from transformers.utils import logging as transformers_logging
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.build import Built, build, has_dropout
+from memtrain.trainers.build.components import Built, build, has_dropout
+from memtrain.trainers.build.engine import make_accelerator, make_engine, make_spread, ranks_of, shake_hands
 from memtrain.trainers.checkpoints.checkpoint import (
     Found,
     mend_checkpoints,
@@ -31,7 +32,6 @@ from memtrain.trainers.checkpoints.checkpoint import (
 from memtrain.trainers.checkpoints.resume import check_resumable
 from memtrain.trainers.checkpoints.run_state import is_over
 from memtrain.trainers.checkpoints.snapshot import restore
-from memtrain.trainers.engine import make_accelerator, make_engine, make_spread, ranks_of, shake_hands
 from memtrain.trainers.finish import finish
 from memtrain.trainers.loop import Run, train
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch

@@ -12,8 +12,8 @@ from torch import nn
 
 from memtrain.cli.app import run
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers import build as build_module
 from memtrain.trainers.batches import answer_batch, collate
+from memtrain.trainers.build import components as build_module
 from memtrain.trainers.losses.head import request as request_module
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.offload import activations as activations_module

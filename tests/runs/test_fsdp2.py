@@ -23,7 +23,7 @@ from shared_out import (
 
 from memtrain.errors import LaunchError, RecipeError, ResumeError
 from memtrain.memory.plan.plan import read_plan
-from memtrain.trainers import engine
+from memtrain.trainers.build import engine
 from memtrain.trainers.checkpoints import snapshot
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint, newest_complete
 from memtrain.trainers.checkpoints.row_shards import fill_from

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from memtrain.errors import DataError, LaunchError
-from memtrain.trainers import engine, worker
+from memtrain.trainers import worker
+from memtrain.trainers.build import engine
 
 TWO = ("cluster.processes=2",)
 

@@ -8,7 +8,7 @@ import pytest
 from shared_out import assert_same_curve, write_method, write_online
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memtrain.trainers import build
+from memtrain.trainers.build import components as build
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 pytestmark = [

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError, ResumeError
 from memtrain.memory.plan.plan import PLAN_FILE, Plan, read_plan
 from memtrain.recipes.registry import METHODS
-from memtrain.trainers.build import build_model
+from memtrain.trainers.build.components import build_model
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint, complete_steps, newest_complete
 from memtrain.trainers.checkpoints.manifest import fault_of, read_manifest
 from memtrain.trainers.checkpoints.row_shards import fill_from

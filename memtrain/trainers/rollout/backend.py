@@ -8,7 +8,7 @@ from typing import cast
 from memtrain.memory.generation.generation import READ_TOKENS
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.rollout.fallback import TransformersSampler
 from memtrain.trainers.rollout.generating import Generating
 from memtrain.trainers.rollout.native import NativeSampler

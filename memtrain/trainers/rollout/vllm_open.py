@@ -15,7 +15,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.generation.vllm import BLOCK_TOKENS
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.vllm import Vllm
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.rollout.protocol import Sampler
 from memtrain.trainers.rollout.vllm_process import Launch

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.attention.isolation_check import seen_bound
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.protocols.feed import Ints

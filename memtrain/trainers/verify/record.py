@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.bare_steps import Stepper
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.protocols.feed import StepSource, StepWork
-from memtrain.trainers.stepping import Stepper
 from memtrain.trainers.verify.rollout import Rollouts, online_source
 from memtrain.trainers.verify.sides import whole_step
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.build import build
+from memtrain.trainers.build.components import build
 from memtrain.trainers.checkpoints.checkpoint import Save, newest_complete, save_checkpoint
 from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.checkpoints.snapshot import parts_of, restore

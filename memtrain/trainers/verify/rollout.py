@@ -19,7 +19,7 @@ from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.rewards import RewardFunction, Rewards
 from memtrain.trainers.batches.collate import Piece, pad_right
 from memtrain.trainers.batches.prompt_batches import PromptFeed
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.model.heads.lm_head import base_model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.registry import without_strategies
-from memtrain.trainers.build import Built, build
+from memtrain.trainers.build.components import Built, build
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.runtime.seed import torch_generator

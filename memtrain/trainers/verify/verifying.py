@@ -12,8 +12,8 @@ from torch import Tensor
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import used_in
+from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.checkpoints.manifest import device_name
-from memtrain.trainers.engine import make_accelerator
 from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.verify.compare import Difference, StepDifferences, differences
 from memtrain.trainers.verify.contamination import probe_contamination

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.batches.token_batches import TokenFeed
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.protocols.feed import StepWork

@@ -16,7 +16,7 @@ from memtrain.memory.estimate.sharded.zero_config import stage_of
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import uses_zero
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.distributed.ddp import Exchange
 from memtrain.trainers.distributed.fsdp2 import (
     check_shards,

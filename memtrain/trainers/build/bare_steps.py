@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.build import Built
+from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.step import Engine, forward_backward, set_rate, update

@@ -1,0 +1,1 @@
+"""Building: model, optimizer, engine and method put together for a step."""
