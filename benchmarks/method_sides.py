@@ -58,8 +58,9 @@ def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
     # Imports are not part of the measurement.
     import memtrain.trainers.worker  # noqa: F401
     from memtrain.__main__ import main
-    from memtrain.trainers import loop, online
-    from memtrain.trainers.rollout.protocol import Sample
+    from memtrain.trainers import loop
+    from memtrain.trainers.online.generation.protocol import Sample
+    from memtrain.trainers.online.rollout import online_loop as online
 
     clock, update = Clock(), loop.update
 

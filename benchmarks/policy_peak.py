@@ -145,10 +145,10 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     from memtrain.trainers.build.components import build
     from memtrain.trainers.losses.policy.registry import Norms
     from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+    from memtrain.trainers.online.generation.protocol import Sample
+    from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
+    from memtrain.trainers.online.rollout.rollout_buffer import new_window
     from memtrain.trainers.optim.step import Engine, forward_backward
-    from memtrain.trainers.policy_feed import PolicyFeed
-    from memtrain.trainers.rollout.protocol import Sample
-    from memtrain.trainers.rollout.window import new_window
 
     folder, completions = Path(job["folder"]), job["completions"]
     count, prompt = len(completions), job["prompt"][: SHORT if side == "short" else PROMPT]

@@ -19,11 +19,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.rollout.native import NativeSampler
-from memtrain.trainers.rollout.protocol import Group, Sample, Sampling
-from memtrain.trainers.rollout.vllm_process import Launch
-from memtrain.trainers.rollout.vllm_sampler import VllmSampler
-from memtrain.trainers.rollout.vllm_weights import open_transport
+from memtrain.trainers.online.generation.native_sampler import NativeSampler
+from memtrain.trainers.online.generation.protocol import Group, Sample, Sampling
+from memtrain.trainers.online.vllm.process import Launch
+from memtrain.trainers.online.vllm.sampler import VllmSampler
+from memtrain.trainers.online.vllm.weight_sync import open_transport
 
 GREEDY = Sampling(max_tokens=32, temperature=0.0)
 SAMPLED = Sampling(max_tokens=64)

@@ -8,8 +8,8 @@ from memtrain.errors import RecipeError
 from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.trainers.data.store.token_store import TokenStore
-from memtrain.trainers.rewards.declared import declared_functions
-from memtrain.trainers.rewards.functions import check_columns
+from memtrain.trainers.online.rewards.declared import declared_functions
+from memtrain.trainers.online.rewards.functions import check_columns
 
 
 def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> None:

@@ -31,8 +31,8 @@ from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.heaviest import longest_together, step_of
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.loading.load import local_device
-from memtrain.trainers.online import OnlineSteps
-from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.online.rollout.online_loop import OnlineSteps
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 from memtrain.trainers.protocols.feed import Feed, Ints
 from memtrain.trainers.rehearse_online import made_up_rollout
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory

@@ -6,7 +6,7 @@ become likelier, by a clipped importance ratio.
 Source: Shao et al. 2024, arXiv:2402.03300, eq. 3; the default loss is DAPO's, Yu et al. 2025,
 arXiv:2503.14476, eq. 8; the other losses name theirs in trainers/losses/policy_*.py.
 Knobs: `grpo:`, `generate:` and `rewards:` in the recipe.
-What differs from the loop: its steps are those of trainers/online.py.
+What differs from the loop: its steps are those of trainers/online/rollout/online_loop.py.
 """
 
 # A answers, N tokens of answers, F reward functions.
@@ -20,19 +20,24 @@ from torch import Tensor, nn
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import Grpo as GrpoRecipe
 from memtrain.recipes.sections.methods.online_base import MismatchMode
-from memtrain.trainers.advantages import (
+from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.losses.policy.registry import PolicyBatch, PolicyKnobs, policy_loss
+from memtrain.trainers.losses.policy.surrogates import Clip, GammaShape
+from memtrain.trainers.online.rollout.advantages import (
     decoupled_advantages,
     group_advantages,
     groups_without_signal,
     weighted_rewards,
 )
-from memtrain.trainers.batches.prompt_batches import PromptFeed
-from memtrain.trainers.losses.policy.registry import PolicyBatch, PolicyKnobs, policy_loss
-from memtrain.trainers.losses.policy.surrogates import Clip, GammaShape
-from memtrain.trainers.online_method import Judged, Needs
-from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
-from memtrain.trainers.policy_passes import answer_scores
-from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
+from memtrain.trainers.online.rollout.policy_metrics import (
+    MismatchSeen,
+    corrected,
+    means_of_tokens,
+    token_sums,
+)
+from memtrain.trainers.online.rollout.protocol import Judged, Needs
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
+from memtrain.trainers.online.rollout.scoring_passes import answer_scores
 from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference.reference import Reference
 

@@ -7,7 +7,8 @@ trainers/losses/preference/online_pairs.py. Where it
 differs: rewards or a judge of any kind choose the pair, among two completions or more. Prompts whose
 completions are all alike have no pair: they are counted, and the mean is over the pairs that there are.
 Knobs: `online_dpo:`, `generate:` and `rewards:` in the recipe.
-What differs from the loop: its steps are those of trainers/online.py; a sequence is a pair.
+What differs from the loop: its steps are those of trainers/online/rollout/online_loop.py; a sequence is a
+pair.
 """
 
 # A answers, N tokens of answers, F reward functions, G prompts, B pairs.
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.online_dpo import OnlineDpo as OnlineDpoRecipe
-from memtrain.trainers.advantages import weighted_rewards
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
-from memtrain.trainers.online_method import Judged, Needs
-from memtrain.trainers.pair_feed import PairFeed
-from memtrain.trainers.policy_feed import PolicyMicro
-from memtrain.trainers.policy_passes import answer_scores
+from memtrain.trainers.online.rollout.advantages import weighted_rewards
+from memtrain.trainers.online.rollout.pair_batches import PairFeed
+from memtrain.trainers.online.rollout.protocol import Judged, Needs
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
+from memtrain.trainers.online.rollout.scoring_passes import answer_scores
 from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference.reference import Reference
 

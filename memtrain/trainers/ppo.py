@@ -7,7 +7,8 @@ Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9; of language models:
 arXiv:1909.08593, section 2 (the KL term, and its adaptation), Ouyang et al. 2022, arXiv:2203.02155.
 What it is not: a completion that was cut counts as over, and its value after the last token is 0.
 Knobs: `ppo:`, `generate:` and `rewards:` in the recipe.
-What differs from the loop: its steps are those of trainers/online.py; a value model is trained beside the
+What differs from the loop: its steps are those of trainers/online/rollout/online_loop.py; a value model is
+trained beside the
 policy (model/value_head.py).
 """
 
@@ -25,18 +26,23 @@ from torch import Tensor, nn
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
-from memtrain.trainers.advantages import generalised_advantages, standardised, weighted_rewards
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.policy.surrogates import Clip, clipped_loss, is_clipped
 from memtrain.trainers.losses.policy.value import clipped_value_loss
-from memtrain.trainers.online_method import Judged, Needs
-from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
-from memtrain.trainers.policy_passes import valued_scores
-from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
+from memtrain.trainers.online.rollout.advantages import generalised_advantages, standardised, weighted_rewards
+from memtrain.trainers.online.rollout.policy_metrics import (
+    MismatchSeen,
+    corrected,
+    means_of_tokens,
+    token_sums,
+)
+from memtrain.trainers.online.rollout.protocol import Judged, Needs
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
+from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.online.rollout.scoring_passes import valued_scores
 from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference.reference import Reference
-from memtrain.trainers.rollout.window import Window
 
 feed = PromptFeed
 """Rows that are prompts."""

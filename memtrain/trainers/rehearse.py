@@ -22,7 +22,7 @@ from memtrain.memory.plan.units import gib
 from memtrain.trainers.checkpoints.state_io import save_state
 from memtrain.trainers.heaviest import heaviest_micro, load_of, step_of
 from memtrain.trainers.loop import Run, look_ahead, score, whole_gradients
-from memtrain.trainers.online import OnlineSteps
+from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.optim.step import set_rate, update
 from memtrain.trainers.protocols.events import NoteEvent
 from memtrain.trainers.protocols.feed import Ints, eval_micro_batches

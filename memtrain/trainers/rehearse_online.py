@@ -15,14 +15,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from memtrain.trainers.mismatch_alarm import SeesMismatch
-from memtrain.trainers.online import OnlineSteps
-from memtrain.trainers.online_method import WeighsTokens
-from memtrain.trainers.online_weigh import Weighing
+from memtrain.trainers.online.generation.backend import sampling_of
+from memtrain.trainers.online.generation.protocol import Group, Sample
+from memtrain.trainers.online.rollout.advantage_step import Weighing
+from memtrain.trainers.online.rollout.mismatch_guard import SeesMismatch
+from memtrain.trainers.online.rollout.online_loop import OnlineSteps
+from memtrain.trainers.online.rollout.protocol import WeighsTokens
+from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
 from memtrain.trainers.protocols.feed import Ints
-from memtrain.trainers.rollout.backend import sampling_of
-from memtrain.trainers.rollout.protocol import Group, Sample
-from memtrain.trainers.rollout.window import Window, new_window
 from memtrain.trainers.run_folder.report.report import REHEARSAL
 
 

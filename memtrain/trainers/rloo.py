@@ -5,7 +5,7 @@ the others of its group; whole completions become likelier, by a clipped importa
 
 Source: Ahmadian et al. 2024, arXiv:2402.14740, section 2.3; Kool et al. 2019 for the baseline.
 Knobs: `rloo:`, `generate:` and `rewards:` in the recipe.
-What differs from the loop: its steps are those of trainers/online.py.
+What differs from the loop: its steps are those of trainers/online/rollout/online_loop.py.
 """
 
 # A answers, N tokens of answers, F reward functions.
@@ -19,11 +19,6 @@ from torch import Tensor, nn
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import Rloo as RlooRecipe
 from memtrain.recipes.sections.methods.online_base import MismatchMode
-from memtrain.trainers.advantages import (
-    groups_without_signal,
-    leave_one_out_advantages,
-    weighted_rewards,
-)
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.policy.ratios import mean_per_answer
 from memtrain.trainers.losses.policy.sequence_level import (
@@ -32,10 +27,20 @@ from memtrain.trainers.losses.policy.sequence_level import (
     sequence_clipped_loss,
 )
 from memtrain.trainers.losses.policy.surrogates import Clip, is_clipped
-from memtrain.trainers.online_method import Judged, Needs
-from memtrain.trainers.policy_feed import PolicyFeed, PolicyMicro
-from memtrain.trainers.policy_passes import answer_scores
-from memtrain.trainers.policy_told import MismatchSeen, corrected, means_of_tokens, token_sums
+from memtrain.trainers.online.rollout.advantages import (
+    groups_without_signal,
+    leave_one_out_advantages,
+    weighted_rewards,
+)
+from memtrain.trainers.online.rollout.policy_metrics import (
+    MismatchSeen,
+    corrected,
+    means_of_tokens,
+    token_sums,
+)
+from memtrain.trainers.online.rollout.protocol import Judged, Needs
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
+from memtrain.trainers.online.rollout.scoring_passes import answer_scores
 from memtrain.trainers.protocols.method import Ahead, Loss
 from memtrain.trainers.reference.reference import Reference
 

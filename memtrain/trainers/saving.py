@@ -11,7 +11,7 @@ from memtrain.trainers.checkpoints.checkpoint import Parts, Save, save_checkpoin
 from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.checkpoints.pinned_copy import HostCopies
 from memtrain.trainers.checkpoints.snapshot import parts_of
-from memtrain.trainers.online import OnlineSteps
+from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.protocols.events import SaveEvent
 from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run_folder.event_sinks import Teller

@@ -39,7 +39,7 @@ from memtrain.trainers.memory_meter.resized_storages import counting_mode
 from memtrain.trainers.model.heads.build import treat_loss
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.model.offload.activations import treat_activations
-from memtrain.trainers.online import OnlineSteps, online_steps
+from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_steps
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.lr_schedule import lr_at
 from memtrain.trainers.optim.step import Engine

@@ -28,8 +28,8 @@ FILE_SUFFIXES = ("yaml", "json", "toml")
 PROGRAM = re.compile(r"""-m["']?,?\s+["']?(memtrain(?:\.\w+)+)""")
 IMPORT_IN_TEXT = re.compile(r"from (memtrain(?:\.\w+)*) import ([\w, ]+)")
 SOURCE_PATH = re.compile(r"(?<![\w/.-])memtrain/(?:[\w-]+/)*[\w-]+\.(?:py|j2)\b")
-OWN_INTERPRETER = ("memtrain.trainers.rollout.vllm_worker",)
-"""Run by an interpreter that has vLLM; tests/trainers/test_vllm.py runs it."""
+OWN_INTERPRETER = ("memtrain.trainers.online.vllm.worker",)
+"""Run by an interpreter that has vLLM; tests/trainers/online/vllm/test_sampler.py runs it."""
 
 ATTENDING = [str(one) for one in AttentionBackend if one is not AttentionBackend.STOCK]
 FILLED_IN: dict[str, list[str]] = {

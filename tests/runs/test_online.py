@@ -250,7 +250,7 @@ def test_completions_are_judged_as_soon_as_their_group_is_written(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One group at a time is written; when all are, the calls about each have begun. Held-out ones wait."""
-    from memtrain.trainers.online_judge import Judging
+    from memtrain.trainers.online.rollout.reward_scoring import Judging
 
     begun = []
     plain = Judging.verdicts
@@ -268,7 +268,7 @@ def test_completions_are_judged_as_soon_as_their_group_is_written(
 def test_no_pass_is_made_that_nothing_needs(
     method: str, passes: int, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from memtrain.trainers.policy_passes import Passes
+    from memtrain.trainers.online.rollout.scoring_passes import Passes
 
     made = []
     plain = Passes._ask

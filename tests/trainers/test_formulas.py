@@ -31,10 +31,10 @@ from memtrain.trainers.losses.policy.ratios import entropy_threshold, kl_estimat
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.losses.quantile import quantiles
 from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
-from memtrain.trainers.online_weigh import Weighing
-from memtrain.trainers.policy_feed import PolicyMicro
-from memtrain.trainers.rollout.protocol import Sample
-from memtrain.trainers.rollout.window import Window, new_window
+from memtrain.trainers.online.generation.protocol import Sample
+from memtrain.trainers.online.rollout.advantage_step import Weighing
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
+from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
 
 VOCAB, LENGTHS = 7, [3, 2, 4, 1]
 N = sum(LENGTHS)

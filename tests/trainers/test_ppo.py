@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
-from memtrain.trainers.advantages import standardised
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.model.heads.value_head import Valued
-from memtrain.trainers.online_method import Judged
-from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.online.generation.protocol import Sample
+from memtrain.trainers.online.rollout.advantages import standardised
+from memtrain.trainers.online.rollout.protocol import Judged
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
+from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
 from memtrain.trainers.ppo import Ppo, adapted
-from memtrain.trainers.rollout.protocol import Sample
-from memtrain.trainers.rollout.window import Window, new_window
 
 
 def a_window() -> Window:

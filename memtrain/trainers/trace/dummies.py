@@ -22,8 +22,8 @@ from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end,
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.losses.policy.registry import Norms
-from memtrain.trainers.online_method import Needs
-from memtrain.trainers.policy_feed import PolicyMicro
+from memtrain.trainers.online.rollout.protocol import Needs
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 
 Ints = NDArray[np.int64]
 

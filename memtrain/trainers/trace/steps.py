@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.heads.lm_head import base_model
-from memtrain.trainers.online_method import OnlineMethod
+from memtrain.trainers.online.rollout.protocol import OnlineMethod
+from memtrain.trainers.online.rollout.scoring_passes import answer_scores, valued_scores
 from memtrain.trainers.optim.step import forward_backward, update
-from memtrain.trainers.policy_passes import answer_scores, valued_scores
 from memtrain.trainers.protocols.method import Ahead, LooksAhead
 from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.trace.dummies import DummyFeed

@@ -15,7 +15,7 @@ from memtrain.trainers.checkpoints.checkpoint import Save, newest_complete, save
 from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.checkpoints.snapshot import parts_of, restore
 from memtrain.trainers.checkpoints.state_io import load_state
-from memtrain.trainers.online import OnlineSteps
+from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.verify.record import Recorded, Side

@@ -24,17 +24,17 @@ from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.loading.load import local_device
-from memtrain.trainers.online import OnlineSteps
-from memtrain.trainers.online_judge import Judging
+from memtrain.trainers.online.generation.completions_log import COMPLETIONS_FILE
+from memtrain.trainers.online.generation.distributed_sampler import Generating
+from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampling
+from memtrain.trainers.online.rewards.early import Early
+from memtrain.trainers.online.rewards.functions import load_functions
+from memtrain.trainers.online.rollout.online_loop import OnlineSteps
+from memtrain.trainers.online.rollout.reward_scoring import Judging
+from memtrain.trainers.online.rollout.rollout_buffer import Window
 from memtrain.trainers.protocols.feed import StepSource
 from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.reference.reference import evaluating
-from memtrain.trainers.rewards.early import Early
-from memtrain.trainers.rewards.functions import load_functions
-from memtrain.trainers.rollout.generating import Generating
-from memtrain.trainers.rollout.protocol import Group, OnDone, Sample, Sampling
-from memtrain.trainers.rollout.shown import COMPLETIONS_FILE
-from memtrain.trainers.rollout.window import Window
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import numpy_generator
 

@@ -14,12 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from memtrain.trainers.advantages import (
-    decoupled_advantages,
-    group_advantages,
-    leave_one_out_advantages,
-    weighted_rewards,
-)
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.policy.importance_correction import mismatch
 from memtrain.trainers.losses.policy.ratios import entropy_threshold
@@ -30,6 +24,12 @@ from memtrain.trainers.losses.policy.sequence_level import (
     sequence_clipped_loss,
 )
 from memtrain.trainers.losses.policy.surrogates import Clip
+from memtrain.trainers.online.rollout.advantages import (
+    decoupled_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    weighted_rewards,
+)
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "trl_policy.json").read_text())
 BATCH = RECORDED["batch"]

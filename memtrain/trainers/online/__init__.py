@@ -1,0 +1,1 @@
+"""Online methods: generation, rewards, rollouts, vLLM."""

@@ -1,0 +1,1 @@
+"""Generation by the policy itself: samplers, keys and values, token choice."""

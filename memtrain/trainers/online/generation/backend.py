@@ -1,0 +1,94 @@
+"""The sampler of a run, as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from memtrain.memory.generation.generation import READ_TOKENS
+from memtrain.memory.plan.plan import Plan
+from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.trainers.build.components import Built
+from memtrain.trainers.online.generation.distributed_sampler import Generating
+from memtrain.trainers.online.generation.lockstep import Together
+from memtrain.trainers.online.generation.native_sampler import NativeSampler
+from memtrain.trainers.online.generation.protocol import Sampling
+from memtrain.trainers.online.generation.transformers_sampler import TransformersSampler
+from memtrain.trainers.online.vllm.open import open_engine
+from memtrain.trainers.runtime.ranks import Ranks
+
+
+def open_generating(
+    plan: Plan, built: Built, ranks: Ranks, *, version: Callable[[], int], tell: Callable[[str], None]
+) -> Generating:
+    """Who writes the completions of a run, as its plan says.
+
+    `version` grows whenever the weights change. Engines of their own are opened here, once, and choose
+    themselves how many they write at a time.
+    """
+    rows = plan.settings.rollout_rows
+    if plan.settings.sampler not in ("vllm", "vllm_server"):
+        made = Generating(lambda rows: build_sampler(plan, built, max_rows=rows), rows, ranks, tell)
+        if built.spread.is_sharded and not plan.settings.gather_weights:
+            made.writing = Together(built.model).writing
+        return made
+    feeds = [feed for feed in (built.train, built.eval) if feed is not None]
+    engine = open_engine(
+        plan,
+        built,
+        ranks,
+        longest_prompt=max(int(feed.tokens.max()) for feed in feeds),
+        version=version,
+        tell=tell,
+        native=lambda: build_sampler(plan, built, max_rows=rows),
+    )
+    return Generating(lambda rows: engine, rows, ranks, tell, engine.close)
+
+
+def build_sampler(plan: Plan, built: Built, *, max_rows: int) -> NativeSampler | TransformersSampler:
+    """The back end of the plan, on the trained module, `max_rows` completions at a time."""
+    tokenizer, settings = built.tokenizer, plan.settings
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    if settings.sampler != "transformers" and settings.attention != "stock":
+        backend = AttentionBackend(settings.attention)
+        return NativeSampler(built.model, backend, max_rows, read_tokens=READ_TOKENS, decode=decode)
+    pad_id = cast(int | None, tokenizer.pad_token_id)
+    return TransformersSampler(built.model, max_rows, pad_id if pad_id is not None else 0, decode=decode)
+
+
+def sampling_of(plan: Plan, built: Built, *, is_evaluation: bool = False) -> Sampling:
+    """How tokens are chosen. Held-out prompts: at `eval_temperature`, nothing else cut or penalised."""
+    generate = plan.recipe.generation
+    stop_ids = stop_tokens(built)
+    if is_evaluation:
+        return Sampling(
+            max_tokens=generate.max_tokens,
+            temperature=generate.eval_temperature,
+            stop_ids=stop_ids,
+            stop_strings=generate.stop,
+        )
+    return Sampling(
+        max_tokens=generate.max_tokens,
+        temperature=generate.temperature,
+        top_k=generate.top_k,
+        top_p=generate.top_p,
+        min_p=generate.min_p,
+        repetition_penalty=generate.repetition_penalty,
+        stop_ids=stop_ids,
+        stop_strings=generate.stop,
+    )
+
+
+def stop_tokens(built: Built) -> tuple[int, ...]:
+    """The end-of-sequence tokens of the tokenizer and of the model's generation settings."""
+    found: set[int] = set()
+    config = getattr(built.model, "generation_config", None)
+    for source in (built.tokenizer.eos_token_id, getattr(config, "eos_token_id", None)):
+        if isinstance(source, int):
+            found.add(source)
+        elif isinstance(source, list | tuple):
+            found.update(int(one) for one in source)
+    return tuple(sorted(found))

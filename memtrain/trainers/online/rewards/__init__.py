@@ -1,0 +1,1 @@
+"""Rewards: functions of the user, built-in ones, reward models and judges."""

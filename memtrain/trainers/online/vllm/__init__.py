@@ -1,0 +1,1 @@
+"""vLLM as the sampler: its process, its server, the sync of weights."""

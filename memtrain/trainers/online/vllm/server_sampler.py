@@ -1,0 +1,296 @@
+"""Sampling by a vLLM server that somebody else started: HTTP, token ids in and out, a checkpoint a rollout.
+
+Of a stock server only what it offers in its development mode is used: /collective_rpc to load a checkpoint,
+/reset_prefix_cache, /update_weight_version and /weight_info to know which weights it holds. Without these it
+cannot be given new weights, and training on its completions is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from memtrain.errors import LaunchError
+from memtrain.trainers.online.generation.progress import Progress
+from memtrain.trainers.online.generation.protocol import Finish, Group, OnDone, Sample, Sampler, Sampling
+from memtrain.trainers.online.vllm.http_client import Unanswered, ask
+from memtrain.trainers.online.vllm.sampler import SEED_BITS, sampling_arguments
+from memtrain.trainers.online.vllm.weight_check import CANARY_SAMPLING, canary_group, difference
+from memtrain.trainers.online.vllm.weight_sync import vllm_weights
+from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
+from memtrain.trainers.runtime.ranks import Ranks
+
+AT_ONCE = 64
+"""Groups that are asked for at a time; the server queues the rest. Taste."""
+
+SHARD_BYTES = 2 * 2**30
+"""Bytes of one file of a checkpoint: so much is held beside the weights while it is written."""
+
+WAIT_S = 1.0
+"""Between two looks at a server that does not answer."""
+
+DEV_MODE = (
+    "start it with VLLM_SERVER_DEV_MODE=1 (vLLM 0.32: python -m vllm.entrypoints.openai.api_server), in a "
+    "network that only you reach; or set generate.vllm.python for a process of the run's own"
+)
+
+
+class Stale(Exception):
+    """The server does not hold the weights that it was given: it was started again."""
+
+
+@dataclass(slots=True)
+class ServerSampler:
+    """Samples with a server. Only the main rank gives it weights; each rank asks for its own groups."""
+
+    model: PreTrainedModel | PeftModel
+    address: str
+    folder: Path
+    """Where checkpoints are written; the server sees it under the same path."""
+    version: Callable[[], int]
+    """Grows whenever the weights change."""
+    ranks: Ranks
+    tell: Callable[[str], None]
+    deadline_s: float
+    start_deadline_s: float
+    restarts: int
+    fallback: Callable[[], Sampler] | None
+    has_logprobs: bool = True
+    limit: float | None = None
+    """Mean difference of log-probs above which it has other weights than it was given; None: any."""
+    name: str = "vllm_server"
+    served: str | None = None
+    """The server's name of the model."""
+    held: int | None = None
+    mark: str = ""
+    """What the server calls the weights that it was given last."""
+    is_given_up: bool = False
+
+    def generate(
+        self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[list[Sample]]:
+        """The completions of each group, in order, with the weights as they are now.
+
+        Raises: LaunchError when the server cannot be given weights, or fails more often than it may.
+        """
+        progress = Progress(groups, on_done)
+        faults: list[str] = []
+        while not self.is_given_up:
+            try:
+                self._prepare(groups)
+                self._write(progress, sampling)
+                break
+            except (Unanswered, Stale) as fault:
+                self.held = None
+                faults.append(str(fault))
+                self._go_on_or_give_up(faults, missing=len(progress.missing))
+        if self.is_given_up:
+            assert self.fallback is not None, "Given up with somebody to go on."
+            progress.finish_with(self.fallback(), sampling)
+        return progress.in_order()
+
+    def close(self) -> None:
+        """Remove the checkpoints; the server is left as it is."""
+        if self.ranks.is_main:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _prepare(self, groups: Sequence[Group]) -> None:
+        """A server that holds the weights of now."""
+        if self.served is None:
+            self._look_at_server(groups)
+        if self.held == self.version() and self._mark_of_server() == self.mark:
+            return
+        if self.ranks.world > 1 and self.held == self.version():
+            raise LaunchError(
+                f"the server at {self.address} was started again, and {self.ranks.world} processes ask it",
+                "generate.vllm.server",
+                "run the same command again: the run goes on from its last checkpoint",
+            )
+        if self.ranks.is_main:
+            self._give_weights()
+        self.mark = self.ranks.broadcast(self.mark)
+        self.held = self.version()
+        if self.limit is not None and groups and self.ranks.is_main:
+            self._check_weights(groups, self.limit)
+
+    def _look_at_server(self, groups: Sequence[Group]) -> None:
+        until = time.monotonic() + self.start_deadline_s
+        while True:
+            try:
+                models = self._ask("GET", "/v1/models")["data"]
+                break
+            except Unanswered as fault:
+                if time.monotonic() > until:
+                    raise LaunchError(
+                        f"no vLLM server answers: {fault}",
+                        "generate.vllm.server",
+                        "start it, or mend the address",
+                    ) from None
+                time.sleep(WAIT_S)
+        self.served = str(models[0]["id"])
+        room = models[0].get("max_model_len")
+        longest = max((len(group.prompt_ids) for group in groups), default=0)
+        if room is not None and longest >= room:
+            raise LaunchError(
+                f"the server takes {room} tokens, and a prompt has {longest}",
+                "generate.vllm.server",
+                "start it with a larger --max-model-len, or lower length.max_prompt",
+            )
+
+    def _give_weights(self) -> None:
+        """Write a checkpoint, have it loaded, and forget what was computed with the one before.
+
+        Raises: LaunchError when the server offers no such thing; Unanswered.
+        """
+        mark = f"memtrain-{uuid.uuid4().hex[:12]}"
+        folder = self.folder / mark
+        try:
+            with system_errors():
+                write_checkpoint(vllm_weights(self.model), folder)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise disk_fault(error, "weights for the server cannot be written", folder) from None
+        asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+        try:
+            self._ask("POST", "/collective_rpc", asked)
+        except Unanswered as fault:
+            if fault.status not in (404, 405):
+                raise
+            raise LaunchError(
+                f"the server at {self.address} cannot be given new weights (it has no /collective_rpc), and "
+                "completions of old weights are not the policy's",
+                "generate.vllm.server",
+                DEV_MODE,
+            ) from None
+        self._ask("POST", "/reset_prefix_cache?reset_running_requests=true", {})
+        self._ask("POST", "/update_weight_version", {"new_version": mark})
+        self.mark = mark
+        for old in self.folder.iterdir():
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _mark_of_server(self) -> str | None:
+        return self._ask("GET", "/weight_info").get("weight_version")
+
+    def _check_weights(self, groups: Sequence[Group], limit: float) -> None:
+        """Refuse weights that did not arrive whole.
+
+        vLLM 0.32 on a CPU goes on with the old head where it is tied to the embedding.
+        """
+        group = canary_group(groups)
+        found = difference(self.model, group, self._group(group, CANARY_SAMPLING, wants_logprobs=True)[0])
+        if not found <= limit:
+            raise LaunchError(
+                f"the server's log-probs are {found:.2f} nats from the trainer's for the same weights "
+                f"(generate.mismatch_limit {limit:g}): some of them did not arrive",
+                "generate.vllm.server",
+                "a tied head of a CPU server does not follow: set generate.vllm.python in place of server; "
+                "else see that the server has the same architecture",
+            )
+
+    def _write(self, progress: Progress, sampling: Sampling) -> None:
+        """Have the groups written that are missing; those of other weights are thrown away."""
+        missing, groups = progress.missing, progress.groups
+        made: dict[int, list[Sample]] = {}
+        fault: Unanswered | None = None
+        with ThreadPoolExecutor(min(AT_ONCE, max(1, len(missing)))) as pool:
+            asked = {
+                pool.submit(self._group, groups[number], sampling, wants_logprobs=self.has_logprobs): number
+                for number in missing
+            }
+            for answer in as_completed(asked):
+                try:
+                    made[asked[answer]] = answer.result()
+                except Unanswered as error:
+                    fault = error
+        if fault is None and self._mark_of_server() != self.mark:
+            raise Stale("it was started again while it wrote")
+        # Where an answer is missing the server may have been started again before it gave the others.
+        if fault is not None:
+            raise fault
+        for number in sorted(made):
+            progress.add(number, made[number])
+
+    def _group(self, group: Group, sampling: Sampling, *, wants_logprobs: bool) -> list[Sample]:
+        asked = sampling_arguments(sampling)
+        asked.pop("detokenize")
+        answer = self._ask(
+            "POST",
+            "/v1/completions",
+            asked
+            | {
+                "model": self.served,
+                "prompt": list(group.prompt_ids),
+                "n": group.count,
+                "seed": group.seed % 2**SEED_BITS,
+                "logprobs": 0 if wants_logprobs else None,
+                "return_token_ids": True,
+            },
+        )
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [sample_of(choice) for choice in choices]
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return ask(method, f"{self.address.rstrip('/')}{path}", body, self.deadline_s)
+
+    def _go_on_or_give_up(self, faults: list[str], *, missing: int) -> None:
+        words = f"the vLLM server failed ({faults[-1]})"
+        if len(faults) <= self.restarts and self.ranks.world == 1:
+            self.tell(f"{words}: waited for, and given the same weights; {missing} groups are written again")
+            self.served = None
+            return
+        if self.fallback is None:
+            raise LaunchError(
+                f"the vLLM server failed {len(faults)} times in one rollout; the last time: {faults[-1]}",
+                "generate.vllm.server",
+                "look at its log; raise generate.vllm.restarts or deadline_s, or set "
+                "generate.vllm.on_failure: native. The last checkpoint is whole",
+            )
+        self.tell(f"{words}, {len(faults)} times in one rollout: written by the trained module from now on")
+        self.is_given_up = True
+
+
+def sample_of(choice: dict[str, Any]) -> Sample:
+    """A completion of the server's answer.
+
+    Raises: LaunchError when it has no token ids: text that is read again may be other tokens.
+    """
+    if choice.get("token_ids") is None:
+        raise LaunchError(
+            "the server's completions have no token ids",
+            "generate.vllm.server",
+            "take vLLM 0.32 or newer, whose /v1/completions knows return_token_ids",
+        )
+    ids = tuple(choice["token_ids"])
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    is_string = choice["finish_reason"] == "stop" and isinstance(choice.get("stop_reason"), str)
+    finish: Finish = "string" if is_string else choice["finish_reason"]
+    return Sample(ids, tuple(logprobs) if logprobs else (math.nan,) * len(ids), finish)
+
+
+def write_checkpoint(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write safetensors files of at most SHARD_BYTES, or one tensor."""
+    folder.mkdir(parents=True)
+    shard: dict[str, Tensor] = {}
+    used = count = 0
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if shard and used + size > SHARD_BYTES:
+            save_file(shard, folder / f"model-{count:05}.safetensors", {"format": "pt"})
+            shard, used, count = {}, 0, count + 1
+        shard[name] = tensor.detach().to("cpu", memory_format=torch.contiguous_format)
+        used += size
+    save_file(shard, folder / f"model-{count:05}.safetensors", {"format": "pt"})

@@ -1,1 +1,0 @@
-"""What judges completions: functions of the user's, and built-in ones."""

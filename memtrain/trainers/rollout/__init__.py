@@ -1,1 +1,0 @@
-"""Completions written by the policy: groups of them for a prompt, token ids in and out."""
