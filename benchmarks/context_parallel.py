@@ -36,11 +36,11 @@ from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end
 from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.distributed.ddp import Exchange
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+from memtrain.trainers.methods.sft import Sft
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.context_parallel.groups import ContextRanks, make_context
 from memtrain.trainers.model.heads.context_parallel_scoring import sliced
 from memtrain.trainers.model.heads.lm_head import Scorer
-from memtrain.trainers.sft import Sft
 
 SIZES = (1, 2, 4)
 MIB = 2**20

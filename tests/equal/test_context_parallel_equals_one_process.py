@@ -30,15 +30,15 @@ from memtrain.trainers.batches.answer_batch import Answer, Group, collate_answer
 from memtrain.trainers.batches.collate import Piece, lay_end_to_end, pad_right
 from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.distributed.ddp import Exchange
-from memtrain.trainers.dpo import Dpo
+from memtrain.trainers.methods.dpo import Dpo
+from memtrain.trainers.methods.reward import Reward
+from memtrain.trainers.methods.sft import Sft
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.reference.answer_logps import answer_logps
 from memtrain.trainers.reference.reference import Live
-from memtrain.trainers.reward import Reward
-from memtrain.trainers.sft import Sft
 
 SIZES = (2, 4)
 MULTIPLE = 8

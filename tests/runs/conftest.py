@@ -187,7 +187,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Everything that a run imports, imported once; tokenized rows kept for the session."""
     before = dict(os.environ)
     os.environ["MEMTRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    import memtrain.trainers.sft
+    import memtrain.trainers.methods.sft  # noqa: F401
     import memtrain.trainers.worker  # noqa: F401
 
     yield

@@ -14,9 +14,9 @@ from memtrain.memory.rules.reference_model import WHY
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.sections.methods.preference import RANKS_THE_BATCH, READS, REFERENCE_FREE
 from memtrain.trainers.build.components import Built, build
-from memtrain.trainers.kto import partners_of
 from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
 from memtrain.trainers.losses.preference.registry import LOSSES
+from memtrain.trainers.methods.kto import partners_of
 from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.method import Ahead, LooksAhead
 from memtrain.trainers.reference.precompute import fingerprint

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
+from memtrain.trainers.methods.online_dpo import best_and_worst
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rollout.pair_batches import PairFeed
 from memtrain.trainers.online.rollout.protocol import Judged
 from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
-from memtrain.trainers.online_dpo import best_and_worst
 
-RECORDED = json.loads((Path(__file__).parent / "data" / "trl_online_dpo.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "trl_online_dpo.json").read_text())
 NAN = math.nan
 
 

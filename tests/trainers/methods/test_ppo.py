@@ -14,13 +14,13 @@ from torch import nn
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.policy.registry import Norms
+from memtrain.trainers.methods.ppo import Ppo, adapted
 from memtrain.trainers.model.heads.value_head import Valued
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rollout.advantages import standardised
 from memtrain.trainers.online.rollout.protocol import Judged
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
-from memtrain.trainers.ppo import Ppo, adapted
 
 
 def a_window() -> Window:
