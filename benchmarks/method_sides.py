@@ -56,9 +56,9 @@ class Clock:
 def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
     """`memtrain METHOD`, in this process."""
     # Imports are not part of the measurement.
-    import memtrain.trainers.worker  # noqa: F401
+    import memtrain.trainers.loop.worker  # noqa: F401
     from memtrain.__main__ import main
-    from memtrain.trainers import loop
+    from memtrain.trainers.loop import loop
     from memtrain.trainers.online.generation.protocol import Sample
     from memtrain.trainers.online.rollout import online_loop as online
 

@@ -219,7 +219,7 @@ def resident_bytes(name: str) -> int:
 def by_memtrain(folder: Path, overrides: list[str]) -> dict[str, Any]:
     """`memtrain dpo`, in this process."""
     from memtrain.__main__ import main as memtrain
-    from memtrain.trainers import loop
+    from memtrain.trainers.loop import loop
 
     recipe = {
         "method": "dpo",

@@ -54,10 +54,10 @@ def measured(train: Callable[[], None], *, count_tensors: bool) -> dict[str, flo
 def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
     """`memtrain sft`, in this process."""
     # Imports are not part of the measurement.
+    import memtrain.trainers.loop.worker  # noqa: F401
     import memtrain.trainers.methods.sft  # noqa: F401
-    import memtrain.trainers.worker  # noqa: F401
     from memtrain.__main__ import main
-    from memtrain.trainers import loop
+    from memtrain.trainers.loop import loop
 
     cpu_s: list[float] = []
     update = loop.update

@@ -74,10 +74,10 @@ def warm_up() -> None:
     vars(os)["sched_getaffinity"] = lambda pid: set(range(8))
     import torch
 
-    import memtrain.trainers.worker
+    import memtrain.trainers.loop.worker
 
     torch.set_num_threads(1)
-    assert memtrain.trainers.worker is not None
+    assert memtrain.trainers.loop.worker is not None
     try:
         import deepspeed  # noqa: F401
     except ImportError:
@@ -136,7 +136,7 @@ def _fork(run: Path, number: int, num_ranks: int, port: int) -> Rank:
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         from accelerate.state import AcceleratorState
 
-        from memtrain.trainers import worker
+        from memtrain.trainers.loop import worker
 
         AcceleratorState._reset_state(True)
         if num_ranks > 1:

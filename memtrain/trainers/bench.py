@@ -28,16 +28,16 @@ from memtrain.trainers.batches.collate import MicroBatch
 from memtrain.trainers.build.bare_steps import Stepper
 from memtrain.trainers.build.components import build
 from memtrain.trainers.build.engine import make_accelerator
-from memtrain.trainers.heaviest import longest_together, step_of
+from memtrain.trainers.loop.oom.heaviest_batch import longest_together, step_of
+from memtrain.trainers.loop.oom.preflight_online import made_up_rollout
+from memtrain.trainers.loop.worker import resident
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 from memtrain.trainers.protocols.feed import Feed, Ints
-from memtrain.trainers.rehearse_online import made_up_rollout
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 from memtrain.trainers.verify.rollout import Rollouts, online_source
-from memtrain.trainers.worker import resident
 
 WARM_STEPS = 2
 OUT_OF_MEMORY = 7

@@ -168,7 +168,7 @@ def test_made_up_completions_depend_on_the_prompt_and_their_number_only(script: 
 def test_our_side_of_the_comparison_learns_from_completions_that_are_made_up(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from memtrain.trainers import loop
+    from memtrain.trainers.loop import loop
     from memtrain.trainers.online.rollout import online_loop as online
 
     sides, methods = script("method_sides"), script("methods_vs_trl")

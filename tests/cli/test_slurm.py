@@ -19,7 +19,7 @@ from memtrain.errors import DataError, RecipeError
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.sections.slurm import Slurm
-from memtrain.trainers.run.faults import note_fault
+from memtrain.trainers.loop.rank_failures import note_fault
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
 GOLDEN = Path(__file__).with_name("golden")

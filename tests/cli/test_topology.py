@@ -60,7 +60,7 @@ def test_the_environment_says_threads_allocator_and_network():
 
 def test_a_worker_gets_the_plan_alone():
     run, python = Path("runs/x"), "/env/bin/python"
-    assert argv(ALONE, run, python) == [python, "-m", "memtrain.trainers.worker", "runs/x/plan.json"]
+    assert argv(ALONE, run, python) == [python, "-m", "memtrain.trainers.loop.worker", "runs/x/plan.json"]
     assert argv(TWO_CPU, run, python) == [
         python,
         "-m",
@@ -68,6 +68,6 @@ def test_a_worker_gets_the_plan_alone():
         "--config_file",
         "runs/x/accelerate.yaml",
         "-m",
-        "memtrain.trainers.worker",
+        "memtrain.trainers.loop.worker",
         "runs/x/plan.json",
     ]

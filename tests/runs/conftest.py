@@ -118,7 +118,7 @@ class Runs:
 
         `num_started` begins fewer, which is all that they are told of.
         """
-        from memtrain.trainers import worker
+        from memtrain.trainers.loop import worker
 
         said = (f"cluster.processes={num_ranks}", "--dry-run", *overrides)
         planned = self.run(name, *said, verb=verb, recipe=recipe)
@@ -187,8 +187,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Everything that a run imports, imported once; tokenized rows kept for the session."""
     before = dict(os.environ)
     os.environ["MEMTRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    import memtrain.trainers.loop.worker  # noqa: F401
     import memtrain.trainers.methods.sft  # noqa: F401
-    import memtrain.trainers.worker  # noqa: F401
 
     yield
     os.environ.clear()

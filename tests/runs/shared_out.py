@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from memtrain.memory.plan.plan import read_plan
-from memtrain.trainers import saving
+from memtrain.trainers.loop import saver as saving
 
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     # Defect C2 of TRL 1.16: the checkpointing that adapters on shards need was set where nobody reads it.

@@ -57,7 +57,7 @@ def curve(told: list[dict]) -> list[tuple[float, ...]]:
 @contextmanager
 def dies_at(step: int) -> Iterator[None]:
     """A run inside is ended as Ctrl-C would, at the start of a step."""
-    from memtrain.trainers import loop
+    from memtrain.trainers.loop import loop
 
     plain = loop.one_step
 

@@ -95,10 +95,10 @@ def test_ten_killed_runs_move_no_bit(runs, metrics, curve_of, whole, taken_s, se
     [
         "memtrain.trainers.checkpoints.checkpoint._finish",
         "memtrain.trainers.checkpoints.checkpoint._prune",
-        "memtrain.trainers.finish.save_final",
-        "memtrain.trainers.finish.write_card",
+        "memtrain.trainers.loop.finish.save_final",
+        "memtrain.trainers.loop.finish.write_card",
         "memtrain.trainers.run_folder.report.final_status.write_report",
-        "memtrain.trainers.outcome.tell_end",
+        "memtrain.trainers.loop.exit_status.tell_end",
         "memtrain.trainers.model.loading.save.shutil.rmtree",
     ],
 )

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from memtrain.errors import DataError, LaunchError
-from memtrain.trainers import worker
 from memtrain.trainers.build import engine
+from memtrain.trainers.loop import worker
 
 TWO = ("cluster.processes=2",)
 
@@ -106,7 +106,7 @@ def test_the_launch_files_are_as_they_are_printed(runs, monkeypatch, said: tuple
         "export ACCELERATE_USE_CPU=true",
         f"cd {shlex.quote(str(Path.cwd()))}",
         f"exec {sys.executable} -m accelerate.commands.launch --config_file {place}/accelerate.yaml "
-        f"-m memtrain.trainers.worker {place}/plan.json",
+        f"-m memtrain.trainers.loop.worker {place}/plan.json",
     ]
     config = yaml.safe_load((folder / "accelerate.yaml").read_text())
     assert (config["distributed_type"], config["num_processes"], config["use_cpu"]) == ("MULTI_GPU", 2, False)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import DataError, LaunchError
-from memtrain.trainers import worker
-from memtrain.trainers.run.faults import root_fault
+from memtrain.trainers.loop import worker
+from memtrain.trainers.loop.rank_failures import root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
 
 LONG = ("train.max_steps=40", "save.every_steps=5", "eval.every_steps=10", "train.micro_rows=2")

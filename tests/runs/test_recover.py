@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtrain.trainers import recover
+from memtrain.trainers.loop.oom import recover
 from memtrain.trainers.optim import atomic_step as optim_whole
 from memtrain.trainers.runtime import oom_errors as memory_errors
 

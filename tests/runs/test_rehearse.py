@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from memtrain.trainers import recover
 from memtrain.trainers.checkpoints.state_io import load_state
+from memtrain.trainers.loop.oom import recover
 from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"
@@ -112,7 +112,7 @@ def test_what_the_rehearsal_learns_is_kept(runs, monkeypatch):
 
 
 def test_a_peak_above_the_budget_of_the_recipe_is_refused(runs, monkeypatch):
-    from memtrain.trainers import post_mortem
+    from memtrain.trainers.loop.oom import post_mortem
 
     monkeypatch.setattr(post_mortem, "needed", lambda peak, settings: 64 * 2**30)
     ended = runs.run("run", *SMALL, "memory.rehearse=on", "memory.budget=8GiB")

@@ -14,7 +14,7 @@ from typing import IO
 import psutil
 
 from memtrain.errors import Interrupted, LaunchError
-from memtrain.trainers.run.faults import LAUNCHED, clear_faults, correct_status, root_fault
+from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, correct_status, root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.signals import ASKED
 

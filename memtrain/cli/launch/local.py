@@ -63,7 +63,7 @@ def start(plan: Plan, folder: RunFolder, lock: RunLock, *, resume: bool) -> None
         words = [*argv(topology, folder.path, sys.executable), *([] if resume else ["--no-resume"])]
         run_agent(words, environment(topology), folder, topology.num_processes)
         return
-    from memtrain.trainers.worker import LOCKED, work
+    from memtrain.trainers.loop.worker import LOCKED, work
 
     os.environ.update(environment(topology) | {LOCKED: "1"})
     try:

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from memtrain.cli.launch.topology import Topology, environment
 from memtrain.memory.plan.units import MIB
 from memtrain.recipes.sections.slurm import Slurm, seconds_of
-from memtrain.trainers.run.faults import LAUNCHED
+from memtrain.trainers.loop.rank_failures import LAUNCHED
 
 TEMPLATE = "job.sbatch.j2"
 SCRIPT_FILE = "job.sbatch"

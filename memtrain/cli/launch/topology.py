@@ -117,7 +117,7 @@ def environment(topology: Topology) -> dict[str, str]:
 
 def argv(topology: Topology, run_dir: Path, python: str) -> Sequence[str]:
     """The command that runs the plan of a run folder on one node; it can be run by hand."""
-    worker = ["-m", "memtrain.trainers.worker", str(run_dir / PLAN_FILE)]
+    worker = ["-m", "memtrain.trainers.loop.worker", str(run_dir / PLAN_FILE)]
     if topology.engine is Engine.ALONE:
         return [python, *worker]
     launch = ["-m", "accelerate.commands.launch", "--config_file", str(run_dir / ACCELERATE_FILE)]

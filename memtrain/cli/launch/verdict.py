@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError
-from memtrain.trainers.run.faults import correct_status, root_fault
+from memtrain.trainers.loop.rank_failures import correct_status, root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
 
 KILLED = 128

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.trainers.heaviest import load_of, longest_together, step_of
+from memtrain.trainers.loop.oom.heaviest_batch import load_of, longest_together, step_of
 
 
 def feed_of(*tokens: int) -> Any:

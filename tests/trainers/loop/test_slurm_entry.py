@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import EXIT_SAVED, LaunchError
-from memtrain.trainers import slurm_task, worker
+from memtrain.trainers.loop import slurm_entry as slurm_task
+from memtrain.trainers.loop import worker
+from memtrain.trainers.loop.slurm_entry import SAVED_FILE, rank_environment
 from memtrain.trainers.runtime.signals import ASKED
-from memtrain.trainers.slurm_task import SAVED_FILE, rank_environment
 
 GIVEN = {
     "SLURM_PROCID": "5",

@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 
 from memtrain.errors import Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan
+from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
+from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.optim.step import Engine, forward_backward, set_rate, update
 from memtrain.trainers.protocols.events import EvalEvent, Event, StepEvent
 from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
 from memtrain.trainers.protocols.method import Ahead, FollowsSteps, LooksAhead, Loss, Method, means_of
 from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import seed_step
-from memtrain.trainers.saving import Saver
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.checkpoints.state_io import save_state
-from memtrain.trainers.heaviest import heaviest_micro, load_of, step_of
-from memtrain.trainers.loop import Run, look_ahead, score, whole_gradients
+from memtrain.trainers.loop.loop import Run, look_ahead, score, whole_gradients
+from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro, load_of, step_of
+from memtrain.trainers.loop.oom.preflight_online import made_up_rollout
+from memtrain.trainers.loop.oom.recover import Exhausted
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.optim.step import set_rate, update
 from memtrain.trainers.protocols.events import NoteEvent
 from memtrain.trainers.protocols.feed import Ints, eval_micro_batches
-from memtrain.trainers.recover import Exhausted
-from memtrain.trainers.rehearse_online import made_up_rollout
 from memtrain.trainers.run_folder.report.report import REHEARSAL
 from memtrain.trainers.runtime.seed import random_state, restore_random_state
 

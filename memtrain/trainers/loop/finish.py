@@ -11,7 +11,7 @@ from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.checkpoint import best_complete
 from memtrain.trainers.checkpoints.snapshot import load_weights
-from memtrain.trainers.loop import Run
+from memtrain.trainers.loop.loop import Run
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, value_of

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
-from memtrain.trainers.heaviest import load_of
+from memtrain.trainers.loop.oom.heaviest_batch import load_of
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.position import Position
 from memtrain.trainers.runtime.oom_errors import attempt, free

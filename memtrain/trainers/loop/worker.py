@@ -32,8 +32,14 @@ from memtrain.trainers.checkpoints.checkpoint import (
 from memtrain.trainers.checkpoints.resume import check_resumable
 from memtrain.trainers.checkpoints.run_state import is_over
 from memtrain.trainers.checkpoints.snapshot import restore
-from memtrain.trainers.finish import finish
-from memtrain.trainers.loop import Run, train
+from memtrain.trainers.loop.exit_status import outcome_told
+from memtrain.trainers.loop.finish import finish
+from memtrain.trainers.loop.loop import Run, train
+from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
+from memtrain.trainers.loop.oom.preflight import rehearse
+from memtrain.trainers.loop.oom.recover import Recovery
+from memtrain.trainers.loop.rank_failures import LAUNCHED, note_fault
+from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.memory_meter.resized_storages import counting_mode
 from memtrain.trainers.model.heads.build import treat_loss
@@ -44,20 +50,14 @@ from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.lr_schedule import lr_at
 from memtrain.trainers.optim.step import Engine
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
-from memtrain.trainers.outcome import outcome_told
-from memtrain.trainers.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.recover import Recovery
-from memtrain.trainers.rehearse import rehearse
-from memtrain.trainers.run.faults import LAUNCHED, note_fault
 from memtrain.trainers.run_folder.event_sinks import Teller, open_teller
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
-from memtrain.trainers.saving import Saver
 
 LOCKED = "MEMTRAIN_RUN_LOCKED"
 """Set by a launcher that works in its own process and holds the lock of the run folder."""

@@ -17,9 +17,9 @@ from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
+from memtrain.trainers.loop.oom.recover import Exhausted
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.loading.module_shapes import counted_shape
-from memtrain.trainers.recover import Exhausted
 
 NUM_OWNERS = 5
 """Owners that are named. Taste."""

@@ -49,7 +49,7 @@ def main() -> int:
         print(error.text(), file=sys.stderr)
         return error.exit_code
     # Torch is imported only here: until the worker listens, signals wait.
-    from memtrain.trainers import worker
+    from memtrain.trainers.loop import worker
 
     code = worker.main()
     let_signals_pass()

@@ -1,0 +1,1 @@
+"""The loop: what every rank does from its first step to its last."""

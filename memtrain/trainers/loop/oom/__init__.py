@@ -1,0 +1,1 @@
+"""Out of memory: the preflight, the recovery and the post-mortem."""
