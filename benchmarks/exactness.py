@@ -34,11 +34,11 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.registry import METHODS
-from memtrain.trainers.verify.contamination import probe_contamination
-from memtrain.trainers.verify.rollout import Rollouts
-from memtrain.trainers.verify.sides import on_one_process, repeatable
-from memtrain.trainers.verify.verifying import build_pair, compare_steps
-from memtrain.trainers.verify.witness import traces
+from memtrain.trainers.tools.verify.contamination import probe_contamination
+from memtrain.trainers.tools.verify.evidence import traces
+from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
+from memtrain.trainers.tools.verify.plans import on_one_process, repeatable
+from memtrain.trainers.tools.verify.verify import build_pair, compare_steps
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"

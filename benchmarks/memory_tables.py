@@ -4,7 +4,7 @@
 
 Interrupted, and started again at the same commit, it goes on from the rows it has; `--page` writes the tables
 from the results that are there. What no CPU can hold (kernels of bitsandbytes, a second device) is played:
-see trainers/trace/bits.py and ranks.py.
+see trainers/tools/trace/bitsandbytes.py and ranks.py.
 
 Every recipe of tests/trainers/trace_cases.py: its steps on the CPU under torch's profiler, a trace of the
 same steps on tensors without data, and the arithmetic. Rows of a GPU are written by `make bench-gpu`.
@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from memtrain.memory.traced import uses_liger
-from memtrain.trainers.trace.run import trace
+from memtrain.trainers.tools.trace.client import uses_liger
+from memtrain.trainers.tools.trace.trace import trace
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "trainers"))

@@ -28,9 +28,9 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import Asked
-from memtrain.memory.traced import can_trace, job_of
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.trace.worker import answer
+from memtrain.trainers.tools.trace.client import can_trace, job_of
+from memtrain.trainers.tools.trace.worker import answer
 
 RESULTS = Path(__file__).parent / "results" / "plans_against_traces.json"
 PART = RESULTS.with_suffix(".part.json")

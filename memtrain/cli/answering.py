@@ -23,9 +23,9 @@ from memtrain.memory.planner.search import frontier, price_all
 from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.engines import uses_zero
 from memtrain.memory.rules.ledger import Asked
-from memtrain.memory.traced import Judged, Traced, judged_of
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
+from memtrain.trainers.tools.trace.client import Judged, Traced, judged_of
 
 Progress = Callable[[int, int], None]
 
@@ -163,7 +163,7 @@ def everything(made: Answer) -> list[Priced]:
 def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
     """(what a trace of the run's own step found, why there is none)."""
     from memtrain.errors import LaunchError
-    from memtrain.memory.traced import can_trace, job_of, traced
+    from memtrain.trainers.tools.trace.client import can_trace, job_of, traced
 
     resolved = made.resolved
     recipe, settings = resolved.case.recipe, resolved.settings

@@ -43,7 +43,7 @@ class Measured:
     """Why it was not measured: out of memory, or what else ended its process."""
 
     def take(self, told: dict[str, Any]) -> None:
-        """One measurement, as `memtrain.trainers.bench` prints it."""
+        """One measurement, as `memtrain.trainers.tools.bench` prints it."""
         self.peaks.append(int(told["peak_bytes"]))
         self.reserved.append(int(told["reserved_bytes"]))
         self.rss.append(int(told["rss_bytes"]))
@@ -109,7 +109,7 @@ def bench_recipe(
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit for plans that cannot be made.
     """
-    from memtrain.trainers.verify.sides import plain_side
+    from memtrain.trainers.tools.verify.plans import plain_side
 
     plan, facts = _planned(recipe, overrides, place, steps)
     bare = plain_side(plan)
@@ -166,7 +166,7 @@ def in_turns(measured: Sequence[Measured], place: Path, steps: int, repeats: int
 
 def measure_apart(plan: Path, steps: int) -> dict[str, Any] | str:
     """The steps of a plan in a process of its own; or why there is no figure, in a line."""
-    command = [sys.executable, "-m", "memtrain.trainers.bench", str(plan), str(steps)]
+    command = [sys.executable, "-m", "memtrain.trainers.tools.bench", str(plan), str(steps)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -203,7 +203,7 @@ def row(one: Measured, plainly: Sequence[float]) -> Row:
 
 def _planned(recipe: str, overrides: list[str], place: Path, steps: int) -> tuple[Plan, Facts]:
     """One process's share of a recipe's plan, and what its predictions are made of."""
-    from memtrain.trainers.verify.sides import on_one_process
+    from memtrain.trainers.tools.verify.plans import on_one_process
 
     made = make_plan(load_recipe(recipe, overrides), run_dir=str(place / "run"))
     return on_one_process(made.plan, steps=steps + 2), _facts(made)

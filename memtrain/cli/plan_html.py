@@ -11,7 +11,7 @@ from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
-from memtrain.memory.traced import Traced
+from memtrain.trainers.tools.trace.client import Traced
 
 COLOURS = ("#3b6ea8", "#d98c3f", "#5b9b6b", "#b5546b", "#8a78b5", "#8c7a5b", "#5aa7b0", "#9a9a9a", "#c2b24a")
 

@@ -18,8 +18,8 @@ from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.engine_ranking import form_words
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.planner.search import frontier
-from memtrain.memory.traced import Traced
 from memtrain.recipes.reading.shipped import configs_dir
+from memtrain.trainers.tools.trace.client import Traced
 
 QUIET = ("device", "max_steps", "recover", "rehearse", "liger", "budget", "num_processes")
 """Decisions that a plan tells in its first lines, or only with --explain."""

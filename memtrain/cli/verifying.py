@@ -11,7 +11,7 @@ import typer
 from memtrain.cli.printing import print_table, say
 
 if TYPE_CHECKING:
-    from memtrain.trainers.verify.result import Ran, Verification
+    from memtrain.trainers.tools.verify.result import Ran, Verification
 
 
 def verified(
@@ -29,8 +29,8 @@ def verified(
     """
     from memtrain.cli.planning import make_plan, model_config
     from memtrain.recipes.reading.load import load_recipe
-    from memtrain.trainers.verify.shrink import shrunk
-    from memtrain.trainers.verify.verifying import verify
+    from memtrain.trainers.tools.verify.shrink import shrunk
+    from memtrain.trainers.tools.verify.verify import verify
 
     plan = make_plan(load_recipe(recipe, overrides), run_dir=place, progress=progress).plan
     notes: list[str] = []

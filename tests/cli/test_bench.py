@@ -16,8 +16,8 @@ from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import STRATEGIES, UNNAMED
 from memtrain.recipes.reading.load import load_recipe
-from memtrain.trainers.bench import bench
-from memtrain.trainers.verify.sides import on_one_process, plain_side
+from memtrain.trainers.tools.bench import bench
+from memtrain.trainers.tools.verify.plans import on_one_process, plain_side
 
 RECIPE = """
 method: {method}

@@ -54,7 +54,7 @@ def commands(page: str) -> list[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with every file that the commands name."""
     monkeypatch.setenv("MEMTRAIN_CALIBRATION", str(tmp_path / "store"))
-    monkeypatch.setattr("memtrain.trainers.calibrate.ENOUGH_S", 0.01)
+    monkeypatch.setattr("memtrain.trainers.tools.calibrate.ENOUGH_S", 0.01)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -8,9 +8,9 @@ import torch
 
 from memtrain.cli.app import run
 from memtrain.memory.hardware import devices as hardware
-from memtrain.trainers import doctor
-from memtrain.trainers.doctor import Finding, run_check
 from memtrain.trainers.model.attention.probe import Outcome
+from memtrain.trainers.tools import doctor
+from memtrain.trainers.tools.doctor import Finding, run_check
 
 
 def test_it_runs_what_can_run_here(capsys: pytest.CaptureFixture[str]):

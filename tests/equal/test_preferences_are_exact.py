@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.verify.compare import gradient_difference
-from memtrain.trainers.verify.record import Side
-from memtrain.trainers.verify.rollout import Rollouts
-from memtrain.trainers.verify.sides import built_side
+from memtrain.trainers.tools.verify.compare import gradient_difference
+from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
+from memtrain.trainers.tools.verify.plans import built_side
+from memtrain.trainers.tools.verify.record import Side
 
 PLAIN = ("length.shared_prompts=false", "length.padding_free=false", "train.micro_rows=1")
 METHODS = ("dpo", "kto", "reward")

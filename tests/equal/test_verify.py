@@ -19,11 +19,11 @@ from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.offload import activations as activations_module
 from memtrain.trainers.model.offload.checkpointing import recompute
 from memtrain.trainers.optim.in_backward import InBackward
-from memtrain.trainers.verify import resuming
-from memtrain.trainers.verify.contamination import Seen
-from memtrain.trainers.verify.result import Verification
-from memtrain.trainers.verify.shrink import shrunk_config
-from memtrain.trainers.verify.verifying import verify
+from memtrain.trainers.tools.verify import resume_check as resuming
+from memtrain.trainers.tools.verify.contamination import Seen
+from memtrain.trainers.tools.verify.result import Verification
+from memtrain.trainers.tools.verify.shrink import shrunk_config
+from memtrain.trainers.tools.verify.verify import verify
 
 MakePlan = Callable[..., Plan]
 EVERYTHING = (

@@ -129,7 +129,7 @@ def test_every_module_that_is_run_as_a_program_is_one():
 
 
 def test_the_tracing_worker_is_a_program():
-    from memtrain.memory.traced import WORKER
+    from memtrain.trainers.tools.trace.client import WORKER
 
     module = importlib.import_module(WORKER)
     assert 'if __name__ == "__main__":' in Path(module.__file__ or "").read_text()

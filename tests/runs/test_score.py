@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from memtrain.cli.commands.score import score
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, LaunchError
-from memtrain.trainers.model.merge import merge_run
+from memtrain.trainers.tools.merge import merge_run
 
 RECIPE = """
 method: {method}

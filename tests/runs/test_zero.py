@@ -24,7 +24,7 @@ from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.distributed import zero
-from memtrain.trainers.model.export import export_run
+from memtrain.trainers.tools.export import export_run
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 

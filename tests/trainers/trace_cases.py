@@ -14,16 +14,18 @@ from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.engines import is_sharded, uses_zero
-from memtrain.memory.traced import judged_of, uses_liger
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.memory_meter.cpu_allocator_peak import allocator_peak
 from memtrain.trainers.memory_meter.live_tensors import Recorder
-from memtrain.trainers.trace import kernels, oracle, run
-from memtrain.trainers.trace.ranks import playing_ranks
-from memtrain.trainers.trace.run import Job, bare_cast, play
-from memtrain.trainers.trace.zero_ranks import playing_zero
+from memtrain.trainers.tools.trace import liger as kernels
+from memtrain.trainers.tools.trace import operator_rules as oracle
+from memtrain.trainers.tools.trace import trace as run
+from memtrain.trainers.tools.trace.client import judged_of, uses_liger
+from memtrain.trainers.tools.trace.fake_ranks import playing_ranks
+from memtrain.trainers.tools.trace.fake_zero import playing_zero
+from memtrain.trainers.tools.trace.trace import Job, bare_cast, play
 
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

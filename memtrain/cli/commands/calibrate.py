@@ -40,7 +40,7 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
         return
     found: Measured | None = measured_of(hardware.name)
     if not show:
-        from memtrain.trainers.calibrate import measure
+        from memtrain.trainers.tools.calibrate import measure
 
         found = measure(hardware.device, hardware.name)
         remember(found)

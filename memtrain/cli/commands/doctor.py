@@ -14,7 +14,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run every attention back end, quantizer and kernel once; exit 1 when one is broken."""
-    from memtrain.trainers.doctor import examine
+    from memtrain.trainers.tools.doctor import examine
 
     found = examine()
     if as_json:

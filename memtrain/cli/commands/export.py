@@ -24,7 +24,7 @@ def export(
     ] = "50GB",
 ) -> None:
     """Write the model of a checkpoint in the Hugging Face format, whatever engine trained it."""
-    from memtrain.trainers.model.export import export_run
+    from memtrain.trainers.tools.export import export_run
 
     made = export_run(run, output, step=step, dtype=dtype, max_shard_bytes=_bytes_of(max_shard_size))
     kind = "adapter" if made.is_adapter else "model"

@@ -20,7 +20,7 @@ def merge(
     ] = None,
 ) -> None:
     """Fold a run's adapter into its base model and write a full one. The run stays as it is."""
-    from memtrain.trainers.model.merge import merge_run
+    from memtrain.trainers.tools.merge import merge_run
 
     merged = merge_run(run, output, dtype)
     say(f"{merged.num_modules} modules merged; the model is in {whole(merged.folder)} ({merged.dtype}).")

@@ -17,9 +17,9 @@ def quickstart(
     from memtrain.cli.comparing import plain_plan
     from memtrain.memory.plan.plan import read_plan
     from memtrain.memory.plan.units import gib
-    from memtrain.trainers.measure import measure
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.report.report import figures_of, load_report
+    from memtrain.trainers.tools.peak_of_call import measure
 
     folder = RunFolder(run_recipe("sft", "quickstart", [], run_dir=run_dir, resume=False))
     say()

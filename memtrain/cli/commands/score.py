@@ -30,7 +30,7 @@ def score(
     from memtrain.memory.rules.ledger import Asked
     from memtrain.memory.rules.score_settings import scoring_settings
     from memtrain.recipes.reading.load import recipe_of_words
-    from memtrain.trainers.scored import find_scored
+    from memtrain.trainers.tools.reward_model_path import find_scored
 
     scored = find_scored(model, overrides or [])
     words = ["method=reward", *scored.words, f"data.train={data}", *(overrides or [])]
@@ -41,7 +41,7 @@ def score(
     config = model_config(loaded.recipe.model)
     settings = scoring_settings(Asked(loaded.recipe, loaded.where), hardware, config)
 
-    from memtrain.trainers.score import write_rewards
+    from memtrain.trainers.tools.score import write_rewards
 
     count, share = write_rewards(
         loaded.recipe, settings, output, scored.adapter, tell=lambda note: say(f"Data {note}.")

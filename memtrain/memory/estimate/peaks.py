@@ -267,7 +267,7 @@ def kept_despite(load: Load) -> int:
     """What a layer keeps although it is checkpointed: with 8-bit weights the inputs of its linear maps.
 
     Source: bitsandbytes 0.50.2, autograd/_functions.py: MatMul8bitLt holds its input as an attribute, which
-    hooks on saved tensors do not see. Seen on a CPU by tests/trainers/test_trace_bits.py.
+    hooks on saved tensors do not see. Seen on a CPU by tests/trainers/tools/trace/test_trace_bits.py.
     """
     if load.settings.quantize != "8bit":
         return 0

@@ -12,7 +12,7 @@ from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.rules.context_parallel import copies_of_keys, row_multiple
-from memtrain.memory.traced import can_trace
+from memtrain.trainers.tools.trace.client import can_trace
 
 ONE: dict[str, Any] = {
     "train__batch_rows": 16,

@@ -6,7 +6,8 @@ of the group before is there until then; the backward pass keeps a group once, a
 is next; the gradients of the group before lie end to end until those of the present one are summed.
 
 Source: Zhao et al. 2023 (FSDP), arXiv:2304.11277, section 3.2; which buffers live together was read in
-torch 2.13's `fully_shard` (_fsdp_param_group.py), and is held against traces by tests/trainers/test_trace.py.
+torch 2.13's `fully_shard` (_fsdp_param_group.py), and is held against traces by
+tests/trainers/tools/trace/test_trace.py.
 """
 
 from __future__ import annotations

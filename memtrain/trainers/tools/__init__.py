@@ -1,0 +1,1 @@
+"""Tools beside training: bench, calibrate, doctor, export, merge, score."""

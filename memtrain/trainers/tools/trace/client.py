@@ -1,0 +1,199 @@
+"""The traced prediction: asked of a process of its own, which loads torch, and remembered on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from memtrain.errors import LaunchError
+from memtrain.memory.estimate.activations import HeaviestBatch
+from memtrain.memory.estimate.auxiliary_models import RewardShape, judged_batch
+from memtrain.memory.plan.plan import Prediction
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import uses_zero
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.base import Section
+
+WORKER = "memtrain.trainers.tools.trace.worker"
+"""The module that traces, as text: it is on a higher floor."""
+
+
+class Judged(Section):
+    """A reward model beside the policy."""
+
+    config: dict[str, Any]
+    """Its configuration, as in config.json."""
+    dtype: str = "auto"
+    """`auto`: the policy's."""
+    is_alike: bool = True
+    """See RewardShape."""
+    batch: HeaviestBatch
+    """The most that it reads at once."""
+
+
+class TraceJob(Section):
+    """One step to trace."""
+
+    recipe: Recipe
+    settings: Settings
+    config: dict[str, Any]
+    """The model's configuration, as in config.json."""
+    rows: int
+    tokens: int
+    scored_tokens: int
+    longest: int
+    """The heaviest micro-batch (see HeaviestBatch)."""
+    passes: HeaviestBatch | None = None
+    """The heaviest micro-batch of answers that are scored before they are learnt from; None: none are."""
+    judges: tuple[Judged, ...] = ()
+    accumulates: bool
+    """A step has several micro-batches."""
+    is_whole: bool = False
+    """Trace every layer and replay the allocator; else two shallow models stand for the deep one."""
+
+    @property
+    def batch(self) -> HeaviestBatch:
+        """The heaviest micro-batch."""
+        return HeaviestBatch(self.rows, self.tokens, self.scored_tokens, self.longest)
+
+
+class Traced(Section):
+    """What a trace found."""
+
+    prediction: Prediction
+    reserved_bytes: int | None
+    """What CUDA's caching allocator would reserve for the same allocations; None unless `is_whole`."""
+    host_bytes: dict[str, int] = {}
+    """What waits in the host's memory, by owner (CUDA)."""
+    seconds: float
+    is_remembered: bool = False
+    """It was found before, and comes from disk."""
+
+
+PACKAGES = ("memtrain", "torch", "transformers", "peft", "liger_kernel", "deepspeed")
+"""Whose code a trace runs."""
+TRACED_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
+
+
+def can_trace(recipe: Recipe, settings: Settings) -> str | None:
+    """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
+    if recipe.method not in TRACED_METHODS:
+        return f"the step of {recipe.method} is not traced yet"
+    if uses_zero(settings) and settings.shard_offload != "none":
+        return "what DeepSpeed keeps on the host is not told apart from the device's in a trace"
+    if uses_zero(settings) and find_spec("deepspeed") is None:
+        return "DeepSpeed's engine itself is traced, and is not here (pip install 'memtrain[deepspeed]')"
+    if settings.context_by == "heads":
+        return "what processes send each other where heads are dealt out is not traced"
+    if settings.background_save and settings.device == "cpu":
+        return "the copy of a save in the background is not traced"
+    if uses_liger(settings) and (find_spec("liger_kernel") is None or find_spec("triton") is None):
+        return "Liger's own code is traced, and it is not installed here (pip install 'memtrain[liger]')"
+    return None
+
+
+def uses_liger(settings: Settings) -> bool:
+    """Whether anything is computed by Liger's kernels."""
+    return settings.liger or settings.loss == "liger"
+
+
+def job_of(
+    recipe: Recipe,
+    settings: Settings,
+    config: Mapping[str, Any],
+    batch: HeaviestBatch,
+    *,
+    accumulates: bool,
+    is_whole: bool = False,
+    passes: HeaviestBatch | None = None,
+    judges: Sequence[Judged] = (),
+) -> TraceJob:
+    """The job that traces these settings."""
+    return TraceJob(
+        recipe=recipe,
+        settings=settings,
+        config=dict(config),
+        rows=batch.rows,
+        tokens=batch.tokens,
+        scored_tokens=batch.scored_tokens,
+        longest=batch.longest,
+        accumulates=accumulates,
+        is_whole=is_whole,
+        passes=passes,
+        judges=tuple(judges),
+    )
+
+
+def judged_of(rewards: Sequence[RewardShape], longest: int) -> tuple[Judged, ...]:
+    """Reward models that read answers of `longest` tokens with their prompts."""
+    return tuple(
+        Judged(
+            config=dict(one.config),
+            dtype=one.dtype,
+            is_alike=one.is_alike,
+            batch=judged_batch(longest, one.max_length),
+        )
+        for one in rewards
+    )
+
+
+def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None) -> Traced:
+    """Trace `job` in a process of its own; an answer given before by the same versions comes from disk.
+
+    Raises: LaunchError when the trace fails.
+    """
+    text = job.model_dump_json()
+    file = (cache or cache_folder()) / f"{_key(text)}.json"
+    if file.is_file():
+        return Traced.model_validate_json(file.read_text()).model_copy(update={"is_remembered": True})
+    # Tracing moves no data: one thread, no GPU.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", WORKER],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
+        check=False,
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise LaunchError(
+            f"the step could not be traced: {last}", fix="the arithmetic prediction still stands"
+        )
+    found = Traced.model_validate_json(done.stdout.splitlines()[-1])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(found.model_dump_json())
+    return found
+
+
+def cache_folder() -> Path:
+    """Where traces are remembered: `$XDG_CACHE_HOME/memtrain/traces`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memtrain" / "traces"
+
+
+def _key(text: str) -> str:
+    versions = [f"{name} {_version(name)}" for name in PACKAGES]
+    sources = _newest_source()
+    return hashlib.sha256("\n".join([text, *versions, sources]).encode()).hexdigest()[:32]
+
+
+def _newest_source() -> str:
+    """Time of the newest source file of the trainers: an edited step is another step."""
+    folder = Path(__file__).parents[2]
+    return str(max(file.stat().st_mtime_ns for file in folder.rglob("*.py")))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"

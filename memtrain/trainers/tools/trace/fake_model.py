@@ -1,0 +1,115 @@
+"""A model and its micro-batches without data: shapes, dtypes and autograd, no bytes.
+
+The GPU is played by fake `cpu` tensors and the host by fake `meta` ones: a CPU build of torch runs backward
+passes on no other kind (fake `cuda` tensors need a CUDA build).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.trainers.model.attention import set_attention
+from memtrain.trainers.model.heads.reward_head import in_float
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.liger import apply_liger
+from memtrain.trainers.model.loading.load import AUTO, DTYPES
+from memtrain.trainers.tools.trace.bitsandbytes import pack_linear_maps
+
+PLAYED_BY = {AttentionBackend.FLASH: AttentionBackend.CUDA, AttentionBackend.FLEX: AttentionBackend.CUDA}
+"""Back ends whose kernels need packages or a compiler: torch's own flash kernels keep the same tensors."""
+
+KINDS = ("layer_types", "no_rope_layers", "mlp_layer_types")
+"""Lists of a configuration that say what each layer is."""
+
+
+def bare_model(
+    config: Mapping[str, Any],
+    settings: Settings,
+    num_layers: int | None = None,
+    device: str = "meta",
+    *,
+    head: str = "lm",
+    is_reference: bool = False,
+) -> PreTrainedModel | PeftModel:
+    """The model of a run from its configuration, with its kernels, attention and adapter.
+
+    `num_layers`: build only the first layers. On `meta` nothing has data; elsewhere weights are random.
+    `is_reference`: without an adapter.
+    """
+    made = AutoConfig.for_model(**config)
+    if num_layers is not None:
+        shorten(made, num_layers)
+    made.use_cache = False
+    if head == "score":
+        made.num_labels = 1
+    with torch.device(device):
+        base: PreTrainedModel = AUTO[head].from_config(made, dtype=DTYPES[settings.dtype])
+        if settings.attention != "stock":
+            backend = AttentionBackend(settings.attention)
+            set_attention(base, PLAYED_BY.get(backend, backend))
+        if settings.quantize != "none":
+            pack_linear_maps(base, settings.quantize)
+        if not is_reference:
+            # What it puts into the family's module stays, and a reference that is made afterwards has it too.
+            apply_liger(base, settings)
+        adapter = None if is_reference else settings.adapter
+        model = base if adapter is None else add_adapter(base, adapter, quantize=settings.quantize, head=head)
+        if head == "score":
+            in_float(model)
+    return model.train()
+
+
+def shorten(config: Any, num_layers: int) -> None:
+    """Leave the first `num_layers` layers in a configuration, with their kinds."""
+    config.num_hidden_layers = num_layers
+    for name in KINDS:
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, list):
+            setattr(config, name, kinds[:num_layers])
+
+
+def fakeify(model: nn.Module, device: str = "cpu") -> None:
+    """Replace every parameter and buffer by a fake one on `device`, in place, keeping ties.
+
+    Call it inside a FakeTensorMode. Module.to fails there: PEFT's modules swap tensors.
+    """
+    made: dict[int, Tensor] = {}
+    # The originals are kept until the end: an id must not be used again.
+    originals: list[Tensor] = []
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            originals.append(tensor)
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = (
+                nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+            )
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in list(held.items()):
+                if tensor is not None:
+                    held[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
+
+
+def without_data(value: Any, made: Callable[[Tensor], Tensor]) -> Any:
+    """A dataclass or tuple of tensors (a micro-batch, a layout) with what is `made` of each in its place."""
+    if isinstance(value, Tensor):
+        return made(value)
+    if isinstance(value, tuple):
+        ones = [without_data(one, made) for one in value]
+        return type(value)(*ones) if hasattr(value, "_fields") else tuple(ones)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: without_data(getattr(value, f.name), made) for f in fields(value)})
+    return value

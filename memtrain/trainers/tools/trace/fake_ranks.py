@@ -1,0 +1,121 @@
+"""One rank of a run of several processes: a process group whose other members are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import shards_weights
+from memtrain.trainers.distributed import fsdp2 as shards
+from memtrain.trainers.distributed.ddp import Exchange
+from memtrain.trainers.distributed.fsdp2 import own_shards, shard, shard_engine
+from memtrain.trainers.model.attention.row_layout import Layout
+from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, slice_of
+from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.runtime.weight_layout import trained_parameters
+from memtrain.trainers.tools.trace.fake_model import without_data
+
+Rules = dict[Any, Callable[..., Any]]
+
+
+@contextmanager
+def playing_ranks(settings: Settings) -> Iterator[None]:
+    """This process is rank 0 of the run inside; its collectives move nothing and allocate what they would."""
+    if settings.num_processes == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=settings.num_processes, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def lay_out(scorer: nn.Module, settings: Settings) -> list[nn.Parameter]:
+    """What this rank's optimizer steps: whole weights, or its rows of them, which are cut here."""
+    if settings.num_processes > 1 and settings.engine == "fsdp2":
+        lay_in_rows(scorer, settings)
+        return list(own_shards(scorer).values())
+    return list(trained_parameters(scorer).values())
+
+
+def lay_frozen(scorer: nn.Module, settings: Settings) -> None:
+    """Cut a model that is only asked as a run does: by rows, where a rank holds parts of weights."""
+    if shards_weights(settings):
+        lay_in_rows(scorer, settings)
+
+
+def lay_in_rows(scorer: nn.Module, settings: Settings) -> None:
+    """Cut every weight by rows."""
+    with _real_mesh():
+        # A device that is played is a CPU to torch.
+        shard(scorer, settings.model_copy(update={"device": "cpu"}))
+
+
+@contextmanager
+def _real_mesh() -> Iterator[None]:
+    """A mesh of devices looks its own rank up in a tensor, which must have numbers."""
+    plain = shards.init_device_mesh
+
+    def made(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with _disable_current_modes():
+            return plain(*args, **kwargs)
+
+    shards.init_device_mesh = made
+    try:
+        yield
+    finally:
+        shards.init_device_mesh = plain
+
+
+def engine_of_ranks(scorer: nn.Module, trained: list[nn.Parameter], settings: Settings) -> Engine:
+    """How a step reaches the other ranks."""
+    if settings.num_processes == 1:
+        return Engine()
+    if settings.engine == "fsdp2":
+        return shard_engine(scorer, dict(zip(trained_parameters(scorer), trained, strict=True)))
+    exchange = Exchange(trained)
+    return Engine(last_pass=exchange.sending, finish=exchange.finish)
+
+
+@contextmanager
+def slicing_without_data(settings: Settings) -> Iterator[Rules]:
+    """Slices of rows are laid out by the numbers that layouts know, not by tensors, which have none.
+
+    Yields rules for a recorder: of the scored tokens, a slice holds as many as it has tokens.
+    """
+    from memtrain.trainers.model.heads import context_parallel_scoring as sliced_scoring
+
+    if settings.context_parallel == 1:
+        yield {}
+        return
+    most = 0
+
+    def laid(layout: Layout, ranks: ContextRanks) -> SlicedLayout:
+        nonlocal most
+        with _disable_current_modes():
+            made = slice_of(layout, ranks)
+        most = made.num_tokens
+        return without_data(made, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        tensor: Tensor = args[0]
+        return torch.empty(min(most, tensor.numel()), tensor.dim(), dtype=torch.long, device="cpu")
+
+    before = sliced_scoring.slice_of
+    sliced_scoring.slice_of = laid
+    try:
+        yield {torch.ops.aten.nonzero.default: found}
+    finally:
+        sliced_scoring.slice_of = before

@@ -1,0 +1,42 @@
+"""Liger's kernels as far as memory goes: their Python wrappers run and allocate, no kernel is launched."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.model.loading.load import AUTO
+from memtrain.trainers.tools.trace.client import uses_liger
+from memtrain.trainers.tools.trace.fake_cuda import seen_as_cuda, unchanged, without_launches
+
+LIBRARY = "liger_kernel"
+
+
+@contextmanager
+def playing_liger(settings: Settings, config: Mapping[str, Any]) -> Iterator[None]:
+    """Liger's code takes the branches of a GPU inside. What it puts into the family's module is taken out
+    again."""
+    if not uses_liger(settings):
+        yield
+        return
+    kind = AUTO["lm"]._model_mapping[type(AutoConfig.for_model(**config))]
+    with unchanged([sys.modules[kind.__module__]]), seen_as_cuda(LIBRARY), without_launches():
+        _choose_kernels()
+        yield
+
+
+def _choose_kernels() -> None:
+    """Let Liger look for its back ends before anything is counted: those that it fails to import keep the
+    tensors of the first call in their tracebacks (0.8.5)."""
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb  # pyright: ignore[reportMissingImports]
+
+    heads_1HTD, angles_1TD = torch.zeros(1, 1, 2, 8), torch.zeros(1, 2, 8)  # noqa: N806
+    liger_rotary_pos_emb(heads_1HTD, heads_1HTD.clone(), angles_1TD, angles_1TD)
+    gc.collect()

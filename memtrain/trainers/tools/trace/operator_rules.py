@@ -1,0 +1,128 @@
+"""Answers for operators that need numbers where tensors have none, and what else a fake run must be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from memtrain.trainers.losses.head.spans import telling_spans
+from memtrain.trainers.tools.trace.fake_host import HOST
+
+aten = torch.ops.aten
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Yes for a question, one for a number: a loss that is finite, a mask that allows."""
+    try:
+        return func(*args, **kwargs)
+    except _UNKNOWN:
+        tensor: Tensor = args[0]
+        return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        return func(*args, **kwargs)
+    except _UNKNOWN:
+        return True
+
+
+def _nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Everything is kept: the most memory that can be asked for."""
+    tensor: Tensor = args[0]
+    return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.long, device=_device(tensor))
+
+
+def _masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor: Tensor = args[0]
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=_device(tensor))
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return getattr(tensor, "fake_device", tensor.device)
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is computed in place allocates nothing: the tensor comes back as it is, and time is saved."""
+    return kwargs["out"] if "out" in kwargs else args[0]
+
+
+_MATH_IN_PLACE = (
+    "add_ sub_ mul_ div_ exp_ log_ neg_ sqrt_ rsqrt_ tanh_ square_ pow_ clamp_ lerp_ addmm_ addcmul_ "
+    "addcdiv_ copy_ fill_ zero_ masked_fill_ scatter_add_ index_add_"
+)
+_INTO = ("out", "dtype_out")
+_PRODUCTS_INTO = ("mm", "addmm", "bmm")
+
+
+def _rules_in_place() -> dict[Any, Callable[..., Any]]:
+    rules: dict[Any, Callable[..., Any]] = {}
+    for name in _MATH_IN_PLACE.split():
+        packet = getattr(aten, name)
+        rules |= {getattr(packet, overload): _in_place for overload in packet.overloads()}
+    for name in _PRODUCTS_INTO:
+        packet = getattr(aten, name)
+        rules |= {getattr(packet, one): _in_place for one in packet.overloads() if one in _INTO}
+    return rules
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    **_rules_in_place(),
+    aten._local_scalar_dense.default: _scalar,
+    aten.equal.default: _equal,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+}
+"""What a Recorder does in place of these operators."""
+
+
+@contextmanager
+def pretending(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
+    """Code takes the branches it takes in a real run on `device_kind` (`cpu` or `cuda`).
+
+    transformers sees no tracing in fake tensors (it would build masks that a run never builds), and the
+    head's products go by the kernel that CUDA has: it widens nothing and allocates nothing.
+
+    skips_tiles: a tiled loss goes through the tiles at its ends and leaves out those between: the same peak,
+        and a fraction of the operators.
+    """
+    from transformers import masking_utils
+
+    from memtrain.trainers.losses.head import gradients, linear_nll, linear_recompute, products, tiles
+    from memtrain.trainers.optim import offload as optim_offload
+
+    undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
+    if skips_tiles:
+        tiled = (gradients, linear_nll, linear_recompute, products)
+        undo += [_replaced(module, "spans", telling_spans) for module in tiled]
+    if device_kind == "cuda":
+        undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))
+        undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
+        undo.append(_replaced(optim_offload, "HOST", HOST))
+        undo.append(_replaced(torch.nn.functional, "dropout", _fused_dropout))
+    try:
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _kernel_without_temporaries(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
+    out.add_(1.0)
+
+
+def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA's kernel keeps a mask of bytes; a CPU keeps one of numbers."""
+    return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+def _replaced(module: Any, name: str, value: Any) -> Callable[[], None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return lambda: setattr(module, name, before)

@@ -1,0 +1,49 @@
+"""Reward models beside a traced policy: whole, without gradients, and a pass over what one of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.memory.estimate.auxiliary_models import judge_settings
+from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.model.heads.reward_head import RewardScorer
+from memtrain.trainers.tools.trace.client import Judged
+from memtrain.trainers.tools.trace.dummy_batches import Subject, judged_micro
+from memtrain.trainers.tools.trace.fake_model import bare_model, without_data
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A reward model with the most that it reads at once."""
+
+    scorer: RewardScorer
+    micro: Any
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """All that it holds between its passes."""
+        return [*self.scorer.parameters(), *self.scorer.buffers()]
+
+    def without_data(self, made: Callable[[Tensor], Tensor]) -> Judge:
+        """The same with a batch without data."""
+        return replace(self, micro=without_data(self.micro, made))
+
+
+def bare_judge(recipe: Recipe, settings: Settings, judged: Judged, device: str) -> Judge:
+    """One reward model of a run, as load_reward_model stands it beside the policy of `settings`."""
+    own = judge_settings(settings, judged.dtype, is_alike=judged.is_alike)
+    model = bare_model(judged.config, own, device=device, head="score")
+    scorer = RewardScorer(model.requires_grad_(False)).eval()
+    return Judge(scorer, judged_micro(Subject(recipe, own), judged.batch))
+
+
+def one_judgement(judge: Judge) -> None:
+    """What a reward model does with one batch of completions (see RewardJudge)."""
+    with torch.no_grad():
+        judge.scorer(judge.micro.micro.model_inputs(), judge.micro.last_A)

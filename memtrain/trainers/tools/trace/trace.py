@@ -1,0 +1,219 @@
+"""The trace: two optimizer steps and an evaluation on tensors without data, and what was alive when."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from memtrain.memory.estimate.activations import HeaviestBatch
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.engines import is_sharded
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.memory_meter.live_tensors import Recorder
+from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
+from memtrain.trainers.runtime.weight_layout import local_of
+from memtrain.trainers.tools.trace.bitsandbytes import playing_bitsandbytes
+from memtrain.trainers.tools.trace.client import Judged
+from memtrain.trainers.tools.trace.dummy_batches import DUMMIES, NOTHING, Subject
+from memtrain.trainers.tools.trace.fake_host import bytes_on_host
+from memtrain.trainers.tools.trace.fake_host_shards import shards_on_host
+from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify, without_data
+from memtrain.trainers.tools.trace.fake_ranks import lay_frozen, playing_ranks, slicing_without_data
+from memtrain.trainers.tools.trace.fake_zero import own_parts, playing_zero, zero_without_data
+from memtrain.trainers.tools.trace.liger import playing_liger
+from memtrain.trainers.tools.trace.operator_rules import RULES, pretending
+from memtrain.trainers.tools.trace.reward_models import Judge, bare_judge, one_judgement
+from memtrain.trainers.tools.trace.setup import Stage, module_of, set_the_stage
+from memtrain.trainers.tools.trace.steps import (
+    gradients_of,
+    one_evaluation,
+    one_pass,
+    one_step,
+    own_gradients,
+    own_states,
+    tensors_of,
+    watch_layers,
+)
+
+STEPS = ("first step", "steady step")
+"""Optimizer states appear at the end of the first; the peak is mostly in the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is traced."""
+
+    recipe: Recipe
+    settings: Settings
+    config: Mapping[str, Any]
+    """The model's configuration, as in config.json."""
+    batch: HeaviestBatch
+    num_micros: int = 1
+    """Micro-batches of a step; two stand for any larger number."""
+    num_layers: int | None = None
+    """Trace only the first layers; None: all."""
+    want_stats: bool = False
+    passes: HeaviestBatch | None = None
+    """What an online method scores without gradients before it learns from it; None: it does not."""
+    judges: tuple[Judged, ...] = ()
+    """Reward models beside the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a trace saw."""
+
+    recorder: Recorder
+    host: Mapping[str, int]
+    """Bytes in the host's memory by owner, of a CUDA run."""
+
+
+def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
+    """Every allocation of two steps and an evaluation of `job`."""
+    settings = job.settings
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        pretending(settings.device, skips_tiles=skips_tiles),
+        playing_liger(settings, job.config),
+        playing_ranks(settings),
+        shards_on_host(settings),
+        playing_zero(settings),
+        zero_without_data(settings),
+        slicing_without_data(settings) as rules,
+    ):
+        with unset_fake_temporarily():
+            cast = bare_cast(job, "meta")
+        for model in cast.models:
+            fakeify(model)
+        cast = replace(
+            cast,
+            micros=[without_data(micro, mode.from_tensor) for micro in cast.micros],
+            passes=without_data(cast.passes, mode.from_tensor),
+            judges=[judge.without_data(mode.from_tensor) for judge in cast.judges],
+        )
+        recorder = Recorder("cpu", rules=RULES | rules)
+        recorder.enter("load")
+        stage = play(cast, job, recorder, is_fake=True)
+        host = _on_host(stage)
+        del cast, stage
+    gc.collect()
+    return Trace(recorder, host)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Models and micro-batches, real or without data."""
+
+    model: Any
+    copy: Any | None
+    """The reference that is held beside the policy."""
+    micros: list[Any]
+    passes: Any | None
+    """What an online method scores before it learns."""
+    own: Any | None = None
+    """A value model beside the policy."""
+    judges: Sequence[Judge] = ()
+    """Reward models beside it."""
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """All that hold weights."""
+        judges = [judge.scorer for judge in self.judges]
+        return [model for model in (self.model, self.copy, self.own, *judges) if model is not None]
+
+
+def bare_cast(job: Job, device: str) -> Cast:
+    """The models of a job on `device`, and its micro-batches on the CPU."""
+    recipe, settings = job.recipe, job.settings
+    head = METHODS[recipe.method].head
+    module = module_of(recipe)
+    model = bare_model(job.config, settings, job.num_layers, device, head=head)
+    copy = None
+    if settings.reference in ("copy", "synced"):
+        copy = bare_model(job.config, settings, job.num_layers, device, is_reference=True)
+    own = None
+    if settings.value == "own":
+        own = bare_model(job.config, settings, job.num_layers, device, head="score")
+    method: Any = module.method(recipe, None)
+    needs = method.needs if METHODS[recipe.method].is_online else NOTHING
+    subject, make = Subject(recipe, settings, needs), DUMMIES[module.feed]
+    micros = [make(subject, job.batch) for _ in range(min(2, job.num_micros))]
+    passes = None if job.passes is None else make(subject, job.passes)
+    judges = [bare_judge(recipe, settings, judged, device) for judged in job.judges]
+    return Cast(model, copy, micros, passes, own, judges)
+
+
+def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_marked: bool = True) -> Stage:
+    """Run the steps around models, real or fake, under `recorder`."""
+    with ExitStack() as held:
+        held.enter_context(recorder)
+        recorder.own([*cast.model.parameters(), *cast.model.buffers()], "weights")
+        if cast.copy is not None:
+            recorder.own([*cast.copy.parameters(), *cast.copy.buffers()], "reference")
+        own_gradients(cast.model, recorder)
+        if cast.own is not None:
+            recorder.own([*cast.own.parameters(), *cast.own.buffers()], "value model")
+            own_gradients(cast.own, recorder)
+        for judge in cast.judges:
+            recorder.own(judge.weights, "reward models")
+        in_shards = is_sharded(job.settings)
+        if in_shards:
+            held.enter_context(recorder.resizing())
+        with playing_bitsandbytes(job.settings):
+            stage = set_the_stage(
+                cast.model, cast.copy, job.recipe, job.settings, cast.micros, own=cast.own, is_fake=is_fake
+            )
+        if isinstance(stage.optimizer, ZeroOptimizer):
+            own_parts(stage.scorer, stage.optimizer, recorder)
+        elif in_shards:
+            recorder.own(map(local_of, stage.scorer.parameters()), "weights")
+        for judge in cast.judges:
+            lay_frozen(judge.scorer, job.settings)
+            recorder.own(map(local_of, judge.weights), "reward models")
+        own_states(stage, recorder)
+        if job.settings.loads_shards:
+            # Each rank reads its own rows: the whole model that was cut here was never there.
+            recorder.begin_phase_again()
+        current = [STEPS[0]]
+        if is_marked:
+            watch_layers(cast.model, recorder, lambda: current[0])
+            if cast.own is not None:
+                watch_layers(cast.own, recorder, lambda: f"{current[0]}.value")
+        for name in STEPS:
+            current[0] = name
+            one_step(
+                stage,
+                want_stats=job.want_stats,
+                enter=lambda part, name=name: recorder.enter(f"{name}.{part}"),
+                stepped=lambda: recorder.own(gradients_of(stage), "gradients"),
+            )
+            own_states(stage, recorder)
+        for judge in cast.judges:
+            recorder.enter("rewards")
+            one_judgement(judge)
+        if cast.passes is not None:
+            recorder.enter("passes")
+            one_pass(stage, cast.passes)
+        elif not METHODS[job.recipe.method].is_online:
+            recorder.enter("evaluation")
+            one_evaluation(stage)
+        recorder.enter("saving")
+    return stage
+
+
+def _on_host(stage: Stage) -> dict[str, int]:
+    """Bytes by owner: the ring of offloaded activations, the optimizer's states, and shards that wait there
+    with the sums of their gradients."""
+    ring = sum(offloader.pool.num_bytes for offloader in stage.offloaders)
+    states = bytes_on_host(tensors_of(stage.optimizer.state))
+    on_gpu = stage.settings.device == "cuda"
+    found = {"offloaded activations": ring if on_gpu else 0, "optimizer states": states}
+    shards = bytes_on_host(stage.parameters)
+    return found | ({"weights": shards, "gradients": shards} if shards else {})

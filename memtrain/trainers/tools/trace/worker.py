@@ -1,0 +1,47 @@
+"""The process that traces: a TraceJob as JSON on standard input, a Traced on the last line of output."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from memtrain.memory.plan.plan import Prediction
+from memtrain.trainers.tools.trace.client import Traced, TraceJob
+from memtrain.trainers.tools.trace.cuda_allocator import replay
+from memtrain.trainers.tools.trace.extrapolate import predict_by_trace
+from memtrain.trainers.tools.trace.trace import Job
+
+
+def answer(asked: TraceJob) -> Traced:
+    """Trace `asked` in this process."""
+    started = time.perf_counter()
+    job = Job(
+        recipe=asked.recipe,
+        settings=asked.settings,
+        config=asked.config,
+        batch=asked.batch,
+        num_micros=2 if asked.accumulates else 1,
+        want_stats=True,
+        passes=asked.passes,
+        judges=asked.judges,
+    )
+    found = predict_by_trace(job, is_whole=asked.is_whole)
+    reserved = None
+    if found.recorder is not None and asked.settings.device == "cuda":
+        reserved = replay(found.recorder.events, expandable=asked.settings.expandable_segments).peak_reserved
+    return Traced(
+        prediction=Prediction(phases=found.phases, method="trace", budget_bytes=None),
+        reserved_bytes=reserved,
+        host_bytes=dict(found.host),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def main() -> None:
+    """Read, trace, write."""
+    asked = TraceJob.model_validate_json(sys.stdin.read())
+    print(answer(asked).model_dump_json())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What really ran in a step: operators, kernels, and the trace of each strategy of the plan."""
+
+# V vocabulary
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from memtrain.memory.strategies.registry import used_in
+from memtrain.trainers.batches.answer_batches import AnswerFeed
+from memtrain.trainers.batches.token_batches import TokenFeed
+from memtrain.trainers.build.components import Built
+from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.offload.offloader import Offloader
+from memtrain.trainers.protocols.feed import StepWork
+from memtrain.trainers.tools.verify.record import Side
+
+ATTENTION_OPS = ("attention", "flex")
+"""What names of attention operators have in them."""
+MOST_KERNELS = 8
+"""Device kernels that are named, those with most time first. Taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What one step of a side ran."""
+
+    attention: str
+    """Name of the attention function that the model's layers call."""
+    attention_ops: dict[str, int]
+    """Attention operators of torch, with how often each ran; empty where it is plain matrix products."""
+    layer_passes: float
+    """Forward passes of a layer for each micro-batch: 1, or 2 where all are computed again."""
+    largest_logits_rows: int
+    """Rows of the largest tensor as wide as the vocabulary that was made."""
+    micro_batches: int
+    flattened: int
+    """Micro-batches that were one row without padding between."""
+    forwarded_tokens: int
+    own_tokens: int
+    """The same without padding."""
+    vocab_size: int
+    offloaded_bytes: int
+    gradients_left: int
+    """Weights that have a gradient after the backward pass."""
+    kernels: tuple[str, ...]
+    """On a GPU, the kernels that took most time."""
+
+
+class _Operators(TorchDispatchMode):
+    """Counts attention operators, and sees the tallest tensor that is as wide as the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.attention: Counter[str] = Counter()
+        self.largest_rows = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        if any(word in name for word in ATTENTION_OPS):
+            self.attention[name.removesuffix(".default")] += 1
+        # A transposed weight is as wide, and is no tensor of its own.
+        is_own = isinstance(out, Tensor) and out.ndim > 1 and not func.is_view
+        if is_own and out.shape[-1] == self.vocab_size:
+            self.largest_rows = max(self.largest_rows, out.numel() // self.vocab_size)
+        return out
+
+
+@dataclass(slots=True)
+class _Layers:
+    """Counts the forward passes of the layers' first parts, recomputations among them."""
+
+    passes: int = 0
+    num_layers: int = 0
+    handles: list[Any] = field(default_factory=list[Any])
+
+    def watch(self, model: nn.Module) -> None:
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                self.num_layers += 1
+                first = next(layer.children())
+                self.handles.append(first.register_forward_pre_hook(self._passed))
+
+    def _passed(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self.passes += 1
+
+
+class Watch:
+    """What the passes of a step run: `with Watch(side, number) as watch`, then `watch.ran`."""
+
+    def __init__(self, side: Side, number: int) -> None:
+        self.side = side
+        self.work = side.work(number)
+        self.ran: Ran | None = None
+        """What ran, once the pass is over."""
+
+    def __enter__(self) -> Watch:
+        built = self.side.built
+        self._before = _traffic(built)
+        self._layers = _Layers()
+        self._layers.watch(built.model)
+        self._stack = ExitStack()
+        self._kernels = self._stack.enter_context(_kernels(self.side))
+        self._operators = self._stack.enter_context(
+            _Operators(base_model(built.model).config.get_text_config().vocab_size)
+        )
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self._stack.close()
+        for handle in self._layers.handles:
+            handle.remove()
+        if fault[0] is None:
+            self.ran = self._told()
+
+    def _told(self) -> Ran:
+        side, layers = self.side, self._layers
+        micros = [side.stepper.steps.feed.micro_batch(sequences) for sequences in self.work.micros]
+        inside = [_inputs(micro) for micro in micros]
+        return Ran(
+            attention=str(base_model(side.built.model).config._attn_implementation),
+            attention_ops=dict(self._operators.attention),
+            layer_passes=layers.passes / max(1, layers.num_layers * len(micros)),
+            largest_logits_rows=self._operators.largest_rows,
+            micro_batches=len(micros),
+            flattened=sum("layout" in inputs for inputs in inside),
+            forwarded_tokens=sum(int(inputs["input_ids"].numel()) for inputs in inside),
+            own_tokens=sum(micro.num_tokens for micro in micros),
+            vocab_size=self._operators.vocab_size,
+            offloaded_bytes=_traffic(side.built) - self._before,
+            gradients_left=sum(parameter.grad is not None for parameter in side.stepper.parameters),
+            kernels=tuple(self._kernels),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a strategy leaves behind in a step."""
+
+    acted: bool
+    had_work: bool
+    """Whether there was something for it to do: small steps fit one micro-batch, and one tile of logits."""
+    expected: str
+    """What should have been seen."""
+
+
+def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, Trace]:
+    """The strategies of the plan, each with what it left behind; those that leave nothing are not in it."""
+    settings, feed = planned.plan.settings, planned.stepper.steps.feed
+    logits_bytes = plainly.largest_logits_rows * plainly.vocab_size * 4
+    sequences, tokens = len(work.sequences), int(feed.tokens[work.sequences].sum())
+    is_cut = sequences > settings.micro_rows or tokens > (settings.micro_tokens or tokens)
+    pieces = _most_pieces(planned)
+    found = {
+        "padding_free": Trace(ran.flattened == ran.micro_batches, True, "flattened rows"),
+        "packing": Trace(pieces > 1, pieces > 1, "a sequence of several rows"),
+        "shared_prompts": Trace(
+            ran.forwarded_tokens < plainly.own_tokens, _has_groups(planned), "fewer tokens than apart"
+        ),
+        "smaller_micro_batch": Trace(ran.micro_batches > 1, is_cut, "several micro-batches"),
+        "activation_checkpointing": Trace(ran.layer_passes > 1.5, True, "layers that are computed twice"),
+        "checkpoint_every_n": Trace(ran.layer_passes > 1, True, "layers that are computed twice"),
+        "boundary_offloading": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
+        "full_offloading": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
+        "chunked_loss": Trace(
+            ran.largest_logits_rows < plainly.largest_logits_rows,
+            logits_bytes > settings.loss_tile_bytes,
+            "logits in parts",
+        ),
+        "optimizer_in_backward": Trace(ran.gradients_left == 0, True, "gradients that are freed at once"),
+        "precomputed_reference": Trace(_is_precomputed(planned), True, "log-probs in the feed"),
+        "adapter_off_reference": Trace(
+            planned.built.reference is planned.built.scorer, True, "the policy as reference"
+        ),
+    }
+    return {one.name: found[one.name] for one in used_in(settings) if one.name in found}
+
+
+def _inputs(batch: Any) -> dict[str, Any]:
+    inside = getattr(batch, "answers", batch)
+    return getattr(inside, "micro", inside).model_inputs()
+
+
+def _most_pieces(side: Side) -> int:
+    """Rows of the sequence that holds most."""
+    feed = side.built.train
+    return int(np.diff(feed.sequences.bin_ptr).max(initial=0)) if isinstance(feed, TokenFeed) else 0
+
+
+def _has_groups(side: Side) -> bool:
+    """Whether a prompt has several answers in one sequence, or in one micro-batch of a rollout."""
+    feed = side.built.train
+    if not isinstance(feed, AnswerFeed):
+        return side.plan.recipe.online is not None and side.plan.settings.micro_rows > 1
+    return feed.sequences.num_answers > 1 or int(feed.weights.max(initial=0)) > 1
+
+
+def _is_precomputed(side: Side) -> bool:
+    return isinstance(side.built.train, AnswerFeed) and side.built.train.reference_IK is not None
+
+
+def offloader_of(built: Built) -> Offloader | None:
+    """What moves the activations of a side's model; None where nothing is moved."""
+    for layer in built.model.modules():
+        run: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
+        owner = getattr(run, "__self__", None)
+        if isinstance(owner, Offloader):
+            return owner
+    return None
+
+
+def _traffic(built: Built) -> int:
+    offloader = offloader_of(built)
+    return 0 if offloader is None else offloader.traffic.out_bytes
+
+
+@contextmanager
+def _kernels(side: Side) -> Iterator[list[str]]:
+    """Filled with the device kernels of what happens inside, when it has happened; nothing on a CPU."""
+    found: list[str] = []
+    if side.stepper.device.type != "cuda":
+        yield found
+        return
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        yield found
+    spent = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
+    found += [f"{event.key} x{event.count}" for event in spent[:MOST_KERNELS]]

@@ -1,0 +1,230 @@
+"""A plan held against the plain run: the same steps twice, and the probes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from memtrain.memory.plan.plan import Plan
+from memtrain.memory.strategies.registry import used_in
+from memtrain.trainers.build.engine import make_accelerator
+from memtrain.trainers.checkpoints.manifest import device_name
+from memtrain.trainers.protocols.feed import StepWork
+from memtrain.trainers.tools.verify.compare import Difference, StepDifferences, differences
+from memtrain.trainers.tools.verify.contamination import probe_contamination
+from memtrain.trainers.tools.verify.evidence import Ran as Watched
+from memtrain.trainers.tools.verify.evidence import Watch, offloader_of, traces
+from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
+from memtrain.trainers.tools.verify.plans import (
+    built_side,
+    in_float32,
+    on_one_process,
+    plain_side,
+    repeatable,
+    same_pieces,
+    take_state,
+    whole_state,
+)
+from memtrain.trainers.tools.verify.record import Recorded, Side, trained_weights
+from memtrain.trainers.tools.verify.result import Check, Ran, Verification
+from memtrain.trainers.tools.verify.resume_check import probe_resume
+
+Weights = dict[str, Tensor]
+SEVERAL = ("log-probs", "gradients")
+"""Checks whose names are plurals."""
+LOW_BYTES = 512
+"""Storages from this size on are offloaded here, so that small models have some. Taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both sides of a plan, built."""
+
+    planned: Side
+    plain: Side
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Steps of both sides."""
+
+    steps: list[StepDifferences]
+    ran: Watched
+    """In the first step, of the planned side."""
+    plainly: Watched
+    work: StepWork
+    """What the first step of the planned side did."""
+
+
+def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verification:
+    """Make `steps` (2 or more) optimizer steps of `plan` and of its plain form, compare, and probe.
+
+    Every step is compared from equal weights: the plain side takes the planned side's before each, and moves
+    by the planned side's gradients, so that what an optimizer makes of a rounding error is not held against
+    the next step.
+    """
+    assert steps >= 2, "A resumed run needs a second step."
+    told = [*notes]
+    if plan.settings.num_processes > 1:
+        told.append(f"one process here, in place of {plan.settings.num_processes}")
+    plan = on_one_process(plan, steps=steps)
+    make_accelerator(plan.settings)
+    rollouts = Rollouts()
+    pair = build_pair(repeatable(plan), rollouts)
+    found = compare_steps(pair, steps)
+    checks = [_worst(name, [step.named() for step in found.steps]) for name in _names(found.steps)]
+    checks += [_contamination(pair, found.work), _ran(pair, found)]
+    ran = _told(found.ran, pair.planned), _told(found.plainly, pair.plain)
+    del pair
+    gc.collect()
+    checks.append(_resume(plan, rollouts))
+    return Verification(
+        is_exact=all(check.outcome != "fail" for check in checks),
+        recipe=plan.recipe_path,
+        method=plan.recipe.method,
+        dtype=plan.settings.dtype,
+        device=device_name(plan.settings.device),
+        steps=steps,
+        strategies=tuple(one.name for one in used_in(plan.settings)),
+        checks=tuple(checks),
+        gradients=_by_parameter(found.steps),
+        planned=ran[0],
+        plain=ran[1],
+        notes=tuple(told),
+        versions=plan.versions,
+    )
+
+
+def build_pair(plan: Plan, rollouts: Rollouts) -> Pair:
+    """Both sides of a plan that is repeatable and of one process, from equal weights, on the same pieces."""
+    planned = built_side(plan, is_plain=False)
+    offloader = offloader_of(planned)
+    if offloader is not None:
+        offloader.min_bytes = LOW_BYTES
+    plain = built_side(plain_side(plan), is_plain=True)
+    same_pieces(planned, plain)
+    return Pair(
+        Side(plan, planned, rollouts, is_plain=False),
+        Side(plain_side(plan), plain, rollouts, is_plain=True),
+    )
+
+
+def compare_steps(pair: Pair, steps: int) -> Compared:
+    """The differences of each step, and what ran in the first."""
+    planned, plain = pair.planned, pair.plain
+    before = trained_weights(planned.built)
+    plain.take_weights(before)
+    yardstick = _yardstick(pair) if planned.plan.settings.dtype != "float32" else None
+    found: list[StepDifferences] = []
+    watches = Watch(planned, 0), Watch(plain, 0)
+    for number in range(steps):
+        # As in a run, whose first step is logged: the statistics take another way through the loss.
+        want_stats = number == 0
+        around = watches if number == 0 else (None, None)
+        mine = planned.step(number, want_stats=want_stats, watched=around[0])
+        theirs = plain.step(number, want_stats=want_stats, gradients=mine.gradients, watched=around[1])
+        wide = _wide_step(yardstick, number, before, mine, want_stats) if yardstick is not None else None
+        found.append(differences(mine, theirs, before, wide))
+        before = mine.weights
+        plain.take_weights(before)
+    ran, plainly = (watch.ran for watch in watches)
+    assert ran is not None, "The first step was made."
+    assert plainly is not None, "The first step was made."
+    return Compared(found, ran, plainly, watches[0].work)
+
+
+def _yardstick(pair: Pair) -> Side:
+    """The plain side in float32, with the weights of the plain side."""
+    plan = in_float32(pair.plain.plan)
+    built = built_side(plan, is_plain=True)
+    take_state(built, whole_state(pair.plain.built))
+    same_pieces(pair.planned.built, built)
+    return Side(plan, built, pair.planned.rollouts, is_plain=True)
+
+
+def _wide_step(side: Side, number: int, before: Weights, mine: Recorded, want_stats: bool) -> Recorded:
+    side.take_weights(before)
+    return side.step(number, want_stats=want_stats, gradients=mine.gradients)
+
+
+def _names(found: Sequence[StepDifferences]) -> list[str]:
+    return list(dict.fromkeys(name for step in found for name in step.named()))
+
+
+def _by_parameter(steps: Sequence[StepDifferences]) -> dict[str, float]:
+    """The largest difference of each parameter's gradient over the steps."""
+    names = {name: None for step in steps for name in step.by_parameter}
+    return {name: max(step.by_parameter.get(name, 0.0) for step in steps) for name in sorted(names)}
+
+
+def _worst(name: str, steps: Sequence[Mapping[str, Difference]]) -> Check:
+    """The check of one kind of difference: the step that is furthest over, or nearest to, its limit."""
+    known = [step[name] for step in steps if name in step]
+    worst = next((one for one in known if not one.is_within), None) or max(
+        known, key=lambda one: one.value / max(one.limit, 1e-30)
+    )
+    at = f" at {worst.where}" if worst.where else ""
+    differ = "differ" if name in SEVERAL else "differs"
+    return Check(
+        name=name,
+        outcome="pass" if worst.is_within else "fail",
+        found=worst.value,
+        limit=worst.limit,
+        where=worst.where,
+        says=f"{name} {differ} by {worst.value:.1e}{at}; {worst.limit:.1e} is allowed",
+    )
+
+
+def _contamination(pair: Pair, work: StepWork) -> Check:
+    seen = probe_contamination(pair.planned, pair.plain, np.concatenate(work.micros))
+    if seen is None:
+        return _not_run("contamination", "a step has but one row")
+    fine = f"{seen.num_rows} of {seen.rows_together} rows changed, one by one: no other row moved"
+    return _check("contamination", not seen.fault, seen.others_moved, seen.limit, "", seen.fault or fine)
+
+
+def _ran(pair: Pair, compared: Compared) -> Check:
+    """Whether each strategy of the plan that had something to do was seen to do it."""
+    found = traces(pair.planned, compared.ran, compared.plainly, compared.work)
+    missing = {name: one.expected for name, one in found.items() if one.had_work and not one.acted}
+    acted = [name for name, one in found.items() if one.acted]
+    idle = [name for name, one in found.items() if not one.had_work and not one.acted]
+    said = [f"{name} did not act: no {expected}" for name, expected in missing.items()]
+    said += [f"seen at work: {', '.join(acted)}"] if acted else []
+    said += [f"nothing to do in so small a step: {', '.join(idle)}"] if idle else []
+    return _check(
+        "ran", not missing, float(len(missing)), 0.0, ", ".join(missing), "; ".join(said) or "no strategy"
+    )
+
+
+def _resume(plan: Plan, rollouts: Rollouts) -> Check:
+    resumed = probe_resume(plan, rollouts)
+    fine = f"step 2 after a checkpoint of step 1 is the same to the bit ({resumed.num_compared:,} numbers)"
+    said = f"step 2 after a checkpoint of step 1 is another: {resumed.where}"
+    return _check(
+        "resume",
+        resumed.is_same,
+        float(resumed.num_differing),
+        0.0,
+        resumed.where,
+        fine if resumed.is_same else said,
+    )
+
+
+def _check(name: str, is_fine: bool, found: float, limit: float, where: str, says: str) -> Check:
+    outcome: Literal["pass", "fail"] = "pass" if is_fine else "fail"
+    return Check(name=name, outcome=outcome, found=found, limit=limit, where=where, says=says)
+
+
+def _not_run(name: str, why: str) -> Check:
+    return Check(name=name, outcome="not run", found=None, limit=None, where="", says=why)
+
+
+def _told(watched: Watched, side: Side) -> Ran:
+    known = {name: value for name, value in asdict(watched).items() if name in Ran.model_fields}
+    return Ran(**known, optimizer=type(side.built.optimizer).__name__)

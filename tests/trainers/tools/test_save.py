@@ -1,0 +1,191 @@
+"""Saving: what was trained is what transformers reads; adapters stay small; merging adds in float32."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from memtrain.errors import LaunchError
+from memtrain.memory.plan.plan import Plan, Prediction, PreparedData, PreparedSplit
+from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.data import Data
+from memtrain.recipes.sections.model import Adapter, Model
+from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.load import load_model
+from memtrain.trainers.model.loading.save import save_final
+from memtrain.trainers.tools.merge import fold, merge_run
+
+TinyModel = Callable[..., Any]
+SETTINGS = Settings(
+    device="cpu", num_processes=1, threads=1, dtype="bfloat16", attention="stock", liger=False,
+    adapter=Adapter(r=4), quantize="none", max_length=64, truncation="keep_start", packing="none",
+    documents_see_each_other=False, padding_free=False, pad_to_multiple_of=None, group_by_length=False,
+    batch_rows=2, batch_tokens=None, micro_rows=2, micro_tokens=None, max_steps=10, checkpoint_every=0,
+    offload="none", loss="full", loss_tile_bytes=1 << 20, optimizer="adamw", master_weights=False,
+    expandable_segments=False,
+)  # fmt: skip
+IDS = torch.randint(1, 128, (1, 8), generator=torch.Generator().manual_seed(0))
+
+
+def trained(model: Any, adapter: Adapter) -> PeftModel:
+    """An adapter whose B is no longer zero."""
+    torch.manual_seed(0)
+    adapted = add_adapter(model, adapter)
+    for name, p in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.02)
+    return adapted
+
+
+def test_transformers_reads_what_was_saved(tiny_model: TinyModel, tmp_path: Path):
+    model = tiny_model().eval()
+    model.config.use_cache = False
+    tokenizer = load_tokenizer("builtin:tiny")
+    save_final(model, tokenizer, tmp_path / "final")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    assert torch.equal(read(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    assert read.config.use_cache is True
+    assert model.config.use_cache is False
+    ends = read.generation_config.eos_token_id
+    assert tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends])
+    assert AutoTokenizer.from_pretrained(tmp_path / "final").get_vocab() == tokenizer.get_vocab()
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_saving_again_replaces_the_folder(tiny_llama: TinyModel, tmp_path: Path):
+    tokenizer = load_tokenizer("builtin:tiny")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "old").touch()
+    save_final(tiny_llama(), tokenizer, tmp_path / "final")
+    assert not (tmp_path / "final" / "old").exists()
+
+
+def test_a_disk_that_refuses_is_told(tiny_llama: TinyModel, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="the model cannot be saved"):
+        save_final(tiny_llama(), load_tokenizer("builtin:tiny"), tmp_path / "file" / "final")
+
+
+def test_a_disk_that_is_full_is_told_and_nothing_half_made_stays(
+    tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """safetensors has an error of its own for it, with the system's number in its words."""
+    model = tiny_llama()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    with pytest.raises(LaunchError, match="No space left on device") as refused:
+        save_final(model, load_tokenizer("builtin:tiny"), tmp_path / "final")
+    assert "free some space" in refused.value.faults[0].fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_is_saved_as_an_adapter(tiny_llama: TinyModel, tmp_path: Path):
+    base = tiny_llama()
+    adapted = trained(copy.deepcopy(base), Adapter(r=2, target_modules=("q_proj",))).eval()
+    save_final(adapted, load_tokenizer("builtin:tiny"), tmp_path / "final")
+    names = {path.name for path in (tmp_path / "final").iterdir()}
+    assert "model.safetensors" not in names
+    assert (tmp_path / "final" / "adapter_model.safetensors").stat().st_size < 10_000
+    read = PeftModel.from_pretrained(base, str(tmp_path / "final")).eval()
+    assert torch.equal(read(input_ids=IDS).logits, adapted(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        Adapter(r=4),
+        Adapter(r=4, rslora=True),
+        Adapter(kind="dora", r=4, target_modules=("q_proj", "up_proj")),
+        Adapter(r=4, target_modules=("q_proj", "embed_tokens"), modules_to_save=("lm_head",)),
+    ],
+)
+def test_a_folded_model_computes_what_the_adapted_one_did(tiny_model: TinyModel, adapter: Adapter):
+    adapted = trained(tiny_model(), adapter).eval()
+    expected = adapted(input_ids=IDS).logits
+    model, _ = fold(adapted, torch.float32)
+    assert not any("lora" in name for name, _ in model.named_modules())
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_folding_rounds_once(tiny_llama: TinyModel):
+    """bfloat16 weights plus a float32 update, rounded to bfloat16 at the end."""
+    adapted = trained(tiny_llama().bfloat16(), Adapter(r=4, alpha=8.0, target_modules=("q_proj",)))
+    layer = adapted.base_model.model.model.layers[1].self_attn.q_proj
+    update = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * 2.0
+    by_hand = (layer.base_layer.weight.float() + update).bfloat16()
+    model, num_modules = fold(adapted, torch.bfloat16)
+    assert num_modules == 2
+    assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, by_hand)
+
+
+def finished_run(folder: Path, adapter: Adapter | None) -> Any:
+    """The run folder of a tiny model; its trained model is returned."""
+    recipe = Recipe(
+        method="sft",
+        model=Model(path="builtin:tiny", adapter=adapter),
+        data=Data.model_validate({"train": "x"}),
+    )
+    settings = SETTINGS.model_copy(update={"adapter": adapter})
+    split = PreparedSplit(folder="x", num_rows=1, num_tokens=1, num_learnt=1, num_skipped=0, longest_tokens=1)
+    none = Prediction(phases=(), method="arithmetic", budget_bytes=None)
+    plan = Plan(
+        recipe=recipe, recipe_path="x.yaml", run_dir=str(folder), settings=settings, decisions=(),
+        data=PreparedData(train=split, eval=None, held_out_rows=0), prediction=none, plain=none, versions={},
+    )  # fmt: skip
+    tokenizer = load_tokenizer("builtin:tiny")
+    model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=len(tokenizer))
+    if adapter is not None:
+        model = trained(model, adapter)
+    folder.mkdir()
+    plan.write(folder)
+    save_final(model, tokenizer, folder / "final")
+    return model.eval()
+
+
+def test_merging_a_run_gives_a_model_that_transformers_reads(tmp_path: Path):
+    adapted = finished_run(tmp_path / "run", Adapter(r=4))
+    merged = merge_run(tmp_path / "run", dtype="float32")
+    assert merged.folder == tmp_path / "run" / "merged"
+    assert merged.num_modules == 28
+    read = AutoModelForCausalLM.from_pretrained(merged.folder).eval()
+    assert read.dtype == torch.float32
+    expected = adapted(input_ids=IDS).logits.float()
+    assert (read(input_ids=IDS).logits - expected).norm() / expected.norm() < 0.02
+    assert json.loads((merged.folder / "config.json").read_text())["model_type"] == "qwen3"
+    with pytest.raises(LaunchError, match="is there already"):
+        merge_run(tmp_path / "run")
+
+
+def test_a_head_trained_apart_from_its_tied_embedding_is_merged_as_untied(
+    tiny_llama: TinyModel, tmp_path: Path
+):
+    adapted = trained(tiny_llama(tie_word_embeddings=True), Adapter(r=2, modules_to_save=("lm_head",)))
+    expected = adapted(input_ids=IDS).logits
+    model, _ = fold(adapted, torch.float32)
+    save_final(model, load_tokenizer("builtin:tiny"), tmp_path / "final")
+    assert json.loads((tmp_path / "final" / "config.json").read_text())["tie_word_embeddings"] is False
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    assert torch.allclose(read(input_ids=IDS).logits, expected, atol=1e-5)
+
+
+def test_what_cannot_be_merged_is_told(tmp_path: Path):
+    with pytest.raises(LaunchError, match="there is no plan"):
+        merge_run(tmp_path)
+    finished_run(tmp_path / "full", None)
+    with pytest.raises(LaunchError, match="is a full model already"):
+        merge_run(tmp_path / "full")
+    finished_run(tmp_path / "adapter", Adapter(r=2))
+    with pytest.raises(LaunchError, match="int4 is no precision"):
+        merge_run(tmp_path / "adapter", dtype="int4")
