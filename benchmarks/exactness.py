@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from memtrain.cli.planning import make_plan, versions
+from memtrain.cli.plan.make_plan import make_plan, versions
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import STRATEGIES

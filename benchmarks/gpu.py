@@ -170,7 +170,7 @@ def done(task: Task, out: Path) -> dict[str, Any]:
 
 def point(recipe: Path, words: list[str], folder: Path) -> dict[str, Any]:
     """One plan, measured in turns with itself."""
-    from memtrain.cli.benching import bench_plan
+    from memtrain.cli.measure.bench import bench_plan
     from memtrain.errors import MemtrainError
 
     try:

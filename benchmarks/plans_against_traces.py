@@ -18,9 +18,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from memtrain.cli.answering import passes_batch
-from memtrain.cli.looking import LookedAt, facts_without_data
-from memtrain.cli.plan_tables import settings_words
+from memtrain.cli.plan.answer import passes_batch
+from memtrain.cli.plan.lookup import LookedAt, facts_without_data
+from memtrain.cli.plan.tables import settings_words
 from memtrain.errors import DoesNotFit
 from memtrain.memory.estimate.pricing import heaviest, typical_micro
 from memtrain.memory.estimate.static import needed

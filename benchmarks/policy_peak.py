@@ -139,7 +139,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     """The update of `memtrain grpo`: each prompt once, or for each completion."""
     import numpy as np
 
-    from memtrain.cli.planning import make_plan
+    from memtrain.cli.plan.make_plan import make_plan
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.batches.prompt_batches import PromptFeed
     from memtrain.trainers.build.components import build

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from memtrain.cli.looking import ELSEWHERE, LookedAt, facts_without_data
+from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data
 from memtrain.errors import DoesNotFit
 from memtrain.memory.estimate.pricing import Facts, Priced
 from memtrain.memory.hardware.devices import Hardware

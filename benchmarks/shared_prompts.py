@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from memtrain.cli.planning import make_plan
+from memtrain.cli.plan.make_plan import make_plan
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.build.components import build
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memtrain.cli.planning import make_plan
+from memtrain.cli.plan.make_plan import make_plan
 from memtrain.recipes.reading.load import load_recipe
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

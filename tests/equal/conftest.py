@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from memtrain.cli.planning import make_plan
+from memtrain.cli.plan.make_plan import make_plan
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import load_recipe
 

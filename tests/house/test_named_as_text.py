@@ -122,7 +122,7 @@ def test_every_import_within_a_text_is_there():
 
 def test_every_module_that_is_run_as_a_program_is_one():
     programs = {match[1] for _, match in places(PROGRAM)}
-    assert {name.rpartition(".")[2] for name in programs} >= {"worker", "slurm_entry", "verdict", "bench"}
+    assert {name.rpartition(".")[2] for name in programs} >= {"worker", "slurm_entry", "slurm_exit", "bench"}
     for name in programs:
         module = importlib.import_module(name)
         assert 'if __name__ == "__main__":' in Path(module.__file__ or "").read_text(), name

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memtrain.cli.shaping import shape_for
+from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.rules.attention import AttentionBackend, AttentionFacts, choose_attention, model_facts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memtrain.cli import planning
+from memtrain.cli.plan import make_plan as planning
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.hardware.peak_history import History
 from memtrain.memory.plan.plan import read_plan
@@ -127,7 +127,7 @@ def test_a_broken_plan_file_moves_nothing_and_is_written_anew(runs, curve_of, he
 
 
 def test_settings_of_another_version_are_planned_anew_and_it_is_said(runs, here, monkeypatch):
-    from memtrain.cli import keeping
+    from memtrain.cli.plan import keep_plan as keeping
 
     here(ROOMY)
     runs.done("run", *OPEN, "train.max_steps=3")

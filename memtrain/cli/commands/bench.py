@@ -35,9 +35,9 @@ def bench(
     """
     from tempfile import TemporaryDirectory
 
-    from memtrain.cli.bench_tables import page, print_bench
-    from memtrain.cli.benching import bench_recipe
-    from memtrain.cli.printing import write_text
+    from memtrain.cli.measure.bench import bench_recipe
+    from memtrain.cli.measure.bench_tables import page, print_bench
+    from memtrain.cli.output.terminal import write_text
 
     with TemporaryDirectory(prefix="memtrain-bench-") as place:
         made = bench_recipe(

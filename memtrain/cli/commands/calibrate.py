@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import print_table, say
+from memtrain.cli.output.terminal import print_table, say
 
 Show = Annotated[bool, typer.Option("--show", help="Print what is in the store, and measure nothing.")]
 Forget = Annotated[bool, typer.Option("--forget", help="Empty the store: what was measured, and past runs.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
-from memtrain.cli.printing import print_table, say, whole
+from memtrain.cli.output.terminal import print_table, say, whole
 
 
 def check(
@@ -16,7 +16,7 @@ def check(
     every: Annotated[bool, typer.Option("--all", help="Show the keys left at their defaults too.")] = False,
 ) -> None:
     """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
-    from memtrain.cli.judging import check_rewards
+    from memtrain.cli.plan.check_rewards import check_rewards
     from memtrain.memory.planner.use_and_never import honoured
     from memtrain.memory.rules.ledger import Asked
     from memtrain.recipes.reading.load import load_recipe

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import say
+from memtrain.cli.output.terminal import say
 
 
 def export(

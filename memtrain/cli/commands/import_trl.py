@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import columns, write_text
+from memtrain.cli.output.terminal import columns, write_text
 from memtrain.errors import RecipeError
 
 

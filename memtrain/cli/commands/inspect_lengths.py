@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memtrain.cli.arguments import complete_override, complete_recipe
-from memtrain.cli.printing import columns, write_text
+from memtrain.cli.output.terminal import columns, write_text
 from memtrain.errors import RecipeError
 
 if TYPE_CHECKING:
-    from memtrain.cli.pricing import Pricing
+    from memtrain.cli.plan.price_lengths import Pricing
     from memtrain.recipes.reading.load import LoadedRecipe
 
 EXIT_INTERRUPTED = 130
@@ -113,7 +113,7 @@ def inspect_lengths(
     lengths = read_lengths(max_length)
     loaded = _loaded(words)
 
-    from memtrain.cli.inspecting import screen_lines
+    from memtrain.cli.output.length_report import screen_lines
     from memtrain.trainers.data.length_report.html import page
     from memtrain.trainers.data.length_report.inspect import Question, inspect
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
@@ -228,7 +228,7 @@ def _pricing(loaded: LoadedRecipe, words: _Words, budget: str | None) -> Pricing
         raise RecipeError("a budget needs a model to predict", "--budget", "give --model or --recipe as well")
     if not has_model or (words.method is not None and words.method not in METHODS):
         return None
-    from memtrain.cli.pricing import pricing
+    from memtrain.cli.plan.price_lengths import pricing
 
     return pricing(loaded, read_size(budget, "--budget") if budget is not None else None)
 

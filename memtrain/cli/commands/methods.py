@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import print_table, say
+from memtrain.cli.output.terminal import print_table, say
 from memtrain.recipes.registry import METHODS
 
 

@@ -64,9 +64,9 @@ def plan(
     Nothing is started, and no GPU is needed. The numbers come from arithmetic; --trace checks them on the
     run's own step.
     """
-    from memtrain.cli.answering import answer, ask, facts_of_question, trace_answer
-    from memtrain.cli.answering import as_json as json_of
-    from memtrain.cli.showing import reading_progress
+    from memtrain.cli.launch.summary import reading_progress
+    from memtrain.cli.plan.answer import answer, ask, facts_of_question, trace_answer
+    from memtrain.cli.plan.answer import as_json as json_of
     from memtrain.memory.plan.units import read_size
     from memtrain.recipes.reading.load import load_recipe
 
@@ -78,7 +78,7 @@ def plan(
     with reading_progress() as progress:
         facts, note = facts_of_question(question, reads_data=not without_data, progress=progress)
     if solve is not None:
-        from memtrain.cli.solving import solution
+        from memtrain.cli.plan.solve import solution
 
         told = solution(solve, question, facts)
         typer.echo(json.dumps(told.as_json(), indent=1) if as_json else told.text())
@@ -86,8 +86,8 @@ def plan(
     made = answer(question, facts, note)
     traced, why_not = trace_answer(made, is_whole=explain) if trace else (None, "")
     if html is not None:
-        from memtrain.cli.plan_html import page
-        from memtrain.cli.printing import write_text
+        from memtrain.cli.output.terminal import write_text
+        from memtrain.cli.plan.html import page
 
         write_text(page(made, traced), html, says_aside=as_json)
     if as_json:
@@ -95,7 +95,7 @@ def plan(
         return
     if html is not None:
         return
-    from memtrain.cli.plan_tables import print_answer, print_traced
+    from memtrain.cli.plan.tables import print_answer, print_traced
 
     print_answer(made, explain=explain)
     if trace:

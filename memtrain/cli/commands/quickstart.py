@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import print_table, say, whole
+from memtrain.cli.output.terminal import print_table, say, whole
 
 
 def quickstart(
@@ -14,7 +14,7 @@ def quickstart(
 ) -> None:
     """Train a tiny model on built-in word problems, and say what the plan saved."""
     from memtrain.cli.commands.train import run_recipe
-    from memtrain.cli.comparing import plain_plan
+    from memtrain.cli.plan.plain_plan import plain_plan
     from memtrain.memory.plan.plan import read_plan
     from memtrain.memory.plan.units import gib
     from memtrain.trainers.run_folder.folder import RunFolder

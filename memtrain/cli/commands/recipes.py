@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import print_table, say
+from memtrain.cli.output.terminal import print_table, say
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, header, shipped_names
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help="The shipped recipes.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import write_text
+from memtrain.cli.output.terminal import write_text
 
 
 def schema(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument
-from memtrain.cli.printing import say, whole
+from memtrain.cli.output.terminal import say, whole
 
 
 def score(
@@ -25,7 +25,7 @@ def score(
 
     Keys of a recipe may follow as `section.key=value` (data.columns, length.max_length, cluster.device, ...).
     """
-    from memtrain.cli.planning import model_config
+    from memtrain.cli.plan.make_plan import model_config
     from memtrain.memory.hardware.devices import detect
     from memtrain.memory.rules.ledger import Asked
     from memtrain.memory.rules.score_settings import scoring_settings

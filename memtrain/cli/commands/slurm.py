@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
-from memtrain.cli.printing import say, whole
+from memtrain.cli.output.terminal import say, whole
 from memtrain.errors import RecipeError
 
 if TYPE_CHECKING:
-    from memtrain.cli.launch.submission import Submission
+    from memtrain.cli.launch.submit import Submission
 
 
 def _option(name: str, says: str) -> typer.models.OptionInfo:
@@ -57,7 +57,7 @@ def slurm(
     }
     words = [f"cluster.slurm.{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
 
-    from memtrain.cli.launch.submission import prepare
+    from memtrain.cli.launch.submit import prepare
 
     submission = prepare(recipe, [*(overrides or []), *words], run_dir)
     if submission is None:
@@ -68,8 +68,8 @@ def slurm(
 
 def _write(submission: Submission, *, submit: bool, dry_run: bool) -> None:
     """Tell the plan, write the job, and submit or try it."""
-    from memtrain.cli.launch.queue import has_slurm, submit_script, try_submission
-    from memtrain.cli.showing import print_plan
+    from memtrain.cli.launch.slurm_queue import has_slurm, submit_script, try_submission
+    from memtrain.cli.launch.summary import print_plan
 
     print_plan(submission.planned[0])
     job = submission.job

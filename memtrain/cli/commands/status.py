@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.printing import print_table
+from memtrain.cli.output.terminal import print_table
 from memtrain.errors import LaunchError
 
 RunArgument = Annotated[
@@ -22,7 +22,7 @@ LINES = 40
 
 def status(run: RunArgument) -> None:
     """How a run stands: its step, its loss, its job. Of an array, a line for each run."""
-    from memtrain.cli.launch.standing import standing_of
+    from memtrain.cli.launch.status import standing_of
 
     folders = runs_below(run)
     if len(folders) > 1:
@@ -46,7 +46,7 @@ def logs(
     ] = LINES,
 ) -> None:
     """The end of a run's log: the job's, or what the run printed."""
-    from memtrain.cli.launch.standing import log_of, may_write
+    from memtrain.cli.launch.status import log_of, may_write
 
     folders = runs_below(run)
     if len(folders) > 1:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
-from memtrain.cli.printing import say, whole
+from memtrain.cli.output.terminal import say, whole
 
 DryRun = Annotated[
     bool,
@@ -72,10 +72,10 @@ def run_recipe(
 
     loaded = load_recipe(recipe, overrides, method=method)
 
-    from memtrain.cli.judging import check_rewards
     from memtrain.cli.launch.local import recipe_yaml, start, write_files
-    from memtrain.cli.planning import make_plan
-    from memtrain.cli.showing import print_end, print_plan, reading_progress
+    from memtrain.cli.launch.summary import print_end, print_plan, reading_progress
+    from memtrain.cli.plan.check_rewards import check_rewards
+    from memtrain.cli.plan.make_plan import make_plan
     from memtrain.trainers.checkpoints.run_state import is_over
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.trackers import check_trackers

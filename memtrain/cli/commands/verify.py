@@ -30,8 +30,8 @@ def verify(
     """
     from tempfile import TemporaryDirectory
 
-    from memtrain.cli.showing import reading_progress
-    from memtrain.cli.verifying import print_verification, verified
+    from memtrain.cli.launch.summary import reading_progress
+    from memtrain.cli.measure.verify import print_verification, verified
 
     with TemporaryDirectory(prefix="memtrain-verify-") as place, reading_progress() as progress:
         made = verified(recipe, overrides or [], place, steps=steps, is_shrunk=shrink, progress=progress)

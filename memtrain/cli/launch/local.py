@@ -57,7 +57,7 @@ def start(plan: Plan, folder: RunFolder, lock: RunLock, *, resume: bool) -> None
     """
     topology = Topology.of(plan.settings)
     if topology.engine is not Engine.ALONE:
-        from memtrain.cli.launch.agent import run_agent
+        from memtrain.cli.launch.elastic_agent import run_agent
 
         lock.close()
         words = [*argv(topology, folder.path, sys.executable), *([] if resume else ["--no-resume"])]

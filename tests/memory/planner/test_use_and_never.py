@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memtrain.cli.planning import make_plan
+from memtrain.cli.plan.make_plan import make_plan
 from memtrain.errors import RecipeError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.reading.load import load_recipe

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtrain.cli.planning import make_plan
+from memtrain.cli.plan.make_plan import make_plan
 from memtrain.memory.rules.reference_model import WHY
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.sections.methods.preference import RANKS_THE_BATCH, READS, REFERENCE_FREE

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from memtrain.cli import benching
 from memtrain.cli.app import run
-from memtrain.cli.bench_tables import page, table
-from memtrain.cli.benching import Bench, Measured, row
-from memtrain.cli.variants import STAGES, ablations, predicted_of, variant, waterfall
+from memtrain.cli.measure import bench as benching
+from memtrain.cli.measure.bench import Bench, Measured, row
+from memtrain.cli.measure.bench_tables import page, table
+from memtrain.cli.measure.variants import STAGES, ablations, predicted_of, variant, waterfall
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import STRATEGIES, UNNAMED

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from memtrain.cli.answering import Answer
-from memtrain.cli.plan_tables import recipe_name, seconds, settings_words
+from memtrain.cli.plan.answer import Answer
+from memtrain.cli.plan.tables import recipe_name, seconds, settings_words
 from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import gib

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from memtrain.cli.judging import check_rewards
 from memtrain.cli.launch.local import recipe_yaml
-from memtrain.cli.launch.nodes import hardware_of, nodes_of
-from memtrain.cli.launch.queue import JobRecord, has_slurm, job_state, read_record
-from memtrain.cli.launch.slurm import Job, lead_s, sbatch_text
+from memtrain.cli.launch.sbatch import Job, lead_s, sbatch_text
+from memtrain.cli.launch.slurm_nodes import hardware_of, nodes_of
+from memtrain.cli.launch.slurm_queue import JobRecord, has_slurm, job_state, read_record
 from memtrain.cli.launch.topology import Topology
-from memtrain.cli.planning import Planned, make_plan
+from memtrain.cli.plan.check_rewards import check_rewards
+from memtrain.cli.plan.make_plan import Planned, make_plan
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe

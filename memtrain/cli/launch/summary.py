@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import typer
 
-from memtrain.cli.planning import Planned
-from memtrain.cli.printing import print_table, say, whole
+from memtrain.cli.output.terminal import print_table, say, whole
+from memtrain.cli.plan.make_plan import Planned
 from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.units import gib

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from memtrain.cli.launch import nodes as nodes_module
-from memtrain.cli.launch.nodes import Node, hardware_of, parse_nodes
-from memtrain.cli.launch.queue import JobRecord, parse_job, read_record
-from memtrain.cli.launch.slurm import Job, lead_s, sbatch_text
+from memtrain.cli.launch import slurm_nodes as nodes_module
+from memtrain.cli.launch.sbatch import Job, lead_s, sbatch_text
+from memtrain.cli.launch.slurm_exit import verdict
+from memtrain.cli.launch.slurm_nodes import Node, hardware_of, parse_nodes
+from memtrain.cli.launch.slurm_queue import JobRecord, parse_job, read_record
 from memtrain.cli.launch.topology import Topology
-from memtrain.cli.launch.verdict import verdict
 from memtrain.errors import DataError, RecipeError
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
@@ -22,7 +22,7 @@ from memtrain.recipes.sections.slurm import Slurm
 from memtrain.trainers.loop.rank_failures import note_fault
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 ONE = Job(
     says="sft: my.yaml",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from memtrain.cli.launch.queue import has_slurm, job_state, read_record
+from memtrain.cli.launch.slurm_queue import has_slurm, job_state, read_record
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.trainers.protocols.events import EvalEvent, StepEvent
 from memtrain.trainers.run_folder.folder import RunFolder, RunState, read_owner

@@ -1,4 +1,4 @@
-from memtrain.cli.printing import table_lines, whole, wrapped
+from memtrain.cli.output.terminal import table_lines, whole, wrapped
 
 
 def test_the_last_column_is_wrapped_and_the_others_are_aligned():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from memtrain.cli.printing import print_table, say
+from memtrain.cli.output.terminal import print_table, say
 
 if TYPE_CHECKING:
     from memtrain.trainers.tools.verify.result import Ran, Verification
@@ -27,7 +27,7 @@ def verified(
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit.
     """
-    from memtrain.cli.planning import make_plan, model_config
+    from memtrain.cli.plan.make_plan import make_plan, model_config
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.tools.verify.shrink import shrunk
     from memtrain.trainers.tools.verify.verify import verify

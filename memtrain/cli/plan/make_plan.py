@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import memtrain
-from memtrain.cli.keeping import begun_in, resolve_again
-from memtrain.cli.shaping import shape_for
+from memtrain.cli.plan.keep_plan import begun_in, resolve_again
+from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import Facts

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import typer
 
-from memtrain.cli.answering import Answer, everything, figures_words
-from memtrain.cli.printing import print_table, say
-from memtrain.cli.showing import rows_words, why_words
+from memtrain.cli.launch.summary import rows_words, why_words
+from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.plan.answer import Answer, everything, figures_words
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.estimate.static import overhead
 from memtrain.memory.explain.reasons import gains, left_out, time_words

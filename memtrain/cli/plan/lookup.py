@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from memtrain.cli.shaping import shape_for
+from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
@@ -81,7 +81,7 @@ def _given_config(model: Model, config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("model_type") in FAMILIES:
         has_vocabulary = "vocab_size" in config or model.tokenizer != "builtin:tiny"
         return config if has_vocabulary else {"vocab_size": _tiny_vocabulary(), **config}
-    from memtrain.cli.planning import model_config
+    from memtrain.cli.plan.make_plan import model_config
 
     return cast(Mapping[str, Any], model_config(model))
 
@@ -166,7 +166,7 @@ def look_at_devices(
             fix="add --gpu h100, or another kind",
         )
     elif budget is not None and device == "auto":
-        from memtrain.cli.pricing import card_of
+        from memtrain.cli.plan.price_lengths import card_of
 
         found, presumed = card_of(budget), ELSEWHERE
     else:
@@ -186,7 +186,7 @@ def facts_without_data(
 
     Raises: RecipeError where no length is said.
     """
-    from memtrain.cli.planning import reward_shapes
+    from memtrain.cli.plan.make_plan import reward_shapes
 
     recipe = asked.recipe
     profile = unread_profile(asked, shares_prompts=True)

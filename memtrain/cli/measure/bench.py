@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memtrain.cli.planning import Planned, facts_of, make_plan, model_config
-from memtrain.cli.variants import Variant, ablations, predicted_of, variant, waterfall
+from memtrain.cli.measure.variants import Variant, ablations, predicted_of, variant, waterfall
+from memtrain.cli.plan.make_plan import Planned, facts_of, make_plan, model_config
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.plan import Plan

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memtrain.cli.launch.queue import ask, has_slurm
+from memtrain.cli.launch.slurm_queue import ask, has_slurm
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.hardware.devices import Hardware, card_name, cpu, detect, known_names
 from memtrain.memory.plan.units import MIB

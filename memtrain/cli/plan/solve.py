@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
-from memtrain.cli.answering import Question
-from memtrain.cli.plan_tables import settings_words
-from memtrain.cli.printing import columns
+from memtrain.cli.output.terminal import columns
+from memtrain.cli.plan.answer import Question
+from memtrain.cli.plan.tables import settings_words
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import Facts, Priced, budget_of
 from memtrain.memory.hardware.devices import Hardware, known_names

@@ -7,9 +7,9 @@ from html import escape
 
 import typer
 
-from memtrain.cli.benching import Bench, Row
-from memtrain.cli.plan_html import STYLE
-from memtrain.cli.printing import print_table, say
+from memtrain.cli.measure.bench import Bench, Row
+from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.plan.html import STYLE
 from memtrain.memory.plan.units import gib
 
 HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "of plain", "loss differs by")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.cli.commands.status import grown
-from memtrain.cli.launch.queue import JobRecord
+from memtrain.cli.launch.slurm_queue import JobRecord
 from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 

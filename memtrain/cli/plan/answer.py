@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from memtrain.cli.looking import LookedAt, facts_without_data, look_at_devices, look_at_model
+from memtrain.cli.plan.lookup import LookedAt, facts_without_data, look_at_devices, look_at_model
 from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.pricing import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.estimate.static import needed
@@ -109,7 +109,7 @@ def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int
 
 def facts_note(looked: LookedAt, path: str | None) -> str:
     """What is uncertain about the shape."""
-    from memtrain.cli.shaping import shape_for
+    from memtrain.cli.plan.model_shape import shape_for
 
     note = shape_for(looked.config, path or "model.config").note
     return f"{note[0].upper()}{note[1:]}." if note else ""
@@ -130,7 +130,7 @@ def facts_of_question(
         kind = "answer" if recipe.method in HAS_ANSWERS else "sequence"
         length = f"{recipe.length.max_length:,} tokens"
         return facts, f"The data was not read ({why}): every {kind} is taken to have {length}."
-    from memtrain.cli.planning import facts_of
+    from memtrain.cli.plan.make_plan import facts_of
     from memtrain.trainers.data.store.prepare import prepare
 
     data = prepare(recipe, progress=progress)

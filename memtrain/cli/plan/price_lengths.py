@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memtrain.cli.planning import model_config
-from memtrain.cli.shaping import shape_for
+from memtrain.cli.plan.make_plan import model_config
+from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, Facts, typical_micro
 from memtrain.memory.hardware.devices import Hardware, detect, known_names

@@ -1,0 +1,1 @@
+"""Measuring from the command line: bench, its variants, verify."""

@@ -1,0 +1,1 @@
+"""Words on the terminal and in the length report."""

@@ -1,0 +1,1 @@
+"""The command `memtrain plan`: making, solving, showing and keeping a plan."""
