@@ -27,8 +27,8 @@ from memtrain.trainers.build import engine
 from memtrain.trainers.checkpoints import snapshot
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint, newest_complete
 from memtrain.trainers.checkpoints.row_shards import fill_from
-from memtrain.trainers.checkpoints.shard_names import rows_of
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.runtime.weight_layout import rows_of
 
 FSDP2 = ("cluster.engine=fsdp2", "save.every_steps=2", "save.keep=4")
 SHARDED_FILES = {

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from memtrain.memory.estimate.activations import HeaviestBatch, Load
 from memtrain.memory.estimate.auxiliary_models import RewardShape, judging_bytes, with_beside
 from memtrain.memory.estimate.peaks import estimate, kept_bytes, phase_peak
 from memtrain.memory.estimate.pricing import asks_of
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
+from memtrain.memory.estimate.workload import HeaviestBatch, Load
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import is_sharded, uses_zero
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES
 from memtrain.recipes.sections.model import Adapter

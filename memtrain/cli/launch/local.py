@@ -19,8 +19,8 @@ from memtrain.cli.launch.topology import (
     environment,
 )
 from memtrain.memory.estimate.sharded.zero_config import CONFIG_FILE, zero_config
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
-from memtrain.memory.rules.engines import uses_zero
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run_folder.folder import RunFolder, RunLock
 

@@ -11,8 +11,7 @@ import typer
 
 from memtrain.cli.output.terminal import print_table, say, whole
 from memtrain.cli.plan.make_plan import Planned
-from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
-from memtrain.memory.plan.plan import Decision
+from memtrain.cli.plan.tables import rows_words, why_words
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.run_folder.folder import RunFolder
 
@@ -58,34 +57,6 @@ def print_plan(planned: Planned) -> None:
         f"{gib(plain.num_bytes)} without the plan."
     )
     typer.echo()
-
-
-def why_words(one: Decision) -> str:
-    """Why a setting has its value, and who decided."""
-    return f"{one.reason} ({whole(one.source)})" if one.reason else whole(one.source)
-
-
-def rows_words(report: LengthReport) -> str:
-    """What truncation and packing did, in one paragraph: nothing is lost that is not said here."""
-    said = [f"{report.num_rows:,} rows, {report.num_tokens:,} tokens, {report.num_learnt:,} of them learnt"]
-    if report.rows_cut:
-        sides = by_answer_words(report.learnt_cut_by_answer)
-        learnt = f"{report.learnt_cut:,} learnt{sides}"
-        said.append(f"{report.rows_cut:,} rows are cut ({report.tokens_cut:,} tokens, {learnt})")
-    if report.rows_dropped:
-        said.append(
-            f"{report.rows_dropped:,} rows are left out "
-            f"({report.tokens_dropped:,} tokens, {report.learnt_dropped:,} learnt)"
-        )
-    if report.rows_split:
-        said.append(f"{report.rows_split:,} rows are split")
-    if report.tokens_idle:
-        said.append(f"{report.tokens_idle:,} tokens are left out with pieces in which nothing is learnt")
-    if report.num_sequences != report.pieces:
-        said.append(f"{report.pieces:,} pieces in {report.num_sequences:,} sequences, {report.fill:.2%} full")
-    if not (report.tokens_cut or report.tokens_dropped):
-        said.append("no token is cut or dropped")
-    return "; ".join(said) + "."
 
 
 def print_end(folder: RunFolder) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.pricing import Facts, asks_of, predict, price
+from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.plan import Plan, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.exclusions import excluded

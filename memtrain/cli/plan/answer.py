@@ -8,20 +8,20 @@ from functools import cached_property
 from typing import Any
 
 from memtrain.cli.plan.lookup import LookedAt, facts_without_data, look_at_devices, look_at_model
-from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.pricing import Facts, Priced, heaviest, typical_micro
 from memtrain.memory.estimate.static import needed
+from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.reasons import gains, left_out
 from memtrain.memory.generation.vllm import longest_prompt
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.planner.engine_ranking import Weighed, weighed_engines
 from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.planner.search import frontier, price_all
 from memtrain.memory.planner.use_and_never import honoured
-from memtrain.memory.rules.engines import uses_zero
 from memtrain.memory.rules.ledger import Asked
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS

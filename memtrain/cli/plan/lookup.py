@@ -15,9 +15,9 @@ from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib
-from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.assumed_lengths import unread_counter, unread_profile
 from memtrain.memory.rules.ledger import Asked
+from memtrain.recipes.edit import with_key
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model

@@ -21,8 +21,9 @@ from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.memory.planner.resolve import resolve
-from memtrain.memory.planner.use_and_never import honoured, with_key
+from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.ledger import Asked
+from memtrain.recipes.edit import with_key
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.recipes.registry import METHODS

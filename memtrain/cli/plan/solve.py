@@ -25,8 +25,8 @@ from memtrain.memory.planner.resolve import (
     resolved_if_it_fits,
 )
 from memtrain.memory.planner.search import price_all
-from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.ledger import Asked
+from memtrain.recipes.edit import with_key
 
 MOST_LENGTH = 2**20
 """Longest sequence that is tried for a model that says no limit of its own."""

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import typer
 
-from memtrain.cli.launch.summary import rows_words, why_words
-from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.output.terminal import print_table, say, whole
 from memtrain.cli.plan.answer import Answer, everything, figures_words
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.estimate.static import overhead
 from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.explain.tables import difference, owner_table, verdict
+from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
+from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.engine_ranking import form_words
@@ -240,3 +241,31 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
             "Replayed through the model of CUDA's caching allocator: "
             f"{gib(traced.reserved_bytes)} reserved ({share:+.1%})."
         )
+
+
+def why_words(one: Decision) -> str:
+    """Why a setting has its value, and who decided."""
+    return f"{one.reason} ({whole(one.source)})" if one.reason else whole(one.source)
+
+
+def rows_words(report: LengthReport) -> str:
+    """What truncation and packing did, in one paragraph: nothing is lost that is not said here."""
+    said = [f"{report.num_rows:,} rows, {report.num_tokens:,} tokens, {report.num_learnt:,} of them learnt"]
+    if report.rows_cut:
+        sides = by_answer_words(report.learnt_cut_by_answer)
+        learnt = f"{report.learnt_cut:,} learnt{sides}"
+        said.append(f"{report.rows_cut:,} rows are cut ({report.tokens_cut:,} tokens, {learnt})")
+    if report.rows_dropped:
+        said.append(
+            f"{report.rows_dropped:,} rows are left out "
+            f"({report.tokens_dropped:,} tokens, {report.learnt_dropped:,} learnt)"
+        )
+    if report.rows_split:
+        said.append(f"{report.rows_split:,} rows are split")
+    if report.tokens_idle:
+        said.append(f"{report.tokens_idle:,} tokens are left out with pieces in which nothing is learnt")
+    if report.num_sequences != report.pieces:
+        said.append(f"{report.pieces:,} pieces in {report.num_sequences:,} sequences, {report.fill:.2%} full")
+    if not (report.tokens_cut or report.tokens_dropped):
+        said.append("no token is cut or dropped")
+    return "; ".join(said) + "."

@@ -9,87 +9,10 @@ a bytes of an activation (2 in half precision, 4 in float32).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 from memtrain.memory.estimate.context_parallel import dealt_kept, gathered_backward, gathered_forward
-from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan.settings import Settings
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class Asks(StrEnum):
-    """What a loss asks of an LM head."""
-
-    NLL = "nll"
-    """A weighted sum, its weights known before: gradients may be made with it."""
-    LOGPS = "logps"
-    """Log-probs, from which the loss is computed."""
-    ENTROPIES = "entropies"
-    """Log-probs and entropies."""
-
-
-class HeaviestBatch(NamedTuple):
-    """The micro-batch that needs the most memory."""
-
-    rows: int
-    """Sequences."""
-    tokens: int
-    """Their tokens, without padding."""
-    scored_tokens: int
-    """Tokens that the loss scores; `tokens` where it is not known."""
-    longest: int
-    """Tokens of the longest sequence: padded rows are all as long."""
-    asks: Asks = Asks.NLL
-    """What the loss asks of the scored tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One micro-batch on one model under some settings, in the letters of the formulas."""
-
-    settings: Settings
-    shape: ModelShape
-    batch: HeaviestBatch
-
-    @property
-    def a(self) -> int:
-        """Bytes of an activation."""
-        return DTYPE_BYTES[self.settings.dtype]
-
-    @property
-    def is_half(self) -> bool:
-        """Float32 copies are made where norms and losses compute wide."""
-        return self.a == 2
-
-    @property
-    def trains_all(self) -> bool:
-        """Every weight is trained, none is frozen."""
-        return self.settings.adapter is None
-
-    @property
-    def N(self) -> int:  # noqa: N802
-        """Tokens that enter the model on one process, padding included."""
-        return -(-self.num_whole // self.settings.context_parallel)
-
-    @property
-    def num_whole(self) -> int:
-        """The same of all processes that hold the same rows."""
-        if self.settings.padding_free:
-            tokens, rows = self.batch.tokens, 1
-        else:
-            tokens, rows = self.batch.longest, self.batch.rows
-        multiple = self.settings.pad_to_multiple_of
-        return rows * (-(-tokens // multiple) * multiple if multiple else tokens)
-
-    @property
-    def S(self) -> int:  # noqa: N802
-        """Tokens that the loss scores: the last of a row predicts nothing."""
-        whole = max(0, min(self.batch.scored_tokens, self.batch.tokens - self.batch.rows))
-        # A slice may be all answer.
-        return whole if self.settings.context_parallel == 1 else min(whole, self.N)
+from memtrain.memory.estimate.workload import Asks, Load
 
 
 def norm_kept(load: Load, width: int, *, num_scales: int) -> int:

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memtrain.memory.estimate.activations import (
-    DTYPE_BYTES,
-    HeaviestBatch,
-    Load,
-    layer_forward,
-    norm_kept,
-    rotary,
-)
+from memtrain.memory.estimate.activations import layer_forward, norm_kept, rotary
 from memtrain.memory.estimate.sharded.sharding import gathered, share
 from memtrain.memory.estimate.static import static_bytes, weights_bytes
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Load
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import shards_weights
 
 READ_TOKENS = 8192
 """Tokens that a reward model reads at once, where no answer alone is longer (rewards/models.py)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from memtrain.memory.estimate.auxiliary_models import headless
 from memtrain.memory.estimate.static import moments_bytes, reference_bytes, trained_parts
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import is_sharded, uses_zero
 
 COPY = "checkpoint copy"
 """Owner of what is copied to be written."""

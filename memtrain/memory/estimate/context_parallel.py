@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memtrain.memory.estimate.activations import Load
+    from memtrain.memory.estimate.workload import Load
 
 
 def num_gathered(load: Load) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from memtrain.errors import DoesNotFit, Fault
-from memtrain.memory.estimate.activations import HeaviestBatch, Load, layer_boundary, layer_kept
+from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES, blockwise_states
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
 from memtrain.memory.estimate.static import host_overhead, needed, optimizer_bytes
+from memtrain.memory.estimate.workload import HeaviestBatch, Load
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import Prediction

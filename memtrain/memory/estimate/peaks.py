@@ -6,10 +6,7 @@ A moment of a step at which memory can be highest is a sum of owners; a phase's 
 from __future__ import annotations
 
 from memtrain.memory.estimate.activations import (
-    Asks,
     HeadBytes,
-    HeaviestBatch,
-    Load,
     head_bytes,
     layer_backward,
     layer_boundary,
@@ -39,10 +36,11 @@ from memtrain.memory.estimate.static import (
     trains_head,
     weights_bytes,
 )
+from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Load
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import shards_weights, uses_zero
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""

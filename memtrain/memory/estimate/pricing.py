@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from memtrain.memory.estimate.activations import Asks, HeaviestBatch, Load
 from memtrain.memory.estimate.auxiliary_models import RewardShape, with_beside
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate, kept_bytes
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
+from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Load
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.packages import installed
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.ledger import installed
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 

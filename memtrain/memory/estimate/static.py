@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import DTYPE_BYTES
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES, blockwise_states
 from memtrain.memory.estimate.sharded.sharding import share
+from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.hardware.calibration import Measured
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB
-from memtrain.memory.rules.engines import is_sharded, uses_zero
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit weight: half a byte, an 8-bit scale for 64, a float32 scale for 256 of those.

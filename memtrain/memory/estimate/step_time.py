@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_boundary, layer_kept
+from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.context_parallel import dealt, num_gathered
 from memtrain.memory.estimate.sharded.communication import Sending, Waiting, sending, waiting
 from memtrain.memory.estimate.static import num_trained, optimizer_bytes, static_bytes, trains_head
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Load
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings

@@ -14,11 +14,11 @@ from memtrain.memory.explain.ways_out import Change, WayOut, ways_out
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.context_parallel import PATH as CONTEXT
 from memtrain.memory.rules.context_parallel import context_faults
 from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.strategies.registry import STRATEGIES
+from memtrain.recipes.edit import with_key
 from memtrain.recipes.sections.model import Adapter
 
 MOST = 3

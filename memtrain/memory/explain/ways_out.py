@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.peaks import estimate
+from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import DTYPE_BYTES, HeaviestBatch, Load
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.estimate.sharded.communication import COLLECTIVE_S, num_groups
 from memtrain.memory.estimate.sharded.sharding import gathered
 from memtrain.memory.estimate.sharded.zero import gathered_module
 from memtrain.memory.estimate.static import needed, weights_bytes
 from memtrain.memory.estimate.step_time import FORWARD_OPERATORS
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Load
+from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.rules.engines import shards_weights, uses_zero
 from memtrain.memory.rules.ledger import Ledger
 
 PATH = "generate.gather_weights"

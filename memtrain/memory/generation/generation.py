@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.estimate.activations import DTYPE_BYTES, HeaviestBatch, Load, layer_forward, rotary
+from memtrain.memory.estimate.activations import layer_forward, rotary
 from memtrain.memory.estimate.auxiliary_models import judging_bytes, with_beside
 from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
 from memtrain.memory.estimate.pricing import Facts, heaviest
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Load
 from memtrain.memory.generation.gather_weights import decide_gathering, refuse_gathering, ways
 from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB
-from memtrain.memory.rules.engines import shards_weights
 from memtrain.memory.rules.ledger import Ledger
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
@@ -37,22 +38,6 @@ PASS_FACTORS = (4, 2, 1)
 
 MOST_ROWS = 512
 """Completions that are written at a time at most, unless the recipe says more: more is hardly faster."""
-
-
-def refuse_uneven_groups(ledger: Ledger, rows: int | None) -> None:
-    """Refuse a step that is no whole number of groups."""
-    recipe = ledger.asked.recipe
-    if recipe.online is None or rows is None:
-        return
-    count = recipe.generation.completions
-    if rows % count:
-        less, more = rows // count * count, (rows // count + 1) * count
-        near = f"{less} or {more}" if less else f"{more}"
-        ledger.refuse(
-            f"a step of {rows} completions is no whole number of groups of {count}",
-            "train.batch_rows",
-            f"set train.batch_rows to {near}, or generate.completions to a divisor of {rows}",
-        )
 
 
 def with_generation(

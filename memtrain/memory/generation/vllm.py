@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memtrain.errors import DoesNotFit, Fault
-from memtrain.memory.estimate.activations import DTYPE_BYTES
 from memtrain.memory.estimate.pricing import Facts, Priced, budget_of
 from memtrain.memory.estimate.static import needed
+from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB, gib, round_up

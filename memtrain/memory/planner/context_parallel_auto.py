@@ -9,9 +9,9 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import Facts, Priced
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.planner.search import TIE
-from memtrain.memory.planner.use_and_never import with_key
 from memtrain.memory.rules.context_parallel import PATH
 from memtrain.memory.rules.ledger import Asked
+from memtrain.recipes.edit import with_key
 
 MOST = 64
 """Most processes that are tried for one row."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.planner.use_and_never import with_key
-from memtrain.memory.rules.engines import shards_weights
 from memtrain.memory.rules.ledger import Asked
+from memtrain.recipes.edit import with_key
 
 
 def pins(asked: Asked, settings: Settings) -> dict[str, object]:

@@ -15,19 +15,21 @@ from memtrain.memory.explain.reasons import explain
 from memtrain.memory.generation.generation import with_generation
 from memtrain.memory.generation.vllm import leaves_room, refuse_vllm, training_budget
 from memtrain.memory.hardware.peak_history import kind_of_run
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Decision, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.context_parallel_auto import by_context, told
 from memtrain.memory.planner.search import Space, fastest, price_all, space
-from memtrain.memory.planner.use_and_never import honoured, with_key
+from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.base_settings import decide_base
-from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed, uses_zero
+from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed
 from memtrain.memory.rules.ledger import Asked, Ledger
 from memtrain.memory.rules.oom_recovery import decide_recovery, decide_rehearsal, in_backward_choices
 from memtrain.memory.strategies.base import Case
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, without_strategies
+from memtrain.recipes.edit import with_key
 
 LENGTH_STEP = 64
 """Lengths are searched in steps that tensor cores like."""

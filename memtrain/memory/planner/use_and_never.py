@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 
 from pydantic import ValidationError
@@ -11,13 +11,8 @@ from memtrain.errors import Fault, RecipeError
 from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.strategies.base import Strategy
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched
+from memtrain.recipes.edit import with_key
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.sections.base import Section
-from memtrain.recipes.sections.generate import Generate
-from memtrain.recipes.sections.methods.preference import Dpo, Kto
-
-EMPTY: Mapping[str, Callable[[], Section]] = {"dpo": Dpo, "generate": Generate, "kto": Kto}
-"""Sections that a recipe may leave out."""
 
 ONE_OF: Mapping[str, str] = {
     "checkpointing": "either every layer is checkpointed or every n-th",
@@ -108,12 +103,3 @@ def _contradicted(asked: Asked, strategy: Strategy, word: str) -> Fault | None:
                 f"remove {key}, or {strategy.name} from memory.{word}",
             )
     return None
-
-
-def with_key(recipe: Recipe, key: str, value: object) -> Recipe:
-    """The recipe with `section.name` set to a value; the given one is not changed."""
-    section, _, name = key.partition(".")
-    if not name:
-        return recipe.model_copy(update={section: value})
-    known = getattr(recipe, section) or EMPTY[section]()
-    return recipe.model_copy(update={section: known.model_copy(update={name: value})})

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from memtrain.memory.estimate.pricing import Facts
-from memtrain.memory.generation.generation import refuse_uneven_groups
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates
+from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates, refuse_uneven_groups
 from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, row_multiple
 from memtrain.memory.rules.engines import first_form, refuse_engine
 from memtrain.memory.rules.ledger import (

@@ -129,3 +129,19 @@ def _row_steps(most_rows: int, longest: int, device: str, num_sharing: int) -> l
     while steps[-1] > 1:
         steps.append(steps[-1] // 2)
     return steps
+
+
+def refuse_uneven_groups(ledger: Ledger, rows: int | None) -> None:
+    """Refuse a step that is no whole number of groups."""
+    recipe = ledger.asked.recipe
+    if recipe.online is None or rows is None:
+        return
+    count = recipe.generation.completions
+    if rows % count:
+        less, more = rows // count * count, (rows // count + 1) * count
+        near = f"{less} or {more}" if less else f"{more}"
+        ledger.refuse(
+            f"a step of {rows} completions is no whole number of groups of {count}",
+            "train.batch_rows",
+            f"set train.batch_rows to {near}, or generate.completions to a divisor of {rows}",
+        )

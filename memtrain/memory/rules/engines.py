@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
+from memtrain.memory.plan.engine_kinds import ZERO, EngineName, Offload, shards_weights
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import Ledger
 from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
-
-EngineName = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
-Offload = Literal["none", "optimizer", "parameters"]
 
 OFFLOADS: dict[EngineName, tuple[Offload, ...]] = {
     "ddp": ("none",),
@@ -25,23 +23,7 @@ OFFLOADS: dict[EngineName, tuple[Offload, ...]] = {
 
 PACKAGE = "deepspeed"
 MISSING = "DeepSpeed is not installed (pip install 'memtrain[deepspeed]')"
-ZERO: tuple[EngineName, ...] = ("zero1", "zero2", "zero3")
 PATH = "cluster.engine"
-
-
-def is_sharded(settings: Settings) -> bool:
-    """Whether ranks hold parts of what one process would hold whole; every pass is then a collective."""
-    return settings.num_processes > 1 and settings.engine != "ddp"
-
-
-def uses_zero(settings: Settings) -> bool:
-    """Whether DeepSpeed's engine exchanges gradients and steps."""
-    return settings.num_processes > 1 and settings.engine in ZERO
-
-
-def shards_weights(settings: Settings) -> bool:
-    """Whether a rank holds only its part of the weights."""
-    return settings.num_processes > 1 and settings.engine in ("fsdp2", "zero3")
 
 
 class Form(NamedTuple):

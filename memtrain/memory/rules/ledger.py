@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.packages import installed
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.rules.attention import (
     AttentionBackend,
@@ -67,11 +67,6 @@ class Ledger:
         """Raises: RecipeError with every refusal, when there is one."""
         if self.faults:
             raise RecipeError(self.faults)
-
-
-def installed(*packages: str) -> frozenset[str]:
-    """Which of the packages can be imported here."""
-    return frozenset(name for name in packages if importlib.util.find_spec(name) is not None)
 
 
 def decide_device(ledger: Ledger, hardware: Hardware) -> int:

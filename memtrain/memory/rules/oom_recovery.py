@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
-from memtrain.memory.rules.engines import is_sharded, uses_zero
 from memtrain.memory.rules.ledger import Ledger
 from memtrain.recipes.sections.memory import StrategyName
 from memtrain.recipes.sections.methods.preference import Dpo

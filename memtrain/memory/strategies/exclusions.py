@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memtrain.memory.plan.engine_kinds import ZERO, is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.context_parallel import NOT_SLICED, NOT_WITH_LIGER, SLICED
-from memtrain.memory.rules.engines import ZERO, is_sharded, uses_zero
 from memtrain.memory.strategies.registry import STRATEGIES
 
 

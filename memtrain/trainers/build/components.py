@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.memory.rules.engines import is_sharded
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.collate import nothing
 from memtrain.trainers.data.sources.splits import choose_rows

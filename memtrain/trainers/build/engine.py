@@ -13,9 +13,9 @@ from torch import nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.sharded.zero_config import stage_of
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import uses_zero
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.distributed.ddp import Exchange
 from memtrain.trainers.distributed.fsdp2 import (

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint
-from memtrain.trainers.checkpoints.shard_names import PIECES, files_of, rows_of
+from memtrain.trainers.checkpoints.shard_names import PIECES, files_of
 from memtrain.trainers.checkpoints.state_io import load_state
-from memtrain.trainers.runtime.weight_layout import local_of
+from memtrain.trainers.runtime.weight_layout import local_of, rows_of
 
 State = dict[str, Any]
 

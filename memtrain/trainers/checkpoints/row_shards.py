@@ -15,9 +15,9 @@ from torch import Tensor
 
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint
 from memtrain.trainers.checkpoints.flat_shards import fill_from_pieces, has_pieces, read_rows
-from memtrain.trainers.checkpoints.shard_names import files_of, rows_of
+from memtrain.trainers.checkpoints.shard_names import files_of
 from memtrain.trainers.checkpoints.state_io import load_state
-from memtrain.trainers.runtime.weight_layout import local_of
+from memtrain.trainers.runtime.weight_layout import local_of, rows_of
 
 State = dict[str, Any]
 

@@ -16,12 +16,6 @@ def name_of(part: str, rank: int, world: int) -> str:
     return f"{part}-{rank:05d}-of-{world:05d}"
 
 
-def rows_of(num_rows: int, rank: int, world: int) -> range:
-    """The rows of a tensor that are in shard `rank` of `world`; may be none."""
-    size = -(-num_rows // world)
-    return range(min(num_rows, rank * size), min(num_rows, (rank + 1) * size))
-
-
 def files_of(checkpoint: Checkpoint, part: str) -> list[str]:
     """Names of the files of a part, in the order of the ranks that wrote them; none where it has no such.
 

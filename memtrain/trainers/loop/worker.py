@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import NoReturn
 
 import psutil
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
@@ -40,6 +38,7 @@ from memtrain.trainers.loop.oom.preflight import rehearse
 from memtrain.trainers.loop.oom.recover import Recovery
 from memtrain.trainers.loop.rank_failures import LAUNCHED, note_fault
 from memtrain.trainers.loop.saver import Saver
+from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.memory_meter.resized_storages import counting_mode
 from memtrain.trainers.model.heads.build import treat_loss
@@ -245,18 +244,6 @@ def _watch(
     if watch.is_on and ranks.is_main:
         note("load", weights, 0, psutil.Process().memory_info().rss)
     return watch
-
-
-def live_bytes() -> int:
-    """Bytes of the storages of all tensors that Python reaches; a DTensor has none beside its rank's part."""
-    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    return resident([one for one in found if not issubclass(type(one), DTensor)])
-
-
-def resident(tensors: list[Tensor]) -> int:
-    """Bytes of the storages of `tensors`, shared ones once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def main() -> int:

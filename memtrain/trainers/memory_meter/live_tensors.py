@@ -6,6 +6,7 @@ is an allocation; a weak reference to it tells its end. What a kernel allocates 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Operator = torch._ops.OpOverload
@@ -288,3 +290,15 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
+
+
+def live_bytes() -> int:
+    """Bytes of the storages of all tensors that Python reaches; a DTensor has none beside its rank's part."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return resident([one for one in found if not issubclass(type(one), DTensor)])
+
+
+def resident(tensors: list[Tensor]) -> int:
+    """Bytes of the storages of `tensors`, shared ones once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import uses_zero
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.loading.quantize import refuse_without_bitsandbytes
 from memtrain.trainers.optim.adafactor import Adafactor

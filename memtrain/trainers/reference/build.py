@@ -10,8 +10,8 @@ from typing import Any, cast
 from peft import PeftModel
 from torch import nn
 
+from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import Plan
-from memtrain.memory.rules.engines import shards_weights
 from memtrain.memory.rules.reference_model import section_of
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.store.cache import cache_dir

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import is_sharded
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.packing.step_order import micro_batches

@@ -63,3 +63,9 @@ class Spread:
     """Whole weights for the main rank's file, called by all ranks; None where the model has them itself."""
     is_sharded: bool = False
     """Every pass through the model is a collective: all ranks make as many."""
+
+
+def rows_of(num_rows: int, rank: int, world: int) -> range:
+    """The rows of a tensor that are in shard `rank` of `world`; may be none."""
+    size = -(-num_rows // world)
+    return range(min(num_rows, rank * size), min(num_rows, (rank + 1) * size))

@@ -30,8 +30,7 @@ from memtrain.trainers.build.components import build
 from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.loop.oom.heaviest_batch import longest_together, step_of
 from memtrain.trainers.loop.oom.preflight_online import made_up_rollout
-from memtrain.trainers.loop.worker import resident
-from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak, resident
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro

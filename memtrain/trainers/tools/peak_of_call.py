@@ -10,8 +10,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.bare_steps import Stepper
 from memtrain.trainers.build.components import build
 from memtrain.trainers.build.engine import make_accelerator
-from memtrain.trainers.loop.worker import resident
-from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak, resident
 from memtrain.trainers.model.loading.load import local_device
 
 

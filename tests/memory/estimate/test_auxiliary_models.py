@@ -1,8 +1,8 @@
 """A value model beside the policy, by hand: what it adds to which moment of a step."""
 
-from memtrain.memory.estimate.activations import HeaviestBatch, Load
 from memtrain.memory.estimate.auxiliary_models import STEPS, headless, value_model, with_beside
 from memtrain.memory.estimate.peaks import estimate, kept_bytes
+from memtrain.memory.estimate.workload import HeaviestBatch, Load
 from memtrain.memory.model_shape.shape import shape_of
 
 TINY = {"model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16}

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.memory.estimate.activations import HeaviestBatch, Load, attention_kept
+from memtrain.memory.estimate.activations import attention_kept
 from memtrain.memory.estimate.context_parallel import dealt, gathered_backward, gathered_forward, num_gathered
 from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.workload import HeaviestBatch, Load
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.rules.context_parallel import copies_of_keys, row_multiple

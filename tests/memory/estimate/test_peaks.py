@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from memtrain.memory.estimate.activations import HeaviestBatch, Load, layer_kept
+from memtrain.memory.estimate.activations import layer_kept
 from memtrain.memory.estimate.peaks import PHASES, estimate
 from memtrain.memory.estimate.static import needed, static_bytes, usable
+from memtrain.memory.estimate.workload import HeaviestBatch, Load
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB

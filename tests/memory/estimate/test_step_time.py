@@ -2,8 +2,8 @@
 
 import pytest
 
-from memtrain.memory.estimate.activations import HeaviestBatch, Load
 from memtrain.memory.estimate.step_time import _head_operations, _layer_operations, step_time
+from memtrain.memory.estimate.workload import HeaviestBatch, Load
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings

@@ -9,11 +9,12 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.planner.use_and_never import honoured, with_key
+from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.ledger import Asked
 from memtrain.memory.strategies.base import TRAINED, Case
 from memtrain.memory.strategies.exclusions import EXCLUSIONS, excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, used_in, wish_of, without_strategies
+from memtrain.recipes.edit import with_key
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.sections.memory import Changing, StrategyName
 from memtrain.recipes.sections.model import Adapter

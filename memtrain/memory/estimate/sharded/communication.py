@@ -12,8 +12,8 @@ from typing import NamedTuple
 from memtrain.memory.estimate.static import num_trained, static_bytes, trained_parts, weights_bytes
 from memtrain.memory.hardware.devices import CPU_RATES, Rates
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import is_sharded, shards_weights, uses_zero
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import is_sharded, shards_weights, uses_zero
 
 COLLECTIVE_S = {"cpu": 3e-3, "cuda": 5e-5}
 """Time that a small collective takes. Source: cpu: measured, two gloo ranks on two cores, torch 2.13; cuda:

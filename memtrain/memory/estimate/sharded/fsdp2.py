@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
     HeadBytes,
-    Load,
     head_bytes,
     layer_backward,
     layer_boundary,
@@ -29,6 +28,7 @@ from memtrain.memory.estimate.activations import (
 )
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
 from memtrain.memory.estimate.static import static_bytes, trains_head
+from memtrain.memory.estimate.workload import Load
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""

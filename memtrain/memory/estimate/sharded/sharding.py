@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import DTYPE_BYTES
+from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import is_sharded
 
 GATHERED = 2
 """Copies of a group while it is gathered: the flat buffer that arrives, and the weights cut out of it."""

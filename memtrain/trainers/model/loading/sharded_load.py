@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.checkpoints.shard_names import rows_of
 from memtrain.trainers.model.loading.locate import Origin
 from memtrain.trainers.model.loading.sharded_init import (
     Kept,
@@ -30,7 +29,7 @@ from memtrain.trainers.model.loading.sharded_init import (
     kept_in_parts,
     not_drawn,
 )
-from memtrain.trainers.runtime.weight_layout import local_of
+from memtrain.trainers.runtime.weight_layout import local_of, rows_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from memtrain.memory.estimate.auxiliary_models import READ_TOKENS, judge_settings
+from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import shards_weights
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.batches.answer_batch import Answer as AnswerIds

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import is_sharded
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.losses.policy.ratios import entropy_threshold

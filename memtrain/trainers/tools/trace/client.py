@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.auxiliary_models import RewardShape, judged_batch
+from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import uses_zero
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
 

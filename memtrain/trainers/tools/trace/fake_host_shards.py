@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import is_sharded
 from memtrain.trainers.distributed import fsdp2 as shards
 from memtrain.trainers.tools.trace.fake_cuda import called_from, replaced
 from memtrain.trainers.tools.trace.fake_host import HOST

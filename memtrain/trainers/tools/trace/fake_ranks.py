@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import shards_weights
 from memtrain.trainers.distributed import fsdp2 as shards
 from memtrain.trainers.distributed.ddp import Exchange
 from memtrain.trainers.distributed.fsdp2 import own_shards, shard, shard_engine

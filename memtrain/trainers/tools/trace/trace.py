@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from memtrain.memory.estimate.activations import HeaviestBatch
+from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.engines import is_sharded
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.memory_meter.live_tensors import Recorder

@@ -4,11 +4,11 @@ import pytest
 from narrow import NARROW
 
 from memtrain.errors import RecipeError
-from memtrain.memory.estimate.activations import HeaviestBatch, Load
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments
 from memtrain.memory.estimate.sharded.sharding import gathered, groups, share
 from memtrain.memory.estimate.static import static_bytes
+from memtrain.memory.estimate.workload import HeaviestBatch, Load
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.units import GIB

@@ -3,10 +3,10 @@
 import pytest
 from narrow import NARROW
 
-from memtrain.memory.estimate.activations import HeaviestBatch
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.sharded.zero import between_steps, saved_whole
 from memtrain.memory.estimate.static import static_bytes
+from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.model_shape.shape import shape_of
 
 LAYER = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16

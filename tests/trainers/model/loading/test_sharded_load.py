@@ -15,13 +15,13 @@ from transformers import (
 )
 
 from memtrain.recipes.sections.model import Adapter
-from memtrain.trainers.checkpoints.shard_names import rows_of
 from memtrain.trainers.model.heads.reward_head import in_float
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.load import SCORE_HEADS
 from memtrain.trainers.model.loading.locate import Origin
 from memtrain.trainers.model.loading.sharded_init import NeedsWhole, is_keeping, kept_in_parts, kept_of
 from memtrain.trainers.model.loading.sharded_load import empty_model, is_empty
+from memtrain.trainers.runtime.weight_layout import rows_of
 
 WORLD = 3
 

@@ -1,0 +1,30 @@
+"""The engines by name, and what each of them cuts into shards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memtrain.memory.plan.settings import Settings
+
+EngineName = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+
+
+Offload = Literal["none", "optimizer", "parameters"]
+
+
+ZERO: tuple[EngineName, ...] = ("zero1", "zero2", "zero3")
+
+
+def is_sharded(settings: Settings) -> bool:
+    """Whether ranks hold parts of what one process would hold whole; every pass is then a collective."""
+    return settings.num_processes > 1 and settings.engine != "ddp"
+
+
+def uses_zero(settings: Settings) -> bool:
+    """Whether DeepSpeed's engine exchanges gradients and steps."""
+    return settings.num_processes > 1 and settings.engine in ZERO
+
+
+def shards_weights(settings: Settings) -> bool:
+    """Whether a rank holds only its part of the weights."""
+    return settings.num_processes > 1 and settings.engine in ("fsdp2", "zero3")
