@@ -10,7 +10,7 @@ from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
 from memtrain.memory.estimate.static import usable
-from memtrain.memory.explain.ways_out import Change, WayOut, ways_out
+from memtrain.memory.explain.suggestions import Change, WayOut, ways_out
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib

@@ -12,7 +12,7 @@ from memtrain.errors import DoesNotFit, Fault, OutOfMemory
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.static import needed, usable
 from memtrain.memory.estimate.workload import HeaviestBatch
-from memtrain.memory.explain.ways_out import WayOut, ways_out
+from memtrain.memory.explain.suggestions import WayOut, ways_out
 from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.memory.plan.settings import Settings

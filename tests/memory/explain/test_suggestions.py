@@ -8,7 +8,7 @@ import pytest
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.workload import HeaviestBatch
-from memtrain.memory.explain.ways_out import ways_out
+from memtrain.memory.explain.suggestions import ways_out
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.memory.plan.settings import Settings
