@@ -91,6 +91,8 @@ class Settings(Section):
 
     checkpoint_every: int
     """Activation checkpointing of every n-th layer; 0 is off."""
+    slice_tokens: int = 0
+    """Tokens of the slices in which each layer goes over a row, forward and backward; 0: the whole row."""
     offload: Literal["none", "boundaries", "all"]
     """Activations that wait in host memory: none, the checkpointed layer inputs, or every saved tensor."""
     offload_keep: int = 0

@@ -24,8 +24,12 @@ from memtrain.trainers.model.attention.by_heads import attend_by_heads
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.attention.sliced import attend_sliced
 from memtrain.trainers.model.context_parallel.row_slices import RowPart, SlicedLayout
+from memtrain.trainers.model.streamed.attention import attend_streamed
+from memtrain.trainers.model.streamed.layer_keys import SliceLayout
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
+RowLayout = Layout | SlicedLayout | RowPart | SliceLayout
+"""What a pass is given: a whole row, a rank's part of one, or one slice of a layer's pass over it."""
 
 # Upstream treats any name with "flash" in it as its own flash path.
 NAMES = {
@@ -115,7 +119,7 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
-        layout: Layout | SlicedLayout | RowPart | None = None,
+        layout: RowLayout | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
@@ -137,6 +141,8 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         scale = scaling if scaling is not None else D**-0.5
         if isinstance(layout, SlicedLayout):
             out_THD = attend_sliced(query_THD, key_TKD, value_TKD, layout, scale, backend)
+        elif isinstance(layout, SliceLayout):
+            out_THD = attend_streamed(query_THD, key_TKD, value_TKD, layout, scale, backend)
         elif isinstance(layout, RowPart):
             out_THD = attend_by_heads(query_THD, key_TKD, value_TKD, layout, scale, attend_of(backend))
         else:
@@ -152,7 +158,7 @@ def _check(
     key: Tensor,
     attention_mask: Tensor | None,
     dropout: float,
-    layout: Layout | SlicedLayout | RowPart,
+    layout: RowLayout,
     others: dict[str, Any],
 ) -> None:
     """Make sure that nothing is asked that the back ends would silently not do."""
@@ -172,9 +178,7 @@ def _check(
         raise LaunchError(what, fix=WAY_OUT)
 
 
-def _unsupported(
-    module: nn.Module, dropout: float, layout: Layout | SlicedLayout | RowPart, others: dict[str, Any]
-) -> str | None:
+def _unsupported(module: nn.Module, dropout: float, layout: RowLayout, others: dict[str, Any]) -> str | None:
     if dropout:
         return f"attention dropout {dropout:g}"
     for key, meaning in UNSUPPORTED.items():

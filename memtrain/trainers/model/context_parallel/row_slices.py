@@ -113,8 +113,8 @@ def slice_of(layout: Layout, ranks: ContextRanks) -> SlicedLayout:
     T, size, device = layout.num_tokens, ranks.size, layout.device
     assert T % (CHUNKS_A_RANK * size) == 0, f"{T} tokens are not cut into {CHUNKS_A_RANK * size} chunks."
     own = held_by(ranks.index, size, T)
-    bounds = _bounds([stop - start for piece in own for start, stop in _pieces(layout, *piece)])
-    looks = [list(_looks(layout, held_by(rank, size, T))) for rank in range(size)]
+    bounds = _bounds([stop - start for piece in own for start, stop in pieces_of(layout, *piece)])
+    looks = [list(looks_of(layout, held_by(rank, size, T))) for rank in range(size)]
     gathered = _united(look.key_span for of_rank in looks for look in of_rank)
     sent, order = _sending(gathered, size, T)
     most = max((len(rows) for rows in sent), default=0)
@@ -140,7 +140,7 @@ def held_by(rank: int, size: int, num_tokens: int) -> tuple[tuple[int, int], ...
     return ((early, early + chunk), (late, late + chunk))
 
 
-class _Look(NamedTuple):
+class Look(NamedTuple):
     """Queries from row `query` on that attend to the keys from row `key` on, bounds counted from there."""
 
     query: int
@@ -154,7 +154,7 @@ class _Look(NamedTuple):
         return self.key, self.key + self.key_bounds[-1]
 
 
-def _pieces(layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int]]:
+def pieces_of(layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """The parts of segments between two rows."""
     bounds = layout.within.query_bounds
     first, last = bisect_right(bounds, begin) - 1, bisect_left(bounds, end)
@@ -162,7 +162,7 @@ def _pieces(layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield max(start, begin), min(stop, end)
 
 
-def _looks(layout: Layout, held: Sequence[tuple[int, int]]) -> Iterator[_Look]:
+def looks_of(layout: Layout, held: Sequence[tuple[int, int]]) -> Iterator[Look]:
     """What the queries of some rows attend to beside their own piece: their segment's beginning, a prompt."""
     bounds = layout.within.query_bounds
     for begin, end in held:
@@ -170,13 +170,13 @@ def _looks(layout: Layout, held: Sequence[tuple[int, int]]) -> Iterator[_Look]:
         start = bounds[segment]
         if start < begin:
             stop = min(bounds[segment + 1], end)
-            yield _Look(begin, (0, stop - begin), start, (0, begin - start))
+            yield Look(begin, (0, stop - begin), start, (0, begin - start))
         low, high = max(begin, layout.num_prompt_tokens), end
         if layout.to_prompt is not None and low < high:
             yield _to_prompts(layout.to_prompt, layout.num_prompt_tokens, low, high)
 
 
-def _to_prompts(part: Part, num_prompt_tokens: int, low: int, high: int) -> _Look:
+def _to_prompts(part: Part, num_prompt_tokens: int, low: int, high: int) -> Look:
     """Completion tokens between two rows, those of each group to the group's prompt."""
     low, high = low - num_prompt_tokens, high - num_prompt_tokens
     first = bisect_right(part.query_bounds, low) - 1
@@ -184,7 +184,7 @@ def _to_prompts(part: Part, num_prompt_tokens: int, low: int, high: int) -> _Loo
     queries = tuple(min(max(bound, low), high) - low for bound in part.query_bounds[first : last + 1])
     start = part.key_bounds[first]
     keys = tuple(bound - start for bound in part.key_bounds[first : last + 1])
-    return _Look(num_prompt_tokens + low, queries, start, keys)
+    return Look(num_prompt_tokens + low, queries, start, keys)
 
 
 def _united(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -215,7 +215,7 @@ def _sending(gathered: Sequence[tuple[int, int]], size: int, T: int) -> tuple[li
 
 
 def _reach(
-    look: _Look, own: Sequence[tuple[int, int]], gathered: Sequence[tuple[int, int]], device: torch.device
+    look: Look, own: Sequence[tuple[int, int]], gathered: Sequence[tuple[int, int]], device: torch.device
 ) -> Reach:
     query, key = _place(look.query, own), _place(look.key, gathered)
     return Reach(

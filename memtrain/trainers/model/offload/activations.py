@@ -1,4 +1,4 @@
-"""What happens to the activations of a model: kept, recomputed, or moved to the host, as the plan says."""
+"""What happens to the activations of a model: kept, recomputed, made in slices, or moved to the host."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpo
 from memtrain.trainers.model.offload.copy_engines import CudaEngine, Engine, SyncEngine
 from memtrain.trainers.model.offload.host_pool import DiskTier
 from memtrain.trainers.model.offload.offloader import Offloader
+from memtrain.trainers.model.streamed.apply import stream_layers
 
 KEEP_LAST = {"boundaries": 1, "all": 8}
 """Storages that stay on the device while their copy runs. `all` has many small ones between large ones.
@@ -30,11 +31,13 @@ class Activations:
 
 
 def treat_activations(model: nn.Module, settings: Settings, engine: Engine | None = None) -> Activations:
-    """Checkpoint and offload the layers of `model`, in place. Exact: losses and gradients are the same bits.
+    """Checkpoint, stream and offload the layers of `model`, in place. A second call replaces the first.
+
+    Exact: losses and gradients are the same bits; of streamed layers the same up to the order of sums.
 
     boundaries: only the inputs of checkpointed layers travel, twice tokens x width bytes a layer. Compute of
         about 24 x tokens x width^2 operations hides that from a width of about 1,000 on, however many tokens.
-        The hooks see nothing else, so kernels that change what they saved are safe.
+        The hooks see nothing else, so kernels that change what they saved are safe. So with streamed layers.
     all: what the layers save travels, the head and the loss do not. About 17 times the traffic, not hidden.
 
     `engine` is chosen by `settings.device` when not given.
@@ -44,10 +47,13 @@ def treat_activations(model: nn.Module, settings: Settings, engine: Engine | Non
 
     Raises: LaunchError when `boundaries` is asked for without checkpointing, or the model has no such layers.
     """
-    every = settings.checkpoint_every
+    every, slice_tokens = settings.checkpoint_every, settings.slice_tokens
+    stream_layers(model, 0)
     if settings.offload == "none":
+        if slice_tokens:
+            stream_layers(model, slice_tokens)
         return Activations(checkpoint_layers(model, every) if every else None, None)
-    if settings.offload == "boundaries" and not every:
+    if settings.offload == "boundaries" and not every and not slice_tokens:
         raise LaunchError(
             "only inputs of checkpointed layers travel, and no layer is checkpointed",
             "memory.activation_offloading",
@@ -60,6 +66,9 @@ def treat_activations(model: nn.Module, settings: Settings, engine: Engine | Non
         disk=disk_of(settings),
         host_limit_bytes=settings.offload_host_bytes or 0,
     )
+    if slice_tokens:
+        stream_layers(model, slice_tokens, offloader.hooks, keep=settings.offload_keep)
+        return Activations(None, offloader)
     kept = offloader.run_kept if settings.offload == "all" else None
     keep = settings.offload_keep if settings.offload == "boundaries" else 0
     treated = checkpoint_layers(model, every, offloader.run_recomputed, kept, keep=keep)

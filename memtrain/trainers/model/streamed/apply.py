@@ -1,0 +1,66 @@
+"""Streamed layers on a model: every decoder layer goes over a flattened row in slices, from now on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from memtrain.errors import LaunchError
+from memtrain.trainers.model.attention.row_layout import Layout
+from memtrain.trainers.model.streamed.layer_pass import WAY_OUT, run_streamed
+from memtrain.trainers.model.streamed.row_slices import slices_of
+
+Hooks = Callable[[], AbstractContextManager[Any]]
+"""What surrounds the saving of a layer's input."""
+
+
+@dataclass(eq=False)
+class StreamedForward:
+    """A layer's forward pass, in place of its class's; without a layout of rows as usual, as in a sampler."""
+
+    layer: nn.Module
+    slice_tokens: int
+    hooks: Hooks = nullcontext
+
+    def __call__(self, x_BTW: Tensor, *others: Any, **arguments: Any) -> Any:
+        """The layer's output."""
+        layout = arguments.get("layout")
+        if not isinstance(layout, Layout):
+            return type(self.layer).forward(self.layer, x_BTW, *others, **arguments)
+        if others:
+            what = (
+                f"{type(self.layer).__name__} gets arguments without names, which cannot be cut into slices"
+            )
+            raise LaunchError(what, "memory.streamed_layers", WAY_OUT)
+        slices = slices_of(layout, self.slice_tokens)
+        with self.hooks() if torch.is_grad_enabled() else nullcontext():
+            return run_streamed(self.layer, slices, x_BTW, arguments)
+
+
+def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontext, *, keep: int = 0) -> None:
+    """Run all decoder layers of `model` in slices of `slice_tokens` tokens, with and without gradients.
+
+    `hooks` surround the saving of the layers' inputs, but for those of the last `keep` layers. A second call
+    replaces the first; 0 tokens: layers run as their class has them.
+
+    Raises: LaunchError when the model has no such layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if slice_tokens and not layers:
+        raise LaunchError(
+            f"the layers of {type(model).__name__} cannot be streamed", "memory.streamed_layers", WAY_OUT
+        )
+    for layer in layers:
+        vars(layer).pop("forward", None)
+    if not slice_tokens:
+        return
+    for number, layer in enumerate(layers):
+        own_hooks = hooks if number < len(layers) - keep else nullcontext
+        # The instance's attribute goes before the class's method; hooks of the module stay around it.
+        layer.forward = StreamedForward(layer, slice_tokens, own_hooks)

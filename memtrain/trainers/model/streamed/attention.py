@@ -1,0 +1,124 @@
+"""Attention from one slice of a row to itself and to the keys and values that earlier slices left.
+
+The parts are merged by their log-sum-exp. In the backward pass, which meets the slices from the last to the
+first, gradients of earlier keys go straight into the layer's sums, and a slice's own keys get what later
+slices left there; so autograd never sees the keys of the whole row.
+
+Source: StreamBP, arXiv:2506.03077 (a part of the sequence attends to the keys before it); the merge as in
+two_part.
+"""
+
+# S: tokens of the slice, H: query heads, K: key heads, D: head width. lse: log-sum-exp of the scores.
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.trainers.model.attention.sliced import KERNELS
+from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
+from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
+from memtrain.trainers.model.streamed.row_slices import RowSlice
+
+
+def attend_streamed(
+    query_SHD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    layout: SliceLayout,
+    scale: float,
+    backend: AttentionBackend,
+) -> Tensor:
+    """`out_SHD` of the slice, differentiable.
+
+    Raises: KeysKnown when the pass over the slice was for its keys and values alone.
+    """
+    module = import_module(f"memtrain.trainers.model.attention.{backend}")
+    kernel: type[Kernel] = getattr(module, KERNELS[backend])
+    part, keys = layout.part, layout.keys
+    if not torch.is_grad_enabled():
+        keys.put(slice(part.begin, part.end), key_SKD, value_SKD)
+        if keys.stops:
+            raise KeysKnown
+        return _attended(query_SHD, key_SKD, value_SKD, part, keys, scale, kernel)[0]
+    out_SHD: Tensor = SliceAttention.apply(query_SHD, key_SKD, value_SKD, layout, scale, kernel)
+    return out_SHD
+
+
+def _attended(
+    query_SHD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    part: RowSlice,
+    keys: LayerKeys,
+    scale: float,
+    kernel: type[Kernel],
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the slice's queries."""
+    out_SHD, lse_HS = kernel.forward(query_SHD, key_SKD, value_SKD, part.within, scale)
+    for queries, rows, reach in part.reaches:
+        there = kernel.forward(query_SHD[queries], *keys.held(rows), reach, scale)
+        merge_rows(out_SHD, lse_HS, *there, queries)
+    return out_SHD, lse_HS
+
+
+class SliceAttention(torch.autograd.Function):
+    """Exact attention of one slice; saves its query, output and lse. Its keys are those of the layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_SHD: Tensor,
+        key_SKD: Tensor,
+        value_SKD: Tensor,
+        layout: SliceLayout,
+        scale: float,
+        kernel: type[Kernel],
+    ) -> Tensor:
+        """`out_SHD`, in the query's dtype."""
+        part, keys = layout.part, layout.keys
+        own = slice(part.begin, part.end)
+        # The last slice of a row is met here first: nobody made its keys before.
+        keys.put(own, key_SKD, value_SKD)
+        own_key_SKD, own_value_SKD = keys.held(own)
+        out_SHD, lse_HS = _attended(query_SHD, own_key_SKD, own_value_SKD, part, keys, scale, kernel)
+        ctx.save_for_backward(query_SHD, out_SHD, lse_HS)
+        ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
+        return out_SHD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key and value, those that later slices left included; none for the rest."""
+        query_SHD, out_SHD, lse_HS = ctx.saved_tensors
+        layout: SliceLayout = ctx.layout
+        kernel: type[Kernel] = ctx.kernel
+        part, keys = layout.part, layout.keys
+        own = slice(part.begin, part.end)
+        needs_keys = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        grad_SHD = grads[0].contiguous()
+        dq_SHD, dk_SKD, dv_SKD = kernel.backward(
+            grad_SHD, query_SHD, *keys.held(own), out_SHD, lse_HS, part.within, ctx.scale
+        )
+        if needs_keys:
+            keys.add_gradients(own, dk_SKD, dv_SKD)
+        wide = torch.promote_types(dq_SHD.dtype, torch.float32)
+        sum_SHD = dq_SHD.to(wide) if part.key_blocks else dq_SHD
+        for queries, rows, block in part.key_blocks:
+            dq_there, dk_there, dv_there = kernel.backward(
+                grad_SHD[queries],
+                query_SHD[queries],
+                *keys.held(rows),
+                out_SHD[queries],
+                lse_HS[:, queries].contiguous(),
+                block,
+                ctx.scale,
+            )
+            sum_SHD[queries].add_(dq_there)
+            if needs_keys:
+                keys.add_gradients(rows, dk_there, dv_there)
+        own_grads = keys.gradients(own, dk_SKD.dtype) if needs_keys else (None, None)
+        return sum_SHD.to(dq_SHD.dtype), *own_grads, None, None, None

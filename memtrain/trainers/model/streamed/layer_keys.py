@@ -1,0 +1,85 @@
+"""Keys and values of one layer for a whole row, and the gradients that later slices leave on them."""
+
+# T: tokens of the row, S: tokens of a slice, K: key heads, D: head width.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memtrain.trainers.model.streamed.row_slices import RowSlice
+
+
+class KeysKnown(Exception):  # noqa: N818 (says that all is well)
+    """Raised by attention when keys and values were all that a pass over the slice was for."""
+
+
+class LayerKeys:
+    """What the slices of one layer leave for each other; there from the layer's first slice to its last.
+
+    Gradients are summed in float32 at least, in place: in half precision a key of an early token would lose
+    what hundreds of later slices add to it.
+    """
+
+    __slots__ = ("_num_tokens", "_key_TKD", "_value_TKD", "_grad_key_TKD", "_grad_value_TKD", "stops")
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._key_TKD: Tensor | None = None
+        self._value_TKD: Tensor | None = None
+        self._grad_key_TKD: Tensor | None = None
+        self._grad_value_TKD: Tensor | None = None
+        self.stops = False
+        """A pass over a slice ends where its keys are known."""
+
+    def put(self, rows: slice, key_SKD: Tensor, value_SKD: Tensor) -> None:
+        """Keep a slice's keys and values."""
+        if self._key_TKD is None or self._value_TKD is None:
+            self._key_TKD = key_SKD.new_empty(self._num_tokens, *key_SKD.shape[1:])
+            self._value_TKD = value_SKD.new_empty(self._num_tokens, *value_SKD.shape[1:])
+        self._key_TKD[rows] = key_SKD
+        self._value_TKD[rows] = value_SKD
+
+    def held(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of some tokens whose slice was put before."""
+        assert self._key_TKD is not None, "No slice has put its keys."
+        assert self._value_TKD is not None, "No slice has put its values."
+        return self._key_TKD[rows], self._value_TKD[rows]
+
+    def add_gradients(self, rows: slice, grad_key_SKD: Tensor, grad_value_SKD: Tensor) -> None:
+        """Add to the gradients of some tokens' keys and values."""
+        if self._grad_key_TKD is None or self._grad_value_TKD is None:
+            self._grad_key_TKD, self._grad_value_TKD = (
+                one.new_zeros(
+                    self._num_tokens, *one.shape[1:], dtype=torch.promote_types(one.dtype, torch.float32)
+                )
+                for one in (grad_key_SKD, grad_value_SKD)
+            )
+        self._grad_key_TKD[rows].add_(grad_key_SKD)
+        self._grad_value_TKD[rows].add_(grad_value_SKD)
+
+    def gradients(self, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The sums of some tokens, in `dtype`."""
+        assert self._grad_key_TKD is not None, "No slice has left gradients."
+        assert self._grad_value_TKD is not None, "No slice has left gradients."
+        return self._grad_key_TKD[rows].to(dtype), self._grad_value_TKD[rows].to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SliceLayout:
+    """What attention gets in place of the row's layout: one slice of the row, and the keys of the layer."""
+
+    part: RowSlice
+    keys: LayerKeys
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the slice."""
+        return self.part.num_tokens
+
+    @property
+    def longest_span(self) -> int:
+        """Most tokens that a query can look back on, itself counted."""
+        return self.part.longest_span

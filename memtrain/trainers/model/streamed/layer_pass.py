@@ -1,0 +1,175 @@
+"""One decoder layer over one row in slices: forward without a graph, backward from the last slice on.
+
+A layer is token-wise but for attention, and there a token needs keys and values of earlier ones only. So the
+forward pass goes through the slices in order and keeps the layer's input alone. The backward pass makes keys
+and values of the row once more, then goes from the last slice to the first: it recomputes the slice, takes
+its gradient through it, and leaves in `LayerKeys` what belongs to earlier keys. Weights are the layer's as
+they are at the time, and their gradients come out together at the end, so that weights may be brought in
+before and gradients taken out after.
+
+Source: StreamBP, arXiv:2506.03077; one sweep from the last slice to the first in place of its two passes.
+"""
+
+# B: 1 row, T: tokens of the row, S: tokens of a slice, W: width of the model.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.errors import LaunchError
+from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
+from memtrain.trainers.model.streamed.random_state import drops, random_states, restored
+from memtrain.trainers.model.streamed.row_slices import RowSlice
+from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_weights
+
+TOKENS_AT = {"position_ids": -1, "position_embeddings": -2}
+"""The axis on which each argument of a layer has the row's tokens."""
+
+WAY_OUT = "set memory.streamed_layers: off"
+
+
+@dataclass(slots=True, eq=False)
+class LayerPass:
+    """One layer on one row: what its slices are computed from, beside the layer's input."""
+
+    layer: nn.Module
+    slices: tuple[RowSlice, ...]
+    arguments: Mapping[str, Any]
+    """The layer's arguments for the whole row."""
+    states: list[Any] = field(default_factory=list[Any])
+    """The random state that each slice began with; empty where nothing is dropped."""
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """The layer's output, without a graph."""
+        keys = LayerKeys(x_BTW.shape[1])
+        with torch.no_grad():
+            if len(self.slices) == 1:
+                self._note_state(x_BTW)
+                return self._output(x_BTW, self.slices[0], keys)
+            y_BTW = torch.empty_like(x_BTW)
+            for part in self.slices:
+                self._note_state(x_BTW)
+                y_BTW[:, part.begin : part.end] = self._output(x_BTW, part, keys)
+        return y_BTW
+
+    def backward(
+        self, x_BTW: Tensor, dy_BTW: Tensor, *, needs_dx: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of the input (None where it needs none), and of the layer's trained weights, in order."""
+        keys = LayerKeys(x_BTW.shape[1])
+        dx_BTW = torch.empty_like(x_BTW) if needs_dx else None
+        with restored(x_BTW.device, is_on=bool(self.states)):
+            self._keys_again(x_BTW, keys)
+            with WeightSums(self.layer) as sums:
+                for number in reversed(range(len(self.slices))):
+                    part = self.slices[number]
+                    self._restore_state(number, x_BTW)
+                    with torch.enable_grad():
+                        x_BSW = x_BTW[:, part.begin : part.end].detach().requires_grad_(needs_dx)
+                        y_BSW = self._output_of(x_BSW, part, keys)
+                    torch.autograd.backward(y_BSW, dy_BTW[:, part.begin : part.end])
+                    if dx_BTW is not None:
+                        assert x_BSW.grad is not None, "A layer's output depends on its input."
+                        dx_BTW[:, part.begin : part.end] = x_BSW.grad
+                    del x_BSW, y_BSW
+                return dx_BTW, sums.taken()
+
+    def _keys_again(self, x_BTW: Tensor, keys: LayerKeys) -> None:
+        """Keys and values of all slices but the last: each up to the layer's attention, without a graph."""
+        keys.stops = True
+        with torch.no_grad():
+            for number, part in enumerate(self.slices[:-1]):
+                self._restore_state(number, x_BTW)
+                try:
+                    self._output(x_BTW, part, keys)
+                except KeysKnown:
+                    continue
+                # A layer without attention is token-wise, and has no keys to know.
+        keys.stops = False
+
+    def _output(self, x_BTW: Tensor, part: RowSlice, keys: LayerKeys) -> Tensor:
+        return self._output_of(x_BTW[:, part.begin : part.end], part, keys)
+
+    def _output_of(self, x_BSW: Tensor, part: RowSlice, keys: LayerKeys) -> Tensor:
+        """The plain layer on one slice."""
+        forward: Callable[..., Any] = type(self.layer).forward
+        out = forward(self.layer, x_BSW, **sliced(self.arguments, part, keys))
+        return _hidden(out, self.layer)
+
+    def _note_state(self, x_BTW: Tensor) -> None:
+        if drops(self.layer):
+            self.states.append(random_states(x_BTW.device))
+
+    def _restore_state(self, number: int, x_BTW: Tensor) -> None:
+        if self.states:
+            self.states[number].restore()
+
+
+class StreamedLayer(torch.autograd.Function):
+    """`LayerPass` in the graph: keeps the layer's input, and hands out gradients of input and weights.
+
+    The weights are inputs of the function, so that whatever waits for a gradient (hooks of the optimizer, of
+    an exchange, of shards) sees it once, whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, one_pass: LayerPass, x_BTW: Tensor, *weights: nn.Parameter) -> Tensor:
+        """The layer's output."""
+        ctx.one_pass = one_pass
+        ctx.save_for_backward(x_BTW)
+        return one_pass.forward(x_BTW)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the input and of each weight."""
+        one_pass: LayerPass = ctx.one_pass
+        (x_BTW,) = ctx.saved_tensors
+        dx_BTW, weight_grads = one_pass.backward(x_BTW, grads[0], needs_dx=ctx.needs_input_grad[1])
+        return None, dx_BTW, *weight_grads
+
+
+def run_streamed(
+    layer: nn.Module, slices: tuple[RowSlice, ...], x_BTW: Tensor, arguments: Mapping[str, Any]
+) -> Tensor:
+    """The layer's output for a row; in the graph where gradients are enabled."""
+    one_pass = LayerPass(layer, slices, arguments)
+    if not torch.is_grad_enabled():
+        return one_pass.forward(x_BTW)
+    out: Tensor = StreamedLayer.apply(one_pass, x_BTW, *trained_weights(layer))
+    return out
+
+
+def sliced(arguments: Mapping[str, Any], part: RowSlice, keys: LayerKeys) -> dict[str, Any]:
+    """A layer's arguments for one slice.
+
+    Raises: LaunchError for a tensor of which it is not known where the tokens are.
+    """
+    return {name: _sliced(name, value, part) for name, value in arguments.items() if name != "layout"} | {
+        "layout": SliceLayout(part, keys)
+    }
+
+
+def _sliced(name: str, value: Any, part: RowSlice) -> Any:
+    if isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in cast(Sequence[Any], value)):
+        return tuple(_sliced(name, one, part) for one in cast(Sequence[Any], value))
+    if not isinstance(value, Tensor):
+        return value
+    if name not in TOKENS_AT:
+        what = f"the layers get `{name}`, a tensor that is not known to be cut by tokens"
+        raise LaunchError(what, "memory.streamed_layers", WAY_OUT)
+    return value.narrow(TOKENS_AT[name], part.begin, part.num_tokens)
+
+
+def _hidden(out: Any, layer: nn.Module) -> Tensor:
+    if isinstance(out, Tensor):
+        return out
+    first, *others = out
+    if any(other is not None for other in others):
+        what = f"{type(layer).__name__} returns more than its hidden states"
+        raise LaunchError(what, "memory.streamed_layers", WAY_OUT)
+    return first

@@ -1,0 +1,49 @@
+"""The random numbers of a slice, drawn again when the slice is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RandomStates:
+    """The states of the CPU's generator and of a GPU's."""
+
+    cpu: Tensor
+    device: torch.device
+    cuda: Tensor | None
+
+    def restore(self) -> None:
+        """Go on from these states."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+def random_states(device: torch.device) -> RandomStates:
+    """The states as they are now."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return RandomStates(torch.get_rng_state(), device, cuda)
+
+
+@contextmanager
+def restored(device: torch.device, *, is_on: bool) -> Iterator[None]:
+    """The states after the block are those before it."""
+    if not is_on:
+        yield
+        return
+    before = random_states(device)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def drops(layer: nn.Module) -> bool:
+    """Whether a pass over `layer` draws random numbers now."""
+    return any(isinstance(one, nn.Dropout) and one.p > 0 and one.training for one in layer.modules())

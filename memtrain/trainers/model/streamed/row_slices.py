@@ -1,0 +1,90 @@
+"""A flattened row cut into slices, and what the queries of each slice look back on in the row."""
+
+# T: tokens of the row, S: tokens of a slice.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from weakref import WeakKeyDictionary
+
+from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
+from memtrain.trainers.model.context_parallel.row_slices import Look, Reach, looks_of, pieces_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSlice:
+    """Tokens `begin:end` of a row, and who attends to whom from there.
+
+    within: the slice's pieces of segments, each to itself, causal.
+    reaches: what its queries attend to besides; keys are rows of the whole row.
+    key_blocks: the same keys, at most as many at a time as a slice has tokens: the backward pass makes
+        gradients of keys for every query head before it sums them, and blocks bound these.
+    longest_span: most tokens that a query of the row can look back on, itself counted.
+    """
+
+    begin: int
+    end: int
+    within: Part
+    reaches: tuple[Reach, ...]
+    key_blocks: tuple[Reach, ...]
+    longest_span: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the slice."""
+        return self.end - self.begin
+
+
+# Slices are the same for all layers of one pass, and die with the layout.
+_cut: WeakKeyDictionary[Layout, tuple[int, tuple[RowSlice, ...]]] = WeakKeyDictionary()
+
+
+def slices_of(layout: Layout, slice_tokens: int) -> tuple[RowSlice, ...]:
+    """`layout` in slices of `slice_tokens` tokens, the last one shorter, on the layout's device."""
+    known = _cut.get(layout)
+    if known is None or known[0] != slice_tokens:
+        T = layout.num_tokens
+        borders = [(begin, min(begin + slice_tokens, T)) for begin in range(0, T, slice_tokens)]
+        known = slice_tokens, tuple(_slice(layout, begin, end) for begin, end in borders)
+        _cut[layout] = known
+    return known[1]
+
+
+def _slice(layout: Layout, begin: int, end: int) -> RowSlice:
+    lengths = [stop - start for start, stop in pieces_of(layout, begin, end)]
+    bounds = tuple(accumulate(lengths, initial=0))
+    reaches = tuple(_reach(look, begin, layout) for look in looks_of(layout, [(begin, end)]))
+    return RowSlice(
+        begin=begin,
+        end=end,
+        within=part_of(bounds, bounds, device=layout.device, is_causal=True),
+        reaches=reaches,
+        key_blocks=tuple(block for reach in reaches for block in _blocks(reach, end - begin, layout)),
+        longest_span=layout.longest_span,
+    )
+
+
+def _reach(look: Look, begin: int, layout: Layout) -> Reach:
+    first = look.query - begin
+    return Reach(
+        queries=slice(first, first + look.query_bounds[-1]),
+        keys=slice(*look.key_span),
+        part=part_of(look.query_bounds, look.key_bounds, device=layout.device, is_causal=False),
+    )
+
+
+def _blocks(reach: Reach, most: int, layout: Layout) -> Iterator[Reach]:
+    """`reach` in parts that attend to at most `most` keys each."""
+    if reach.part.key_bounds[-1] <= most:
+        yield reach
+        return
+    for query, query_end, key, key_end in reach.part.spans():
+        queries = slice(reach.queries.start + query, reach.queries.start + query_end)
+        for start in range(key, key_end, most):
+            num_keys = min(most, key_end - start)
+            first = reach.keys.start + start
+            bounds = (0, query_end - query), (0, num_keys)
+            part = part_of(*bounds, device=layout.device, is_causal=False)
+            yield Reach(queries, slice(first, first + num_keys), part)
