@@ -53,6 +53,8 @@ class Settings(Section):
     documents_see_each_other: bool
     padding_free: bool
     """Rows of a micro-batch lie end to end in one sequence."""
+    positions_by_row: bool = False
+    """Positions of padding stay at those of the row's last token, so that they tell each row's length."""
     shared_prompts: bool = False
     """A prompt is computed once for all its answers, in one flattened row."""
     sampler: Literal["none", "native", "transformers", "vllm", "vllm_server"] = "none"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from memtrain.errors import Fault, RecipeError
+from memtrain.memory.length_rules import layer_kinds, length_rules
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.rules.tested_models import KEPT_APART
 
@@ -64,6 +65,7 @@ class AttentionFacts:
     head_dim: int | None = None
     sliding_window_tokens: int | None = None
     chunk_tokens: int | None = None
+    top_keys_tokens: int | None = None
     softcap: float | None = None
     attention_dropout: float = 0.0
     has_sinks: bool = False
@@ -130,6 +132,7 @@ def _model_refusal(facts: AttentionFacts) -> str | None:
     for tokens, name in (
         (facts.sliding_window_tokens, "slides over"),
         (facts.chunk_tokens, "is cut into chunks of"),
+        (facts.top_keys_tokens, "picks, of all tokens before one,"),
     ):
         if tokens is None:
             continue
@@ -169,19 +172,16 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
         config = text  # pyright: ignore[reportUnknownVariableType]
     config = canonical(config)
     model_type = str(config.get("model_type") or "")
-    kinds = _layer_kinds(config)
-    window = _positive(config, "sliding_window")
-    # Qwen2 and Qwen3 carry a window that is off unless this says so.
-    is_windowed = config.get("use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
-    chunk = _positive(config, "attention_chunk_size")
-    own = kinds - PLAIN_LAYERS
+    reach = {rule.kind: rule.tokens for rule in length_rules(config) if rule.depends == "reach"}
+    own = layer_kinds(config) - PLAIN_LAYERS
     own |= {
         key for key in ("ssm_cfg", "mamba_d_state", "state_size", "linear_num_value_heads") if config.get(key)
     }
     return {
         "head_dim": _head_dim(config),
-        "sliding_window_tokens": int(window) if window and is_windowed else None,
-        "chunk_tokens": int(chunk) if chunk and (not kinds or "chunked_attention" in kinds) else None,
+        "sliding_window_tokens": reach.get("window"),
+        "chunk_tokens": reach.get("chunk"),
+        "top_keys_tokens": reach.get("top_keys"),
         "softcap": _positive(config, "attn_logit_softcapping"),
         "attention_dropout": _positive(config, "attention_dropout") or 0.0,
         "has_sinks": config.get("model_type") in MODELS_WITH_SINKS,
@@ -197,11 +197,6 @@ PLAIN_LAYERS = frozenset(
 
 MODELS_WITH_SINKS = ("gpt_oss",)
 """Sinks are weights and no key of the configuration; the self-check finds those not named here."""
-
-
-def _layer_kinds(config: Mapping[str, object]) -> set[str]:
-    kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("block_types") or ()
-    return {str(kind) for kind in kinds} if isinstance(kinds, list | tuple) else set()  # pyright: ignore
 
 
 def _head_dim(config: Mapping[str, object]) -> int | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.length_rules import length_rules, reached
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.row_positions import decide_positions, one_row_a_time
+from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates, refuse_uneven_groups
 from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, row_multiple
 from memtrain.memory.rules.engines import first_form, refuse_engine
@@ -42,8 +45,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     if attention is None:
         return None, []
     refuse_attention(ledger, attention)
-    padding_free = _padding_free(ledger, can_pack=attention.can_pack)
-    shares = decide_shared_prompts(ledger, attention, padding_free=padding_free)
+    padding_free, by_row, shares = _how_rows_lie(ledger, facts, attention)
     if facts.apart is not None and not shares:
         facts = facts.with_prompts_apart()
     micros = whole_batch(ledger, batch, replicas) or micro_candidates(
@@ -55,6 +57,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
         padding_free=padding_free,
         device=hardware.device,
     )
+    micros = one_row_a_time(ledger, micros) if by_row else micros
     max_steps = _max_steps(ledger, facts, rows, tokens)
     passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
     settings = Settings.model_validate(
@@ -70,6 +73,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
             "liger": _uses_liger(ledger, hardware),
             "truncation": recipe.length.truncation or ("keep_end" if facts.apart else "keep_start"),
             "padding_free": padding_free,
+            "positions_by_row": by_row,
             "shared_prompts": shares,
             "reference": decide_reference(ledger, passes=passes),
             "batch_rows": rows,
@@ -80,6 +84,16 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
         }
     )
     return settings, micros
+
+
+def _how_rows_lie(ledger: Ledger, facts: Facts, attention: AttentionChoice) -> tuple[bool, bool, bool]:
+    """Whether rows lie end to end, whether padded ones tell their lengths, whether prompts are shared."""
+    padding_free = _padding_free(ledger, can_pack=attention.can_pack)
+    rules, longest = length_rules(facts.config), facts.profile.longest_piece
+    by_row = decide_positions(ledger, rules, longest, padding_free=padding_free)
+    growing = reached(rules, longest, "row")
+    shares = decide_shared_prompts(ledger, attention, padding_free=padding_free, growing=growing)
+    return padding_free, by_row, shares
 
 
 def _tell_of_model(ledger: Ledger, facts: Facts) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
 
+from memtrain.memory.length_rules import length_rules, reached
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice
 from memtrain.memory.rules.ledger import Ledger
@@ -18,9 +18,6 @@ SLICED = (AttentionBackend.CPU, AttentionBackend.CUDA, AttentionBackend.FLASH)
 
 NOT_SLICED = "slices are put together by the log-sum-exp of their scores, which it does not tell"
 NOT_WITH_LIGER = "Liger's loss was never tried on slices of rows"
-
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary positions whose frequencies follow the longest position that a pass sees."""
 
 
 def refuse_context(ledger: Ledger, processes: int, config: Mapping[str, object], shape: ModelShape) -> None:
@@ -99,14 +96,13 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
         )
     if recipe.memory.loss == "liger":
         faults.append((NOT_WITH_LIGER, "memory.loss", f"set it to chunked, or {PATH}: 1"))
-    kind = _rotary_kind(config)
-    if kind in LENGTH_DEPENDENT:
+    rule = reached(length_rules(config), recipe.length.max_length, "row")
+    if rule is not None:
         faults.append(
             (
-                f"the model's rotary positions ({kind}) follow the longest position that a process sees, and "
-                "each slice has another",
+                f"{rule.says}, and a process sees a slice of it",
                 PATH,
-                "remove it for this model",
+                f"remove it for this model, or set length.max_length to at most {rule.tokens:,}",
             )
         )
     return faults
@@ -115,16 +111,3 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
 def row_multiple(multiple: int | None, size: int) -> int | None:
     """What rows are padded to a multiple of: the recipe's own number, and twice the processes of a row."""
     return multiple if size == 1 else math.lcm(multiple or 1, 2 * size)
-
-
-def _rotary_kind(config: Mapping[str, object]) -> str | None:
-    """`rope_type` of a configuration, by its old name and its new one."""
-    text = config.get("text_config")
-    known = cast(Mapping[str, object], text) if isinstance(text, Mapping) else config
-    for name in ("rope_parameters", "rope_scaling"):
-        section = known.get(name)
-        if isinstance(section, Mapping):
-            held = cast(Mapping[str, object], section)
-            kind = held.get("rope_type") or held.get("type")
-            return str(kind) if kind else None
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memtrain.memory.length_rules import LengthRule
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro
@@ -31,14 +32,29 @@ def section_of(recipe: Recipe) -> WithReference | None:
     return (recipe.kto or Kto()) if recipe.method == "kto" else None
 
 
-def decide_shared_prompts(ledger: Ledger, attention: AttentionChoice, *, padding_free: bool) -> bool:
-    """Whether a prompt is computed once for all its answers: exact wherever rows can be kept apart."""
+def decide_shared_prompts(
+    ledger: Ledger, attention: AttentionChoice, *, padding_free: bool, growing: LengthRule | None = None
+) -> bool:
+    """Whether a prompt is computed once for all its answers: exact wherever rows can be kept apart.
+
+    `growing`: what the length of a row changes in all its tokens, where rows of the run come to it.
+    """
     recipe = ledger.asked.recipe
     if recipe.method not in HAS_ANSWERS and recipe.online is None:
         return False
     wanted, path = recipe.length.shared_prompts, "length.shared_prompts"
     if wanted is False:
         ledger.decide("shared_prompts", False, "", path)
+        return False
+    if growing is not None:
+        why = f"what a prompt computes depends on each answer: {growing.says}"
+        if wanted:
+            ledger.refuse(
+                f"a prompt cannot be shared by its answers ({why})",
+                path,
+                f"remove it, or keep rows within {growing.tokens:,} tokens (length.max_length)",
+            )
+        ledger.decide("shared_prompts", False, f"a prompt for each answer ({why})")
         return False
     if padding_free:
         words = "a prompt is computed once for all its answers; same numbers"

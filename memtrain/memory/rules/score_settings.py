@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.length_rules import length_rules, reached
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import COMFORTABLE_TOKENS
 from memtrain.memory.rules.ledger import Asked, Ledger, decide_attention, decide_dtype
@@ -23,7 +24,10 @@ def scoring_settings(asked: Asked, hardware: Hardware, config: Mapping[str, obje
     dtype = decide_dtype(ledger, hardware)
     attention = decide_attention(ledger, hardware, dtype, config)
     is_flat = attention is not None and attention.can_pack and recipe.length.padding_free is not False
-    shares = attention is not None and decide_shared_prompts(ledger, attention, padding_free=is_flat)
+    growing = reached(length_rules(config), recipe.length.max_length, "row")
+    shares = attention is not None and decide_shared_prompts(
+        ledger, attention, padding_free=is_flat, growing=growing
+    )
     ledger.settle()
     assert attention is not None, "A refusal was not noted."
     threads = recipe.cluster.threads
@@ -42,6 +46,7 @@ def scoring_settings(asked: Asked, hardware: Hardware, config: Mapping[str, obje
             "packing": "none",
             "documents_see_each_other": False,
             "padding_free": is_flat,
+            "positions_by_row": growing is not None and not is_flat,
             "shared_prompts": shares,
             "pad_to_multiple_of": None,
             "group_by_length": False,

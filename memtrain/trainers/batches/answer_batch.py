@@ -82,10 +82,11 @@ def collate_answers(
     is_flat: bool,
     pad_id: int,
     multiple: int | None = None,
+    by_row: bool = False,
 ) -> AnswerBatch:
     """The groups as one batch: each prompt once in one flattened row, or a row for each answer.
 
-    No groups give a batch that teaches nothing. `is_shared` needs `is_flat`.
+    No groups give a batch that teaches nothing. `is_shared` needs `is_flat`. `by_row`: see `pad_right`.
     """
     if not groups:
         micro, last = nothing(pad_id=pad_id, is_flat=is_flat, multiple=multiple), []
@@ -96,8 +97,11 @@ def collate_answers(
         lengths = [int(answer.is_learnt.sum()) for group in groups for answer in group.answers]
     else:
         pieces = [_piece(group.prompt, answer) for group in groups for answer in group.answers]
-        lay = lay_end_to_end if is_flat else pad_right
-        micro = lay(pieces, pad_id=pad_id, multiple=multiple)
+        micro = (
+            lay_end_to_end(pieces, pad_id=pad_id, multiple=multiple)
+            if is_flat
+            else pad_right(pieces, pad_id=pad_id, multiple=multiple, by_row=by_row)
+        )
         width = micro.input_ids.shape[1]
         ends = list(accumulate(len(piece) for piece in pieces))
         last = [

@@ -142,6 +142,7 @@ class AnswerFeed:
             is_flat=self.settings.padding_free,
             pad_id=self.pad_id,
             multiple=self.settings.pad_to_multiple_of,
+            by_row=self.settings.positions_by_row,
         )
 
     def _answers(self, items: Sequence[int], *, of: int | None = None) -> tuple[Answer, ...]:

@@ -93,8 +93,13 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
     )
 
 
-def pad_right(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = None) -> MicroBatch:
-    """One row for each piece, padded on the right to the longest (and up to a multiple)."""
+def pad_right(
+    pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = None, by_row: bool = False
+) -> MicroBatch:
+    """One row for each piece, padded on the right to the longest (and up to a multiple).
+
+    `by_row`: positions of padding stay at those of the row's last token, and so tell how long it is.
+    """
     width = max(len(piece) for piece in pieces)
     width += -width % multiple if multiple else 0
     ids_BT = np.full((len(pieces), width), pad_id, np.int64)
@@ -103,9 +108,13 @@ def pad_right(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = No
         ids_BT[row, : len(piece)] = piece.ids
         is_scored_BT[row, : len(piece) - 1] = piece.is_learnt[1:]
     index = np.flatnonzero(is_scored_BT)
+    position_BT = torch.arange(width)[None].expand(len(pieces), width)
+    if by_row:
+        last_B1 = torch.tensor([len(piece) - 1 for piece in pieces])[:, None]
+        position_BT = torch.minimum(position_BT, last_B1)
     return MicroBatch(
         input_ids=torch.from_numpy(ids_BT),
-        position_ids=torch.arange(width)[None].expand(len(pieces), width),
+        position_ids=position_BT,
         layout=None,
         scored_index=torch.from_numpy(index),
         targets=torch.from_numpy(ids_BT.reshape(-1)[index + 1]),

@@ -49,9 +49,11 @@ class TokenFeed:
         is_flat = self.settings.padding_free
         if not len(sequences):
             return nothing(pad_id=self.pad_id, is_flat=is_flat, multiple=self.settings.pad_to_multiple_of)
-        lay = lay_end_to_end if is_flat else pad_right
         pieces = [piece for sequence in sequences for piece in self._pieces(int(sequence))]
-        return lay(pieces, pad_id=self.pad_id, multiple=self.settings.pad_to_multiple_of)
+        multiple, by_row = self.settings.pad_to_multiple_of, self.settings.positions_by_row
+        if is_flat:
+            return lay_end_to_end(pieces, pad_id=self.pad_id, multiple=multiple)
+        return pad_right(pieces, pad_id=self.pad_id, multiple=multiple, by_row=by_row)
 
     def sample_prompt(self) -> Tensor:
         """int64 [T], what comes before the first learnt token of the shortest sequence."""

@@ -27,6 +27,7 @@ from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices
+from memtrain.trainers.model.attention.padding_check import verify_padding
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.build import loss_form, scorer_of
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model, verify_head
@@ -104,7 +105,7 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
         spread.lay(scorer)
         _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
     _verify_scores(scorer, settings)
-    _verify_rows(model, settings)
+    _verify_rows(model, plan)
     scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "heads")
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)
@@ -130,9 +131,29 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
     )
 
 
-def _verify_rows(model: PreTrainedModel | PeftModel, settings: Settings) -> None:
+def _verify_rows(model: PreTrainedModel | PeftModel, plan: Plan) -> None:
+    """Rows that lie end to end, or are padded, are what they are alone: at every length that matters here."""
+    settings, longest = plan.settings, longest_row(plan)
     if settings.padding_free or settings.context_parallel > 1:
-        verify_isolation(model, AttentionBackend(settings.attention), shared_prompts=settings.shared_prompts)
+        verify_isolation(
+            model,
+            AttentionBackend(settings.attention),
+            shared_prompts=settings.shared_prompts,
+            longest=longest,
+            together=settings.micro_tokens or settings.micro_rows * longest,
+        )
+    else:
+        verify_padding(model, longest=longest, by_row=settings.positions_by_row)
+
+
+def longest_row(plan: Plan) -> int:
+    """Most tokens of a row of a run: of its data, and of prompts with their completions."""
+    recipe, settings = plan.recipe, plan.settings
+    splits = [split for split in (plan.data.train, plan.data.eval) if split is not None]
+    most = max(split.longest_tokens for split in splits)
+    if settings.max_length is not None:
+        most = settings.max_length if settings.packing != "none" else min(most, settings.max_length)
+    return most + recipe.generation.max_tokens if recipe.online is not None else most
 
 
 def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) -> None:

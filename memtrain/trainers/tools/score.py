@@ -112,5 +112,8 @@ def _scorer(recipe: Recipe, settings: Settings, vocab_size: int, adapter: str | 
         model = load_adapter(model, adapter)
     if settings.padding_free:
         backend = AttentionBackend(settings.attention)
-        verify_isolation(model, backend, shared_prompts=settings.shared_prompts)
+        longest = settings.max_length
+        verify_isolation(
+            model, backend, shared_prompts=settings.shared_prompts, longest=longest, together=longest
+        )
     return RewardScorer(model).eval()

@@ -134,6 +134,7 @@ def test_facts_are_read_from_a_configuration(config: dict[str, object], expected
         "head_dim": None,
         "sliding_window_tokens": None,
         "chunk_tokens": None,
+        "top_keys_tokens": None,
         "softcap": None,
         "attention_dropout": 0.0,
         "has_sinks": False,

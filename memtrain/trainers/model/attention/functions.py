@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention.by_heads import attend_by_heads
+from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.attention.sliced import attend_sliced
 from memtrain.trainers.model.context_parallel.row_slices import RowPart, SlicedLayout
@@ -127,6 +128,8 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
             what = f"{type(module).__name__} gets no layout of its rows: the model does not pass it on"
             raise LaunchError(what, fix=WAY_OUT)
         _check(module, query, key, attention_mask, dropout, layout, others)
+        if is_tempered(module):
+            query = tempered(module, query, layout.places)
         if torch.is_autocast_enabled(query.device.type):
             # SDPA has a casting rule, raw kernels do not: norms on queries and keys leave these in fp32.
             dtype = torch.get_autocast_dtype(query.device.type)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
+from memtrain.memory.length_rules import length_rules, probe_lengths, reached
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.functions import WAY_OUT
+from memtrain.trainers.model.attention.own_positions import upstream_positions
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.context_parallel_scoring import sliced
@@ -37,6 +39,14 @@ ALONE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """How far a row may be from itself alone under the model's own attention, over the largest hidden state: the
 rounding of two kernels, TF32 among them. Chosen, with room for depth and for GPUs; tiny random models of 16
 families stay under 8e-7 in fp32 and 2.5e-2 in bf16 (measured: CPU)."""
+
+ALONE_ON_CPU = 2e-4
+"""The same in float32 on a CPU, which has no TF32. Chosen: LongRoPE and dynamic NTK that follow a neighbour
+move tiny random models by 6e-4 and more, kernels by 3e-7 (measured: CPU)."""
+
+LONGEST_EAGER = 1024
+"""Tokens up to which a row alone is computed by transformers' eager form, the furthest from our kernels;
+above, its scores of row length squared would not fit."""
 
 ALONE_REGROUPED = {torch.float32: 2e-3, torch.float16: 2e-1, torch.bfloat16: 2e-1}
 """The same where rounding may send a token to another expert."""
@@ -65,27 +75,42 @@ class Isolation:
 
 
 def verify_isolation(
-    model: nn.Module, backend: AttentionBackend, *, shared_prompts: bool = True
+    model: nn.Module,
+    backend: AttentionBackend,
+    *,
+    shared_prompts: bool = True,
+    longest: int | None = 0,
+    together: int | None = 0,
 ) -> Isolation:
-    """Run `model` (plain or PEFT) on two short rows of random tokens, together and alone, without gradients.
+    """Run `model` (plain or PEFT) on two rows of random tokens, together and alone, without gradients.
+
+    On two short ones, and at every length where the configuration says that something changes
+    (`memory.length_rules`) and that rows of the run come to: `longest` tokens of a row, `together` of rows
+    that lie end to end; None is without bound. A window is guarded in every call instead.
 
     The model, its training flags, its attention and the random state are left as they were. Call it before
-    the model is wrapped for distribution. Rows of 22 tokens cannot tell a window of thousands: that one is
-    read from the configuration (`memory.attention`) and guarded in every call.
+    the model is wrapped for distribution.
 
     Raises:
         LaunchError: the rows see each other, or differ from themselves alone; it names the model's class.
     """
     base = base_model(model)
     _check_takes_layout(base)
-    with _undisturbed(base), torch.no_grad():
-        packed = _measured(base, backend, "a packed row", packed_layout(LENGTHS), None)
+    rules = length_rules(base.config.to_dict())
+    pairs = [LENGTHS, *probe_lengths(rules, longest, together)]
+    # What a prompt computes follows the length of each row that it is in: a plan then shares none.
+    shares = [pair[0] for pair in pairs if reached(rules, pair[0] + LENGTHS[0], "row") is None]
+    with undisturbed(base), torch.no_grad():
+        packed = _worst(_measured(base, backend, pair, None) for pair in pairs)
         shared = (None, None)
-        if shared_prompts:
-            prompt_len, *_ = LENGTHS
-            layout = shared_layout([(prompt_len, LENGTHS)])
-            shared = _measured(base, backend, "a shared prompt", layout, prompt_len)
+        if shared_prompts and shares:
+            shared = _worst(_measured(base, backend, LENGTHS, prompt) for prompt in shares)
     return Isolation(*packed, *shared)
+
+
+def _worst(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    seen, different = zip(*measured, strict=True)
+    return max(seen), max(different)
 
 
 def verify_causal(model: nn.Module) -> float:
@@ -98,9 +123,9 @@ def verify_causal(model: nn.Module) -> float:
     """
     base = base_model(model)
     generator = torch.Generator().manual_seed(0)
-    row, other = (_draw(base, sum(LENGTHS), generator) for _ in range(2))
+    row, other = (draw(base, sum(LENGTHS), generator) for _ in range(2))
     other[: LENGTHS[0]] = row[: LENGTHS[0]]
-    with _undisturbed(base), torch.no_grad():
+    with undisturbed(base), torch.no_grad():
         hidden, beside_other = (_hidden(base, ids)[: LENGTHS[0]] for ids in (row, other))
     seen = _distance([beside_other], [hidden], hidden.abs().max().float())
     if not seen <= seen_bound(base, hidden):
@@ -128,10 +153,10 @@ def verify_slices(model: nn.Module, backend: AttentionBackend, ranks: ContextRan
     """
     base = base_model(model)
     layout = packed_layout([3 * ranks.size + 1, 5 * ranks.size - 1]).to(_embedding(base).device)
-    ids_T = _draw(base, layout.num_tokens, torch.Generator().manual_seed(0))
+    ids_T = draw(base, layout.num_tokens, torch.Generator().manual_seed(0))
     whole = {"input_ids": ids_T[None], "position_ids": layout.position_ids, "layout": layout}
     own, own_layout = sliced(whole, ranks)
-    with _undisturbed(base), torch.no_grad(), attention_switched(base, NAMES[backend]):
+    with undisturbed(base), torch.no_grad(), attention_switched(base, NAMES[backend]):
         expected = _hidden(base, ids_T, layout)
         found = backbone_of(base)(**own, use_cache=False)[0][0]
     different = _distance([found], [expected[own_layout.index]], expected.abs().max().float())
@@ -147,25 +172,31 @@ def verify_slices(model: nn.Module, backend: AttentionBackend, ranks: ContextRan
     return worst
 
 
-def _draw(model: PreTrainedModel, length: int, generator: torch.Generator) -> Tensor:
+def draw(model: PreTrainedModel, length: int, generator: torch.Generator) -> Tensor:
     """int64 [length], ids that every vocabulary has."""
     vocabulary = min(128, model.config.get_text_config().vocab_size)
     return torch.randint(0, vocabulary, (length,), generator=generator).to(_embedding(model).device)
 
 
 def _measured(
-    model: PreTrainedModel, backend: AttentionBackend, kind: str, layout: Layout, prompt_len: int | None
+    model: PreTrainedModel, backend: AttentionBackend, lengths: tuple[int, int], prompt_len: int | None
 ) -> tuple[float, float]:
-    """`(seen, alone)` of `Isolation`, once both are within bounds."""
+    """`(seen, alone)` of `Isolation`, once both are within bounds.
+
+    Of rows of `lengths`; or, of completions of such lengths, which share a prompt of `prompt_len` tokens.
+    """
     device = _embedding(model).device
+    is_packed = prompt_len is None
+    kind = "a packed row" if is_packed else "a shared prompt"
+    layout = packed_layout(lengths) if is_packed else shared_layout([(prompt_len, lengths)])
     layout = layout.to(device)
     generator = torch.Generator().manual_seed(0)
 
-    def draw(length: int) -> Tensor:
-        return _draw(model, length, generator)
+    def drawn(*wanted: int) -> list[Tensor]:
+        return [draw(model, length, generator) for length in wanted]
 
-    prompt = [] if prompt_len is None else [draw(prompt_len)]
-    rows, others = [draw(length) for length in LENGTHS], [draw(length) for length in LENGTHS]
+    prompt = [] if prompt_len is None else drawn(prompt_len)
+    rows, others = drawn(*lengths), drawn(*lengths)
 
     def together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         try:
@@ -175,13 +206,13 @@ def _measured(
             what = f"{type(model).__name__} does not run under {backend} attention ({error})"
             raise LaunchError(what, fix=WAY_OUT) from error
         rows_TD = hidden_TD[layout.num_prompt_tokens :]
-        return rows_TD[: LENGTHS[0]], rows_TD[LENGTHS[0] :]
+        return rows_TD[: lengths[0]], rows_TD[lengths[0] :]
 
     with attention_switched(model, NAMES[backend]):
         first, second = together(*rows)
         _, second_beside_other = together(others[0], rows[1])
         first_beside_other, _ = together(rows[0], others[1])
-    with attention_switched(model, "eager"):
+    with attention_switched(model, own_kernel(model, layout.longest_span)), upstream_positions(model):
         alone = [_hidden(model, torch.cat([*prompt, row]))[-len(row) :] for row in rows]
 
     largest = max(hidden_TD.abs().max() for hidden_TD in alone).float()
@@ -190,11 +221,26 @@ def _measured(
     # A NaN is neither below nor above: `not <=` makes it a fault.
     if not seen <= seen_bound(model, first):
         fault = f"the rows of {kind} see each other (one moves the other by {seen:.1e})"
-    elif not different <= _bound(model, first, ALONE_REGROUPED if _regroups(model) else ALONE):
+    elif not different <= alone_bound(model, first):
         fault = f"{kind} is not what its rows are alone (off by {different:.1e})"
     else:
         return seen, different
+    of = lengths if is_packed else (prompt_len, *lengths)
+    if of not in (LENGTHS, (LENGTHS[0], *LENGTHS)):
+        fault += f", at lengths where its configuration changes something: {', '.join(map(str, of))} tokens"
     raise LaunchError(f"{type(model).__name__} under {backend} attention: {fault}", fix=WAY_OUT)
+
+
+def own_kernel(model: PreTrainedModel, num_tokens: int) -> str:
+    """The model's own attention for a row alone: eager, or where its scores are too many, torch's SDPA."""
+    return "eager" if num_tokens <= LONGEST_EAGER else model.get_correct_attn_implementation(None)
+
+
+def alone_bound(model: PreTrainedModel, hidden_TD: Tensor) -> float:
+    """How far a row may be from itself alone, over the largest hidden state."""
+    if hidden_TD.device.type == "cpu" and {hidden_TD.dtype, _embedding(model).dtype} == {torch.float32}:
+        return ALONE_ON_CPU
+    return _bound(model, hidden_TD, ALONE_REGROUPED if _regroups(model) else ALONE)
 
 
 def _hidden(model: PreTrainedModel, ids_T: Tensor, layout: Layout | None = None) -> Tensor:
@@ -232,7 +278,7 @@ def _check_takes_layout(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """In evaluation mode inside; every module's flag and the random states as before after it."""
     was_training = [module for module in model.modules() if module.training]
     cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

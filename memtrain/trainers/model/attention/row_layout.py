@@ -77,6 +77,11 @@ class Layout:
         return self.within.query_bounds[-1]
 
     @property
+    def places(self) -> Tensor:
+        """int64 [T], the place of each token in its own row."""
+        return self.position_ids[0]
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self.position_ids.device

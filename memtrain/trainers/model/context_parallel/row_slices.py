@@ -50,11 +50,13 @@ class SlicedLayout:
     sent: int64 [C], rows of the slice whose keys others look back on, filled up with row 0; the first
         `num_sent` count.
     order: int64 [M], where each gathered token is among the R * C that arrive.
+    places: int64 [L], the place of each token in its own row.
     longest_span: most tokens that a query can look back on, itself counted.
     """
 
     ranks: ContextRanks
     index: Tensor
+    places: Tensor
     within: Part
     reaches: tuple[Reach, ...]
     sent: Tensor
@@ -91,6 +93,11 @@ class RowPart:
         return len(self.index)
 
     @property
+    def places(self) -> Tensor:
+        """int64 [L], the place of each token in its own row."""
+        return self.whole.places[self.index]
+
+    @property
     def longest_span(self) -> int:
         """Most tokens that a query can look back on, itself counted."""
         return self.whole.longest_span
@@ -119,9 +126,11 @@ def slice_of(layout: Layout, ranks: ContextRanks) -> SlicedLayout:
     sent, order = _sending(gathered, size, T)
     most = max((len(rows) for rows in sent), default=0)
     mine = sent[ranks.index]
+    index = torch.cat([torch.arange(begin, end) for begin, end in own]).to(device)
     return SlicedLayout(
         ranks=ranks,
-        index=torch.cat([torch.arange(begin, end) for begin, end in own]).to(device),
+        index=index,
+        places=layout.places[index],
         within=part_of(bounds, bounds, device=device, is_causal=True),
         reaches=tuple(_reach(look, own, gathered, device) for look in looks[ranks.index]),
         sent=torch.cat([mine, mine.new_zeros(most - len(mine))]).to(device),

@@ -18,6 +18,7 @@ from transformers import (
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Model
+from memtrain.trainers.model.attention.own_positions import take_own_positions
 from memtrain.trainers.model.loading.locate import (
     Origin,
     find_origin,
@@ -68,6 +69,7 @@ def load_model(
     _check_vocabulary(model, recipe, vocab_size)
     model.config.use_cache = False
     _set_attention(model, settings)
+    take_own_positions(model)
     return model.train()
 
 

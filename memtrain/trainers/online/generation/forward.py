@@ -18,6 +18,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES
 from memtrain.trainers.model.attention.functions import UNSUPPORTED
+from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
 from memtrain.trainers.online.generation.kv_cache import Keys, Standing, attend
 
@@ -65,13 +66,17 @@ def write_tokens(
     model: nn.Module, ids_R: Tensor, keys: Keys, at: Standing, backend: AttentionBackend
 ) -> Tensor:
     """Logits [R, V] of the token after `ids_R`, the newest token of each row."""
-    position_R = at.prompt_G[at.group_R] + at.written_R
     return model(
         input_ids=ids_R[None],
-        position_ids=position_R[None],
+        position_ids=places_of(at)[None],
         use_cache=False,
         rollout=Pass(keys, backend, at=at),
     ).logits[0]
+
+
+def places_of(at: Standing) -> Tensor:
+    """int64 [R], the place of each row's newest token in its prompt with its completion."""
+    return at.prompt_G[at.group_R] + at.written_R
 
 
 def _attention(
@@ -105,6 +110,8 @@ def _attention(
     at = rollout.at
     assert at is not None, "A pass reads prompts or writes tokens."
     _check(module, at, others)
+    if is_tempered(module):
+        query = tempered(module, query, places_of(at))
     key_RKD, value_RKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
     own = rollout.keys.write(layer, key_RKD, value_RKD, at)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -98,6 +98,7 @@ class RewardJudge:
             is_shared=self.settings.shared_prompts,
             is_flat=self.settings.padding_free,
             pad_id=self.pad_id,
+            by_row=True,
         ).to(local_device(self.settings))
         with torch.no_grad():
             return self.scorer(batch.micro.model_inputs(), batch.last_A).cpu().tolist()

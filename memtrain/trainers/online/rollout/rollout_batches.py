@@ -189,6 +189,7 @@ class PolicyFeed:
             is_flat=self.settings.padding_free,
             pad_id=self.prompts.pad_id,
             multiple=self.settings.pad_to_multiple_of,
+            by_row=self.settings.positions_by_row,
         )
 
     @property

@@ -1,0 +1,49 @@
+"""What follows for a run where a model's numbers depend on the length of a row: positions, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memtrain.memory.length_rules import LengthRule, reached
+from memtrain.memory.rules.batching import Micro
+from memtrain.memory.rules.ledger import Ledger
+
+
+def decide_positions(
+    ledger: Ledger, rules: Sequence[LengthRule], longest: int, *, padding_free: bool
+) -> bool:
+    """Whether padded rows carry positions that tell their lengths; notes what rows of a run come to.
+
+    Notes a refusal where a completion would change what its own first tokens were sampled from.
+    """
+    placed = reached(rules, None, "place")
+    if placed is not None and padding_free:
+        ledger.decide("positions", "each row's own", f"{placed.says}, not in the rows beside it")
+    rule = reached(rules, longest, "row")
+    if rule is None:
+        return False
+    if ledger.asked.recipe.online is not None:
+        _refuse_growing(ledger, rule, longest)
+    how = "rows lie end to end, each with its own" if padding_free else "rows are padded, one at a time"
+    ledger.decide("positions", "by the length of each row", f"{rule.says}; {how}")
+    return not padding_free
+
+
+def one_row_a_time(ledger: Ledger, micros: list[Micro]) -> list[Micro]:
+    """The smallest micro-batches alone, unless the recipe says how large they are: with a row beside it a
+    padded row needs a mask of its length squared."""
+    return micros[-1:] if ledger.asked.recipe.train.micro_rows == "auto" else micros
+
+
+def _refuse_growing(ledger: Ledger, rule: LengthRule, longest: int) -> None:
+    generate = ledger.asked.recipe.generation
+    room = rule.tokens - (longest - generate.max_tokens)
+    lower = (
+        f"set generate.max_tokens to at most {room:,}" if room > 0 else f"keep prompts below {rule.tokens:,}"
+    )
+    ledger.refuse(
+        f"prompt and completion may have {longest:,} tokens, and {rule.says}: a completion that grows past "
+        "it changes the log-probs of all its tokens, which were sampled before",
+        "generate.max_tokens",
+        f"{lower} (length.max_prompt leaves out longer prompts), or name a model without this scaling",
+    )
