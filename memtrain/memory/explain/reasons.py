@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from memtrain.memory.estimate.pricing import Facts, Priced, budget_of, price
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
+from memtrain.memory.precision import explain_masters
 from memtrain.memory.rules.batching import Micro, worked_line
 from memtrain.memory.rules.engines import open_forms
 from memtrain.memory.rules.ledger import Ledger
@@ -177,6 +178,8 @@ def _explain_offloading(ledger: Ledger, settings: Settings, gained: str) -> None
 
 def _explain_optimizer(ledger: Ledger, settings: Settings, chosen: Priced, facts: Facts) -> None:
     recipe = ledger.asked.recipe
+    gain = "" if settings.master_weights else _gain_words(chosen, {"master_weights": True}, facts)
+    explain_masters(ledger, settings, facts.config, gain)
     if settings.in_backward:
         gain = _gain_words(chosen, {"in_backward": False}, facts)
         ledger.decide("in_backward", "on", gain, "optim.in_backward")

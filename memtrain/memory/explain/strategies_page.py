@@ -45,6 +45,7 @@ MEASURED: Mapping[str, str] = {
     "paged_adamw_8bit": ON_A_GPU,
     "adafactor": ON_A_CPU,
     "master_weights": ON_A_CPU,
+    "pure_bfloat16": ON_A_CPU,
     "lora": ON_A_CPU,
     "qlora": ON_A_GPU,
     "shorter_sequences": "what each length loses and costs: [inspect-lengths.md](inspect-lengths.md)",

@@ -6,6 +6,7 @@ from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.length_rules import length_rules, reached
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.precision import keeps_masters
 from memtrain.memory.row_positions import decide_positions, one_row_a_time
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates, refuse_uneven_groups
@@ -69,6 +70,7 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
             "engine": first_form(recipe).engine,
             "context_parallel": sharing,
             "dtype": dtype,
+            "master_weights": keeps_masters(recipe, dtype),
             "attention": str(attention.backend),
             "liger": _uses_liger(ledger, hardware),
             "truncation": recipe.length.truncation or ("keep_end" if facts.apart else "keep_start"),
@@ -128,7 +130,6 @@ def _said(recipe: Recipe) -> dict[str, object]:
         "group_by_length": recipe.length.group_by_length,
         "loss_tile_bytes": recipe.memory.loss_tile,
         "optimizer": recipe.optim.kind,
-        "master_weights": recipe.optim.master_weights,
         "expandable_segments": recipe.memory.expandable_segments,
         "checkpoint_every": 0,
         "offload": "none",

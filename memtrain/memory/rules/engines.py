@@ -207,9 +207,9 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     if dtype == "bfloat16" and has_float:
         what = "it would round what is trained in float32 (an adapter, a score or value head) to bfloat16"
         faults.append((what, "model.dtype", "set it to float32, or cluster.engine: fsdp2"))
-    elif dtype == "bfloat16" and not recipe.optim.master_weights:
+    elif dtype == "bfloat16" and recipe.optim.master_weights is False:
         what = "it keeps float32 copies of bfloat16 weights in any case"
-        faults.append((what, "optim.master_weights", "set optim.master_weights: true"))
+        faults.append((what, "optim.master_weights", "leave it out"))
     section = section_of(recipe)
     if in_parts and section is not None and section.reference == "synced":
         what, fix = "a reference that follows the policy would have to gather it", "cluster.engine: fsdp2"

@@ -199,7 +199,7 @@ def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:
         _needs_bitsandbytes(ledger, hardware, f"optim.kind {optim.kind}", "optim.kind", "adamw or adafactor")
     if model.quantize != "none":
         _needs_bitsandbytes(ledger, hardware, f"model.quantize {model.quantize}", "model.quantize", "none")
-    if optim.master_weights and recipe.model.dtype == "float32":
+    if optim.master_weights is True and recipe.model.dtype == "float32":
         ledger.refuse(
             "optim.master_weights keeps float32 copies, and the weights are float32 already",
             "optim.master_weights",

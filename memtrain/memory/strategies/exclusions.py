@@ -81,6 +81,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "the weights are float32 already",
     ),
     Exclusion(
+        "pure_bfloat16",
+        "DeepSpeed's ZeRO",
+        uses_zero,
+        "it keeps float32 copies of bfloat16 weights in any case",
+    ),
+    Exclusion(
         "optimizer_offload",
         "moments that are not moved",
         lambda settings: settings.optimizer not in ("adamw", "muon"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.strategies import pure_bfloat16
 from memtrain.memory.strategies.activations import (
     activation_checkpointing,
     boundary_offloading,
@@ -54,6 +55,7 @@ STRATEGIES: dict[str, Strategy] = {
         paged_adamw_8bit,
         adafactor,
         master_weights,
+        pure_bfloat16,
         lora,
         qlora,
         shorter_sequences,

@@ -29,6 +29,7 @@ StrategyName = Literal[
     "paged_adamw_8bit",
     "adafactor",
     "master_weights",
+    "pure_bfloat16",
     "lora",
     "qlora",
 ]
@@ -39,6 +40,7 @@ Changing = Literal[
     "paged_adamw",
     "paged_adamw_8bit",
     "adafactor",
+    "pure_bfloat16",
     "liger_loss",
     "lora",
     "qlora",

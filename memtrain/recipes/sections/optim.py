@@ -52,9 +52,10 @@ class Optim(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm. null: never."""
 
-    master_weights: bool = False
-    """Keep float32 copies of bfloat16 weights in the optimizer: 4 more bytes a weight (plus 4 for each
-    moment that is then float32), and small updates are not rounded away."""
+    master_weights: bool | Literal["auto"] = "auto"
+    """Keep float32 copies of bfloat16 weights in the optimizer: 4 more bytes a weight (plus 2 for each moment
+    that is then float32), and small updates are not rounded away. `auto`: wherever bfloat16 weights are
+    trained. false: pure bfloat16, in which usual rates lose most updates; the plan tells their share."""
 
     in_backward: Literal["auto", "on", "off"] = "auto"
     """Step each weight in the backward pass, as soon as its gradient is made, and free the gradient:

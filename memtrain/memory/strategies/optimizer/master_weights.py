@@ -1,22 +1,25 @@
 """Master weights: float32 copies of half-precision weights, to which small updates are added unrounded.
 
-When: asked for; full fine-tuning with small learning rates is closer to float32 with them. Saves: nothing;
-they are the price of precision, and `memory.never: [master_weights]` is the saving. Costs: 4 bytes for each
-trained weight, and 4 more for each moment, which is then float32 too. Not exact: with and without them other
-weights are learnt. Refused: where the trained weights are float32 already.
+When: wherever half-precision weights are trained, unless the recipe says otherwise: bfloat16 has 8
+significant bits, and at usual learning rates most updates are smaller than half a step of a weight. Saves:
+nothing; they are the price of learning, and `memory.allow: [pure_bfloat16]` is the saving. Costs: 4 bytes for
+each trained weight, and 2 more for each moment, which is then float32 too. Not exact: with and without them
+other weights are learnt; with them, those that float32 learns. Refused: where the trained weights are float32
+already.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
 """
 
 from __future__ import annotations
 
-from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Case, Strategy, Updates
+from memtrain.memory.strategies.base import Case, Strategy, Wish
+from memtrain.recipes.recipe import Recipe
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
-    """Copies of every half-precision weight."""
-    return ({"master_weights": True},)
+def wish(recipe: Recipe) -> Wish:
+    """As the recipe says it; `auto` is decided by rule."""
+    wanted = recipe.optim.master_weights
+    return "auto" if wanted == "auto" else "on" if wanted else "off"
 
 
 def refusal(case: Case) -> str | None:
@@ -34,15 +37,13 @@ def refusal(case: Case) -> str | None:
 STRATEGY = Strategy(
     name="master_weights",
     axis="precision",
-    says="float32 copies of half-precision weights",
-    saves="nothing: the price of precision",
-    costs="12 bytes for each trained weight, with its moments",
+    says="float32 copies of half-precision weights take the updates",
+    saves="nothing: the price of learning in bfloat16 what float32 learns",
+    costs="8 bytes for each trained weight, with its moments",
     is_exact=False,
     is_used=lambda settings: settings.master_weights,
-    wish=lambda recipe: "on" if recipe.optim.master_weights else "off",
+    wish=wish,
     use_keys=lambda recipe: {"optim.master_weights": True},
     never_keys=lambda recipe: {"optim.master_weights": False},
-    changes=changes,
-    without={"master_weights": False},
     refusal=refusal,
 )

@@ -10,6 +10,7 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.precision import trains_half
 from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
@@ -23,7 +24,8 @@ def wish(recipe: Recipe) -> Wish:
 def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
     """The recipe's adapter, or the default one."""
     adapter = case.recipe.model.adapter or Adapter()
-    return ({"adapter": adapter, "master_weights": False},)
+    masters = settings.master_weights and trains_half(settings.dtype, adapter)
+    return ({"adapter": adapter, "master_weights": masters},)
 
 
 STRATEGY = Strategy(

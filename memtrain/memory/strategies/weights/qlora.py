@@ -10,6 +10,7 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, section 3.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.precision import trains_half
 from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
 from memtrain.memory.strategies.optimizer.base import without_bitsandbytes
 from memtrain.recipes.recipe import Recipe
@@ -25,7 +26,9 @@ def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
     """The recipe's adapter, or the default one, over 4-bit weights (8-bit where the recipe says so)."""
     model = case.recipe.model
     kind = model.quantize if model.quantize != "none" else "4bit"
-    return ({"adapter": model.adapter or Adapter(), "quantize": kind, "master_weights": False},)
+    adapter = model.adapter or Adapter()
+    masters = settings.master_weights and trains_half(settings.dtype, adapter)
+    return ({"adapter": adapter, "quantize": kind, "master_weights": masters},)
 
 
 STRATEGY = Strategy(

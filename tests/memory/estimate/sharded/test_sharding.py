@@ -109,6 +109,7 @@ def test_shards_are_taken_where_whole_weights_do_not_fit_and_the_plan_says_why(a
     """0.25 billion weights in bfloat16: 0.5 GiB each of weights and gradients, 1 GiB of moments."""
     known = facts_of(Hardware.named("h100", 8), profile_of(*[512] * 64))
     said = {"model__dtype": "bfloat16", "train__batch_rows": 16, "memory__never": "optimizer_offload"}
+    said |= {"optim__master_weights": False}
     roomy = ask(known, **said)
     assert roomy.settings.engine == "ddp"
     tight = ask(known, **said, memory__budget=round(2.6 * GIB))

@@ -1,0 +1,73 @@
+"""Precision of what is trained: which weights get float32 copies, and which updates rounding would lose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.ledger import Ledger
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.model import Adapter
+
+PATH = "optim.master_weights"
+BFLOAT16_BITS = 8
+"""Bits of a bfloat16's significand, the implicit one included."""
+USUAL_STD = 0.02
+"""Standard deviation of a matrix where a configuration has no `initializer_range`: transformers' default."""
+
+
+def trains_half(dtype: str, adapter: Adapter | None) -> bool:
+    """Whether half-precision weights are trained: adapters are float32, copies of whole modules are not."""
+    return dtype != "float32" and (adapter is None or bool(adapter.modules_to_save))
+
+
+def keeps_masters(recipe: Recipe, dtype: str) -> bool:
+    """Whether float32 copies take the updates: wherever half-precision weights are trained, unless asked."""
+    wanted = recipe.optim.master_weights
+    return trains_half(dtype, recipe.model.adapter) if wanted == "auto" else wanted
+
+
+def explain_masters(ledger: Ledger, settings: Settings, config: Mapping[str, object], gained: str) -> None:
+    """Note what takes the updates of half-precision weights; `gained`: what pure bfloat16 saves."""
+    if not trains_half(settings.dtype, settings.adapter):
+        return
+    recipe = ledger.asked.recipe
+    lost = lost_words(recipe, settings.optimizer, config)
+    if settings.master_weights:
+        ledger.decide("master_weights", "on", f"float32 copies take the updates; without them {lost}", PATH)
+        return
+    path = PATH if recipe.optim.master_weights is False else "memory.allow"
+    ledger.decide("master_weights", "off", f"{lost}; {gained}", path)
+
+
+def lost_words(recipe: Recipe, optimizer: str, config: Mapping[str, object]) -> str:
+    """The share of updates that rounding to bfloat16 loses at the recipe's learning rate, in words."""
+    if optimizer == "sgd":
+        return "bfloat16 rounds small updates away (those of sgd depend on the gradients)"
+    std = usual_std(config)
+    share = lost_share(recipe.optim.lr, std)
+    return (
+        f"rounding to bfloat16 loses {share:.1%} of updates as large as optim.lr {recipe.optim.lr:g}, and "
+        f"more of smaller ones (weights of std {std:g})"
+    )
+
+
+def usual_std(config: Mapping[str, object]) -> float:
+    """Standard deviation of the model's matrices, as its configuration initializes them."""
+    found = config.get("initializer_range")
+    return float(found) if isinstance(found, int | float) and found > 0 else USUAL_STD
+
+
+def lost_share(update: float, std: float) -> float:
+    """Share of normally distributed bfloat16 weights that an update of one size leaves where they are.
+
+    Numbers between 2^e and 2^(e+1) lie 2^(e-7) apart, and the nearest is taken: an update below half of that
+    is lost. So it is lost on every weight of at least 2^e with e the smallest for which 2^(e-8) > update; of
+    weights with standard deviation `std` that is erfc(2^e / (std sqrt 2)). AdamW's updates are at most about
+    as large as the learning rate, so the share of what is lost in training is at least this one.
+
+    Source: IEEE 754 rounding to nearest with 8 bits; measured in tests/memory/test_precision.py.
+    """
+    smallest = math.floor(math.log2(update)) + BFLOAT16_BITS + 1
+    return math.erfc(2.0**smallest / (std * math.sqrt(2)))
