@@ -43,6 +43,8 @@ def print_plan(planned: Planned) -> None:
     plan = planned.plan
     say(f"{plan.recipe.method}: {whole(plan.recipe_path)} into {whole(plan.run_dir)}")
     say(rows_words(planned.profile.report))
+    for sentence in plan.data.words():
+        say(sentence)
     for note in plan.data.notes:
         say(f"Data {note}.")
     typer.echo()

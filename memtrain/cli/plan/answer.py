@@ -134,7 +134,8 @@ def facts_of_question(
     from memtrain.trainers.data.store.prepare import prepare
 
     data = prepare(recipe, progress=progress)
-    return facts_of(recipe, data, question.looked.config, question.hardware, question.presumed), ""
+    facts = facts_of(recipe, data, question.looked.config, question.hardware, question.presumed)
+    return facts, " ".join(data.words())
 
 
 def answer(question: Question, facts: Facts, note: str = "") -> Answer:

@@ -82,6 +82,31 @@ class PreparedSplit(Section):
     longest_tokens: int
     notes: tuple[str, ...] = ()
     """What was not read, or is not learnt from: files, bad rows, fields."""
+    trained: str = ""
+    """What of the rows is learnt, in words."""
+
+    def trained_words(self) -> str:
+        """What is learnt, with its share of the tokens; empty where that was not asked."""
+        share = self.num_learnt / max(1, self.num_tokens)
+        return f"trained: {self.trained}, {share:.1%} of the tokens" if self.trained else ""
+
+
+class TurnEnd(Section):
+    """The token that the chat template ends the assistant's turns with."""
+
+    token: str
+    token_id: int
+    eos_token: str | None
+    """The tokenizer's end-of-sequence token."""
+
+    def words(self) -> str:
+        """Which token ends a completion."""
+        if self.token == self.eos_token:
+            return f"turns end with {self.token}, the tokenizer's end-of-sequence token"
+        return (
+            f"turns end with {self.token}, the end-of-sequence token is {self.eos_token}: generation stops "
+            "at either, in rollouts and in the saved model (generation_config.json)"
+        )
 
 
 class PreparedData(Section):
@@ -91,6 +116,13 @@ class PreparedData(Section):
     eval: PreparedSplit | None
     held_out_rows: int
     """Rows of `train` that are set aside for evaluation (`data.held_out`)."""
+    turn_end: TurnEnd | None = None
+    """Where rows are conversations: what ends a turn."""
+
+    def words(self) -> list[str]:
+        """What is learnt of the rows, and what ends their turns, in sentences."""
+        said = [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
+        return [f"{one[0].upper()}{one[1:]}." for one in said if one]
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from memtrain.errors import Fault
@@ -57,6 +57,10 @@ FAMILIAR = {
 """Column names that people use for ours: only ever proposed in an error, never taken silently."""
 
 LONGEST_SHOWN = 60
+NOT_LEARNT = "memtrain:not_learnt"
+"""Key of a message that its row switches off; templates never see it."""
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""Column of a row's own arguments for the chat template."""
 
 
 class BadRow(ValueError):
@@ -92,6 +96,9 @@ class Names:
 @dataclass(frozen=True, slots=True)
 class Example:
     """One row, read and checked. Each format says what else it holds."""
+
+    template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any], kw_only=True)
+    """The row's own arguments for the chat template."""
 
 
 def names_of(columns: Columns, present: Sequence[str]) -> Names:
@@ -209,11 +216,59 @@ def message_of(item: object, place: str) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(dict.fromkeys(ROLES))
         raise BadRow(f"{place} has the role {shown(role)}", f"known roles: {known}")
-    dropped = ("role", "content", "from", "value")
+    dropped = ("role", "content", "from", "value", "weight", "train")
     rest = {key: value for key, value in given.items() if value is not None and key not in dropped}
     if content is None and not rest.get("tool_calls"):
         raise BadRow(f"{place} has no content", "give it a content (a string), or tool_calls")
+    if not is_learnt(given, place):
+        rest[NOT_LEARNT] = True
     return {"role": ROLES[role], "content": content_of(content, place), **rest}
+
+
+def is_learnt(given: Mapping[str, Any], place: str) -> bool:
+    """Whether a message may be learnt: not with `weight: 0` or `train: false`.
+
+    Raises: BadRow when they are anything but 0, 1, true and false, or contradict each other.
+    """
+    said = {name: given[name] for name in ("weight", "train") if given.get(name) is not None}
+    for name, value in said.items():
+        if value not in (0, 1):
+            raise BadRow(f"the {name} of {place} is {shown(value)}", "a message is learnt or not: 1 or 0")
+    if len(set(map(bool, said.values()))) > 1:
+        raise BadRow(f"weight and train of {place} contradict each other", "leave one of them out")
+    return all(said.values())
+
+
+def refuse_switched_off(messages: str | Messages, column: str) -> None:
+    """Raise BadRow when a message is switched off where whole answers are compared."""
+    if isinstance(messages, str):
+        return
+    for index, message in enumerate(messages):
+        if NOT_LEARNT in message:
+            raise BadRow(
+                f"{column}[{index}] has weight 0, and an answer is compared whole",
+                "remove the weight, or the message",
+            )
+
+
+def template_kwargs_at(row: Row) -> dict[str, Any]:
+    """The row's own arguments for the chat template (an object, or its JSON text); empty without them.
+
+    Raises: BadRow when they are no object.
+    """
+    value: Any = row.get(TEMPLATE_KWARGS)
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"column '{TEMPLATE_KWARGS}' is not JSON: {error.msg}") from None
+    if not isinstance(value, Mapping):
+        raise BadRow(f"column '{TEMPLATE_KWARGS}' is {kind_of(value)}, not an object of arguments")
+    # Arrow files hold every key in every row, null where it was not given.
+    given = cast(Mapping[str, Any], value)
+    return {str(name): one for name, one in given.items() if one is not None}
 
 
 def content_of(content: object, place: str) -> str:

@@ -11,6 +11,7 @@ from memtrain.recipes.formats.fields import (
     Row,
     Tool,
     messages_in,
+    template_kwargs_at,
     tools_at,
     value_at,
 )
@@ -33,4 +34,4 @@ def parse(row: Row, names: Names) -> Conversation:
     Raises: BadRow when they are missing, or a message has no known role or no content.
     """
     messages = messages_in(value_at(row, names.messages), names.messages)
-    return Conversation(messages, tools_at(row, names.tools))
+    return Conversation(messages, tools_at(row, names.tools), template_kwargs=template_kwargs_at(row))

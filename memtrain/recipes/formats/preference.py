@@ -19,7 +19,9 @@ from memtrain.recipes.formats.fields import (
     Row,
     Tool,
     number_at,
+    refuse_switched_off,
     same_kind,
+    template_kwargs_at,
     text_or_messages_at,
     tools_at,
 )
@@ -52,14 +54,17 @@ def parse(row: Row, names: Names) -> Preference:
             f"'{names.chosen}' and '{names.rejected}' are the same",
             "a pair that prefers nothing: remove the row",
         )
+    for answer, column in ((chosen, names.chosen), (rejected, names.rejected)):
+        refuse_switched_off(answer, column)
     margin, tools = number_at(row, names.margin), tools_at(row, names.tools)
+    given = template_kwargs_at(row)
     if row.get(names.prompt) is None:
-        return Preference(*common_beginning(chosen, rejected), margin, tools)
+        return Preference(*common_beginning(chosen, rejected), margin, tools, template_kwargs=given)
     prompt = text_or_messages_at(row, names.prompt)
     if isinstance(prompt, str) and not isinstance(chosen, str):
-        return Preference(*told_twice(prompt, chosen, rejected, names), margin, tools)
+        return Preference(*told_twice(prompt, chosen, rejected, names), margin, tools, template_kwargs=given)
     same_kind({names.prompt: prompt, names.chosen: chosen})
-    return Preference(prompt, chosen, rejected, margin, tools)
+    return Preference(prompt, chosen, rejected, margin, tools, template_kwargs=given)
 
 
 def told_twice(

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from memtrain.recipes.formats.fields import (
+    TEMPLATE_KWARGS,
     BadRow,
     Example,
     Messages,
     Names,
     Row,
     Tool,
+    template_kwargs_at,
     text_or_messages_at,
     tools_at,
 )
@@ -37,6 +39,7 @@ def parse(row: Row, names: Names) -> Prompt:
     prompt = text_or_messages_at(row, names.prompt)
     if not prompt:
         raise BadRow(f"column '{names.prompt}' is empty", "remove the row, or set data.on_bad_row: skip")
-    taken = (names.prompt, names.tools)
+    given = template_kwargs_at(row)
+    taken = (names.prompt, names.tools, TEMPLATE_KWARGS)
     columns = {column: value for column, value in row.items() if column not in taken}
-    return Prompt(prompt, tools_at(row, names.tools), columns)
+    return Prompt(prompt, tools_at(row, names.tools), columns, template_kwargs=given)

@@ -12,6 +12,7 @@ from memtrain.recipes.formats.fields import (
     Row,
     Tool,
     same_kind,
+    template_kwargs_at,
     text_or_messages_at,
     tools_at,
 )
@@ -39,4 +40,5 @@ def parse(row: Row, names: Names) -> PromptCompletion:
     same_kind({names.prompt: prompt, names.completion: completion})
     if not prompt and not completion:
         raise BadRow(f"'{names.prompt}' and '{names.completion}' are both empty", "remove the row")
-    return PromptCompletion(prompt, completion, tools_at(row, names.tools))
+    given = template_kwargs_at(row)
+    return PromptCompletion(prompt, completion, tools_at(row, names.tools), template_kwargs=given)

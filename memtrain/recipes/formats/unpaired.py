@@ -34,12 +34,13 @@ def parse(row: Row, names: Names) -> Unpaired:
     verdict = given.lower() if isinstance(given, str) else given
     if not isinstance(verdict, (bool, int, str)) or verdict not in VERDICTS:
         raise BadRow(f"column '{names.label}' is {shown(given)}", "a verdict is true or false")
-    return Unpaired(both.prompt, both.completion, VERDICTS[verdict], both.tools)
+    given = both.template_kwargs
+    return Unpaired(both.prompt, both.completion, VERDICTS[verdict], both.tools, template_kwargs=given)
 
 
 def from_pair(pair: Preference) -> tuple[Unpaired, Unpaired]:
     """The two rows of a pair: its chosen answer is desirable, its rejected one is not."""
     return (
-        Unpaired(pair.prompt, pair.chosen, True, pair.tools),
-        Unpaired(pair.prompt, pair.rejected, False, pair.tools),
+        Unpaired(pair.prompt, pair.chosen, True, pair.tools, template_kwargs=pair.template_kwargs),
+        Unpaired(pair.prompt, pair.rejected, False, pair.tools, template_kwargs=pair.template_kwargs),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from memtrain.recipes.sections.base import PositiveInt, Section, one_or_many
 
@@ -69,6 +69,9 @@ class Source(Section):
     columns: Columns | None = None
     """Column names of this source, when they differ from `data.columns`."""
 
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Arguments of the chat template for the rows of this source, beside those of the same key in `data`."""
+
     text_unit: TextUnit | None = None
     """What is one row of the text files of this source, when it differs from `data.text_unit`."""
 
@@ -113,7 +116,16 @@ class Data(Section):
     """Learn only the completion. Not given: yes for prompt-completion rows."""
 
     assistant_only_loss: bool = False
-    """Learn only what the assistant says (rows of messages), by the generation marks of the chat template."""
+    """Learn only what the assistant says (rows of messages): by the generation marks of the chat template, or
+    by what it writes for each beginning of the conversation. A message with `weight: 0` or `train: false` is
+    never learnt, here or where all turns are."""
+
+    last_turn_only_loss: bool = False
+    """Of what the assistant says, learn only its last turn (rows of messages)."""
+
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Arguments of the chat template: `{enable_thinking: false}`. Those of a source stand above them, and
+    those of a row (a column `chat_template_kwargs`) above both."""
 
     end_token: bool = True
     """End every row with the end-of-sequence token, and learn it, where the format does not end by itself."""

@@ -80,7 +80,7 @@ DATA: dict[str, Rule] = {
     "pad_token": Decided("padding is neither attended to nor learnt, whatever its token is"),
     "shuffle_dataset": Decided("rows are shuffled anew in every epoch, before packing too"),
     "remove_unused_columns": Decided("columns that nothing reads are not kept"),
-    "chat_template_kwargs": Gone("arguments of the chat template: write them into a template of your own"),
+    "chat_template_kwargs": To("data.chat_template_kwargs"),
     "max_length": To("length.max_length"),
     "truncation_mode": To("length.truncation", {"sft": "keep_start", "dpo": "keep_start"}),
     "packing": Together(),

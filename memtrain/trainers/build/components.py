@@ -37,6 +37,7 @@ from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.neftune import add_noise
+from memtrain.trainers.model.loading.save import stop_at
 from memtrain.trainers.model.loading.sharded_load import is_empty, made_in_parts
 from memtrain.trainers.model.offload.activations import treat_activations
 from memtrain.trainers.optim.build import build_optimizer
@@ -216,6 +217,8 @@ def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreT
         vocab_size=vocab_size,
         head=head,
     )
+    if plan.data.turn_end is not None:
+        stop_at(model, plan.data.turn_end.token_id)
     apply_liger(model, settings)
     if settings.adapter is not None:
         model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)

@@ -16,6 +16,7 @@ from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, value_of
 from memtrain.trainers.model.loading.save import save_final
+from memtrain.trainers.online.generation.backend import stop_tokens
 from memtrain.trainers.protocols.events import FinalEvent, MemoryEvent
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.report.model_card import write_card
@@ -117,6 +118,6 @@ def _written(run: Run, built: Built) -> str:
             do_sample=False,
             use_cache=True,
             pad_token_id=built.tokenizer.pad_token_id or built.tokenizer.eos_token_id,
-            eos_token_id=built.tokenizer.eos_token_id,
+            eos_token_id=list(stop_tokens(built)) or None,
         )
     return str(built.tokenizer.decode(written[0], skip_special_tokens=False))

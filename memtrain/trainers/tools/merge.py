@@ -16,7 +16,7 @@ from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import DTYPES, load_model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE
-from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final
+from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final, stop_at
 from memtrain.trainers.run_folder.folder import RunFolder
 
 
@@ -62,6 +62,8 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     head = "score" if plan.recipe.method == "reward" else "lm"
     seed = plan.recipe.train.seed
     base = load_model(plan.recipe.model, settings, seed=seed, vocab_size=len(tokenizer), head=head)
+    if plan.data.turn_end is not None:
+        stop_at(base, plan.data.turn_end.token_id)
     adapted = load_adapter(base, str(folder.final))
     model, num_modules = fold(adapted, DTYPES[to])
     save_final(model, tokenizer, output)

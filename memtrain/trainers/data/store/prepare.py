@@ -14,17 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtrain.errors import DataError
-from memtrain.memory.plan.plan import PreparedData, PreparedSplit
-from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, detect
-from memtrain.recipes.formats.fields import BadRow
+from memtrain.memory.plan.plan import PreparedData, PreparedSplit, TurnEnd
+from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, Form, detect
+from memtrain.recipes.formats.fields import BadRow, Names, Row
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Columns, Data, Format, Source
+from memtrain.trainers.data.chat import (
+    check_template_kwargs,
+    specials_of,
+    template_kwargs,
+    template_of,
+    trained_words,
+    turn_end_of,
+)
 from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.sources.sources import Stream, locate, sampled
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.cache import cache_dir, kept, key_of
 from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
-from memtrain.trainers.data.tokenize.chat_templates import training_template
+from memtrain.trainers.data.tokenize.chat_templates import MARKS, training_template
 from memtrain.trainers.data.tokenize.render import Rendering
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of
 from memtrain.trainers.data.tokenize.workers import Job, Reading, Tokenized, tokenized
@@ -134,8 +142,17 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
     held_out = len(chosen.eval)
     other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
     return PreparedData(
-        train=split_of(made, chosen.train), eval=other and split_of(other, None), held_out_rows=held_out
+        train=split_of(made, chosen.train),
+        eval=other and split_of(other, None),
+        held_out_rows=held_out,
+        turn_end=turn_end_in(made.store, tokenizer),
     )
+
+
+def turn_end_in(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> TurnEnd | None:
+    """What ends the assistant's turns; None where no source of the store holds conversations."""
+    chats = [reading for reading in store.meta.made_of["readings"] if reading["is_chat"]]
+    return turn_end_of(tokenizer, chats[0]["template_kwargs"]) if chats else None
 
 
 def split_of(made: KeptRows, rows: Any) -> PreparedSplit:
@@ -152,6 +169,7 @@ def split_of(made: KeptRows, rows: Any) -> PreparedSplit:
         num_skipped=store.meta.num_skipped,
         longest_tokens=int(lengths.max(initial=0)),
         notes=made.notes,
+        trained=trained_words(store.meta.made_of),
     )
 
 
@@ -222,8 +240,18 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
                     continue
                 raise DataError([row.fault(where)])
             form, names = detect(row, columns, declared, allowed, where)
-            return Found(source, located.streams, Reading(form.name, names), located.notes)
+            reading = Reading(form.name, names, template_kwargs(data, source), is_chat(form, row, names))
+            return Found(source, located.streams, reading, located.notes)
     raise DataError(*no_rows(source, located.streams))
+
+
+def is_chat(form: Form, row: Row, names: Names) -> bool:
+    """Whether a row is a conversation, which the chat template renders; not where it cannot be read."""
+    try:
+        example: Any = form.parse(row, names)
+    except BadRow:
+        return False
+    return form.name == "messages" or not isinstance(getattr(example, "prompt", ""), str)
 
 
 def no_rows(source: Source, streams: Sequence[Stream]) -> tuple[str, str, str]:
@@ -266,26 +294,26 @@ def rendering_of(
             "data.completion_only_loss",
             "remove it; for messages, data.assistant_only_loss learns only what the assistant says",
         )
-    if data.assistant_only_loss and not forms & {"messages", "prompt_completion"}:
-        raise DataError(
-            f"data.assistant_only_loss has no effect on rows of format {kind}",
-            "data.assistant_only_loss",
-            "remove it; it is for rows of messages",
-        )
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
-    if isinstance(tokenizer.chat_template, dict):
-        template = tokenizer.chat_template.get("default")
+    for name in ("assistant_only_loss", "last_turn_only_loss"):
+        if getattr(data, name) and not forms & {"messages", "prompt_completion"}:
+            raise DataError(
+                f"data.{name} has no effect on rows of format {kind}",
+                f"data.{name}",
+                "remove it; it is for rows of messages",
+            )
+    template = template_of(tokenizer)
     if "messages" in forms and template is None:
         raise DataError(
             "the rows are messages, and the tokenizer has no chat template",
             "model.chat_template",
             "set model.chat_template: chatml, or the path of a Jinja file",
         )
-    specials = {
-        name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
-    }
+    for one in found:
+        check_template_kwargs(one.reading.template_kwargs, template, one.reading.is_chat)
+    specials = specials_of(tokenizer)
+    assistant_only = data.assistant_only_loss or data.last_turn_only_loss
     own = template
-    if data.assistant_only_loss and template is not None:
+    if assistant_only and template is not None:
         template = training_template(template, specials)
     end = tokenizer.eos_token if data.end_token and kind != "prompt" else None
     only = data.completion_only_loss is not False
@@ -294,8 +322,10 @@ def rendering_of(
         special_tokens=specials,
         end_token=str(end) if end else None,
         completion_only=only,
-        assistant_only=data.assistant_only_loss,
+        assistant_only=assistant_only,
         own_template=own if own != template else None,
+        last_turn_only=data.last_turn_only_loss,
+        has_marks=template is not None and bool(MARKS.search(template)),
     )
 
 

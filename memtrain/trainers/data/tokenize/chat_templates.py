@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memtrain.errors import DataError
 from memtrain.recipes.formats.fields import BadRow, Messages, Tool
-from memtrain.trainers.data.tokenize.render import Rendering, conversation
+from memtrain.trainers.data.tokenize.render import Rendering, conversation, marked
 
 FOLDER = Path(__file__).parent / "chat_templates"
 NAMES = (
@@ -71,7 +71,9 @@ def shipped_text(name: str) -> str:
 def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
     """A template that writes what `own` writes and marks what the assistant says: itself, or a shipped one.
 
-    Raises: DataError when it has no marks and no shipped template writes the same.
+    `own` as it is, without marks, where no shipped one writes the same, but every turn can be found by the
+    beginnings of a conversation.
+    Raises: DataError when the turns cannot be found so either.
     """
     if MARKS.search(own):
         return own
@@ -79,13 +81,34 @@ def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
     same = [text for text in shipped if agree(own, text, special_tokens, PROBES, ())]
     if same:
         return next((text for text in same if agree(own, text, special_tokens, TOOL_PROBES, TOOLS)), same[0])
+    if _finds_turns(own, special_tokens):
+        return own
     raise DataError(
         "data.assistant_only_loss needs a chat template that marks what the assistant says, and the "
-        "tokenizer's own has no {% generation %} marks",
+        "tokenizer's own has no {% generation %} marks and writes a beginning otherwise once more follows",
         "model.chat_template",
         "put {% generation %} ... {% endgeneration %} around the assistant's words in a copy of the template "
         f"and set model.chat_template to it, or use a shipped one: {', '.join(NAMES)}",
     )
+
+
+def _finds_turns(template: str, special_tokens: Mapping[str, str]) -> bool:
+    """Whether some probe of two turns is written, and the assistant's words found in all that are."""
+    rendering = Rendering(
+        template, special_tokens, None, completion_only=False, assistant_only=True, has_marks=False
+    )
+    found: list[bool] = []
+    for probe in PROBES:
+        text = written(template, special_tokens, probe, (), False)
+        if text is None:
+            continue
+        said = [message["content"].strip() for message in probe if message["role"] == "assistant"]
+        try:
+            spans = marked(probe, (), rendering)[1]
+        except BadRow:
+            return False
+        found.append(all(words in text[slice(*span)] for words, span in zip(said, spans, strict=True)))
+    return len(found) > 0 and all(found)
 
 
 def agree(

@@ -90,11 +90,21 @@ class Encoder:
         encoded: list[Encoded | None] = [None] * len(pieces)
         for adds_specials in (False, True):
             index = [i for i, piece in enumerate(pieces) if piece.adds_specials is adds_specials]
-            for place, one in zip(
-                index, self._encode([pieces[i] for i in index], adds_specials), strict=True
-            ):
-                encoded[place] = one
+            own = self._encode([pieces[i] for i in index], adds_specials)
+            for place, one in zip(index, own, strict=True):
+                encoded[place] = self._ended_once(pieces[place], one) if adds_specials else one
         return [one for one in encoded if one is not None]
+
+    def _ended_once(self, piece: Piece, made: Encoded) -> Encoded:
+        """Without what the tokenizer adds after a text that is a prompt, or ends in that token already."""
+        length = len(made.ids) - self.num_after
+        is_prompt = piece.cut == len(piece.text) and not piece.learnt
+        if not self.num_after or length < 1:
+            return made
+        if not is_prompt and made.ids[length - 1] != made.ids[-1]:
+            return made
+        learnt = tuple((start, min(end, length)) for start, end in made.learnt if start < length)
+        return Encoded(made.ids[:length], min(made.cut, length), learnt, made.merged)
 
     def _encode(self, pieces: list[Piece], adds_specials: bool) -> list[Encoded]:
         if not pieces:

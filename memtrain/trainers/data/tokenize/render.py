@@ -13,7 +13,7 @@ them. No torch here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from memtrain.recipes.formats.fields import BadRow, Example, Messages, Tool
@@ -23,8 +23,7 @@ from memtrain.recipes.formats.prompt import Prompt
 from memtrain.recipes.formats.prompt_completion import PromptCompletion
 from memtrain.recipes.formats.text import Text
 from memtrain.recipes.formats.unpaired import Unpaired
-
-CharSpan = tuple[int, int]
+from memtrain.trainers.data.turns import CharSpan, learnt_spans, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,12 @@ class Rendering:
     assistant_only: bool
     own_template: str | None = None
     """The model's own template, where `chat_template` stands in for it: both must write the same text."""
+    last_turn_only: bool = False
+    """Of what the assistant says, only the last turn."""
+    has_marks: bool = True
+    """Whether the template marks what the assistant says; else its turns are found by beginnings."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the template beside the messages."""
 
 
 def render(example: Example, rendering: Rendering) -> tuple[Piece, ...]:
@@ -78,33 +83,31 @@ def _answer(
         text = prompt + ended(answer, rendering)
         return Piece(text, len(prompt), ((len(prompt), len(text)),), adds_specials=True)
     text, spans = marked(prompt + answer, tools, rendering)
-    cut = len(prompt_of(text, prompt, tools, rendering))
-    if not rendering.assistant_only:
-        return Piece(text, cut, ((cut, len(text)),), adds_specials=False)
-    return Piece(text, cut, spans, adds_specials=False)
+    return Piece(text, len(prompt_of(text, prompt, tools, rendering)), spans, adds_specials=False)
 
 
 def _prompt_completion(example: PromptCompletion | Unpaired, rendering: Rendering) -> tuple[Piece, ...]:
     piece = _answer(example.prompt, example.completion, example.tools, rendering)
     if rendering.completion_only:
-        inside = tuple((max(start, piece.cut), end) for start, end in piece.learnt if end > piece.cut)
-        return (Piece(piece.text, piece.cut, inside, piece.adds_specials),)
-    everything = (
-        piece.learnt if rendering.assistant_only and not piece.adds_specials else ((0, len(piece.text)),)
-    )
-    return (Piece(piece.text, piece.cut, everything, piece.adds_specials),)
+        return (_after_cut(piece),)
+    return (replace(piece, learnt=((0, len(piece.text)),)) if piece.adds_specials else piece,)
+
+
+def _after_cut(piece: Piece) -> Piece:
+    """The piece, of which nothing of the prompt is learnt."""
+    inside = tuple((max(start, piece.cut), end) for start, end in piece.learnt if end > piece.cut)
+    return replace(piece, learnt=inside)
 
 
 def _conversation(example: Conversation, rendering: Rendering) -> tuple[Piece, ...]:
     text, spans = marked(example.messages, example.tools, rendering)
-    learnt = spans if rendering.assistant_only else ((0, len(text)),)
-    return (Piece(text, 0, learnt, adds_specials=False),)
+    return (Piece(text, 0, spans, adds_specials=False),)
 
 
 def _preference(example: Preference, rendering: Rendering) -> tuple[Piece, ...]:
     return (
-        _answer(example.prompt, example.chosen, example.tools, rendering),
-        _answer(example.prompt, example.rejected, example.tools, rendering),
+        _after_cut(_answer(example.prompt, example.chosen, example.tools, rendering)),
+        _after_cut(_answer(example.prompt, example.rejected, example.tools, rendering)),
     )
 
 
@@ -137,8 +140,9 @@ def prompt_of(text: str, prompt: Messages, tools: tuple[Tool, ...], rendering: R
 
     Raises: BadRow when the template writes the prompt differently once an answer follows.
     """
+    own = replace(rendering, chat_template=rendering.own_template or rendering.chat_template)
     for generation_prompt in (True, False):
-        head, _ = conversation(prompt, tools, rendering, generation_prompt=generation_prompt)
+        head, _ = conversation(prompt, tools, own, generation_prompt=generation_prompt)
         if text.startswith(head):
             return head
     raise BadRow(
@@ -150,11 +154,13 @@ def prompt_of(text: str, prompt: Messages, tools: tuple[Tool, ...], rendering: R
 def marked(
     messages: Messages, tools: tuple[Tool, ...], rendering: Rendering
 ) -> tuple[str, tuple[CharSpan, ...]]:
-    """A conversation and, where only the assistant's words are learnt, their places.
+    """A conversation, and the places in it that are learnt.
 
-    Raises: BadRow when the template refuses it, or a template that stands in writes another text.
+    Raises: BadRow when the template refuses it, a template that stands in writes another text, or a message
+    that is chosen cannot be found.
     """
-    text, spans = conversation(messages, tools, rendering, spans_wanted=rendering.assistant_only)
+    wants_marks = rendering.assistant_only and rendering.has_marks
+    text, marks = conversation(messages, tools, rendering, spans_wanted=wants_marks)
     if rendering.own_template is not None:
         own = replace(rendering, chat_template=rendering.own_template)
         if conversation(messages, tools, own)[0] != text:
@@ -162,6 +168,18 @@ def marked(
                 "the shipped training template writes this conversation differently from the model's own",
                 "set model.chat_template to the model's template with {% generation %} marks in it",
             )
+
+    def beginning(some: Messages, generation_prompt: bool) -> str:
+        return conversation(some, tools, rendering, generation_prompt=generation_prompt)[0]
+
+    spans = learnt_spans(
+        messages,
+        text,
+        marks if wants_marks else None,
+        beginning,
+        assistant_only=rendering.assistant_only,
+        last_turn_only=rendering.last_turn_only,
+    )
     return text, spans
 
 
@@ -196,14 +214,21 @@ def conversation(
 
     assert rendering.chat_template is not None, "rows of messages are refused without a template"
     check_tools(messages, tools, rendering.chat_template)
+    read = rendering.own_template or rendering.chat_template
+    for name in rendering.template_kwargs:
+        if name not in read:
+            raise BadRow(
+                f"the chat template never reads '{name}' of chat_template_kwargs", f"remove '{name}'"
+            )
     try:
         texts, marked = cast(Any, render_jinja_template)(
-            [list(messages)],
+            [[shown(message) for message in messages]],
             tools=list(tools) or None,
             chat_template=rendering.chat_template,
             return_assistant_tokens_mask=spans_wanted,
             add_generation_prompt=generation_prompt,
             **rendering.special_tokens,
+            **rendering.template_kwargs,
         )
     except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
         raise BadRow(

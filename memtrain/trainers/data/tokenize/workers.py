@@ -6,8 +6,8 @@ No torch here. Memory is bounded by the batch, not by the data.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ class Reading:
 
     form: str
     names: Names
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the chat template for all rows of the source."""
+    is_chat: bool = False
+    """Whether its first row is one that the chat template renders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class Tokenizing:
         pieces, kept = [], []
         for stream, line, example in examples:
             try:
-                own = () if isinstance(example, Ids) else render(example, self.job.rendering)
+                own = () if isinstance(example, Ids) else render(example, self._rendering(stream, example))
                 for piece in own:
                     check_text(piece.text)
                 pieces += own
@@ -119,6 +123,11 @@ class Tokenizing:
             except BadRow as wrong:
                 bad.append((stream, line, wrong.what, wrong.fix))
         return rows
+
+    def _rendering(self, stream: int, example: Example) -> Rendering:
+        """How the example is rendered: with its own arguments above those of its source."""
+        given = {**self.job.readings[stream].template_kwargs, **example.template_kwargs}
+        return replace(self.job.rendering, template_kwargs=given) if given else self.job.rendering
 
     def _row(self, example: Example, own: list[Encoded], stream: int, line: int) -> TokenRow:
         if isinstance(example, Ids):

@@ -55,6 +55,7 @@ def save_final(
             if isinstance(model, PeftModel):
                 # "auto" would ask the hub for a vocabulary size; a trained embedding is in the adapter.
                 model.save_pretrained(str(unfinished), save_embedding_layers=False, **given)
+                _save_generation(model.get_base_model(), unfinished)
             else:
                 model.save_pretrained(unfinished, max_shard_size=max_shard_bytes, **given)
                 _save_configs(model, tokenizer, unfinished)
@@ -94,6 +95,27 @@ def refuse_to_overwrite(folder: Path) -> None:
         )
 
 
+def _save_generation(model: nn.Module, folder: Path) -> None:
+    """Where an adapter learnt another end than its model's configuration says: what generation stops at."""
+    generation, config = getattr(model, "generation_config", None), getattr(model, "config", None)
+    if generation is not None and generation.eos_token_id != getattr(config, "eos_token_id", None):
+        generation.save_pretrained(folder)
+
+
+def stop_at(model: PreTrainedModel, token_id: int) -> None:
+    """Let generation stop at a token too, the one that ends a turn: here, and in what is saved."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        _add_end(generation, token_id)
+
+
+def _add_end(generation: Any, token_id: int) -> None:
+    known = generation.eos_token_id
+    ends = [] if known is None else list(known) if isinstance(known, list | tuple) else [known]
+    if token_id not in ends:
+        generation.eos_token_id = [*ends, token_id] if ends else token_id
+
+
 def _save_configs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """The configurations of a model that is to be used, not trained: with its cache and the special
     tokens."""
@@ -107,9 +129,6 @@ def _save_configs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
             if getattr(one, name, None) is None:
                 setattr(one, name, getattr(tokenizer, name, None))
     if generation is not None and isinstance(tokenizer.eos_token_id, int):
-        known = generation.eos_token_id
-        ends = list(known) if isinstance(known, list | tuple) else [known]
-        if tokenizer.eos_token_id not in ends:
-            generation.eos_token_id = [*ends, tokenizer.eos_token_id]
+        _add_end(generation, tokenizer.eos_token_id)
     for one in configs:
         one.save_pretrained(folder)

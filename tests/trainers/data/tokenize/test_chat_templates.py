@@ -117,7 +117,7 @@ def test_a_template_with_marks_is_kept():
 
 def test_an_unknown_template_is_refused_with_the_way_out():
     with pytest.raises(DataError) as error:
-        training_template("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}", SPECIALS)
+        training_template("{% for m in messages %}{{ m.content[: 4 * loop.revindex] }}{% endfor %}", SPECIALS)
     assert error.value.faults[0].where == "model.chat_template"
     assert "{% generation %} ... {% endgeneration %}" in error.value.faults[0].fix
     assert "qwen3" in error.value.faults[0].fix

@@ -229,3 +229,21 @@ def test_two_processes_give_the_same_rows_as_one():
     one = [batch.rows.ids.tolist() for batch in tokenized(rows, job("text"), 1)]
     two = [batch.rows.ids.tolist() for batch in tokenized(rows, job("text"), 2)]
     assert one == two
+
+
+def test_a_row_never_ends_twice_and_a_prompt_never_ends():
+    """A tokenizer that puts <s> before and </s> after every text, and rows that end in </s> already."""
+    ends = Rendering(None, {}, "</s>", completion_only=True, assistant_only=False)
+    given = Job(OTHERS["both ends"], ends, "prompt_completion", (Reading("prompt_completion", Names()),))
+    done = rows_of([{"prompt": "How many?", "completion": " 3"}], given)
+    tokenizer = Tokenizer.from_str(OTHERS["both ends"])
+    begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
+    ids = done.rows.ids.tolist()
+    assert (ids.count(begin), ids.count(end), ids[-1]) == (1, 1, end)
+    assert done.rows.spans.tolist()[0][1] == len(ids), "the end is learnt"
+    asks = Job(OTHERS["both ends"], PLAIN, "prompt", (Reading("prompt", Names()),))
+    ids = rows_of([{"prompt": "How many?"}], asks).rows.ids.tolist()
+    assert (ids.count(begin), ids.count(end)) == (1, 0)
+    bare = Rendering(None, {}, None, completion_only=True, assistant_only=False)
+    own = Job(OTHERS["both ends"], bare, "text", (Reading("text", Names()),))
+    assert rows_of([{"text": "3 + 1"}], own).rows.ids.tolist()[-1] == end, "the tokenizer's own end stays"

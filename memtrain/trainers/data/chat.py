@@ -1,0 +1,117 @@
+"""What is known of a recipe's chat template before a row is read: its arguments, its marks, where turns end.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from memtrain.errors import DataError
+from memtrain.memory.plan.plan import TurnEnd
+from memtrain.recipes.formats.fields import Messages
+from memtrain.recipes.sections.data import Data, Source
+from memtrain.trainers.data.tokenize.render import Rendering, conversation
+from memtrain.trainers.data.turns import turn_end
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "conversations",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+)
+"""What memtrain gives the template itself."""
+
+
+def template_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """The chat template of a tokenizer, its default one where it has several."""
+    template: Any = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def specials_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """Special tokens by name (`eos_token`, ...), as templates use them."""
+    return {
+        name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
+    }
+
+
+def template_kwargs(data: Data, source: Source) -> dict[str, Any]:
+    """Arguments of the chat template for the rows of a source."""
+    return {**data.chat_template_kwargs, **source.chat_template_kwargs}
+
+
+def check_template_kwargs(given: Mapping[str, Any], template: str | None, is_chat: bool) -> None:
+    """Raise DataError for arguments that nothing reads, or that are not the user's to give."""
+    where = "data.chat_template_kwargs"
+    if not given:
+        return
+    if not is_chat or template is None:
+        raise DataError(
+            f"{where} has no effect: no row of the source is a conversation",
+            where,
+            "remove it; strings are no business of the chat template",
+        )
+    for name in given:
+        if name in RESERVED:
+            raise DataError(f"{where} holds '{name}', which memtrain gives itself", where, f"remove '{name}'")
+        if name not in template:
+            raise DataError(
+                f"the chat template never reads '{name}'", where, f"remove '{name}', or mend its spelling"
+            )
+
+
+def turn_end_of(tokenizer: PreTrainedTokenizerFast, given: Mapping[str, Any]) -> TurnEnd | None:
+    """The special token that ends the assistant's turns; None where the template writes none."""
+    template = template_of(tokenizer)
+    if template is None:
+        return None
+    rendering = Rendering(
+        template,
+        specials_of(tokenizer),
+        None,
+        completion_only=False,
+        assistant_only=False,
+        template_kwargs=dict(given),
+    )
+
+    def render(messages: Messages, generation_prompt: bool) -> str:
+        return conversation(messages, (), rendering, generation_prompt=generation_prompt)[0]
+
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    token = turn_end(render, list(added))
+    if token is None:
+        return None
+    eos = tokenizer.eos_token
+    return TurnEnd(token=token, token_id=added[token], eos_token=str(eos) if eos is not None else None)
+
+
+def trained_words(made_of: dict[str, Any]) -> str:
+    """What of the rows of a store is learnt; empty for prompts, of which nothing is."""
+    said, kind = made_of["rendering"], made_of["kind"]
+    forms = {reading["form"] for reading in made_of["readings"]}
+    if kind == "prompt":
+        return ""
+    if said["last_turn_only"]:
+        return "the last turn of the assistant only (data.last_turn_only_loss)"
+    if said["assistant_only"]:
+        return "assistant only (data.assistant_only_loss)"
+    if kind in ("preference", "unpaired"):
+        return "the answers"
+    words = {
+        "messages": "all turns (data.assistant_only_loss: true learns the assistant's alone)",
+        "prompt_completion": "completions only" if said["completion_only"] else "prompts and completions",
+        "text": "whole rows",
+        "ids": "whole rows, or what their labels say",
+    }
+    return "; ".join(words[form] for form in words if form in forms)

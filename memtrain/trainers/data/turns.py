@@ -1,0 +1,110 @@
+"""What of a rendered conversation is learnt: single messages found in the text, and chosen by the recipe.
+
+A template with generation marks says itself what the assistant says. Any other is asked for beginnings of the
+conversation: where each is the beginning of the whole text, messages lie between their ends. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memtrain.recipes.formats.fields import NOT_LEARNT, BadRow, Message, Messages
+
+CharSpan = tuple[int, int]
+Render = Callable[[Messages, bool], str]
+"""A conversation as the template writes it, with a generation prompt where that is asked."""
+
+
+def learnt_spans(
+    messages: Messages,
+    text: str,
+    marks: Sequence[CharSpan] | None,
+    render: Render,
+    *,
+    assistant_only: bool,
+    last_turn_only: bool,
+) -> tuple[CharSpan, ...]:
+    """Characters of `text` that are learnt: the assistant's turns, its last one, or all but the messages that
+    the row switches off.
+
+    `marks`: what the template marks; None where it marks nothing.
+    Raises: BadRow when a message that must be found cannot be.
+    """
+    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    off = [i for i, message in enumerate(messages) if message.get(NOT_LEARNT)]
+    if not assistant_only:
+        return _without([_region(i, messages, text, render) for i in off], len(text))
+    chosen = [i for i in (spoken[-1:] if last_turn_only else spoken) if i not in off]
+    if marks is not None and chosen == spoken:
+        return tuple(marks)
+    if marks is not None and len(marks) == len(spoken):
+        return tuple(marks[spoken.index(i)] for i in chosen)
+    return tuple(_words(i, messages, text, render) for i in chosen)
+
+
+def shown(message: Message) -> Message:
+    """The message as templates see it."""
+    return {name: value for name, value in message.items() if name != NOT_LEARNT}
+
+
+def _without(regions: Sequence[CharSpan], length: int) -> tuple[CharSpan, ...]:
+    """All characters but those of the regions, which are in order."""
+    edges = [0, *(edge for region in regions for edge in region), length]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return tuple((start, end) for start, end in pairs if end > start)
+
+
+def _region(index: int, messages: Messages, text: str, render: Render) -> CharSpan:
+    """A message with what the template writes around it."""
+    return _end(index, messages, text, render), _end(index + 1, messages, text, render)
+
+
+def _words(index: int, messages: Messages, text: str, render: Render) -> CharSpan:
+    """What the assistant writes in a turn: from its generation prompt to the token that ends the turn.
+
+    Blanks that the template writes after that token are not the assistant's.
+    """
+    start = _end(index, messages, text, render, is_asked=True)
+    end = _end(index + 1, messages, text, render)
+    content = str(messages[index]["content"]).strip()
+    after = text[start:end].rpartition(content)[2] if content else text[start:end]
+    return start, end - (len(after) - len(after.rstrip()) if after.strip() else 0)
+
+
+def _end(count: int, messages: Messages, text: str, render: Render, *, is_asked: bool = False) -> int:
+    """Where the first `count` messages end in the text; `is_asked`: with a generation prompt.
+
+    Raises: BadRow when they are written otherwise than in the whole conversation.
+    """
+    if count == len(messages):
+        return len(text)
+    for generation_prompt in (True, False) if is_asked else (False,):
+        try:
+            head = render(messages[:count], generation_prompt)
+        except BadRow:
+            if count:
+                raise
+            head = ""
+        if text.startswith(head):
+            return len(head)
+    raise BadRow(
+        f"the chat template writes the first {count} message{'' if count == 1 else 's'} otherwise once more "
+        "follow: what each message adds cannot be told",
+        "put {% generation %} marks around the assistant's words in a copy of the template and set "
+        "model.chat_template to it, or leave out what chooses among messages",
+    )
+
+
+def turn_end(render: Render, end_tokens: Sequence[str]) -> str | None:
+    """The first of `end_tokens` (all special tokens) that the template writes after an assistant's turn.
+
+    None where it writes none, or refuses a plain conversation.
+    """
+    words = "memtrain's own words"
+    talk = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": words})
+    try:
+        after = render(talk, False).rpartition(words)[2]
+    except BadRow:
+        return None
+    places = [(after.find(token), -len(token), token) for token in end_tokens if token in after]
+    return min(places)[2] if places else None

@@ -1,0 +1,187 @@
+"""What of a conversation is learnt, and where its turns end: by marks, and by beginnings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memtrain.errors import DataError
+from memtrain.recipes.formats import messages, preference
+from memtrain.recipes.formats.fields import BadRow, Names
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.data import Data
+from memtrain.recipes.sections.model import Adapter, Model
+from memtrain.trainers.data.store.prepare import prepare
+from memtrain.trainers.data.store.token_store import TokenStore
+from memtrain.trainers.data.tokenize.chat_templates import NAMES, shipped_text, training_template
+from memtrain.trainers.data.tokenize.render import Rendering, render
+from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.save import save_final, stop_at
+from memtrain.trainers.online.generation.backend import stop_tokens
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+BARE = (
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content + '<end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+"""No marks, of no shipped family; the assistant's turn ends before a line break."""
+FORGETS = BARE.replace("m.content", "(m.content if loop.last else m.content[:2])")
+"""Writes a turn otherwise once another follows, as templates do that drop earlier thoughts."""
+
+
+def rendering(template: str, **changed: Any) -> Rendering:
+    said: dict[str, Any] = {"completion_only": True, "assistant_only": True, "has_marks": False} | changed
+    return Rendering(template, SPECIALS, None, **said)
+
+
+def talk(*changes: dict[str, Any]) -> dict[str, Any]:
+    turns = [("user", "Hello?"), ("assistant", "Yes. "), ("user", "Bye."), ("assistant", "Ciao.")]
+    given = [{"role": role, "content": content} for role, content in turns]
+    for message, change in zip(given, changes, strict=False):
+        message |= change
+    return {"messages": given}
+
+
+def learnt(row: dict[str, Any], asked: Rendering) -> list[str]:
+    (piece,) = render(messages.parse(row, Names()), asked)
+    return [piece.text[start:end] for start, end in piece.learnt]
+
+
+def test_turns_of_any_template_are_found_by_beginnings():
+    assert learnt(talk(), rendering(BARE)) == ["Yes. <end>", "Ciao.<end>"]
+    assert learnt(talk(), rendering(BARE, last_turn_only=True)) == ["Ciao.<end>"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beginnings_find_what_the_marks_of_shipped_templates_enclose(name: str):
+    """Where they can: qwen3 writes thoughts in the last turn alone, phi3 an end after every beginning."""
+    marked = learnt(talk(), rendering(shipped_text(name), has_marks=True))
+    if name in ("qwen3", "phi3"):
+        with pytest.raises(BadRow, match="otherwise once more follow"):
+            learnt(talk(), rendering(shipped_text(name)))
+        return
+    assert learnt(talk(), rendering(shipped_text(name))) == marked
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_turn_alone_is_learnt_with_marks(name: str):
+    marked = learnt(talk(), rendering(shipped_text(name), has_marks=True))
+    assert learnt(talk(), rendering(shipped_text(name), has_marks=True, last_turn_only=True)) == marked[1:]
+
+
+@pytest.mark.parametrize("switch", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}])
+def test_a_message_that_its_row_switches_off_is_not_learnt(switch: dict[str, Any]):
+    row = talk({}, switch)
+    assert learnt(row, rendering(BARE)) == ["Ciao.<end>"]
+    assert learnt(row, rendering(shipped_text("chatml"), has_marks=True)) == ["Ciao.<|im_end|>"]
+    whole = rendering(BARE, assistant_only=False)
+    assert learnt(row, whole) == ["<s>[user]Hello?<end>\n", "[user]Bye.<end>\n[assistant]Ciao.<end>\n"]
+    assert learnt(talk({}, {"weight": 1, "train": True}), rendering(BARE)) == ["Yes. <end>", "Ciao.<end>"]
+
+
+def test_a_switch_that_says_nothing_clear_is_a_fault_of_the_row():
+    with pytest.raises(BadRow, match=r"the weight of messages\[1\] is 0.5"):
+        messages.parse(talk({}, {"weight": 0.5}), Names())
+    with pytest.raises(BadRow, match=r"weight and train of messages\[0\] contradict"):
+        messages.parse(talk({"weight": 1, "train": False}), Names())
+    pair = {"prompt": talk()["messages"][:1], "chosen": [talk()["messages"][1] | {"weight": 0}]}
+    with pytest.raises(BadRow, match="an answer is compared whole"):
+        preference.parse(pair | {"rejected": [talk()["messages"][3]]}, Names())
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused():
+    with pytest.raises(DataError, match="writes a beginning otherwise once more follows"):
+        training_template(FORGETS, SPECIALS)
+    assert training_template(BARE, SPECIALS) == BARE
+    with pytest.raises(BadRow, match="writes the first 1 message otherwise"):
+        learnt(talk({}, {"weight": 0}), rendering(FORGETS, assistant_only=False))
+
+
+def recipe_of(folder: Path, rows: list[dict[str, Any]], template: str, **data: Any) -> Recipe:
+    (folder / "template.jinja").write_text(template)
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"train": {"source": str(source)} | data.pop("source", {}), "cache_dir": str(folder / "cache")}
+    return Recipe(
+        method="sft",
+        model=Model(path="builtin:tiny", chat_template=str(folder / "template.jinja")),
+        data=Data(**(given | data)),
+    )
+
+
+TALL = (
+    "{% for m in messages %}{{ m.role + ': ' + (m.content | upper if loud else m.content) + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def texts(recipe: Recipe) -> list[str]:
+    store = TokenStore.open(prepare(recipe).train.folder)
+    tokenizer = load_tokenizer("builtin:tiny")
+    return [tokenizer.decode(store.row(row)).partition("assistant: ")[2] for row in range(store.num_rows)]
+
+
+def test_arguments_of_the_template_stand_in_the_data_in_a_source_and_in_a_row(tmp_path: Path):
+    rows = [talk(), talk() | {"chat_template_kwargs": {"loud": False}}]
+    assert "Yes" in texts(recipe_of(tmp_path, rows, TALL))[0]
+    of_data = texts(recipe_of(tmp_path, rows, TALL, chat_template_kwargs={"loud": True}))
+    assert ["YES" in text for text in of_data] == [True, False]
+    of_source = recipe_of(
+        tmp_path,
+        rows,
+        TALL,
+        source={"chat_template_kwargs": {"loud": False}},
+        chat_template_kwargs={"loud": True},
+    )
+    assert ["YES" in text for text in texts(of_source)] == [False, False]
+
+
+def test_arguments_that_nothing_reads_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="never reads 'quiet'"):
+        prepare(recipe_of(tmp_path, [talk()], TALL, chat_template_kwargs={"quiet": 1}))
+    with pytest.raises(DataError, match="never reads 'quiet' of chat_template_kwargs"):
+        prepare(recipe_of(tmp_path, [talk() | {"chat_template_kwargs": {"quiet": 1}}], TALL))
+    with pytest.raises(DataError, match="no row of the source is a conversation"):
+        prepare(recipe_of(tmp_path, [{"text": "a b c"}], TALL, chat_template_kwargs={"loud": True}))
+    with pytest.raises(DataError, match="memtrain gives itself"):
+        prepare(recipe_of(tmp_path, [talk()], TALL, chat_template_kwargs={"tools": 1}))
+
+
+def test_what_is_trained_and_what_ends_a_turn_are_told(tmp_path: Path):
+    """The tiny tokenizer ends texts with <|endoftext|>, the template turns with <|im_end|>."""
+    made = prepare(recipe_of(tmp_path, [talk()], TALL))
+    assert made.train.trained_words().startswith("trained: all turns (data.assistant_only_loss: true")
+    tokens = made.train.num_tokens
+    assert made.train.trained_words().endswith(f"{(tokens - 1) / tokens:.1%} of the tokens"), (
+        "nothing predicts one"
+    )
+    tokenizer = load_tokenizer("builtin:tiny")
+    assert made.turn_end is not None
+    assert made.turn_end.token == "<|im_end|>"
+    assert made.turn_end.token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    only = prepare(recipe_of(tmp_path, [talk()], TALL, last_turn_only_loss=True))
+    assert "the last turn of the assistant only" in only.train.trained_words()
+    assert only.train.num_learnt < made.train.num_learnt / 2
+    assert prepare(recipe_of(tmp_path, [{"text": "a b c"}], TALL)).turn_end is None
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_generation_stops_where_turns_end_in_rollouts_and_in_what_is_saved(
+    tiny_llama: Any, tmp_path: Path, is_adapter: bool
+):
+    tokenizer = load_tokenizer("builtin:tiny")
+    ends = tokenizer.convert_tokens_to_ids(["<eos>", "<|im_end|>"])
+    model = tiny_llama(eos_token_id=ends[0], vocab_size=len(tokenizer))
+    built = SimpleNamespace(model=model, tokenizer=tokenizer)
+    assert stop_tokens(built) == (ends[0],)  # type: ignore[arg-type]
+    stop_at(model, ends[1])
+    assert stop_tokens(built) == tuple(sorted(ends))  # type: ignore[arg-type]
+    final = add_adapter(model, Adapter(r=2)) if is_adapter else model
+    save_final(final, tokenizer, tmp_path / "final")
+    said = json.loads((tmp_path / "final" / "generation_config.json").read_text())
+    assert said["eos_token_id"] == ends
