@@ -96,7 +96,7 @@ def ours(strategy: str, lengths: Any) -> dict[str, float]:
     """memtrain's index of pieces; every token is learnt."""
     import numpy as np
 
-    from memtrain.recipes.sections.length import Length
+    from memtrain.recipes.sections.length import Length, limits_of
     from memtrain.trainers.data.packing.token_rows import Spans, lay_out
 
     count = len(lengths)
@@ -104,7 +104,7 @@ def ours(strategy: str, lengths: Any) -> dict[str, float]:
     length = Length(max_length=CAPACITY, packing=strategy)  # type: ignore[arg-type]
 
     def pack() -> tuple[int, int]:
-        made = lay_out(lengths, spans, np.arange(count), length)
+        made = lay_out(lengths, spans, np.arange(count), limits_of(length, has_prompts=False))
         return len(made.tokens), int(made.tokens.sum())
 
     return measured(pack, int(lengths.sum()))

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from memtrain.recipes.sections.base import Section, changes
 from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.generate import Generate
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import Length, RowLimits, limits_of
 from memtrain.recipes.sections.memory import Memory
 from memtrain.recipes.sections.methods.grpo_rloo import ONLINE, Grpo, Rloo
 from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, WithMismatch
@@ -68,6 +68,12 @@ class Recipe(Section):
     def generation(self) -> Generate:
         """The `generate:` section, with its defaults."""
         return self.generate or Generate()
+
+    @property
+    def row_limits(self) -> RowLimits:
+        """How rows are cut and packed, with the method's defaults: what Settings say again."""
+        to_write = self.generation.max_tokens if self.method in ONLINE else 0
+        return limits_of(self.length, has_prompts=self.method != "sft", to_write=to_write)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

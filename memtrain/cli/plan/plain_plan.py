@@ -10,8 +10,4 @@ from memtrain.trainers.data.packing.by_method import sequences_of
 def plain_plan(plan: Plan) -> Plan:
     """The run of `plan` without any memory strategy, on the same rows in padded batches."""
     settings = plain(plan.settings, sequences_of(plan.recipe, plan.data, shares_prompts=False).profile)
-    length = plan.recipe.length.model_copy(
-        update={"packing": "none", "padding_free": False, "documents_see_each_other": False}
-    )
-    recipe = plan.recipe.model_copy(update={"length": length})
-    return plan.model_copy(update={"settings": settings, "recipe": recipe, "prediction": plan.plain})
+    return plan.model_copy(update={"settings": settings, "prediction": plan.plain})

@@ -24,7 +24,7 @@ KIND = (
     *("device", "num_processes", "context_parallel", "context_by", "engine", "shard_offload", "loads_shards"),
     *("checkpoint_layout", "background_save", "dtype", "attention", "liger", "adapter", "quantize"),
     *("padding_free", "shared_prompts", "sampler", "sampler_sleep", "gather_weights", "reference", "value"),
-    *("checkpoint_every", "offload", "offload_keep", "loss", "optimizer", "master_weights"),
+    *("checkpoint_every", "offload", "offload_keep", "slice_tokens", "loss", "optimizer", "master_weights"),
     *("in_backward", "optimizer_offload"),
 )
 """Settings that change which tensors are there, or where: runs that differ in one of them err apart."""
@@ -34,8 +34,12 @@ NOT_OF_THE_KIND = {
     "zero_bucket": "a size, given by the model; whether there is one is the engine's",
     "max_length": "a size of the rows",
     "truncation": "which rows and tokens are kept",
+    "max_prompt": "a size of the rows",
+    "max_completion": "a size of the rows",
+    "group_prompts": "how many answers share a prompt; that they share one is shared_prompts",
     "packing": "how full the rows are; that they lie end to end is padding_free's",
     "documents_see_each_other": "where attention looks, not what it keeps",
+    "positions_by_row": "which positions padding has, not how many",
     "sampler_bytes": "a size, beside the tensors of the run",
     "sampler_keys_bytes": "a part of sampler_bytes",
     "sampler_context": "a size, of another process",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
@@ -134,7 +135,8 @@ class PreparedData(Section):
 class Plan(Section):
     """A resolved run. The workers read this and decide nothing."""
 
-    version: int = 1
+    version: Literal[2] = 2
+    """Of the fields; a worker takes no plan of another."""
     recipe: Recipe
     recipe_path: str
     run_dir: str

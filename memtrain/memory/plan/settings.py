@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import fields
+from typing import Any, Literal
 
 from memtrain.recipes.sections.base import Section
+from memtrain.recipes.sections.length import Packing, RowLimits, Truncation
 from memtrain.recipes.sections.model import Adapter
 
 
@@ -48,9 +50,18 @@ class Settings(Section):
 
     max_length: int | None
     """Longest sequence in tokens."""
-    truncation: Literal["keep_start", "keep_end", "drop"]
-    packing: Literal["none", "bfd", "bfd_split", "wrapped"]
+    truncation: Truncation
+    """What a longer row loses: its end, its start, or all."""
+    max_prompt: int | None = None
+    """Longest prompt in tokens; where completions are written, with the room that they need."""
+    max_completion: int | None = None
+    """Longest answer of the data in tokens."""
+    group_prompts: bool = False
+    """Rows with the same prompt share a sequence."""
+    packing: Packing
+    """How rows fill sequences of `max_length`."""
     documents_see_each_other: bool
+    """Packed rows of one sequence attend to each other."""
     padding_free: bool
     """Rows of a micro-batch lie end to end in one sequence."""
     positions_by_row: bool = False
@@ -122,6 +133,12 @@ class Settings(Section):
     """The heaviest batch is tried before the first step."""
     recovery: tuple[Literal["split", "checkpointing", "offloading", "loss_tile"], ...] = ()
     """What may be done when memory runs out during the run; nothing: the run ends."""
+
+    @property
+    def row_limits(self) -> RowLimits:
+        """How rows are cut and packed."""
+        said: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(RowLimits)}
+        return RowLimits(**said)
 
     @property
     def num_replicas(self) -> int:

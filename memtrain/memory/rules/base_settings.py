@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.length_rules import length_rules, reached
@@ -73,7 +75,6 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
             "master_weights": keeps_masters(recipe, dtype),
             "attention": str(attention.backend),
             "liger": _uses_liger(ledger, hardware),
-            "truncation": recipe.length.truncation or ("keep_end" if facts.apart else "keep_start"),
             "padding_free": padding_free,
             "positions_by_row": by_row,
             "shared_prompts": shares,
@@ -123,9 +124,7 @@ def _said(recipe: Recipe) -> dict[str, object]:
         "background_save": recipe.save.background,
         "adapter": recipe.model.adapter,
         "quantize": recipe.model.quantize,
-        "max_length": recipe.length.max_length,
-        "packing": recipe.length.packing,
-        "documents_see_each_other": recipe.length.documents_see_each_other,
+        **asdict(recipe.row_limits),
         "pad_to_multiple_of": row_multiple(recipe.length.pad_to_multiple_of, recipe.cluster.sharing),
         "group_by_length": recipe.length.group_by_length,
         "loss_tile_bytes": recipe.memory.loss_tile,

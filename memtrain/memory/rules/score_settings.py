@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.length_rules import length_rules, reached
@@ -41,10 +42,7 @@ def scoring_settings(asked: Asked, hardware: Hardware, config: Mapping[str, obje
             "liger": False,
             "adapter": None,
             "quantize": "none",
-            "max_length": recipe.length.max_length,
-            "truncation": recipe.length.truncation or "keep_end",
-            "packing": "none",
-            "documents_see_each_other": False,
+            **asdict(recipe.row_limits),
             "padding_free": is_flat,
             "positions_by_row": growing is not None and not is_flat,
             "shared_prompts": shares,

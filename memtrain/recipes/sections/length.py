@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import model_validator
 
 from memtrain.recipes.sections.base import PositiveInt, Section
+
+Truncation = Literal["keep_start", "keep_end", "drop"]
+Packing = Literal["none", "bfd", "bfd_split", "wrapped"]
 
 
 class Length(Section):
@@ -16,10 +20,11 @@ class Length(Section):
     """Longest row in tokens; `memtrain inspect-lengths` helps to choose. Higher: more memory, less cut.
     null: rows are never cut (not with packing)."""
 
-    truncation: Literal["keep_start", "keep_end", "drop"] | None = None
+    truncation: Truncation | None = None
     """What happens to a longer row: its start is kept, its end is kept, or it is left out. With answers,
     `keep_end` cuts the beginning of the prompt and leaves the answers whole where they fit; `keep_start`
-    cuts the end of the answers. Not given: `keep_start`; for `dpo`, `kto` and `reward` `keep_end`."""
+    cuts the end of the answers. Not given: `keep_start` for `sft`, `keep_end` for all
+    other methods, whose rows begin with a prompt."""
 
     max_prompt: PositiveInt | None = None
     """Longest prompt in tokens (methods with answers); it is cut at the end that `truncation` does not
@@ -36,7 +41,7 @@ class Length(Section):
     """Lay all rows that have the same prompt into one sequence, up to 8 of them: the prompt is computed once
     for all. A step's rows are then counted in prompts."""
 
-    packing: Literal["none", "bfd", "bfd_split", "wrapped"] = "none"
+    packing: Packing = "none"
     """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are
     truncated; `bfd_split`: longer rows are split, nothing is lost; `wrapped`: rows are concatenated and
     cut, so that every sequence is full and a row's order is kept. Rows of which a cut leaves only the prompt
@@ -84,3 +89,41 @@ class Length(Section):
                 "group_by_length has no effect on packed rows; remove it or set length.packing to none"
             )
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """How rows are cut and how they share sequences, with nothing left open. Fields as in `Length`."""
+
+    max_length: int | None
+    truncation: Truncation
+    max_prompt: int | None
+    max_completion: int | None
+    group_prompts: bool
+    packing: Packing
+    documents_see_each_other: bool
+
+
+def truncations(*, has_prompts: bool) -> tuple[Truncation, ...]:
+    """The ways to truncate, the one that is taken where the recipe says none first.
+
+    The end of a prompt is what its answer follows; of rows that are learnt whole the start can be understood.
+    """
+    return ("keep_end", "keep_start", "drop") if has_prompts else ("keep_start", "keep_end", "drop")
+
+
+def limits_of(length: Length, *, has_prompts: bool, to_write: int = 0) -> RowLimits:
+    """The limits that a `length:` section stands for, of rows with prompts or of rows that are learnt whole.
+
+    `to_write`: tokens that are written after a prompt, which leave it so much less of `max_length`.
+    """
+    limits = [length.max_prompt, length.max_length - to_write if to_write and length.max_length else None]
+    return RowLimits(
+        max_length=length.max_length,
+        truncation=length.truncation or truncations(has_prompts=has_prompts)[0],
+        max_prompt=min((limit for limit in limits if limit is not None), default=None),
+        max_completion=length.max_completion,
+        group_prompts=length.group_prompts,
+        packing=length.packing,
+        documents_see_each_other=length.documents_see_each_other,
+    )

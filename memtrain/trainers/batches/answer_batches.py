@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -35,11 +36,10 @@ class AnswerFeed:
     ) -> None:
         self.store = store
         self.rows = rows
-        self.length = recipe.length
         self.settings = settings
         self.pad_id = pad_id
         self.sequences: AnswerSequences = lay_out_answers(
-            store, rows, recipe.length, is_shared=settings.shared_prompts
+            store, rows, settings.row_limits, is_shared=settings.shared_prompts
         )
         self.reference_IK: Floats | None = None
         """Log-probs of the reference, once they are computed before training."""
@@ -124,7 +124,7 @@ class AnswerFeed:
         return {
             "store": self.store.folder.name,
             "rows": hashlib.sha256(self.sequences.row.tobytes()).hexdigest(),
-            "length": self.length.model_dump(mode="json"),
+            "length": asdict(self.settings.row_limits),
         }
 
     def told(self, split: str) -> DataEvent:

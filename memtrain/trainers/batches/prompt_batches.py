@@ -30,7 +30,7 @@ class PromptFeed:
         self.rows = rows
         self.settings = settings
         self.pad_id = pad_id
-        self.prompts = lay_out_prompts(store, rows, recipe)
+        self.prompts = lay_out_prompts(store, rows, settings.row_limits, each=recipe.generation.completions)
 
     @property
     def tokens(self) -> Ints:

@@ -27,7 +27,7 @@ class TokenFeed:
         self.rows = rows
         self.settings = settings
         self.pad_id = pad_id
-        self.sequences: Sequences = lay_out(store.lengths, spans_of(store), rows, recipe.length)
+        self.sequences: Sequences = lay_out(store.lengths, spans_of(store), rows, settings.row_limits)
 
     @property
     def tokens(self) -> Ints:

@@ -68,7 +68,9 @@ def test_every_setting_of_the_plain_run_has_its_stage():
     """But for those that no benchmark has: it lays the plan's own pieces of rows, in one process."""
     plain = {field for one in STRATEGIES.values() for field in one.plain} | set(UNNAMED)
     staged = [field for stage in STAGES for field in stage.fields]
-    assert sorted(staged) == sorted(plain - {"packing", "context_parallel", "shard_offload"})
+    assert sorted(staged) == sorted(
+        plain - {"packing", "documents_see_each_other", "context_parallel", "shard_offload"}
+    )
 
 
 def test_what_needs_a_strategy_goes_with_it(case_of: Callable[[str], Case]):

@@ -36,6 +36,6 @@ STRATEGY = Strategy(
     wish=lambda recipe: "on" if recipe.length.packing != "none" else "off",
     use_keys=lambda recipe: {"length.packing": "bfd"},
     never_keys=lambda recipe: {"length.packing": "none"},
-    padded={"packing": "none"},
+    padded={"packing": "none", "documents_see_each_other": False},
     refusal=refusal,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, cast
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import Length, limits_of, truncations
 from memtrain.trainers.data.length_report.counts import Counts
 from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
 from memtrain.trainers.data.packing.token_rows import Sequences, count_learnt, lay_out
@@ -69,7 +69,7 @@ class TokenRows:
     """Rows that are learnt whole: supervised fine-tuning."""
 
     packings: tuple[str, ...] = ("bfd", "bfd_split", "wrapped")
-    truncations: tuple[str, ...] = ("keep_start", "keep_end", "drop")
+    truncations: tuple[str, ...] = truncations(has_prompts=False)
 
     def __init__(self, counts: Counts, rows: Ints) -> None:
         self.rows, self.lengths, self.spans = rows, counts.lengths, counts.spans
@@ -84,7 +84,7 @@ class TokenRows:
 
     def at(self, length: Length) -> LaidOut:
         """The rows of an epoch, truncated or packed."""
-        laid: Sequences = lay_out(self.lengths, self.spans, self.rows, length)
+        laid: Sequences = lay_out(self.lengths, self.spans, self.rows, limits_of(length, has_prompts=False))
         kept = sums(laid.row, laid.learnt, len(self.held_R)) if length.packing == "none" else self.held_R
         return LaidOut(
             report=laid.profile.report,
@@ -100,7 +100,7 @@ class AnswerRows:
     """Prompts with one or two answers: preference methods. Where the back end computes prompts once."""
 
     packings: tuple[str, ...] = ()
-    truncations: tuple[str, ...] = ("keep_end", "keep_start", "drop")
+    truncations: tuple[str, ...] = truncations(has_prompts=True)
 
     def __init__(self, counts: Counts, rows: Ints) -> None:
         self.store, self.rows = CountedRows(counts), rows
@@ -115,7 +115,7 @@ class AnswerRows:
 
     def at(self, length: Length) -> LaidOut:
         """The rows of an epoch, truncated; each a sequence of its own."""
-        alone = length.model_copy(update={"group_prompts": False})
+        alone = replace(limits_of(length, has_prompts=True), group_prompts=False)
         laid: AnswerSequences = lay_out_answers(
             cast(TokenStore, self.store), self.rows, alone, is_shared=length.shared_prompts is not False
         )
@@ -139,7 +139,7 @@ class PromptRows:
     """Prompts alone, for methods that write the answers themselves: max_length is the limit of the prompt."""
 
     packings: tuple[str, ...] = ()
-    truncations: tuple[str, ...] = ("keep_end", "keep_start", "drop")
+    truncations: tuple[str, ...] = truncations(has_prompts=True)
 
     def __init__(self, counts: Counts, rows: Ints) -> None:
         self.rows, self.lengths = rows, counts.lengths

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport, longest_first
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import RowLimits
 from memtrain.trainers.data.packing.token_rows import Spans, count_learnt, highest_share
 from memtrain.trainers.data.store.token_store import TokenStore
 
@@ -68,8 +68,8 @@ class _Kept:
     """Whether there is room for the item at all."""
 
 
-def lay_out_answers(store: TokenStore, rows: Ints, length: Length, *, is_shared: bool) -> AnswerSequences:
-    """Truncate `rows` of a store as the recipe's `length:` section says, and group them by prompt.
+def lay_out_answers(store: TokenStore, rows: Ints, length: RowLimits, *, is_shared: bool) -> AnswerSequences:
+    """Truncate `rows` of a store as `length` says, and group them by prompt.
 
     A pure function: the launcher and every rank make the same.
     """
@@ -113,10 +113,10 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: Length, *, is_shared:
     )
 
 
-def truncated(prompt: Ints, answer: Ints, length: Length) -> _Kept:
+def truncated(prompt: Ints, answer: Ints, length: RowLimits) -> _Kept:
     """Prompts [I] and answers [I, K] within the limits, answers whole where that can be.
 
-    `keep_end` (also when nothing is said): a prompt gives way to its longest answer, from its beginning, down
+    `keep_end`: a prompt gives way to its longest answer, from its beginning, down
     to one token; then the answer loses its end. `keep_start`: answers lose their ends, and an item whose
     prompt leaves no room has none. `drop`: an item over a limit has no room.
     """

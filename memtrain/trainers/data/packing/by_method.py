@@ -70,10 +70,11 @@ def held_out_of(
 
 def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
     """What, where and fix for rows of which none can be learnt from."""
-    longest = recipe.length.max_length
+    length = recipe.row_limits
+    longest = length.max_length
     limit = f"{longest} tokens" if longest is not None else "the limits of length:"
     what = f"none of {len(rows)} {name} is left"
-    if recipe.length.truncation == "drop":
+    if length.truncation == "drop":
         return (
             f"{what}: all are longer than {limit}, and longer ones are left out",
             "length.truncation",
@@ -88,12 +89,12 @@ def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
 
 def _tokens(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
     return lay_out(
-        store.lengths, Spans(store.span_ptr, store.span_starts, store.span_ends), rows, recipe.length
+        store.lengths, Spans(store.span_ptr, store.span_starts, store.span_ends), rows, recipe.row_limits
     )
 
 
 def _answers(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
-    return lay_out_answers(store, rows, recipe.length, is_shared=shares_prompts)
+    return lay_out_answers(store, rows, recipe.row_limits, is_shared=shares_prompts)
 
 
 def _completions(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:

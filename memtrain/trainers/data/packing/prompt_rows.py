@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from memtrain.errors import DataError
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport, longest_first
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.length import RowLimits
 from memtrain.trainers.data.store.token_store import TokenStore
 
 Ints = NDArray[np.int64]
@@ -40,25 +41,17 @@ class Completions:
     profile: LengthProfile
 
 
-def longest_prompt(recipe: Recipe) -> int | None:
-    """Most tokens of a prompt; None where nothing limits it."""
-    length = recipe.length
-    limits = [] if length.max_length is None else [length.max_length - recipe.generation.max_tokens]
-    limits += [] if length.max_prompt is None else [length.max_prompt]
-    return min(limits) if limits else None
-
-
-def lay_out_prompts(store: TokenStore, rows: Ints, recipe: Recipe) -> Prompts:
-    """Truncate the prompts of `rows` as the recipe's `length:` section says. A pure function.
+def lay_out_prompts(store: TokenStore, rows: Ints, length: RowLimits, *, each: int) -> Prompts:
+    """Truncate the prompts of `rows`, of `each` completions, to `length.max_prompt`. A pure function.
 
     Raises: DataError when none is left.
     """
     whole = store.lengths[rows]
-    limit, how = longest_prompt(recipe), recipe.length.truncation or "keep_end"
+    limit, how = length.max_prompt, length.truncation
     fits = np.ones(len(rows), np.bool_) if limit is None else whole <= limit
     kept = whole > 0 if how != "drop" else fits & (whole > 0)
-    length = whole if limit is None else np.minimum(whole, limit)
-    start = whole - length if how == "keep_end" else np.zeros_like(whole)
+    left = whole if limit is None else np.minimum(whole, limit)
+    start = whole - left if how == "keep_end" else np.zeros_like(whole)
     if not kept.any():
         raise DataError(
             f"none of {len(rows)} prompts is left: all are longer than {limit} tokens",
@@ -66,7 +59,7 @@ def lay_out_prompts(store: TokenStore, rows: Ints, recipe: Recipe) -> Prompts:
             "raise length.max_length, or set length.truncation: keep_end",
         )
     is_cut = kept & ~fits
-    count = int(kept.sum()) * recipe.generation.completions
+    count = int(kept.sum()) * each
     report = LengthReport(
         num_rows=len(rows),
         num_tokens=int(whole.sum()),
@@ -75,7 +68,7 @@ def lay_out_prompts(store: TokenStore, rows: Ints, recipe: Recipe) -> Prompts:
         rows_dropped=int((~kept).sum()),
         rows_split=0,
         pieces=count,
-        tokens_cut=int((whole - length)[is_cut].sum()),
+        tokens_cut=int((whole - left)[is_cut].sum()),
         tokens_dropped=int(whole[~kept].sum()),
         tokens_idle=0,
         learnt_cut=0,
@@ -83,7 +76,7 @@ def lay_out_prompts(store: TokenStore, rows: Ints, recipe: Recipe) -> Prompts:
         num_sequences=count,
         fill=1.0,
     )
-    return Prompts(rows[kept], start[kept], length[kept], report)
+    return Prompts(rows[kept], start[kept], left[kept], report)
 
 
 def lay_out_completions(store: TokenStore, rows: Ints, recipe: Recipe, *, is_shared: bool) -> Completions:
@@ -91,8 +84,8 @@ def lay_out_completions(store: TokenStore, rows: Ints, recipe: Recipe, *, is_sha
 
     A shared prompt is counted once in the total, and in every single length: a completion may stand alone.
     """
-    prompts = lay_out_prompts(store, rows, recipe)
     generate = recipe.generation
+    prompts = lay_out_prompts(store, rows, recipe.row_limits, each=generate.completions)
     each = prompts.length + generate.max_tokens
     tokens = np.repeat(each, generate.completions)
     repeated = int(prompts.length.sum()) * (generate.completions - 1)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport, longest_first
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import RowLimits
 from memtrain.trainers.data.packing.best_fit_decreasing import best_fit_decreasing
 
 Ints = NDArray[np.int64]
@@ -47,8 +47,8 @@ class Sequences:
         return len(self.tokens)
 
 
-def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: Length) -> Sequences:
-    """Truncate, split and pack `rows` (numbers into `lengths`) as the recipe's `length:` section says.
+def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Sequences:
+    """Truncate, split and pack `rows` (numbers into `lengths`) as `length` says.
 
     A pure function: the launcher and every rank make the same. Split rows overlap by one token, which is
     context in the later piece, so that each learnt token is still predicted exactly once.
@@ -105,7 +105,7 @@ def count_learnt(spans: Spans, row: Ints, start: Ints, length: Ints) -> Ints:
     return np.bincount(owner, weights=np.maximum(end - begin, 0), minlength=len(row)).astype(np.int64)
 
 
-def _pieces(tokens: Ints, length: Length) -> tuple[Ints, Ints, Ints]:
+def _pieces(tokens: Ints, length: RowLimits) -> tuple[Ints, Ints, Ints]:
     """(number of the row, start, length) of every piece before packing, for rows of `tokens` tokens."""
     limit = length.max_length
     number, nowhere = np.arange(len(tokens)), np.zeros_like(tokens)
@@ -132,7 +132,7 @@ def _split(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _wrapped(
-    tokens: Ints, learnt_of_row: Ints, spans: Spans, rows: Ints, length: Length
+    tokens: Ints, learnt_of_row: Ints, spans: Spans, rows: Ints, length: RowLimits
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """(number of the row, start, length) of every piece, bin_ptr, learnt tokens of every piece.
 
@@ -187,7 +187,7 @@ def _room_at_each_row(tokens: Ints, limit: int, stride: int) -> Ints:
     return np.array(rooms, np.int64)
 
 
-def _pack(kept: Ints, length: Length) -> tuple[Ints, Ints]:
+def _pack(kept: Ints, length: RowLimits) -> tuple[Ints, Ints]:
     """(order of the pieces, bin_ptr): one piece a sequence, or several."""
     if length.packing == "none" or not len(kept):
         return np.arange(len(kept)), np.arange(len(kept) + 1)
@@ -219,7 +219,7 @@ def _report(
     pieces: tuple[Ints, Ints, Ints],
     learnt_of_row: Ints,
     learnt: Ints,
-    length: Length,
+    length: RowLimits,
 ) -> LengthReport:
     number, start, kept = pieces
     splits, limit = length.packing in SPLITTING, length.max_length or 0

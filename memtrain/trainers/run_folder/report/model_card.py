@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.units import gib
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.progress import duration
 from memtrain.trainers.run_folder.report.report import (
@@ -61,11 +62,13 @@ def render_card(report: Report, plan: Plan) -> str:
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template("card.md.j2").render(
-        header=yaml.safe_dump(metadata(plan.recipe), sort_keys=False, allow_unicode=True).strip(),
+        header=yaml.safe_dump(
+            metadata(plan.recipe, plan.settings.adapter), sort_keys=False, allow_unicode=True
+        ).strip(),
         name=report.name,
         method=METHOD_WORDS.get(plan.recipe.method, plan.recipe.method),
         base=base_words(plan.recipe),
-        is_adapter=plan.recipe.model.adapter is not None,
+        is_adapter=plan.settings.adapter is not None,
         rows=[(name, value) for name, value in rows if value],
         data=[(one, lost_words(one)) for one in report.data],
         sources=[source.source for source in plan.recipe.data.train],
@@ -74,19 +77,21 @@ def render_card(report: Report, plan: Plan) -> str:
     )
 
 
-def metadata(recipe: Recipe) -> dict[str, object]:
-    """The header: only what is known. A licence is not: it is the base model's and the data's to give.
+def metadata(recipe: Recipe, adapter: Adapter | None) -> dict[str, object]:
+    """The header, of a model that trained `adapter`: only what is known.
+
+    A licence is not: it is the base model's and the data's to give.
 
     Source: https://huggingface.co/docs/hub/model-cards#model-card-metadata
     """
     header: dict[str, object] = {
-        "library_name": "peft" if recipe.model.adapter else "transformers",
+        "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["memtrain", recipe.method, *([recipe.model.adapter.kind] if recipe.model.adapter else [])],
+        "tags": ["memtrain", recipe.method, *([adapter.kind] if adapter else [])],
     }
     if recipe.model.path is not None and is_hub_id(recipe.model.path):
         header["base_model"] = recipe.model.path
-        header["base_model_relation"] = "adapter" if recipe.model.adapter else "finetune"
+        header["base_model_relation"] = "adapter" if adapter else "finetune"
     datasets = [source.source for source in recipe.data.train if is_hub_id(source.source)]
     if datasets:
         header["datasets"] = datasets

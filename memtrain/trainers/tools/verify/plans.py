@@ -64,7 +64,8 @@ def plain_side(plan: Plan) -> Plan:
     own, asked in every step. The optimizer is the recipe's.
     """
     settings = plan.settings
-    plain = without_strategies(settings).model_copy(update={"packing": settings.packing})
+    same = {name: getattr(settings, name) for name in ("packing", "documents_see_each_other")}
+    plain = without_strategies(settings).model_copy(update=same)
     return plan.model_copy(update={"settings": plain})
 
 

@@ -11,7 +11,7 @@ import pytest
 from memtrain.errors import DataError
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import Length, limits_of
 from memtrain.recipes.sections.training import Train
 from memtrain.trainers.data.length_report.candidates import default_candidates
 from memtrain.trainers.data.length_report.inspect import Question, inspect
@@ -275,7 +275,9 @@ def test_prompts_are_cut_as_the_online_methods_cut_them(tmp_path):
                 "truncation": counted.truncation,
             }
             recipe = Recipe.model_validate(said | {"length": length})
-            report = lay_out_prompts(store, np.arange(store.num_rows), recipe).report
+            report = lay_out_prompts(
+                store, np.arange(store.num_rows), recipe.row_limits, each=recipe.generation.completions
+            ).report
             assert (counted.rows_cut, counted.rows_dropped) == (report.rows_cut, report.rows_dropped)
             assert counted.tokens_lost == report.tokens_lost
 
@@ -283,8 +285,9 @@ def test_prompts_are_cut_as_the_online_methods_cut_them(tmp_path):
 def report_of(method: str, store: TokenStore, chosen: np.ndarray, length: Length):
     if method == "sft":
         spans = Spans(store.span_ptr, store.span_starts, store.span_ends)
-        return lay_out(store.lengths, spans, chosen, length).profile.report
-    return lay_out_answers(store, chosen, length, is_shared=True).profile.report
+        rules = limits_of(length, has_prompts=False)
+        return lay_out(store.lengths, spans, chosen, rules).profile.report
+    return lay_out_answers(store, chosen, limits_of(length, has_prompts=True), is_shared=True).profile.report
 
 
 def test_padding_is_that_of_the_micro_batches_of_training(tmp_path):

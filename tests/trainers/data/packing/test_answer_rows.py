@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import Length, RowLimits, limits_of
 from memtrain.trainers.data.packing.answer_rows import lay_out_answers, truncated
 from memtrain.trainers.data.store.token_store import StoreWriter, TokenRow, TokenStore, as_rows
 
@@ -32,9 +32,13 @@ def store_of(folder: Path, pairs: list[Pair]) -> TokenStore:
     return TokenStore.open(folder)
 
 
+def pairs_by(**limits: Any) -> RowLimits:
+    return limits_of(Length(**limits), has_prompts=True)
+
+
 def kept_of(limits: dict[str, Any], prompt: int, *answers: int) -> tuple[int, int, list[int], bool]:
     """(prompt start, prompt, answers, fits) of one row."""
-    kept = truncated(np.array([prompt]), np.array([answers]), Length(**limits))
+    kept = truncated(np.array([prompt]), np.array([answers]), pairs_by(**limits))
     return (
         int(kept.prompt_start[0]),
         int(kept.prompt[0]),
@@ -83,18 +87,18 @@ def test_learnt_tokens_are_counted_for_each_answer(tmp_path: Path):
     """The second answer loses 4 of 9 learnt tokens, the first none; without a prompt the first token is
     none."""
     store = store_of(tmp_path / "s", [([1, 2], [3, 4], list(range(10, 19))), ([], [5, 6], [7, 8, 9])])
-    laid = lay_out_answers(store, np.arange(2), Length(max_length=6), is_shared=True)
+    laid = lay_out_answers(store, np.arange(2), pairs_by(max_length=6), is_shared=True)
     assert laid.learnt.tolist() == [[2, 5], [1, 2]]
     assert laid.profile.report.learnt_cut_by_answer == (0, 4)
     assert laid.tokens.tolist() == [1 + 2 + 5, 2 + 3]
-    apart = lay_out_answers(store, np.arange(2), Length(max_length=6), is_shared=False)
+    apart = lay_out_answers(store, np.arange(2), pairs_by(max_length=6), is_shared=False)
     assert apart.tokens.tolist() == [2 * 1 + 2 + 5, 2 + 3]
 
 
 def test_a_pair_never_loses_one_side(tmp_path: Path):
     """One token of each answer is left: of a pair without a prompt, nothing is learnt then."""
     store = store_of(tmp_path / "s", [([1, 2], [3, 4], [5]), ([], [5, 6], [7, 8])])
-    length = Length(max_length=None, max_completion=1)
+    length = pairs_by(max_length=None, max_completion=1)
     laid = lay_out_answers(store, np.arange(2), length, is_shared=True)
     assert laid.row.tolist() == [0]
     assert laid.profile.report.rows_dropped == 1
@@ -104,7 +108,7 @@ def test_a_pair_never_loses_one_side(tmp_path: Path):
 def test_a_pair_that_is_cut_to_two_equal_answers_is_left_out(tmp_path: Path):
     pairs: list[Pair] = [([1], [2, 3, 4], [2, 3, 5]), ([1], [2, 3, 4], [2, 4, 4])]
     store = store_of(tmp_path / "s", pairs)
-    laid = lay_out_answers(store, np.arange(2), Length(max_length=None, max_completion=2), is_shared=True)
+    laid = lay_out_answers(store, np.arange(2), pairs_by(max_length=None, max_completion=2), is_shared=True)
     assert laid.row.tolist() == [1]
     assert laid.profile.report.rows_dropped == 1
 
@@ -112,7 +116,7 @@ def test_a_pair_that_is_cut_to_two_equal_answers_is_left_out(tmp_path: Path):
 def test_rows_of_one_prompt_are_one_sequence_up_to_a_bound(tmp_path: Path):
     pairs: list[Pair] = [([1, 2], [3 + n], [4 + n]) for n in range(9)] + [([7], [8], [9])]
     store = store_of(tmp_path / "s", pairs)
-    length = Length(group_prompts=True)
+    length = pairs_by(group_prompts=True)
     laid = lay_out_answers(store, np.array([9, *range(9)]), length, is_shared=True)
     assert laid.weights.tolist() == [1, 8, 1]
     assert laid.tokens.tolist() == [3, 2 + 16, 4]

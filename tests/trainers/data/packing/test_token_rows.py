@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import Length, RowLimits, limits_of
 from memtrain.trainers.data.packing.token_rows import Sequences, Spans, count_learnt, lay_out
 
 
@@ -18,11 +18,11 @@ def one_span_each(spans: list[tuple[int, int]]) -> Spans:
     return Spans(np.arange(len(spans) + 1), starts, ends)
 
 
-def asked(**keys: object) -> Length:
-    return Length.model_validate(keys)
+def asked(**keys: object) -> RowLimits:
+    return limits_of(Length.model_validate(keys), has_prompts=False)
 
 
-def made(lengths: list[int], spans: list[tuple[int, int]], length: Length) -> Sequences:
+def made(lengths: list[int], spans: list[tuple[int, int]], length: RowLimits) -> Sequences:
     tokens = np.array(lengths, np.int64)
     return lay_out(tokens, one_span_each(spans), np.arange(len(tokens)), length)
 

@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import ModelCard, metadata_load
 
 from memtrain.memory.plan.plan import Plan
+from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.protocols.events import DataEvent, EvalEvent, StepEvent
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.metrics import MetricsWriter
@@ -29,8 +30,9 @@ def finished(path: Path, plan: Plan) -> RunFolder:
 
 
 def test_the_header_is_one_the_hub_takes(tmp_path: Path, make_plan: MakePlan):
-    keys = {"model.path": "org/base", "model.adapter": {"r": 8}, "data.train": ["owner/rows", "mine.jsonl"]}
-    path = write_card(finished(tmp_path, make_plan(keys)))
+    keys = {"model.path": "org/base", "data.train": ["owner/rows", "mine.jsonl"]}
+    # The plan added the adapter (memory.allow: [lora]); the recipe has none.
+    path = write_card(finished(tmp_path, make_plan(keys, adapter=Adapter(r=8))))
     assert metadata_load(path) == {
         "library_name": "peft",
         "pipeline_tag": "text-generation",
