@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from memtrain.memory.estimate.pricing import Facts, Priced, budget_of, price
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.precision import explain_masters
 from memtrain.memory.rules.batching import Micro, worked_line
 from memtrain.memory.rules.engines import open_forms
 from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.precision import explain_masters
 from memtrain.memory.rules.reference_model import explain_reference
 from memtrain.memory.strategies.base import Case, Strategy, Updates
 from memtrain.memory.strategies.exclusions import excluded

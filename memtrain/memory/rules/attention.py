@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.memory.length_rules import layer_kinds, length_rules
 from memtrain.memory.model_shape.config_names import canonical
+from memtrain.memory.model_shape.length_rules import layer_kinds, length_rules
 from memtrain.memory.rules.tested_models import KEPT_APART
 
 

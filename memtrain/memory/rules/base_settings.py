@@ -6,10 +6,8 @@ from dataclasses import asdict
 
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.length_rules import length_rules, reached
+from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.precision import keeps_masters
-from memtrain.memory.row_positions import decide_positions, one_row_a_time
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates, refuse_uneven_groups
 from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, row_multiple
@@ -22,7 +20,9 @@ from memtrain.memory.rules.ledger import (
     refuse_past_positions,
     refuse_what_cannot_run,
 )
+from memtrain.memory.rules.precision import keeps_masters
 from memtrain.memory.rules.reference_model import decide_reference, decide_shared_prompts, whole_batch
+from memtrain.memory.rules.row_positions import decide_positions, one_row_a_time
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.methods.ppo import Ppo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from memtrain.memory.length_rules import length_rules, reached
+from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice
 from memtrain.memory.rules.ledger import Ledger

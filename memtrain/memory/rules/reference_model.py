@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.length_rules import LengthRule
+from memtrain.memory.model_shape.length_rules import LengthRule
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.length_rules import length_rules, reached
+from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import COMFORTABLE_TOKENS
 from memtrain.memory.rules.ledger import Asked, Ledger, decide_attention, decide_dtype

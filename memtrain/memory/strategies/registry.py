@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies import pure_bfloat16
 from memtrain.memory.strategies.activations import (
     activation_checkpointing,
     boundary_offloading,
@@ -30,7 +29,13 @@ from memtrain.memory.strategies.optimizer import (
     paged_adamw,
     paged_adamw_8bit,
 )
-from memtrain.memory.strategies.weights import adapter_off_reference, lora, precomputed_reference, qlora
+from memtrain.memory.strategies.weights import (
+    adapter_off_reference,
+    lora,
+    precomputed_reference,
+    pure_bfloat16,
+    qlora,
+)
 
 STRATEGIES: dict[str, Strategy] = {
     page.STRATEGY.name: page.STRATEGY

@@ -10,7 +10,7 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.precision import trains_half
+from memtrain.memory.rules.precision import trains_half
 from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter

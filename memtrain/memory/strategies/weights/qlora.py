@@ -10,7 +10,7 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, section 3.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.precision import trains_half
+from memtrain.memory.rules.precision import trains_half
 from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
 from memtrain.memory.strategies.optimizer.base import without_bitsandbytes
 from memtrain.recipes.recipe import Recipe

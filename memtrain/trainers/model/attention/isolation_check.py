@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.memory.length_rules import length_rules, probe_lengths, reached
+from memtrain.memory.model_shape.length_rules import length_rules, probe_lengths, reached
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.functions import WAY_OUT

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from memtrain.memory.length_rules import ROTARY
+from memtrain.memory.model_shape.length_rules import ROTARY
 
 Turned = Tensor | tuple[Tensor, ...]
 """What a rotary embedding gives: cosines and sines, or complex numbers, [B, T, D] each."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.length_rules import length_rules, probe_lengths
+from memtrain.memory.model_shape.length_rules import length_rules, probe_lengths
 from memtrain.trainers.model.attention.isolation_check import LENGTHS, alone_bound, draw, undisturbed
 from memtrain.trainers.model.attention.own_positions import upstream_positions
 from memtrain.trainers.model.heads.lm_head import backbone_of, base_model

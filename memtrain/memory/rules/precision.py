@@ -67,7 +67,7 @@ def lost_share(update: float, std: float) -> float:
     weights with standard deviation `std` that is erfc(2^e / (std sqrt 2)). AdamW's updates are at most about
     as large as the learning rate, so the share of what is lost in training is at least this one.
 
-    Source: IEEE 754 rounding to nearest with 8 bits; measured in tests/memory/test_precision.py.
+    Source: IEEE 754 rounding to nearest with 8 bits; measured in tests/memory/rules/test_precision.py.
     """
     smallest = math.floor(math.log2(update)) + BFLOAT16_BITS + 1
     return math.erfc(2.0**smallest / (std * math.sqrt(2)))

@@ -9,7 +9,7 @@ import torch
 
 from memtrain.errors import DoesNotFit
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.precision import lost_share, usual_std
+from memtrain.memory.rules.precision import lost_share, usual_std
 
 GPU = {"train__micro_rows": 16, "train__batch_rows": 16}
 

@@ -13,7 +13,7 @@ Source: Zamirai et al. 2020, arXiv:2010.06192, section 3 (weight updates rounded
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.precision import trains_half
+from memtrain.memory.rules.precision import trains_half
 from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
 from memtrain.memory.strategies.optimizer.master_weights import refusal
 from memtrain.recipes.recipe import Recipe

@@ -6,7 +6,7 @@ import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.memory.hardware.devices import cpu
-from memtrain.memory.length_rules import length_rules, probe_lengths, reached
+from memtrain.memory.model_shape.length_rules import length_rules, probe_lengths, reached
 from memtrain.memory.plan.units import GIB
 
 PHI: dict[str, Any] = {

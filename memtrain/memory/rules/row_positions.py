@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memtrain.memory.length_rules import LengthRule, reached
+from memtrain.memory.model_shape.length_rules import LengthRule, reached
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.ledger import Ledger
 

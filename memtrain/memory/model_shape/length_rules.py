@@ -39,7 +39,8 @@ TOP_KEYS = ("index_topk", "keep_window_size")
 """Keys of a configuration that say how many keys a token picks of all before it."""
 
 # Source: modeling_rope_utils.py, modeling_llama4.py (positions by torch.arange), modeling_doge.py and
-# modeling_deepseek_v32.py of transformers 5.23. Held by tests/memory/test_length_rules.py and the sweep
+# modeling_deepseek_v32.py of transformers 5.23. Held by tests/memory/model_shape/test_length_rules.py and
+# the sweep
 # tests/runs/test_causal_lms.py.
 
 
