@@ -28,10 +28,12 @@ from memtrain.recipes.sections.data import Columns, Format
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One format: its name, the fields it needs, the parts its rows have, and its reader."""
+    """One format: its name, the fields it needs and reads, the parts its rows have, and its reader."""
 
     name: Format
     needs: tuple[str, ...]
+    reads: tuple[str, ...]
+    """Every field that is used, needed or not."""
     parts: tuple[str, ...]
     parse: Callable[[Row, Names], Example]
 
@@ -39,13 +41,19 @@ class Form:
 FORMS: Mapping[str, Form] = {
     form.name: form
     for form in (
-        Form("ids", ids.NEEDS, ids.PARTS, ids.parse),
-        Form("preference", preference.NEEDS, preference.PARTS, preference.parse),
-        Form("unpaired", unpaired.NEEDS, unpaired.PARTS, unpaired.parse),
-        Form("prompt_completion", prompt_completion.NEEDS, prompt_completion.PARTS, prompt_completion.parse),
-        Form("messages", messages.NEEDS, messages.PARTS, messages.parse),
-        Form("text", text.NEEDS, text.PARTS, text.parse),
-        Form("prompt", prompt.NEEDS, prompt.PARTS, prompt.parse),
+        Form("ids", ids.NEEDS, ids.READS, ids.PARTS, ids.parse),
+        Form("preference", preference.NEEDS, preference.READS, preference.PARTS, preference.parse),
+        Form("unpaired", unpaired.NEEDS, unpaired.READS, unpaired.PARTS, unpaired.parse),
+        Form(
+            "prompt_completion",
+            prompt_completion.NEEDS,
+            prompt_completion.READS,
+            prompt_completion.PARTS,
+            prompt_completion.parse,
+        ),
+        Form("messages", messages.NEEDS, messages.READS, messages.PARTS, messages.parse),
+        Form("text", text.NEEDS, text.READS, text.PARTS, text.parse),
+        Form("prompt", prompt.NEEDS, prompt.READS, prompt.PARTS, prompt.parse),
     )
 }
 """Every format, in the order of the rule."""

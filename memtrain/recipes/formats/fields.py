@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -55,6 +54,9 @@ FAMILIAR = {
     "dispreferred": "rejected",
 }
 """Column names that people use for ours: only ever proposed in an error, never taken silently."""
+
+TEXT_PARTS = ("text", "input_text", "output_text", None)
+"""Types of the parts of a content that are text; an image with a text beside it is none."""
 
 LONGEST_SHOWN = 60
 NOT_LEARNT = "memtrain:not_learnt"
@@ -211,13 +213,16 @@ def message_of(item: object, place: str) -> Message:
         raise BadRow(f"{place} is {kind_of(item)}, not a message", "a message is {role: ..., content: ...}")
     given = cast(Mapping[str, Any], item)
     role, content = given.get("role"), given.get("content")
+    taken: tuple[str, ...] = ("role", "content")
     if role is None:
-        role, content = given.get("from"), given.get("value")
+        if content is not None and given.get("value") is not None:
+            raise BadRow(f"{place} has both a content and a value", "keep one of the two")
+        role, content, taken = given.get("from"), given.get("value"), ("role", "content", "from", "value")
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(dict.fromkeys(ROLES))
         raise BadRow(f"{place} has the role {shown(role)}", f"known roles: {known}")
-    dropped = ("role", "content", "from", "value", "weight", "train")
-    rest = {key: value for key, value in given.items() if value is not None and key not in dropped}
+    taken += ("weight", "train")
+    rest = {key: value for key, value in given.items() if value is not None and key not in taken}
     if content is None and not rest.get("tool_calls"):
         raise BadRow(f"{place} has no content", "give it a content (a string), or tool_calls")
     if not is_learnt(given, place):
@@ -251,26 +256,6 @@ def refuse_switched_off(messages: str | Messages, column: str) -> None:
             )
 
 
-def template_kwargs_at(row: Row) -> dict[str, Any]:
-    """The row's own arguments for the chat template (an object, or its JSON text); empty without them.
-
-    Raises: BadRow when they are no object.
-    """
-    value: Any = row.get(TEMPLATE_KWARGS)
-    if value is None or value == "":
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise BadRow(f"column '{TEMPLATE_KWARGS}' is not JSON: {error.msg}") from None
-    if not isinstance(value, Mapping):
-        raise BadRow(f"column '{TEMPLATE_KWARGS}' is {kind_of(value)}, not an object of arguments")
-    # Arrow files hold every key in every row, null where it was not given.
-    given = cast(Mapping[str, Any], value)
-    return {str(name): one for name, one in given.items() if one is not None}
-
-
 def content_of(content: object, place: str) -> str:
     """The text of a message: a string, or the text parts of a list, joined.
 
@@ -282,29 +267,11 @@ def content_of(content: object, place: str) -> str:
         raise BadRow(f"the content of {place} is {kind_of(content)} ({shown(content)}), not a string")
     texts: list[str] = []
     for part in cast(Sequence[object], content):
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):  # pyright: ignore[reportUnknownMemberType]
+        given: Mapping[str, Any] = cast(Mapping[str, Any], part) if isinstance(part, Mapping) else {}
+        if given.get("type", "text") not in TEXT_PARTS or not isinstance(given.get("text"), str):
             raise BadRow(f"the content of {place} has a part that is no text: {shown(cast(object, part))}")
-        texts.append(cast(Mapping[str, str], part)["text"])
+        texts.append(given["text"])
     return "".join(texts)
-
-
-def tools_at(row: Row, column: str) -> tuple[Tool, ...]:
-    """Tool definitions of a row (a list, or its JSON text); empty when the row has none.
-
-    Raises: BadRow when they are not a list of objects.
-    """
-    value: Any = row.get(column)
-    if value is None or value == "":
-        return ()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise BadRow(f"column '{column}' is not JSON: {error.msg}") from None
-    tools = cast(Sequence[Mapping[str, Any]], value)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(f"column '{column}' is not a list of tool definitions: {shown(tools)}")
-    return tuple(dict(tool) for tool in tools)
 
 
 def number_at(row: Row, column: str) -> float | None:

@@ -9,6 +9,7 @@ from typing import cast
 from memtrain.recipes.formats.fields import BadRow, Example, Names, Row, kind_of, shown, value_at
 
 NEEDS = ("ids",)
+READS = ("ids", "labels")
 PARTS = ("ids",)
 NOT_LEARNT = -100
 

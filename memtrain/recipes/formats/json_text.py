@@ -1,11 +1,15 @@
-"""JSON text to values, refusing what would be lost or cannot be carried on: doubled keys, endless nesting."""
+"""JSON text to values, refusing what would be lost or cannot be carried on: doubled keys, endless nesting.
+
+Columns that may be JSON text are read here too.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from memtrain.recipes.formats.fields import BadRow, shown
+from memtrain.recipes.formats.fields import TEMPLATE_KWARGS, BadRow, Row, Tool, kind_of, shown
 
 MAX_DEPTH = 100
 """Levels of lists and objects in a row. Taste: tool definitions have some 20; Python's stack has 1,000."""
@@ -96,3 +100,47 @@ def check_depth(value: Any) -> None:
         if not level:
             return
     raise BadRow(*too_much(RecursionError()))
+
+
+def json_at(value: str, column: str) -> Any:
+    """The value of a column that is JSON text.
+
+    Raises: BadRow when it is not.
+    """
+    try:
+        return read_json(value)
+    except BadRow as wrong:
+        raise BadRow(f"column '{column}' is not JSON: {wrong.what}", wrong.fix) from None
+
+
+def tools_at(row: Row, column: str) -> tuple[Tool, ...]:
+    """Tool definitions of a row (a list, or its JSON text); empty when the row has none.
+
+    Raises: BadRow when they are not a list of objects.
+    """
+    value: Any = row.get(column)
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        value = json_at(value, column)
+    tools = cast(Sequence[Mapping[str, Any]], value)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow(f"column '{column}' is not a list of tool definitions: {shown(tools)}")
+    return tuple(dict(tool) for tool in tools)
+
+
+def template_kwargs_at(row: Row) -> dict[str, Any]:
+    """The row's own arguments for the chat template (an object, or its JSON text); empty without them.
+
+    Raises: BadRow when they are no object.
+    """
+    value: Any = row.get(TEMPLATE_KWARGS)
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        value = json_at(value, TEMPLATE_KWARGS)
+    if not isinstance(value, Mapping):
+        raise BadRow(f"column '{TEMPLATE_KWARGS}' is {kind_of(value)}, not an object of arguments")
+    # Arrow files hold every key in every row, null where it was not given.
+    given = cast(Mapping[str, Any], value)
+    return {str(name): one for name, one in given.items() if one is not None}

@@ -11,12 +11,12 @@ from memtrain.recipes.formats.fields import (
     Row,
     Tool,
     messages_in,
-    template_kwargs_at,
-    tools_at,
     value_at,
 )
+from memtrain.recipes.formats.json_text import template_kwargs_at, tools_at
 
 NEEDS = ("messages",)
+READS = ("messages", "tools")
 PARTS = ("messages",)
 
 

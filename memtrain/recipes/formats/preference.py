@@ -21,12 +21,12 @@ from memtrain.recipes.formats.fields import (
     number_at,
     refuse_switched_off,
     same_kind,
-    template_kwargs_at,
     text_or_messages_at,
-    tools_at,
 )
+from memtrain.recipes.formats.json_text import template_kwargs_at, tools_at
 
 NEEDS = ("chosen", "rejected")
+READS = ("prompt", "chosen", "rejected", "margin", "tools")
 PARTS = ("prompt", "chosen", "rejected")
 
 

@@ -13,12 +13,12 @@ from memtrain.recipes.formats.fields import (
     Names,
     Row,
     Tool,
-    template_kwargs_at,
     text_or_messages_at,
-    tools_at,
 )
+from memtrain.recipes.formats.json_text import template_kwargs_at, tools_at
 
 NEEDS = ("prompt",)
+READS = ("prompt", "tools")
 PARTS = ("prompt",)
 
 

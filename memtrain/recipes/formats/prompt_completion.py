@@ -12,12 +12,12 @@ from memtrain.recipes.formats.fields import (
     Row,
     Tool,
     same_kind,
-    template_kwargs_at,
     text_or_messages_at,
-    tools_at,
 )
+from memtrain.recipes.formats.json_text import template_kwargs_at, tools_at
 
 NEEDS = ("prompt", "completion")
+READS = ("prompt", "completion", "tools")
 PARTS = ("prompt", "completion")
 
 

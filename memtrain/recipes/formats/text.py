@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from memtrain.recipes.formats.fields import BadRow, Example, Names, Row, text_at
 
 NEEDS = ("text",)
+READS = ("text",)
 PARTS = ("text",)
 
 

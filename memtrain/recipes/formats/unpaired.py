@@ -9,6 +9,7 @@ from memtrain.recipes.formats.fields import BadRow, Example, Messages, Names, Ro
 from memtrain.recipes.formats.preference import Preference
 
 NEEDS = ("prompt", "completion", "label")
+READS = ("prompt", "completion", "label", "tools")
 PARTS = ("prompt", "completion")
 VERDICTS: dict[object, bool] = {True: True, False: False, "true": True, "false": False}
 """1 and 0 are taken too: Python counts them equal to True and False."""

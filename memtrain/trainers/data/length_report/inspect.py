@@ -24,6 +24,7 @@ from memtrain.trainers.data.length_report.result import Batch, Distribution, Ext
 from memtrain.trainers.data.length_report.split import spread_out
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.prepare import Work, work_of
+from memtrain.trainers.data.unrendered import unrendered_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -169,7 +170,8 @@ def distributions(
 
 def notes(seen: Read, work: Work, data: Data, extent: Extent, held_out: int) -> tuple[str, ...]:
     """What else has to be known to read the numbers."""
-    said = [f"Data {note}." for note in work.notes]
+    unrendered = unrendered_words(seen.unrendered, seen.rows_read - seen.faulty.rows)
+    said = [f"Data {note}." for note in (*work.notes, *unrendered)]
     if extent.is_partial:
         said.append(
             f"Partial: reading was stopped after {seen.rows_read:,} rows: the first ones, and no sample."

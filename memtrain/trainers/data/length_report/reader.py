@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +56,8 @@ class Read:
     sampled_of: int | None
     is_partial: bool
     is_cached: bool
+    unrendered: Mapping[str, int]
+    """Rows that hold a field which is in none of their texts, by the field."""
 
 
 @dataclass(slots=True)
@@ -125,13 +127,15 @@ class _Reading:
         self.counting = Counting(FORMS[kind].parts, work.sources, has_prompts=kind in HAS_PROMPTS)
         self.faults = Faults([stream.name for stream in work.streams])
         self.side = Side(work.job)
+        self.unrendered: Counter[str] = Counter()
         self.rows_read = 0
         self.sampled_of: int | None = None
 
     def from_store(self, store: TokenStore) -> None:
         """Count rows that were tokenized before; messages are counted in the rows themselves."""
         self.counting.add_store(store)
-        self.rows_read = store.num_rows + store.meta.num_skipped
+        self.unrendered.update(store.meta.unrendered)
+        self.rows_read = store.meta.num_read
         if store.meta.num_skipped:
             where, _, what = store.meta.skipped[0].partition(": ")
             kind = BadRows(what=what, fix="", where=where, rows=store.meta.num_skipped)
@@ -159,6 +163,7 @@ class _Reading:
             self.counting.add(batch.rows)
             self.side.columns(batch.rows.columns)
             self.faults.add(batch.bad)
+            self.unrendered += batch.unrendered
             self.rows_read += batch.num_read
             if self.progress is not None:
                 self.progress(self.rows_read, self.counting.tokens_seen, total)
@@ -167,7 +172,16 @@ class _Reading:
         counts, faulty = self.counting.done(), self.faults.done()
         if not counts.num_rows:
             raise DataError(*nothing_usable(self.rows_read, faulty, self.work.streams[0].name))
-        return Read(counts, faulty, self.side, self.rows_read, self.sampled_of, self.stop.asked, is_cached)
+        return Read(
+            counts,
+            faulty,
+            self.side,
+            self.rows_read,
+            self.sampled_of,
+            self.stop.asked,
+            is_cached,
+            self.unrendered,
+        )
 
 
 def rows_there(work: Work) -> int | None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from memtrain.errors import DataError
 from memtrain.memory.plan.plan import PreparedData, PreparedSplit, TurnEnd
@@ -36,6 +39,7 @@ from memtrain.trainers.data.tokenize.chat_templates import MARKS, training_templ
 from memtrain.trainers.data.tokenize.render import Rendering
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of
 from memtrain.trainers.data.tokenize.workers import Job, Reading, Tokenized, tokenized
+from memtrain.trainers.data.unrendered import unrendered_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (rows read so far, tokens so far)."""
 SKIPPED_SHOWN = 10
+HAS_NO_MARGIN = ("dpo", "score")
+"""Methods of pairs that do not read their margin."""
 HAS_LABEL = ("preference", "unpaired")
 
 
@@ -190,12 +196,17 @@ def kept_rows(
     folder = store_folder(data, made_of)
     kept(folder, META_FILE, lambda part: build(part, work, data, seed, made_of, progress))
     store = TokenStore.open(folder)
-    return KeptRows(store, (*work.notes, *notes_of(store)))
+    return KeptRows(store, (*work.notes, *notes_of(store, method)))
 
 
-def notes_of(store: TokenStore) -> Iterator[str]:
-    """What is to be told of the rows of a store."""
+def notes_of(store: TokenStore, method: str) -> Iterator[str]:
+    """What is to be told of the rows of a store: what was left out, and what has no effect."""
     meta = store.meta
+    unused = dict(meta.unrendered)
+    if method in HAS_NO_MARGIN and meta.format == "preference":
+        margins = int(np.isfinite(store.labels).sum())
+        unused |= {f"the margin, which {method} does not use": margins} if margins else {}
+    yield from unrendered_words(unused, meta.num_read - meta.num_skipped)
     if meta.num_skipped:
         rows = f"{meta.num_skipped:,} bad row{'' if meta.num_skipped == 1 else 's'}"
         yield f"left out (data.on_bad_row: skip): {rows}, the first: {meta.skipped[0]}"
@@ -342,6 +353,7 @@ def build(
         folder, num_parts=len(form.parts), has_label=kind in HAS_LABEL, has_columns=kind == "prompt"
     )
     skipped: list[str] = []
+    unrendered: Counter[str] = Counter()
     num_read = num_skipped = 0
     try:
         for batch in tokenized(work.rows(seed), work.job, data.processes):
@@ -349,6 +361,7 @@ def build(
             skipped += shown[: SKIPPED_SHOWN - len(skipped)]
             num_skipped += len(shown)
             num_read += batch.num_read
+            unrendered += batch.unrendered
             writer.add(batch.rows)
             if progress is not None:
                 progress(num_read, writer.num_tokens)
@@ -361,8 +374,10 @@ def build(
         parts=form.parts,
         streams=tuple(stream.name for stream in streams),
         sources=work.sources,
+        num_read=num_read,
         num_skipped=num_skipped,
         skipped=tuple(skipped),
+        unrendered=dict(sorted(unrendered.items())),
         made_of=made_of,
     )
 

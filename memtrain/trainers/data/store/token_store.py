@@ -30,7 +30,7 @@ from memtrain.errors import DataError
 from memtrain.recipes.sections.base import Section
 from memtrain.trainers.data.sources.splits import HAS_PROMPTS, Hashes, span_hashes
 
-VERSION = 1
+VERSION = 2
 """Of the layout. A store of another version is made again."""
 META_FILE = "meta.json"
 
@@ -53,10 +53,14 @@ class Stored(Section):
     num_tokens: int
     num_learnt: int
     """Learnt tokens that have a token before them: what the loss counts when no row is cut."""
+    num_read: int
+    """Rows that were read: those that are stored, and the bad ones. A pair may be stored as two."""
     num_skipped: int
     """Bad rows that were left out."""
     skipped: tuple[str, ...]
     """The first few of them: `file:line: what`."""
+    unrendered: dict[str, int]
+    """Rows that hold a field which is in none of their texts, by the field."""
     num_merged: int
     """Rows where a token reaches over the end of the prompt."""
     longest_tokens: int

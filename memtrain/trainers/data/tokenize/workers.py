@@ -5,9 +5,10 @@ No torch here. Memory is bounded by the batch, not by the data.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
 from memtrain.trainers.data.tokenize.encode import Encoded, Encoder
-from memtrain.trainers.data.tokenize.render import Rendering, render
+from memtrain.trainers.data.tokenize.render import Piece, Rendering, render
+from memtrain.trainers.data.unrendered import unrendered_fields, unused_columns
 
 ROWS_AT_ONCE = 1000
 CHARS_AT_ONCE = 2**21
@@ -68,6 +70,16 @@ class Tokenized:
     rows: Rows
     bad: list[tuple[int, int, str, str]]
     num_read: int
+    unrendered: Counter[str] = field(default_factory=Counter[str])
+    """Rows that hold a field which is in none of their texts, by the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was found wrong or unused in the rows of a batch, by their place in it."""
+
+    bad: dict[int, BadRow]
+    unused: list[set[str]]
 
 
 class Tokenizing:
@@ -79,21 +91,24 @@ class Tokenizing:
         self.encoder = Encoder(job.tokenizer_json)
 
     def __call__(self, batch: Batch) -> Tokenized:
-        """Tokenize a batch."""
-        bad: list[tuple[int, int, str, str]] = []
-        examples: list[tuple[int, int, Example]] = []
-        for stream, (line, row) in zip(batch.streams, batch.lines, strict=True):
-            reading = self.job.readings[stream]
+        """Tokenize a batch. A row of which one example is bad is left out whole."""
+        seen = _Seen({}, [set() for _ in batch.lines])
+        examples: list[tuple[int, Example]] = []
+        for at, (stream, (_, row)) in enumerate(zip(batch.streams, batch.lines, strict=True)):
+            reading, kind = self.job.readings[stream], self.job.kind
             try:
                 if isinstance(row, BadRow):
                     raise row
                 example = FORMS[reading.form].parse(row, reading.names)
-                examples += [(stream, line, one) for one in self._as_kind(example)]
+                examples += [(at, one) for one in self._as_kind(example)]
+                seen.unused[at].update(unused_columns(row, example, reading.form, reading.names, kind))
             except BadRow as wrong:
-                bad.append((stream, line, wrong.what, wrong.fix))
-        rows = self._rows(examples, bad)
-        bad.sort(key=lambda one: one[:2])
-        return Tokenized(as_rows(rows, len(self.parts)), bad, len(batch.lines))
+                seen.bad[at] = wrong
+        places = [(stream, line) for stream, (line, _) in zip(batch.streams, batch.lines, strict=True)]
+        rows = [row for at, row in self._rows(examples, places, seen) if at not in seen.bad]
+        bad = [(*places[at], wrong.what, wrong.fix) for at, wrong in sorted(seen.bad.items())]
+        counts = Counter(name for at, names in enumerate(seen.unused) if at not in seen.bad for name in names)
+        return Tokenized(as_rows(rows, len(self.parts)), bad, len(batch.lines), counts)
 
     def _as_kind(self, example: Example) -> tuple[Example, ...]:
         if isinstance(example, Preference) and self.job.kind == "unpaired":
@@ -101,27 +116,31 @@ class Tokenizing:
         return (example,)
 
     def _rows(
-        self, examples: list[tuple[int, int, Example]], bad: list[tuple[int, int, str, str]]
-    ) -> list[TokenRow]:
-        """Render and tokenize; what cannot be goes to `bad`."""
-        pieces, kept = [], []
-        for stream, line, example in examples:
+        self, examples: list[tuple[int, Example]], places: list[tuple[int, int]], seen: _Seen
+    ) -> list[tuple[int, TokenRow]]:
+        """Render and tokenize; what cannot be, and what is in no text, is noted in `seen`."""
+        pieces: list[Piece] = []
+        kept: list[tuple[int, Example, int]] = []
+        for at, example in examples:
             try:
-                own = () if isinstance(example, Ids) else render(example, self._rendering(stream, example))
+                rendering = self._rendering(places[at][0], example)
+                own = () if isinstance(example, Ids) else render(example, rendering)
                 for piece in own:
                     check_text(piece.text)
+                again = partial(_texts, rendering)
+                seen.unused[at].update(unrendered_fields(example, [piece.text for piece in own], again))
                 pieces += own
-                kept.append((stream, line, example, len(own)))
+                kept.append((at, example, len(own)))
             except BadRow as wrong:
-                bad.append((stream, line, wrong.what, wrong.fix))
+                seen.bad[at] = wrong
         encoded = deque(self.encoder.encode(pieces))
-        rows: list[TokenRow] = []
-        for stream, line, example, num_pieces in kept:
+        rows: list[tuple[int, TokenRow]] = []
+        for at, example, num_pieces in kept:
             own = [encoded.popleft() for _ in range(num_pieces)]
             try:
-                rows.append(self._row(example, own, stream, line))
+                rows.append((at, self._row(example, own, *places[at])))
             except BadRow as wrong:
-                bad.append((stream, line, wrong.what, wrong.fix))
+                seen.bad[at] = wrong
         return rows
 
     def _rendering(self, stream: int, example: Example) -> Rendering:
@@ -142,6 +161,10 @@ class Tokenizing:
         parts = (cut, len(one.ids) - cut) if len(self.parts) == 2 else (len(one.ids),)
         label = float(example.label) if isinstance(example, Unpaired) else None
         return TokenRow(one.ids, parts, one.learnt, stream, line, merged=one.merged, label=label)
+
+
+def _texts(rendering: Rendering, example: Example) -> list[str]:
+    return [piece.text for piece in render(example, rendering)]
 
 
 def check_text(text: str) -> None:

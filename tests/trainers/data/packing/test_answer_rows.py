@@ -28,7 +28,9 @@ def store_of(folder: Path, pairs: list[Pair]) -> TokenStore:
     writer = StoreWriter(folder, num_parts=3, has_label=True, has_columns=False)
     writer.add(as_rows(rows, 3))
     made: dict[str, Any] = {"format": "preference", "parts": ("prompt", "chosen", "rejected")}
-    writer.finish(**made, streams=("x",), sources=(0,), num_skipped=0, skipped=(), made_of={})
+    writer.finish(
+        **made, streams=("x",), sources=(0,), num_read=1, num_skipped=0, skipped=(), unrendered={}, made_of={}
+    )
     return TokenStore.open(folder)
 
 

@@ -35,6 +35,14 @@ def jsonl(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+def test_a_pair_of_which_one_answer_is_bad_is_left_out_whole(tmp_path):
+    pairs = [{"prompt": "a", "chosen": " b", "rejected": answer} for answer in (" c", "")]
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps(pairs))
+    made = store(tmp_path, "kto", train=str(path), on_bad_row="skip", end_token=False)
+    assert (made.meta.num_read, made.num_rows, made.meta.num_skipped) == (2, 2, 1)
+
+
 def test_prepared_counts_are_those_of_the_store(tmp_path):
     recipe = recipe_of(tmp_path, train=[{"source": "builtin:arithmetic", "limit": 200}], held_out=0.25)
     prepared = prepare(recipe)

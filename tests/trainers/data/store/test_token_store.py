@@ -20,8 +20,10 @@ SAID = {
     "parts": ("prompt", "chosen", "rejected"),
     "streams": ("a.jsonl", "b.jsonl"),
     "sources": (0, 1),
+    "num_read": 3,
     "num_skipped": 0,
     "skipped": (),
+    "unrendered": {},
     "made_of": {},
 }
 PAIRS = [

@@ -215,6 +215,20 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         "known roles: system, developer, user, human, assistant, gpt, chatgpt, bot, model, tool, function, "
         "observation",
     ),
+    "an image with a text beside it": (
+        "d.jsonl",
+        b'{"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]}\n',
+        "the content of messages[0] has a part that is no text: {'type': 'image', 'text': 'x'}",
+        "{file}:1",
+        JSONL_FIX,
+    ),
+    "a message that says two things": (
+        "d.jsonl",
+        b'{"messages": [{"from": "user", "value": "x", "content": "y"}]}\n',
+        "messages[0] has both a content and a value",
+        "{file}:1",
+        "keep one of the two",
+    ),
     "an id that the tokenizer has not": (
         "d.jsonl",
         b'{"input_ids": [1, 2, 5000]}\n',

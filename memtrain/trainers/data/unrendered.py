@@ -1,0 +1,159 @@
+"""What a row holds and its text does not: columns, fields of messages, contents that a template leaves out.
+
+A field of a message is found by rendering the row with and without it. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from memtrain.recipes.formats.detect import FORMS
+from memtrain.recipes.formats.fields import (
+    TEMPLATE_KWARGS,
+    BadRow,
+    Example,
+    Message,
+    Messages,
+    Names,
+    Row,
+    shown,
+)
+from memtrain.recipes.formats.prompt import Prompt
+
+Render = Callable[[Example], Sequence[str]]
+"""The texts of an example."""
+
+OWN = "memtrain:"
+"""Begin of the keys that memtrain itself puts into a message."""
+SPEAKS_OF_THE_PROMPT = (
+    "system",
+    "system_prompt",
+    "instruction",
+    "instructions",
+    "context",
+    "history",
+    "documents",
+)
+"""Columns that people expect in a prompt; of prompts alone, every other column is for the rewards."""
+HAS_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
+NUM_NAMED = 20
+"""Fields that a note names."""
+
+
+def unused_columns(row: Row, example: Example, form: str, names: Names, kind: str) -> Iterator[str]:
+    """Columns of a row that are not empty and in none of its texts, and fields beside the text of a part."""
+    reads = FORMS[form].reads
+    if kind == "unpaired":  # The two rows of a pair have no margin.
+        reads = tuple(name for name in reads if name != "margin")
+    used = {getattr(names, name) for name in reads}
+    if any(isinstance(getattr(example, name, None), tuple) for name in HAS_MESSAGES):
+        used.add(TEMPLATE_KWARGS)
+    for column, value in row.items():
+        if value is None or value == "" or value == [] or value == {} or column in used:
+            continue
+        if not isinstance(example, Prompt):
+            yield f"column {shown(column)}"
+        elif column not in example.columns:
+            yield f"column {shown(column)} (nor given to rewards: it is no text, number or list)"
+        elif column.lower() in SPEAKS_OF_THE_PROMPT:
+            yield f"column {shown(column)} (given to rewards only)"
+    for column in used:
+        if isinstance(row.get(column), (list, tuple)):
+            yield from unread_parts(row[column])
+
+
+def unread_parts(messages: Sequence[object]) -> Iterator[str]:
+    """Fields beside the text in the parts of messages' contents."""
+    for message in messages:
+        content = cast(Mapping[str, Any], message).get("content") if isinstance(message, Mapping) else None
+        for part in cast(Sequence[object], content) if isinstance(content, (list, tuple)) else ():
+            if isinstance(part, Mapping):
+                given = cast(Mapping[str, Any], part)
+                yield from (
+                    f"content part field {shown(key)}"
+                    for key, value in given.items()
+                    if value is not None and key not in ("type", "text")
+                )
+
+
+def unrendered_fields(example: Example, texts: Sequence[str], render: Render) -> Iterator[str]:
+    """Fields of an example's messages, and its tools, without which its `texts` are the same.
+
+    Contents are told too: a content that is not in the texts as it stands, or not at all.
+    """
+    held = {
+        name: cast(Messages, given)
+        for name in HAS_MESSAGES
+        if isinstance(given := getattr(example, name, None), tuple)
+    }
+    if getattr(example, "tools", ()) and _is_same(texts, render, example, {"tools": ()}):
+        yield "tools"
+    messages = [message for given in held.values() for message in given]
+    extra = dict.fromkeys(
+        key for message in messages for key in message if key not in ("role", "content") and OWN not in key
+    )
+    without = {name: tuple(_only(message, ()) for message in given) for name, given in held.items()}
+    if extra and _is_same(texts, render, example, without):
+        yield from (f"message field {shown(key)}" for key in extra)
+    elif len(extra) > 1:
+        for key in extra:
+            others = tuple(other for other in extra if other != key)
+            without = {
+                name: tuple(_only(message, others) for message in given) for name, given in held.items()
+            }
+            if _is_same(texts, render, example, without):
+                yield f"message field {shown(key)}"
+    yield from _contents(example, texts, render, held)
+
+
+def _contents(
+    example: Example, texts: Sequence[str], render: Render, held: Mapping[str, Messages]
+) -> Iterator[str]:
+    """Roles whose contents the texts do not hold as they stand."""
+    for name, given in held.items():
+        for index, message in enumerate(given):
+            content = str(message["content"]).strip()
+            if not content or any(content in text for text in texts):
+                continue
+            emptied = (*given[:index], {**message, "content": ""}, *given[index + 1 :])
+            role = message["role"]
+            if _is_same(texts, render, example, {name: emptied}):
+                yield f"the content of {role} messages"
+            else:
+                yield f"the content of {role} messages as it stands (the template changes it)"
+
+
+def _only(message: Message, keys: Sequence[str]) -> Message:
+    """A message with its role, its content and the given keys."""
+    return {
+        key: value
+        for key, value in message.items()
+        if key in ("role", "content") or OWN in key or key in keys
+    }
+
+
+def _is_same(texts: Sequence[str], render: Render, example: Example, changes: Mapping[str, Any]) -> bool:
+    try:
+        return list(render(replace(example, **changes))) == list(texts)
+    except BadRow:
+        return False
+
+
+def unrendered_words(counts: Mapping[str, int], num_rows: int) -> Iterator[str]:
+    """A sentence that names the fields and how many of `num_rows` rows have them; none without any."""
+    if not counts:
+        return
+    order = sorted(counts, key=lambda name: (name.startswith("column"), -counts[name], name))
+    said = [f"{name} ({share_words(counts[name], num_rows)})" for name in order[:NUM_NAMED]]
+    if len(order) > NUM_NAMED:
+        said.append(f"{len(order) - NUM_NAMED:,} more")
+    yield f"not in the text of the rows: {', '.join(said)}"
+
+
+def share_words(count: int, num_rows: int) -> str:
+    """`all rows`, or `12 of 1,000 rows, 1.2%`."""
+    if count >= num_rows:
+        return "all rows"
+    return f"{count:,} of {num_rows:,} rows, {count / num_rows:.1%}"
