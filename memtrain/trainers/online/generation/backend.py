@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any, cast
 
 from memtrain.memory.generation.generation import READ_TOKENS
+from memtrain.memory.model_shape.length_rules import PROBE_PAST, length_rules, reached
 from memtrain.memory.plan.plan import Plan
-from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.build.components import Built
+from memtrain.memory.rules.attention import AttentionBackend, model_facts
+from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.build.components import Built, longest_row
+from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.lockstep import Together
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
-from memtrain.trainers.online.generation.protocol import Sampling
-from memtrain.trainers.online.generation.transformers_sampler import TransformersSampler
+from memtrain.trainers.online.generation.protocol import Sampler, Sampling
+from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form, TransformersSampler
 from memtrain.trainers.online.vllm.open import open_engine
+from memtrain.trainers.rollout.start_check import LONGEST, StartCheck, check_groups
 from memtrain.trainers.runtime.ranks import Ranks
 
 
@@ -28,7 +34,7 @@ def open_generating(
     """
     rows = plan.settings.rollout_rows
     if plan.settings.sampler not in ("vllm", "vllm_server"):
-        made = Generating(lambda rows: build_sampler(plan, built, max_rows=rows), rows, ranks, tell)
+        made = Generating(OwnSampler(plan, built), rows, ranks, tell)
         if built.spread.is_sharded and not plan.settings.gather_weights:
             made.writing = Together(built.model).writing
         return made
@@ -45,7 +51,53 @@ def open_generating(
     return Generating(lambda rows: engine, rows, ranks, tell, engine.close)
 
 
-def build_sampler(plan: Plan, built: Built, *, max_rows: int) -> NativeSampler | TransformersSampler:
+@dataclass(slots=True)
+class OwnSampler:
+    """Makes the sampler of a plan, on the trained module."""
+
+    plan: Plan
+    built: Built
+    form: Form = FORMS[0]
+    """How transformers' `generate` is called."""
+
+    def __call__(self, rows: int) -> Sampler:
+        """One of so many rows at a time."""
+        return build_sampler(self.plan, self.built, max_rows=rows, form=self.form)
+
+    def check(self, generating: Generating, prompts: PromptFeed) -> None:
+        """Take the first form of sampling that gives the model's own log-probs; called by all ranks together.
+
+        Raises: LaunchError where none does.
+        """
+        config = base_model(self.built.model).config.to_dict()
+        # A state runs through padding too: in bfloat16 the difference may be too small to be noticed.
+        first = FORMS[1] if model_facts(config)["own_layers"] else FORMS[0]
+        longer = _past_a_length(self.plan, config, prompts.ids(int(prompts.tokens.argmax())))
+        start = StartCheck(self.built.model, generating.ranks, generating.tell, generating.writing)
+        few = min(generating.max_rows, CHECKED_ROWS)
+        self.form = start.passing(
+            lambda form: build_sampler(self.plan, self.built, max_rows=few, form=form),
+            first,
+            check_groups(prompts.ids(int(prompts.tokens.argmax())), longer),
+        )
+
+
+CHECKED_ROWS = 4
+"""Completions that the start-up check writes at a time: more than one, so that rows have neighbours."""
+
+
+def _past_a_length(plan: Plan, config: dict[str, Any], prompt: Sequence[int]) -> tuple[int, ...]:
+    """A prompt from which a completion grows past a length where the model changes, if completions of the
+    run may; else none."""
+    rule = reached(length_rules(config), longest_row(plan), "place")
+    if rule is None or rule.tokens <= LONGEST:
+        return ()
+    return tuple(islice(cycle(prompt), rule.tokens - PROBE_PAST))
+
+
+def build_sampler(
+    plan: Plan, built: Built, *, max_rows: int, form: Form = FORMS[0]
+) -> NativeSampler | TransformersSampler:
     """The back end of the plan, on the trained module, `max_rows` completions at a time."""
     tokenizer, settings = built.tokenizer, plan.settings
 
@@ -56,7 +108,8 @@ def build_sampler(plan: Plan, built: Built, *, max_rows: int) -> NativeSampler |
         backend = AttentionBackend(settings.attention)
         return NativeSampler(built.model, backend, max_rows, read_tokens=READ_TOKENS, decode=decode)
     pad_id = cast(int | None, tokenizer.pad_token_id)
-    return TransformersSampler(built.model, max_rows, pad_id if pad_id is not None else 0, decode=decode)
+    pad_id = pad_id if pad_id is not None else 0
+    return TransformersSampler(built.model, max_rows, pad_id, decode=decode, form=form)
 
 
 def sampling_of(plan: Plan, built: Built, *, is_evaluation: bool = False) -> Sampling:

@@ -50,6 +50,7 @@ def read_prompts(
 ) -> Tensor:
     """Logits [prompts, V] of the token after each prompt; their keys are kept in slots from `first_group`."""
     device = next(model.parameters()).device
+    keys.begin_pass()
     layout = packed_layout([len(prompt) for prompt in prompts], device)
     ids_T = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     last = torch.tensor(layout.within.query_bounds[1:], device=device) - 1
@@ -66,6 +67,7 @@ def write_tokens(
     model: nn.Module, ids_R: Tensor, keys: Keys, at: Standing, backend: AttentionBackend
 ) -> Tensor:
     """Logits [R, V] of the token after `ids_R`, the newest token of each row."""
+    keys.begin_pass()
     return model(
         input_ids=ids_R[None],
         position_ids=places_of(at)[None],
@@ -92,10 +94,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
     assert rollout is not None, "The model must pass `rollout` on to its attention."
-    layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
+    turn = rollout.keys.next_turn()
     if rollout.layout is not None:
         bounds = list(rollout.layout.within.query_bounds)
-        rollout.keys.put_prompts(layer, key[0], value[0], bounds, rollout.first_group)
+        rollout.keys.put_prompts(turn, key[0], value[0], bounds, rollout.first_group)
         read = _function_of(rollout.backend)
         return read(
             module,
@@ -113,9 +115,9 @@ def _attention(
     if is_tempered(module):
         query = tempered(module, query, places_of(at))
     key_RKD, value_RKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    own = rollout.keys.write(layer, key_RKD, value_RKD, at)
+    own = rollout.keys.write(turn, key_RKD, value_RKD, at)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    prompts = rollout.keys.prompts[layer]
+    prompts = rollout.keys.prompts[turn]
     return attend(query[0].transpose(0, 1), own, prompts, at, scale)[None], None
 
 

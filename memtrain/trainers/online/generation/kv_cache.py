@@ -68,9 +68,22 @@ class Keys:
     max_prompt: int
     max_written: int
     prompts: dict[int, Pair] = field(default_factory=dict)
-    """By layer: [G, K, P, D] each."""
+    """By turn: [G, K, P, D] each."""
     rows: dict[int, Pair] = field(default_factory=dict)
-    """By layer: [R, K, T, D] each."""
+    """By turn: [R, K, T, D] each."""
+    turn: int = 0
+    """How often the model has attended in this pass. Every pass attends in the same order, and a layer may do
+    so several times: layers that are run in cycles, or twice with other values."""
+
+    def begin_pass(self) -> None:
+        """From now on the model attends for the first time again."""
+        assert self.turn in (0, len(self.prompts)), "Every pass attends as often as the first one."
+        self.turn = 0
+
+    def next_turn(self) -> int:
+        """Which time of this pass the model attends."""
+        self.turn += 1
+        return self.turn - 1
 
     @property
     def num_bytes(self) -> int:
@@ -79,19 +92,19 @@ class Keys:
         return sum(tensor.numel() * tensor.element_size() for pair in pairs for tensor in pair)
 
     def put_prompts(
-        self, layer: int, key_KTD: Tensor, value_KTD: Tensor, bounds: list[int], first: int
+        self, turn: int, key_KTD: Tensor, value_KTD: Tensor, bounds: list[int], first: int
     ) -> None:
         """Keep the keys of prompts that lie end to end, in group slots from `first` on."""
-        if layer not in self.prompts:
-            self._make(layer, key_KTD, value_KTD)
-        kept_key, kept_value = self.prompts[layer]
+        if turn not in self.prompts:
+            self._make(turn, key_KTD, value_KTD)
+        kept_key, kept_value = self.prompts[turn]
         for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
             kept_key[first + index, :, : end - start] = key_KTD[:, start:end]
             kept_value[first + index, :, : end - start] = value_KTD[:, start:end]
 
-    def write(self, layer: int, key_RKD: Tensor, value_RKD: Tensor, at: Standing) -> Pair:
+    def write(self, turn: int, key_RKD: Tensor, value_RKD: Tensor, at: Standing) -> Pair:
         """Append one token's keys to every row; views [R, K, t, D] of all they wrote, this one included."""
-        kept_key, kept_value = self.rows[layer]
+        kept_key, kept_value = self.rows[turn]
         row_R = torch.arange(at.num_rows, device=key_RKD.device)
         kept_key[row_R, :, at.written_R] = key_RKD
         kept_value[row_R, :, at.written_R] = value_RKD
@@ -110,16 +123,16 @@ class Keys:
             for kept in pair:
                 kept[target, :, :prompt] = kept[source, :, :prompt]
 
-    def _make(self, layer: int, key_KTD: Tensor, value_KTD: Tensor) -> None:
+    def _make(self, turn: int, key_KTD: Tensor, value_KTD: Tensor) -> None:
         def empty(like_KTD: Tensor, slots: int, tokens: int) -> Tensor:
             # Zeros: places that a mask hides are multiplied by 0, and 0 * what was there before may be NaN.
             return like_KTD.new_zeros(slots, like_KTD.shape[0], tokens, like_KTD.shape[2])
 
-        self.prompts[layer] = (
+        self.prompts[turn] = (
             empty(key_KTD, self.num_groups, self.max_prompt),
             empty(value_KTD, self.num_groups, self.max_prompt),
         )
-        self.rows[layer] = (
+        self.rows[turn] = (
             empty(key_KTD, self.num_rows, self.max_written),
             empty(value_KTD, self.num_rows, self.max_written),
         )

@@ -1,16 +1,18 @@
 """Sampling by transformers' own `generate`, in chunks of rows: for what the native sampler cannot.
 
-Prompts are padded on the left and forwarded for every completion. Tokens are chosen by the same function and
-the same numbers as in the native sampler; `generate` is told to take the likeliest, which is the chosen one.
+Prompts are forwarded for every completion, padded on the left where the model computes the same beside
+padding. Tokens are chosen by the same function and the same numbers as in the native sampler; `generate` is
+told to take the likeliest, which is the chosen one.
 """
 
 # R rows of a chunk, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from peft import PeftModel
@@ -27,6 +29,26 @@ from memtrain.trainers.runtime.seed import numpy_generator
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """A way to call `generate`."""
+
+    name: str
+    says: str
+    pads: bool = False
+    """Prompts of unlike lengths are written together."""
+    caches: bool = False
+    """Keys, or states, are kept from token to token."""
+
+
+FORMS = (
+    Form("padding on the left", "prompts of unlike lengths are written together", pads=True, caches=True),
+    Form("its cache", "completions are written together for prompts of one length only", caches=True),
+    Form("writing without a cache", "completions are written without a cache, each token in a whole pass"),
+)
+"""The fastest first; each is right for models that the one before it is wrong for."""
+
+
+@dataclass(frozen=True, slots=True)
 class TransformersSampler:
     """Samples with `model.generate`, `max_rows` rows at a time."""
 
@@ -34,6 +56,7 @@ class TransformersSampler:
     max_rows: int
     pad_id: int
     decode: Decode | None = None
+    form: Form = FORMS[0]
     name: str = "transformers"
 
     def generate(
@@ -47,8 +70,7 @@ class TransformersSampler:
         self.model.eval()
         try:
             with own_attention(base_model(self.model)):
-                for start in range(0, len(wanted), self.max_rows):
-                    rows = wanted[start : start + self.max_rows]
+                for rows in self._chunks(wanted, groups):
                     for (number, sample), made in zip(rows, self._chunk(rows, groups, sampling), strict=True):
                         done[number][sample] = made
                         if on_done is not None and len(done[number]) == groups[number].count:
@@ -57,6 +79,19 @@ class TransformersSampler:
             for module in was_training:
                 module.training = True
         return [[held[sample] for sample in range(len(held))] for held in done]
+
+    def _chunks(
+        self, wanted: list[tuple[int, int]], groups: Sequence[Group]
+    ) -> Iterator[list[tuple[int, int]]]:
+        """The rows that are written together; without padding, only of prompts of one length."""
+
+        def kind(row: tuple[int, int]) -> int:
+            return 0 if self.form.pads else len(groups[row[0]].prompt_ids)
+
+        for _, alike in groupby(wanted, key=kind):
+            rows = list(alike)
+            for start in range(0, len(rows), self.max_rows):
+                yield rows[start : start + self.max_rows]
 
     def _chunk(
         self, rows: list[tuple[int, int]], groups: Sequence[Group], sampling: Sampling
@@ -79,7 +114,7 @@ class TransformersSampler:
                 # The model's own generation settings must not come on top of the recipe's.
                 do_sample=False,
                 repetition_penalty=1.0,
-                use_cache=True,
+                use_cache=self.form.caches,
                 pad_token_id=self.pad_id,
                 eos_token_id=None,
                 logits_processor=LogitsProcessorList([chooser]),

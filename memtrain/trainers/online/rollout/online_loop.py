@@ -29,14 +29,14 @@ from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.model.loading.load import local_device
-from memtrain.trainers.online.generation.backend import open_generating, sampling_of
+from memtrain.trainers.online.generation.backend import OwnSampler, open_generating, sampling_of
 from memtrain.trainers.online.generation.completions_log import cut_after
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.online.rewards.functions import check_columns
 from memtrain.trainers.online.rollout.advantage_step import Weighing, rollout_facts
 from memtrain.trainers.online.rollout.advantages import weighted_rewards
-from memtrain.trainers.online.rollout.mismatch_guard import MismatchAlarm
+from memtrain.trainers.online.rollout.mismatch_guard import ROUNDING, MismatchAlarm
 from memtrain.trainers.online.rollout.protocol import OnlineMethod, WeighsTokens
 from memtrain.trainers.online.rollout.reward_scoring import Judging, build_judging
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
@@ -92,6 +92,8 @@ class OnlineSteps:
             None if is_blurred else recipe.generation.mismatch_limit,
             lambda text: self.tell(NoteEvent(step=self.position.step, text=text)),
             self.plan.run_dir,
+            settings.sampler,
+            None if is_blurred else ROUNDING[settings.dtype],
         )
 
     @property
@@ -193,6 +195,17 @@ class OnlineSteps:
             self.judging.show(window, step + 1, self.plan.recipe.generation.show)
         return window
 
+    def check_sampler(self) -> None:
+        """Hold the run's own sampler against the model's own log-probs; engines do it with their weights.
+
+        Called by all ranks together. Raises: LaunchError where the sampler gives others.
+        """
+        make, spread = self.generating.make, self.built.spread
+        if isinstance(make, OwnSampler):
+            laid = spread.whole if self.plan.settings.gather_weights else spread.streamed
+            with laid(self.built.scorer):
+                make.check(self.generating, self.prompts)
+
     def written(
         self,
         groups: Sequence[Group],
@@ -280,7 +293,8 @@ def online_steps(
 ) -> OnlineSteps | None:
     """The steps of a method that writes its completions, as a checkpoint left them; None for other methods.
 
-    Raises: RecipeError when a reward function is not there, or needs what the rows do not have.
+    Raises: RecipeError when a reward function is not there, or needs what the rows do not have; LaunchError
+    when the sampler does not give the model's own log-probs.
     """
     if not METHODS[plan.recipe.method].is_online:
         return None
@@ -299,4 +313,5 @@ def online_steps(
     )
     state = load_state(checkpoint.part("rollout")) if checkpoint is not None else {}
     steps.go_on(state, position.step)
+    steps.check_sampler()
     return steps

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from memtrain.trainers.model.heads.lm_head import base_model
@@ -29,9 +30,19 @@ def canary_group(groups: Sequence[Group]) -> Group:
 CANARY_SAMPLING = Sampling(max_tokens=TOKENS, temperature=0.0)
 
 
-@torch.no_grad()
 def difference(model: PreTrainedModel | PeftModel, group: Group, sample: Sample) -> float:
-    """Mean |log p here - log p there| of the tokens of a sample at temperature 0, in nats."""
+    """Mean |log p here - log p there| of the tokens of a sample at temperature 0 (or 1), in nats."""
+    return _differences(model, group, sample).mean().item()
+
+
+def furthest(model: PreTrainedModel | PeftModel, group: Group, sample: Sample) -> float:
+    """The largest of them."""
+    return _differences(model, group, sample).max().item()
+
+
+@torch.no_grad()
+def _differences(model: PreTrainedModel | PeftModel, group: Group, sample: Sample) -> Tensor:
+    """float32 [T], of a row alone under the model's own attention."""
     device = next(model.parameters()).device
     ids_T = torch.tensor([*group.prompt_ids, *sample.token_ids], device=device)
     was_training = [module for module in model.modules() if module.training]
@@ -45,4 +56,4 @@ def difference(model: PreTrainedModel | PeftModel, group: Group, sample: Sample)
     first = len(group.prompt_ids)
     logp_TV = torch.log_softmax(logits_TV[first - 1 : -1], -1)
     ours_T = logp_TV.gather(1, ids_T[first:, None])[:, 0].cpu()
-    return (ours_T - torch.tensor(sample.logprobs)).abs().mean().item()
+    return (ours_T - torch.tensor(sample.logprobs)).abs()

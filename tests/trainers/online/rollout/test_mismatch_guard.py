@@ -64,3 +64,23 @@ def test_rounding_of_exact_samplers_is_no_jump():
     for difference in (1e-7, 1e-7, 1e-7, 1e-7, 1e-7, 1e-4):
         heed(one, difference)
     assert not told
+
+
+@pytest.mark.parametrize(("difference", "is_told"), [(0.004, True), (0.00005, False)])
+def test_a_steady_difference_beyond_rounding_is_told_once_with_advice(difference: float, is_told: bool):
+    """Before, a difference that was there from the first step on was never told below 0.05 nats."""
+    told: list[str] = []
+    one = MismatchAlarm(0.3, told.append, "runs/a", "transformers", 1e-4)
+    for _ in range(20):
+        heed(one, difference)
+    assert len(told) == int(is_told)
+    if is_told:
+        assert "0.004 nats from the trainer's in every step so far" in told[0]
+        assert "generate.backend: native" in told[0]
+
+
+def test_nothing_is_said_of_a_steady_difference_where_dropout_makes_it():
+    one, told = alarm()
+    for _ in range(20):
+        heed(one, 0.01)
+    assert not told
