@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -42,6 +43,10 @@ class MemtrainError(Exception):
     def __init__(self, what: str | Sequence[Fault], where: str = "", fix: str = "") -> None:
         self.faults: tuple[Fault, ...] = (Fault(what, where, fix),) if isinstance(what, str) else tuple(what)
         super().__init__(self.text())
+
+    def __reduce__(self) -> tuple[type[MemtrainError], tuple[tuple[Fault, ...]]]:
+        # An error of another process is the same error here, with its faults.
+        return type(self), (self.faults,)
 
     def text(self) -> str:
         """Every fault in the form the command line prints."""
@@ -88,3 +93,24 @@ class Interrupted(MemtrainError):
     """The run was asked to stop and has saved its state."""
 
     exit_code = EXIT_SAVED
+
+
+MOST_WORDS = 2000
+"""Letters of another library's error that are told: a list of ten thousand weights is not read."""
+
+
+def words_of(error: BaseException) -> str:
+    """What an error of another library says, in one line and to its end, or its kind where it says nothing.
+
+    Advice to run code of a model (`trust_remote_code`) is left out: memtrain never does.
+    """
+    sentences = re.split(r"(?<=[.!?])\s+|\n+", str(error))
+    said = " ".join(" ".join(one.split()) for one in sentences if "trust_remote_code" not in one).strip()
+    if not said:
+        return type(error).__name__
+    if len(said) > MOST_WORDS:
+        said = f"{said[:MOST_WORDS]} ... ({len(said) - MOST_WORDS:,} more letters)"
+    # Half of a surrogate pair has no UTF-8 form: no file and no terminal takes it.
+    said = said.encode("utf-8", "backslashreplace").decode()
+    # A KeyError says nothing but the key.
+    return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said.rstrip(".")

@@ -149,6 +149,13 @@ def test_imports_are_absolute():
     assert not relative
 
 
+def test_configurations_are_made_in_one_place_that_lets_no_model_choose_code():
+    """docs/security.md: transformers would run what `attn_implementation` of a config.json names."""
+    makers = re.compile(r"AutoConfig\.(for_model|from_pretrained)")
+    found = [name_of(path) for path in FILES if makers.search(path.read_text())]
+    assert len(found) == 1, found
+
+
 def test_the_tree_in_the_readme_says_the_purposes_of_the_modules():
     """A line `  path/file.py   words` of a README tree must be the first words of that module's docstring."""
     readme = (ROOT / "README.md").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, RecipeError
+from memtrain.memory.config_file import check_numbers, read_config_json
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.model_shape.families import FAMILIES
@@ -49,13 +49,13 @@ def look_at_model(model: Model) -> LookedAt:
     if model.path == BUILTIN_TINY:
         return LookedAt(tiny_config(_tiny_vocabulary()))
     if isinstance(model.config, str):
-        return LookedAt(_read_json(Path(model.config).expanduser(), "model.config"))
+        return LookedAt(read_config_json(Path(model.config).expanduser(), "model.config"))
     if model.config is not None:
         return LookedAt(_given_config(model, model.config))
     assert model.path is not None, "A recipe has model.path or model.config."
     folder = Path(model.path).expanduser()
     if folder.is_dir():
-        return LookedAt(_read_json(folder, "model.path"))
+        return LookedAt(read_config_json(folder, "model.path"))
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1:
         raise LaunchError(
             f"there is no folder {model.path}", "model.path", "give a hub id (owner/name) or a folder"
@@ -63,21 +63,9 @@ def look_at_model(model: Model) -> LookedAt:
     return _on_hub(model.path, model.revision or "main")
 
 
-def _read_json(path: Path, key: str) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        given = json.loads(file.read_text())
-    except OSError:
-        raise LaunchError(f"there is no file {file}", key, "give a folder with a config.json") from None
-    except ValueError as error:
-        raise LaunchError(f"{file} is not JSON: {error}", key) from None
-    if not isinstance(given, dict):
-        raise LaunchError(f"{file} holds no JSON object", key)
-    return given
-
-
 def _given_config(model: Model, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A mapping of the recipe. transformers is asked only for model types that memtrain does not know."""
+    check_numbers(config, "model.config")
     if config.get("model_type") in FAMILIES:
         has_vocabulary = "vocab_size" in config or model.tokenizer != "builtin:tiny"
         return config if has_vocabulary else {"vocab_size": _tiny_vocabulary(), **config}
@@ -97,7 +85,7 @@ def _on_hub(path: str, revision: str) -> LookedAt:
 
     cached = try_to_load_from_cache(path, "config.json", revision=revision)
     if isinstance(cached, str):
-        return LookedAt(_read_json(Path(cached), "model.path"))
+        return LookedAt(read_config_json(Path(cached), "model.path"))
     asked, why = _ask_hub(path, revision)
     if asked is not None:
         return LookedAt(asked)
@@ -132,12 +120,28 @@ def _ask_hub(path: str, revision: str) -> tuple[dict[str, Any] | None, str]:
     except Exception:  # each version of the hub's client has network errors of its own
         return None, "the hub cannot be reached"
     if answer.status_code == 200:
-        return answer.json(), ""
+        return _answered(answer, path), ""
     if answer.status_code in (401, 403):
         return None, f"{path} is gated, or not there"
     if answer.status_code == 404:
         raise LaunchError(f"the hub has no {path} with a config.json", "model.path", "check the spelling")
     return None, f"the hub answers {answer.status_code}"
+
+
+def _answered(answer: Any, path: str) -> dict[str, Any]:
+    """The config.json of an answer of the hub.
+
+    Raises: LaunchError when it is no model's.
+    """
+    where = f"config.json of {path} on the hub"
+    try:
+        given = answer.json()
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise LaunchError(f"the {where} is no JSON object", "model.path", "name another model or revision")
+    check_numbers(cast(dict[str, Any], given), where)
+    return cast(dict[str, Any], given)
 
 
 def look_at_devices(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,8 @@ from typing import Any
 import memtrain
 from memtrain.cli.plan.keep_plan import begun_in, resolve_again
 from memtrain.cli.plan.model_shape import shape_for
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, words_of
+from memtrain.memory.config_file import check_numbers, read_config_json
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
@@ -55,10 +55,13 @@ def make_plan(
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit.
     """
+    from memtrain.trainers.model.loading.module_shapes import check_model
+
     asked = honoured(Asked(loaded.recipe, loaded.where))
     recipe = asked.recipe
     data = prepare(recipe, progress=progress)
     config = model_config(recipe.model)
+    check_model(recipe.model, config, METHODS[recipe.method].head)
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
     facts = replace(facts, history=read_history())
     folder = run_dir or recipe.run_dir or str(Path("runs") / loaded.path.stem)
@@ -136,6 +139,7 @@ def model_config(model: Model) -> Mapping[str, object]:
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
     from memtrain.trainers.model.loading.locate import (
         find_origin,
+        make_config,
         read_config,
         read_config_file,
         unknown_type,
@@ -147,16 +151,22 @@ def model_config(model: Model) -> Mapping[str, object]:
     if isinstance(model.config, str):
         return read_config_file(model.config)
     if model.config is not None:
-        from transformers import AutoConfig
-
         given = {"vocab_size": len(tokenizer_of(model)), **model.config}
         if "model_type" in given and (fault := unknown_type(str(given["model_type"]))):
             raise LaunchError(fault, "model.config")
-        return AutoConfig.for_model(**given).to_dict() if "model_type" in given else given
+        check_numbers(given, "model.config")
+        if "model_type" not in given:
+            return given
+        try:
+            return make_config(given).to_dict()
+        except Exception as error:  # each configuration class has faults of its own
+            raise LaunchError(
+                f"model.config: {words_of(error)}", "model.config", "write the values of a model that exists"
+            ) from None
     assert model.path is not None, "A recipe has model.path or model.config."
-    file = Path(model.path).expanduser() / "config.json"
-    if file.is_file():
-        return json.loads(file.read_text())
+    folder = Path(model.path).expanduser()
+    if folder.is_dir() and (folder / "config.json").exists():
+        return read_config_json(folder, "model.path")
     return read_config(find_origin(model.path, model.revision)).to_dict()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from memtrain.errors import Fault, RecipeError
+from memtrain.memory.config_file import asked_code
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
@@ -165,7 +166,11 @@ def decide_attention(
             path,
             "set length.packing to none and length.padding_free to false, or choose another model.attention",
         )
-    ledger.decide("attention", choice.backend, choice.reason, "model.attention")
+    asked = asked_code(config)
+    not_taken = (
+        f"; the model's config asks for {', '.join(asked)}, which no model may choose" if asked else ""
+    )
+    ledger.decide("attention", choice.backend, choice.reason + not_taken, "model.attention")
     return choice
 
 

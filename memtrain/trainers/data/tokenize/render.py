@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from memtrain.errors import DataError, MemtrainError, words_of
 from memtrain.recipes.formats.fields import BadRow, Example, Messages, Tool
 from memtrain.recipes.formats.messages import Conversation
 from memtrain.recipes.formats.preference import Preference
@@ -23,6 +24,7 @@ from memtrain.recipes.formats.prompt import Prompt
 from memtrain.recipes.formats.prompt_completion import PromptCompletion
 from memtrain.recipes.formats.text import Text
 from memtrain.recipes.formats.unpaired import Unpaired
+from memtrain.trainers.data.template_limits import check_length, within_limits
 from memtrain.trainers.data.turns import CharSpan, learnt_spans, shown
 
 
@@ -207,9 +209,10 @@ def conversation(
 ) -> tuple[str, tuple[CharSpan, ...]]:
     """A conversation as the chat template writes it, and what its generation marks enclose.
 
-    Raises: BadRow when the template refuses the conversation, or has no place for its tools.
+    Raises: BadRow when the template refuses the conversation, or has no place for its tools; DataError when
+    it passes the limits of time, memory and text.
     """
-    from jinja2.exceptions import TemplateError
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     assert rendering.chat_template is not None, "rows of messages are refused without a template"
@@ -221,18 +224,30 @@ def conversation(
                 f"the chat template never reads '{name}' of chat_template_kwargs", f"remove '{name}'"
             )
     try:
-        texts, marked = cast(Any, render_jinja_template)(
-            [[shown(message) for message in messages]],
-            tools=list(tools) or None,
-            chat_template=rendering.chat_template,
-            return_assistant_tokens_mask=spans_wanted,
-            add_generation_prompt=generation_prompt,
-            **rendering.special_tokens,
-            **rendering.template_kwargs,
+        texts, marked = within_limits(
+            lambda: cast(Any, render_jinja_template)(
+                [[shown(message) for message in messages]],
+                tools=list(tools) or None,
+                chat_template=rendering.chat_template,
+                return_assistant_tokens_mask=spans_wanted,
+                add_generation_prompt=generation_prompt,
+                **rendering.special_tokens,
+                **rendering.template_kwargs,
+            )
         )
-    except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
-        raise BadRow(
-            f"the chat template refuses the conversation: {error}",
-            "mend the order or the fields of its messages",
+    except MemtrainError:
+        raise
+    except TemplateSyntaxError as error:
+        raise DataError(
+            f"the chat template is no Jinja template: {words_of(error)} (line {error.lineno})",
+            "model.chat_template",
+            "mend it, or set model.chat_template to another: a file, or a shipped one such as chatml",
         ) from None
+    except Exception as error:  # a template is a program: it fails in every way that one can
+        refuses = "refuses" if isinstance(error, TemplateError) else "fails on"
+        raise BadRow(
+            f"the chat template {refuses} the conversation: {words_of(error)}",
+            "mend the order or the fields of its messages, or set model.chat_template to another template",
+        ) from None
+    check_length(texts[0])
     return texts[0], tuple(map(tuple, marked[0])) if spans_wanted else ()

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memtrain.errors import DataError
+from memtrain.errors import DataError, MemtrainError, words_of
+from memtrain.memory.config_file import read_config_json
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize import tiny_tokenizer
 
@@ -49,15 +50,18 @@ def load_tokenizer(
         raise DataError(
             f"there is no folder '{place}'", "model.tokenizer", f"the current folder is {Path.cwd()}"
         )
+    if (Path(place) / "config.json").exists():
+        read_config_json(Path(place), "model.tokenizer")
     try:
         # Asks the hub once: transformers itself asks for every file that may exist, with retries.
         asked = {} if Path(place).is_dir() else find_origin(name, revision).kwargs()
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **asked)
     except Exception as error:
-        # Every kind of network, hub and parsing fault ends here; its own first line says which.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        # Every kind of network, hub and parsing fault ends here; its own words say which.
+        if isinstance(error, MemtrainError):
+            raise
         raise DataError(
-            f"cannot load the tokenizer '{name}': {reason}",
+            f"cannot load the tokenizer '{name}': {words_of(error)}",
             "model.tokenizer",
             "check the name and the network; without one, give the path of a folder with tokenizer.json",
         ) from None
@@ -89,7 +93,15 @@ def template_text(chat_template: str) -> str:
             "model.chat_template",
             f"give the path of a Jinja file, or one of {known}",
         )
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        said = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+        raise DataError(
+            f"the chat template {path} cannot be read: {said}",
+            "model.chat_template",
+            "name a Jinja file in UTF-8",
+        ) from None
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:

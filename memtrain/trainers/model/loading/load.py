@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, MemtrainError, words_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.attention.own_positions import take_own_positions
 from memtrain.trainers.model.loading.locate import (
     Origin,
+    built,
     find_origin,
+    make_config,
     read_config,
     read_config_file,
     unknown_type,
@@ -30,6 +32,8 @@ from memtrain.trainers.model.loading.quantize import quantization_config
 from memtrain.trainers.model.loading.sharded_init import is_keeping
 from memtrain.trainers.model.loading.sharded_load import empty_model
 from memtrain.trainers.model.loading.tiny import BUILTIN_TINY, tiny_config
+from memtrain.trainers.model.weight_files import check_weights
+from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtype of each `Settings.dtype`."""
@@ -102,13 +106,14 @@ def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
         "eos_token_id": None,
     }
     try:
-        default = AutoConfig.for_model(model_type)
+        default = make_config({"model_type": model_type})
         known = {*default.to_dict(), *default.attribute_map}
-        config = AutoConfig.for_model(**(open_keys | dict[str, Any](given)))
+        config = make_config(open_keys | dict[str, Any](given))
     except (
         Exception
     ) as error:  # an unknown type is a ValueError, a wrong value a dataclass error of the hub's
-        raise LaunchError(unknown_type(model_type) or f"model.config: {error}", "model.config") from None
+        what = unknown_type(model_type) or f"model.config: {words_of(error)}"
+        raise LaunchError(what, "model.config", "write the values of a model that exists") from None
     unknown = sorted(set(given) - set(known) - READ_BY_MODELS)
     if unknown and not isinstance(recipe.config, str):
         near = difflib.get_close_matches(unknown[0], known, n=3)
@@ -125,12 +130,11 @@ READ_BY_MODELS = {"architectures", "torch_dtype", "transformers_version", "head_
 
 
 def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head: str) -> PreTrainedModel:
-    _check_causal(config, "model.config", head)
-    _check_router(config, "model.config")
+    check_config(config, "model.config", head)
     _scores_once(config, head)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AUTO[head].from_config(config, dtype=DTYPES[settings.dtype])
+        model = built(AUTO[head].from_config, config, "model.config", dtype=DTYPES[settings.dtype])
     if settings.quantize != "none":
         raise LaunchError(
             f"random weights cannot be loaded in {settings.quantize}", "model.quantize", "set it to none"
@@ -140,15 +144,8 @@ def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head:
 
 def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) -> PreTrainedModel:
     config = read_config(origin)
-    _check_causal(config, origin.path, head)
-    _check_router(config, origin.path)
+    check_config(config, origin.path, head)
     _scores_once(config, head)
-    if getattr(config, "quantization_config", None) is not None:
-        raise LaunchError(
-            f"the weights of {origin.path} are quantized already",
-            "model.path",
-            "name the unquantized model; model.quantize: 4bit quantizes it while it is loaded",
-        )
     may_miss = SCORE_HEADS if head == "score" and is_new else ()
     if is_keeping():
         return empty_model(origin, config, DTYPES[settings.dtype], AUTO[head], may_miss=may_miss)
@@ -156,6 +153,8 @@ def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) 
     if settings.device == "cuda":
         # Straight to the device, weight by weight: the host never holds the whole model.
         kwargs["device_map"] = {"": local_device(settings)}
+    if Path(origin.path).is_dir():
+        check_weights(Path(origin.path))
     try:
         loaded: Any = AUTO[head].from_pretrained(
             origin.path,
@@ -167,11 +166,14 @@ def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) 
             **origin.kwargs(),
             **kwargs,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each model's class, safetensors and the hub have faults of their own
+        if is_out_of_memory(error) or isinstance(error, MemtrainError):
+            raise
         raise LaunchError(
-            f"the weights of {origin.path} cannot be loaded: {error}",
+            f"the weights of {origin.path} cannot be loaded: {words_of(error)}",
             "model.path",
-            "only safetensors files are read; convert others with save_pretrained",
+            "only whole safetensors files of models that transformers knows are read; others are converted "
+            "with save_pretrained",
         ) from None
     model, info = loaded
     _check_complete(origin, info, may_miss=may_miss)
@@ -186,6 +188,21 @@ def _scores_once(config: PretrainedConfig, head: str) -> None:
     """Ask for one number a sequence."""
     if head == "score":
         config.num_labels = 1
+
+
+def check_config(config: PretrainedConfig, named: str, head: str) -> None:
+    """Refuse a configuration of what memtrain does not train.
+
+    Raises: LaunchError unless it is one of a causal LM with plain weights, whose loss is that of its tokens.
+    """
+    _check_causal(config, named, head)
+    _check_router(config, named)
+    if getattr(config, "quantization_config", None) is not None:
+        raise LaunchError(
+            f"the weights of {named} are quantized already",
+            "model.path",
+            "name the unquantized model; model.quantize: 4bit quantizes it while it is loaded",
+        )
 
 
 def _check_causal(config: PretrainedConfig, named: str, head: str) -> None:

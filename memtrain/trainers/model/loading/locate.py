@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, MemtrainError, words_of
+from memtrain.memory.config_file import check_numbers, read_config_json, read_json_object, without_code
+from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
 HUB_TIMEOUT_S = 10.0
 ADAPTER_FILE = "adapter_config.json"
+NO_CODE_FIX = (
+    "memtrain runs no code from the hub: name a model that transformers knows, update transformers, or copy "
+    "the model again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,37 +98,72 @@ def read_config(origin: Origin) -> PretrainedConfig:
             "model.path",
             f"set model.path to {base}, or fold the adapter first (`memtrain merge`)",
         )
+    if Path(origin.path).is_dir():
+        given = read_config_json(Path(origin.path), "model.path")
+        if not isinstance(given.get("model_type"), str):
+            raise LaunchError(
+                f"the config.json of {origin.path} names no model_type", "model.path", NO_CODE_FIX
+            )
     try:
-        return AutoConfig.from_pretrained(origin.path, trust_remote_code=False, **origin.kwargs())
+        config = AutoConfig.from_pretrained(origin.path, trust_remote_code=False, **origin.kwargs())
     except OSError as error:
         if Path(origin.path).is_dir():
-            raise LaunchError(f"{origin.path} has no readable config.json: {error}", "model.path") from None
+            raise LaunchError(
+                f"{origin.path} has no readable config.json: {words_of(error)}", "model.path", NO_CODE_FIX
+            ) from None
         fix = "connect this machine to the hub, or copy the model here and give its folder"
         what = f"the hub cannot be reached, and its cache does not hold {origin.path}"
         raise LaunchError(what, "model.path", fix) from None
-    except ValueError as error:
-        what = f"transformers cannot read the configuration of {origin.path}: {error}"
-        fix = (
-            "memtrain runs no code from the hub; name a model that transformers knows, or update transformers"
-        )
-        raise LaunchError(what, "model.path", fix) from None
+    except Exception as error:  # each configuration class has faults of its own
+        what = f"transformers cannot read the configuration of {origin.path}: {words_of(error)}"
+        raise LaunchError(what, "model.path", NO_CODE_FIX) from None
+    check_numbers(config.to_dict(), origin.path)
+    return _without_code(config)
+
+
+def make_config(given: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration that a mapping describes, without the code that it asks for.
+
+    Raises: what the configuration's class raises over values that it does not take.
+    """
+    return _without_code(AutoConfig.for_model(**without_code(given)))
+
+
+def _without_code(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration with no implementation chosen, in itself and in its parts, and the usual outputs."""
+    config._attn_implementation = None
+    config._experts_implementation = None
+    # What a model returns is asked for here: tuples would be misread, and every layer's states never fit.
+    config.return_dict, config.output_hidden_states = True, False
+    return config
+
+
+def built(
+    build: Callable[..., Any], config: PretrainedConfig | Mapping[str, Any], named: str, **kwargs: Any
+) -> Any:
+    """What `build` makes of a configuration.
+
+    Raises: LaunchError when the model's class cannot be built by its values.
+    """
+    try:
+        return build(config, **kwargs)
+    except Exception as error:  # an unknown activation is a KeyError, a wrong width a ValueError, ...
+        if is_out_of_memory(error) or isinstance(error, MemtrainError):
+            raise
+        kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
+        raise LaunchError(
+            f"transformers cannot build the {kind} model of {named}: {words_of(error)}",
+            named,
+            "compare its values with the config.json of a published model of that type",
+        ) from None
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The mapping in a `config.json`. Raises: LaunchError when there is none or it is no JSON object."""
+    """The mapping in a `config.json`. Raises: LaunchError when there is none or it is no model's."""
     file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "config.json"
-    try:
-        given = json.loads(file.read_text())
-    except OSError:
-        raise LaunchError(
-            f"there is no file {file}", "model.config", "give a mapping or a config.json"
-        ) from None
-    except ValueError as error:
-        raise LaunchError(f"{file} is not JSON: {error}", "model.config") from None
-    if not isinstance(given, dict):
-        raise LaunchError(f"{file} holds no JSON object", "model.config")
+    file = file / "config.json" if file.is_dir() else file
+    given = read_json_object(file, "model.config", "give a mapping or a config.json")
+    check_numbers(given, str(file))
     return given
 
 
@@ -136,7 +177,7 @@ def adapter_of(origin: Origin) -> AdapterFacts | None:
     )  # fmt: skip
     if found is None:
         return None
-    config = json.loads(Path(found).read_text())
+    config = read_json_object(Path(found), "model.path")
     return AdapterFacts(str(config.get("base_model_name_or_path") or ""), str(config.get("task_type") or ""))
 
 

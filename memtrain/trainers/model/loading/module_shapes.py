@@ -7,24 +7,26 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from memtrain.errors import LaunchError, words_of
 from memtrain.memory.model_shape.config_names import OTHER_NAMES, canonical
 from memtrain.memory.model_shape.layer_parts import Counts, Linear
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.heads.lm_head import backbone_of
-from memtrain.trainers.model.loading.load import AUTO
+from memtrain.trainers.model.loading.load import AUTO, check_config
+from memtrain.trainers.model.loading.locate import built, make_config
+from memtrain.trainers.model.weight_files import check_weights
 
 SPARE_POSITIONS = 16
 """Rows that a table of positions may have beyond the longest row: OPT's has two. Taste."""
-
-MOST_WORDS = 160
-"""Letters of another's error that are told."""
 
 
 def count_model(config: Mapping[str, Any], head: str = "lm") -> tuple[Counts | None, dict[str, Any], str]:
@@ -39,16 +41,37 @@ def count_model(config: Mapping[str, Any], head: str = "lm") -> tuple[Counts | N
 def _counted(config: str, head: str) -> tuple[Counts | None, dict[str, Any], str]:
     given = json.loads(config)
     try:
-        made = AutoConfig.for_model(**given)
+        made = make_config(given)
         if head == "score":
             made.num_labels = 1
         with torch.device("meta"):
             model = AUTO[head].from_config(made)
     # What a class of transformers raises over a configuration it does not like has no common kind.
     except Exception as error:
-        said = (str(error).splitlines() or [""])[0][:MOST_WORDS]
-        return None, {}, f"transformers cannot build it ({type(error).__name__}: {said})"
+        return None, {}, f"transformers cannot build it ({type(error).__name__}: {words_of(error)})"
     return counts_of(model), _numbers(made), ""
+
+
+def check_model(model: Model, config: Mapping[str, Any], head: str = "lm") -> None:
+    """Refuse before launch a model that a run could not build or read: it is built without weights, and the
+    headers of its files are looked at.
+
+    Raises: LaunchError.
+    """
+    if "model_type" in config:
+        check_config(
+            built(make_config, config, model.path or "model.config"), model.path or "model.config", head
+        )
+    _, _, why = count_model(config, head)
+    if why:
+        raise LaunchError(
+            f"the model's config describes none: {why}",
+            model.path or "model.config",
+            "compare its values with the config.json of a published model of that type",
+        )
+    folder = Path(model.path).expanduser() if model.path is not None else None
+    if folder is not None and (folder / "config.json").is_file():
+        check_weights(folder)
 
 
 def counted_shape(

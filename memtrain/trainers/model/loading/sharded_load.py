@@ -7,7 +7,6 @@ whole.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.loading.locate import Origin
+from memtrain.trainers.model.loading.locate import Origin, built
 from memtrain.trainers.model.loading.sharded_init import (
     Kept,
     NeedsWhole,
@@ -29,10 +28,8 @@ from memtrain.trainers.model.loading.sharded_init import (
     kept_in_parts,
     not_drawn,
 )
+from memtrain.trainers.model.weight_files import INDEX, SINGLE, check_weights, index_of
 from memtrain.trainers.runtime.weight_layout import local_of, rows_of
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 Made = TypeVar("Made")
 
@@ -72,7 +69,7 @@ def empty_model(
     """
     files = _files_of(origin)
     with torch.random.fork_rng(devices=[]), not_drawn(), init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = auto.from_config(config, dtype=dtype)
+        model: PreTrainedModel = built(auto.from_config, config, origin.path, dtype=dtype)
     model.tie_weights()
     weights = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(weights)
@@ -160,10 +157,10 @@ def _files_of(origin: Origin) -> dict[str, Path]:
                 local_files_only=origin.is_offline,
             )
         )
-    if (folder / INDEX).is_file():
-        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in index.items()}
+    check_weights(folder)
     if not (folder / SINGLE).is_file():
-        return {}
+        if not (folder / INDEX).is_file():
+            return {}
+        return {name: folder / file for name, file in index_of(folder).items()}
     with safe_open(folder / SINGLE, "pt") as opened:
         return dict.fromkeys(opened.keys(), folder / SINGLE)

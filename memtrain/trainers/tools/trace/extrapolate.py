@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import AutoConfig
-
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.trainers.memory_meter.live_tensors import Recorder
+from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.fake_model import KINDS
 from memtrain.trainers.tools.trace.trace import STEPS, Job, trace
 
@@ -57,7 +56,7 @@ def num_layers(job: Job) -> int:
 
 def kinds_period(config: Mapping[str, Any]) -> int:
     """After how many layers their kinds repeat (sliding and full attention, dense and expert layers)."""
-    known = AutoConfig.for_model(**config).get_text_config()
+    known = make_config(config).get_text_config()
     lists = (getattr(known, name, None) for name in KINDS)
     return math.lcm(*(_period(kinds) for kinds in lists if isinstance(kinds, list) and kinds))
 

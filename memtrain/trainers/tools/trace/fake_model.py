@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
@@ -22,6 +22,7 @@ from memtrain.trainers.model.heads.reward_head import in_float
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import AUTO, DTYPES
+from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.bitsandbytes import pack_linear_maps
 
 PLAYED_BY = {AttentionBackend.FLASH: AttentionBackend.CUDA, AttentionBackend.FLEX: AttentionBackend.CUDA}
@@ -45,7 +46,7 @@ def bare_model(
     `num_layers`: build only the first layers. On `meta` nothing has data; elsewhere weights are random.
     `is_reference`: without an adapter.
     """
-    made = AutoConfig.for_model(**config)
+    made = make_config(config)
     if num_layers is not None:
         shorten(made, num_layers)
     made.use_cache = False

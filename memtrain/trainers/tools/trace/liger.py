@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.loading.load import AUTO
+from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.client import uses_liger
 from memtrain.trainers.tools.trace.fake_cuda import seen_as_cuda, unchanged, without_launches
 
@@ -26,7 +26,7 @@ def playing_liger(settings: Settings, config: Mapping[str, Any]) -> Iterator[Non
     if not uses_liger(settings):
         yield
         return
-    kind = AUTO["lm"]._model_mapping[type(AutoConfig.for_model(**config))]
+    kind = AUTO["lm"]._model_mapping[type(make_config(config))]
     with unchanged([sys.modules[kind.__module__]]), seen_as_cuda(LIBRARY), without_launches():
         _choose_kernels()
         yield

@@ -1,6 +1,9 @@
 """Loading: the same random weights for everybody, and one clear error for everything that is no causal LM."""
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -158,3 +161,113 @@ def test_quantized_weights_need_cuda(tmp_path):
     settings = SETTINGS.model_copy(update={"quantize": "4bit"})
     recipe = Model(path=str(tmp_path), quantize="4bit", adapter=Adapter())
     assert "4bit needs a CUDA device; this run is on cpu" in refused(recipe, settings)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"attn_implementation": "kernels-community/flash-attn3"},
+        {"attn_implementation": "someone/theirs:attend", "use_kernels": True},
+        {"_attn_implementation": "someone/theirs"},
+        {"experts_implementation": "someone/theirs"},
+    ],
+)
+def test_a_model_does_not_choose_code_of_the_hub(asked: dict[str, Any], tmp_path, monkeypatch):
+    from transformers import modeling_utils
+
+    fetched: list[str] = []
+    monkeypatch.setattr(
+        modeling_utils, "lazy_import_flash_attention", lambda name, **others: fetched.append(name)
+    )
+    load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | asked))
+    for named in (
+        Model(path=str(tmp_path)),
+        Model(config=str(tmp_path / "config.json"), tokenizer="builtin:tiny"),
+    ):
+        model = load_model(named, SETTINGS, seed=0, vocab_size=64)
+        assert model.config._attn_implementation == "sdpa"
+    assert fetched == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "no_such_act"}, "no_such_act"),
+        ({"rope_parameters": {"rope_type": "no_such_rope", "rope_theta": 1e4}}, "no_such_rope"),
+        ({"hidden_size": 0}, "hidden_size: 0"),
+        ({"layer_types": 5}, "layer_types"),
+        ({"dtype": "float1"}, "float1"),
+    ],
+)
+def test_a_saved_configuration_that_no_model_has_is_told_with_its_cause(
+    changes: dict[str, Any], said: str, tmp_path
+):
+    load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    assert said in refused(Model(path=str(tmp_path)))
+
+
+def test_a_model_that_wants_tuples_back_is_read_as_any_other(tmp_path):
+    load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+    model = load_model(Model(path=str(tmp_path)), SETTINGS, seed=0, vocab_size=64)
+    assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 2, 64)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])
+def test_a_broken_adapter_config_is_told(text: str, tmp_path):
+    load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(text)
+    assert "adapter_config.json" in refused(Model(path=str(tmp_path)))
+
+
+def test_advice_to_trust_code_is_never_passed_on(tmp_path):
+    config = {"model_type": "their_own", "auto_map": {"AutoConfig": "config.Theirs"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "trust_remote_code" not in refused(Model(path=str(tmp_path)))
+
+
+def test_transformers_is_told_to_fetch_no_kernels():
+    code = (
+        "import memtrain, transformers.integrations.hub_kernels as hub\n"
+        "assert hub._TRANSFORMERS_USE_HUB_KERNELS == 'NO'"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "USE_HUB_KERNELS"}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert told.returncode == 0, told.stderr
+
+
+def test_the_plan_says_that_a_model_chose_code_in_vain():
+    from memtrain.memory.hardware.devices import detect
+    from memtrain.memory.rules.ledger import Asked, Ledger, decide_attention
+    from memtrain.recipes.reading.load import recipe_of_words
+
+    words = ["method=sft", "model.path=builtin:tiny", "data.train=builtin:arithmetic"]
+    loaded = recipe_of_words(words)
+    ledger = Ledger(Asked(loaded.recipe, loaded.where))
+    config = {"model_type": "llama", "attn_implementation": "kernels-community/flash-attn3"}
+    decide_attention(ledger, detect("cpu"), "float32", config)
+    assert "kernels-community/flash-attn3, which no model may choose" in ledger.decisions[0].reason
+
+
+def test_a_model_that_cannot_be_built_or_read_is_refused_by_its_plan(tmp_path):
+    from memtrain.trainers.model.loading.module_shapes import check_model
+
+    load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = Model(path=str(tmp_path))
+    check_model(named, config)
+    with pytest.raises(LaunchError, match="no_such_act"):
+        check_model(named, config | {"hidden_act": "no_such_act"})
+    with pytest.raises(LaunchError, match="no causal language model"):
+        check_model(named, {"model_type": "t5"})
+    with pytest.raises(LaunchError, match="quantized already"):
+        check_model(named, config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(LaunchError, match="cut off"):
+        check_model(named, config)

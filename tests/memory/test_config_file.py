@@ -1,0 +1,97 @@
+"""config.json as foreign text: what is no model's is refused with its number, and no code is chosen by it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtrain.errors import LaunchError
+from memtrain.memory.config_file import asked_code, check_numbers, read_config_json, without_code
+from memtrain.memory.model_shape import known_models
+
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def refused(folder: Path, text: str | bytes) -> str:
+    (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(LaunchError) as error:
+        read_config_json(folder, "model.path")
+    fault = error.value.faults[0]
+    assert fault.where
+    assert fault.fix
+    return fault.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 0}, "hidden_size: 0"),
+        ({"hidden_size": -4}, "hidden_size: -4"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000"),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0"),
+        ({"num_attention_heads": True}, "num_attention_heads: true"),
+        ({"vocab_size": "many"}, 'vocab_size: "many"'),
+        ({"hidden_size": 32.5}, "hidden_size: 32.5"),
+        ({"n_embd": -1, "hidden_size": None}, "hidden_size: -1"),
+        ({"intermediate_size": [48, -1]}, "intermediate_size: -1"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps: 1e+300"),
+        ({"text_config": {"hidden_size": 0}}, "hidden_size: 0"),
+        ({"num_labels": 10**9}, "num_labels: 1000000000"),
+        ({"layer_types": 5}, "layer_types: 5"),
+        ({"rope_scaling": "linear"}, 'rope_scaling: "linear"'),
+        ({"model_type": 3}, "model_type: 3"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(changes: dict[str, Any], said: str, tmp_path: Path):
+    assert f"the model's config says {said}" in refused(tmp_path, json.dumps(LLAMA | changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("{", "is not JSON: Expecting property name"),
+        ("[]", "holds no JSON object"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"rms_norm_eps": NaN}', "NaN is no number"),
+        ("{" + f'"hidden_size": {"1" * 5000}' + "}", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
+        (" " * (2**24 + 1), "larger than 16 MiB"),
+    ],
+)
+def test_text_that_is_no_config_is_told(text: str | bytes, said: str, tmp_path: Path):
+    assert said in refused(tmp_path, text)
+
+
+def test_a_folder_or_nothing_in_its_place_is_told(tmp_path: Path):
+    with pytest.raises(LaunchError, match="there is no file"):
+        read_config_json(tmp_path, "model.path")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(LaunchError, match="cannot be read: Is a directory"):
+        read_config_json(tmp_path / "config.json" / "..", "model.path")
+
+
+def test_infinity_bounds_time_steps_of_published_models(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity]}')
+    assert read_config_json(tmp_path, "model.path")["time_step_limit"] == [0.0, float("inf")]
+
+
+def test_every_shipped_shape_is_within_the_limits():
+    for name, config in known_models._SHAPES.items():
+        check_numbers(config, name)
+    assert len(known_models._SHAPES) > 20
+
+
+def test_the_keys_that_choose_code_are_left_out_of_every_part_and_named():
+    asked = {
+        "hidden_size": 8,
+        "attn_implementation": "kernels-community/flash-attn3",
+        "text_config": {"experts_implementation": "someone/theirs", "vocab_size": 9},
+        "use_kernels": None,
+    }
+    assert without_code(asked) == {"hidden_size": 8, "text_config": {"vocab_size": 9}}
+    assert asked_code(asked) == [
+        "attn_implementation: kernels-community/flash-attn3",
+        "experts_implementation: someone/theirs",
+    ]
