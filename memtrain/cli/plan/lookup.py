@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, RecipeError
-from memtrain.memory.config_file import check_numbers, read_config_json
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
+from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib

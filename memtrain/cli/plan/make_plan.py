@@ -13,11 +13,11 @@ import memtrain
 from memtrain.cli.plan.keep_plan import begun_in, resolve_again
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, words_of
-from memtrain.memory.config_file import check_numbers, read_config_json
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import Facts
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
+from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.memory.planner.resolve import resolve

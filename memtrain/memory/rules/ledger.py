@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.memory.config_file import asked_code
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
+from memtrain.memory.model_shape.config_file import asked_code
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.rules.attention import (
     AttentionBackend,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memtrain.errors import DataError, MemtrainError, words_of
-from memtrain.memory.config_file import read_config_json
+from memtrain.memory.model_shape.config_file import read_config_json
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize import tiny_tokenizer
 

@@ -32,7 +32,7 @@ from memtrain.trainers.model.loading.quantize import quantization_config
 from memtrain.trainers.model.loading.sharded_init import is_keeping
 from memtrain.trainers.model.loading.sharded_load import empty_model
 from memtrain.trainers.model.loading.tiny import BUILTIN_TINY, tiny_config
-from memtrain.trainers.model.weight_files import check_weights
+from memtrain.trainers.model.loading.weight_files import check_weights
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

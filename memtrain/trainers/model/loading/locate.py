@@ -11,7 +11,12 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from memtrain.errors import LaunchError, MemtrainError, words_of
-from memtrain.memory.config_file import check_numbers, read_config_json, read_json_object, without_code
+from memtrain.memory.model_shape.config_file import (
+    check_numbers,
+    read_config_json,
+    read_json_object,
+    without_code,
+)
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
 HUB_TIMEOUT_S = 10.0

@@ -23,7 +23,7 @@ from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.heads.lm_head import backbone_of
 from memtrain.trainers.model.loading.load import AUTO, check_config
 from memtrain.trainers.model.loading.locate import built, make_config
-from memtrain.trainers.model.weight_files import check_weights
+from memtrain.trainers.model.loading.weight_files import check_weights
 
 SPARE_POSITIONS = 16
 """Rows that a table of positions may have beyond the longest row: OPT's has two. Taste."""

@@ -28,7 +28,7 @@ from memtrain.trainers.model.loading.sharded_init import (
     kept_in_parts,
     not_drawn,
 )
-from memtrain.trainers.model.weight_files import INDEX, SINGLE, check_weights, index_of
+from memtrain.trainers.model.loading.weight_files import INDEX, SINGLE, check_weights, index_of
 from memtrain.trainers.runtime.weight_layout import local_of, rows_of
 
 Made = TypeVar("Made")

@@ -18,9 +18,9 @@ from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.lockstep import Together
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Sampler, Sampling
+from memtrain.trainers.online.generation.start_check import LONGEST, StartCheck, check_groups
 from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form, TransformersSampler
 from memtrain.trainers.online.vllm.open import open_engine
-from memtrain.trainers.rollout.start_check import LONGEST, StartCheck, check_groups
 from memtrain.trainers.runtime.ranks import Ranks
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from memtrain.errors import LaunchError
-from memtrain.memory.config_file import asked_code, check_numbers, read_config_json, without_code
 from memtrain.memory.model_shape import known_models
+from memtrain.memory.model_shape.config_file import asked_code, check_numbers, read_config_json, without_code
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

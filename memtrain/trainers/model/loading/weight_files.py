@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from memtrain.errors import LaunchError
-from memtrain.memory.config_file import read_json_object
+from memtrain.memory.model_shape.config_file import read_json_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

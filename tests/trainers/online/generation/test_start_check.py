@@ -13,9 +13,9 @@ from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.online.generation.kv_cache import Keys
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
+from memtrain.trainers.online.generation.start_check import StartCheck, check_groups
 from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form, TransformersSampler
 from memtrain.trainers.online.vllm.weight_check import furthest
-from memtrain.trainers.rollout.start_check import StartCheck, check_groups
 from memtrain.trainers.runtime.ranks import Ranks
 
 SMALL: dict[str, Any] = {

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.model.weight_files import INDEX, SINGLE, check_weights
+from memtrain.trainers.model.loading.weight_files import INDEX, SINGLE, check_weights
 
 
 @pytest.fixture
