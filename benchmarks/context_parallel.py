@@ -34,7 +34,7 @@ from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end
 from memtrain.trainers.distributed.context_parallel import shared
-from memtrain.trainers.distributed.ddp import Exchange
+from memtrain.trainers.distributed.ddp import GradientAllReduce
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.methods.sft import Sft
 from memtrain.trainers.model.attention import set_attention
@@ -184,9 +184,9 @@ def learnt(
     scorer: Scorer, batch: MicroBatch, context: ContextRanks | None
 ) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradients), summed over the processes."""
-    exchange = Exchange(list(scorer.parameters())) if context is not None else None
+    exchange = GradientAllReduce(list(scorer.parameters())) if context is not None else None
     method = shared(Sft(SftRecipe()), context.size if context is not None else 1)
-    denominator = float(batch.num_learnt)
+    denominator = float(batch.num_loss_tokens)
     with exchange.sending() if exchange is not None else nullcontext():
         loss = method.loss(scorer, batch, denominator=denominator, want_stats=False)
         loss.value.backward()

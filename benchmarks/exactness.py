@@ -37,7 +37,7 @@ from memtrain.recipes.registry import METHODS
 from memtrain.trainers.tools.verify.contamination import probe_contamination
 from memtrain.trainers.tools.verify.evidence import traces
 from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
-from memtrain.trainers.tools.verify.plans import on_one_process, repeatable
+from memtrain.trainers.tools.verify.plans import deterministic, on_one_process
 from memtrain.trainers.tools.verify.verify import build_pair, compare_steps
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,7 @@ def used(plan: Plan) -> set[str]:
 
 def proven(plan: Plan) -> tuple[str, str, float | None]:
     """(exact or broken, what is broken, the largest difference over its limit)."""
-    pair = build_pair(repeatable(on_one_process(plan, steps=STEPS)), Rollouts())
+    pair = build_pair(deterministic(on_one_process(plan, steps=STEPS)), Rollouts())
     found = compare_steps(pair, STEPS)
     named = [(name, one) for step in found.steps for name, one in step.named().items()]
     worst = max(one.value / one.limit for _, one in named)

@@ -27,7 +27,7 @@ from memtrain.memory.estimate.static import needed
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.planner.resolve import Resolved, resolve
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.tools.trace.client import can_trace, job_of
 from memtrain.trainers.tools.trace.worker import answer
@@ -85,7 +85,7 @@ def json_lists(value: Any) -> Any:
 
 def planned(recipe: Recipe, config: dict[str, Any]) -> tuple[Hardware, Resolved] | None:
     """The plan for the smallest card that holds it."""
-    asked = Asked(recipe, lambda key: "default")
+    asked = SourcedRecipe(recipe, lambda key: "default")
     for card in CARDS:
         hardware = Hardware.named(card, 1 if recipe.cluster.engine == "auto" else SHARING)
         try:

@@ -148,7 +148,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     from memtrain.trainers.online.generation.protocol import Sample
     from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
     from memtrain.trainers.online.rollout.rollout_buffer import new_window
-    from memtrain.trainers.optim.step import Engine, forward_backward
+    from memtrain.trainers.optim.step import DistributedStep, forward_backward
 
     folder, completions = Path(job["folder"]), job["completions"]
     count, prompt = len(completions), job["prompt"][: SHORT if side == "short" else PROMPT]
@@ -180,7 +180,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
             built.method,
             [feed.micro_batch(answers)],
             denominator=float(tokens),
-            engine=Engine(),
+            engine=DistributedStep(),
             num_micros=1,
             want_stats=False,
         )

@@ -25,7 +25,7 @@ from memtrain.cli.plan.make_plan import make_plan
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.build.components import build
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
-from memtrain.trainers.optim.step import Engine, forward_backward
+from memtrain.trainers.optim.step import DistributedStep, forward_backward
 from memtrain.trainers.protocols.feed import Steps
 
 TOTAL = 640
@@ -122,7 +122,7 @@ def one_form(folder: Path, overrides: list[str]) -> dict[str, float]:
             built.method,
             [batch],
             denominator=work.denominator,
-            engine=Engine(),
+            engine=DistributedStep(),
             num_micros=1,
             want_stats=False,
         )

@@ -16,7 +16,7 @@ from memtrain.errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
+class Command:
     """One verb. `target`: `module:function` below memtrain.cli.commands (or `module:app`, a Typer app)."""
 
     name: str
@@ -24,41 +24,43 @@ class Verb:
     says: str
 
 
-VERBS: tuple[Verb, ...] = (
-    Verb(
+COMMANDS: tuple[Command, ...] = (
+    Command(
         "quickstart", "quickstart:quickstart", "Train a tiny model on built-in data: what a run looks like."
     ),
-    Verb("sft", "train:sft", "Supervised fine-tuning from a recipe."),
-    Verb("dpo", "train:dpo", "Direct preference optimization from a recipe."),
-    Verb("kto", "train:kto", "KTO from a recipe."),
-    Verb("reward", "train:reward", "A reward model from a recipe."),
-    Verb("score", "score:score", "The rewards that a reward model gives to answers."),
-    Verb("grpo", "train:grpo", "Group relative policy optimization, with rewards."),
-    Verb("rloo", "train:rloo", "REINFORCE with a leave-one-out baseline, with rewards."),
-    Verb("online-dpo", "train:online_dpo", "Online DPO: pairs of own completions, judged by rewards."),
-    Verb("ppo", "train:ppo", "Proximal policy optimization, with rewards and a value model."),
-    Verb("train", "train:train", "Train by the method that the recipe names."),
-    Verb("plan", "plan:plan", "What a run will do and need, without starting it; for any GPU."),
-    Verb("calibrate", "calibrate:calibrate", "Measure this machine once, for its plans."),
-    Verb("verify", "verify:verify", "Show that the plan of a recipe gives the numbers of the plain run."),
-    Verb("bench", "bench:bench", "What each strategy of a plan saves and costs, measured."),
-    Verb("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),
-    Verb("status", "status:status", "How a run stands: step, loss, job."),
-    Verb("logs", "status:logs", "The log of a run; -f follows it."),
-    Verb("check", "check:check", "Check a recipe: every fault at once, each with its line."),
-    Verb(
+    Command("sft", "train:sft", "Supervised fine-tuning from a recipe."),
+    Command("dpo", "train:dpo", "Direct preference optimization from a recipe."),
+    Command("kto", "train:kto", "KTO from a recipe."),
+    Command("reward", "train:reward", "A reward model from a recipe."),
+    Command("score", "score:score", "The rewards that a reward model gives to answers."),
+    Command("grpo", "train:grpo", "Group relative policy optimization, with rewards."),
+    Command("rloo", "train:rloo", "REINFORCE with a leave-one-out baseline, with rewards."),
+    Command("online-dpo", "train:online_dpo", "Online DPO: pairs of own completions, judged by rewards."),
+    Command("ppo", "train:ppo", "Proximal policy optimization, with rewards and a value model."),
+    Command("train", "train:train", "Train by the method that the recipe names."),
+    Command("plan", "plan:plan", "What a run will do and need, without starting it; for any GPU."),
+    Command("calibrate", "calibrate:calibrate", "Measure this machine once, for its plans."),
+    Command("verify", "verify:verify", "Show that the plan of a recipe gives the numbers of the plain run."),
+    Command("bench", "bench:bench", "What each strategy of a plan saves and costs, measured."),
+    Command("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),
+    Command("status", "status:status", "How a run stands: step, loss, job."),
+    Command("logs", "status:logs", "The log of a run; -f follows it."),
+    Command("check", "check:check", "Check a recipe: every fault at once, each with its line."),
+    Command(
         "inspect-lengths",
         "inspect_lengths:inspect_lengths",
         "How long the rows are; what each max_length loses and costs.",
     ),
-    Verb("init", "init:init", "Write a commented recipe to start from."),
-    Verb("import-trl", "import_trl:import_trl", "A TRL configuration as a recipe; what has no counterpart."),
-    Verb("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
-    Verb("methods", "methods:methods", "List the methods that a recipe may ask for."),
-    Verb("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
-    Verb("merge", "merge:merge", "Fold the adapter of a run into its base model."),
-    Verb("export", "export:export", "Write the model of a checkpoint in the Hugging Face format."),
-    Verb("doctor", "doctor:doctor", "Say what is installed and what of it really works here."),
+    Command("init", "init:init", "Write a commented recipe to start from."),
+    Command(
+        "import-trl", "import_trl:import_trl", "A TRL configuration as a recipe; what has no counterpart."
+    ),
+    Command("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
+    Command("methods", "methods:methods", "List the methods that a recipe may ask for."),
+    Command("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
+    Command("merge", "merge:merge", "Fold the adapter of a run into its base model."),
+    Command("export", "export:export", "Write the model of a checkpoint in the Hugging Face format."),
+    Command("doctor", "doctor:doctor", "Say what is installed and what of it really works here."),
 )
 """Every verb, in the order of `memtrain --help`."""
 
@@ -69,10 +71,10 @@ class _Verbs(TyperGroup):
     """A command group that knows its verbs from the table, and imports one only to run it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [verb.name for verb in VERBS]
+        return [verb.name for verb in COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = [verb for verb in VERBS if verb.name == cmd_name]
+        found = [verb for verb in COMMANDS if verb.name == cmd_name]
         return _command(found[0]) if found else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -87,10 +89,10 @@ class _Verbs(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(verb.name, verb.says) for verb in VERBS])
+            formatter.write_dl([(verb.name, verb.says) for verb in COMMANDS])
 
 
-def _command(verb: Verb) -> Any:
+def _command(verb: Command) -> Any:
     module_name, _, attribute = verb.target.partition(":")
     target = getattr(importlib.import_module(f"memtrain.cli.commands.{module_name}"), attribute)
     if isinstance(target, typer.Typer):

@@ -7,7 +7,7 @@ import pytest
 
 from memtrain import __version__
 from memtrain.__main__ import main
-from memtrain.cli.app import VERBS
+from memtrain.cli.app import COMMANDS
 
 HEAVY = (
     "torch",
@@ -42,7 +42,7 @@ def test_help_imports_nothing_heavy_and_is_soon_there():
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
-    assert not [verb.name for verb in VERBS if f"\n  {verb.name} " not in told]
+    assert not [verb.name for verb in COMMANDS if f"\n  {verb.name} " not in told]
 
 
 def test_no_verb_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]):
@@ -50,7 +50,7 @@ def test_no_verb_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]):
     assert "Verbs:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+@pytest.mark.parametrize("verb", [verb.name for verb in COMMANDS])
 def test_every_verb_has_a_help_of_its_own(verb: str, capsys: pytest.CaptureFixture[str]):
     assert main([verb, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"Usage: memtrain {verb}")

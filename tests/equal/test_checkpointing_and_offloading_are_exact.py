@@ -17,7 +17,7 @@ from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.offload import activations as activations_module
-from memtrain.trainers.model.offload.activations import treat_activations
+from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.copy_engines import LazyEngine, SyncEngine
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.optim.build import build_optimizer, clip_gradients
@@ -72,7 +72,7 @@ def test_training_is_the_same(tiny_model: TinyModel, monkeypatch, every: int, wh
         plain = add_adapter(plain, Adapter(r=4, dropout=0.1))
     treated = copy.deepcopy(plain)
     settings = SETTINGS.model_copy(update={"checkpoint_every": every, "offload": where})
-    activations = treat_activations(treated, settings, LazyEngine())
+    activations = apply_checkpointing_and_offload(treated, settings, LazyEngine())
     assert train(plain) == train(treated)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), treated.parameters(), strict=True))
     if where != "none":
@@ -96,7 +96,7 @@ def test_inputs_of_the_last_layers_stay_and_the_oldest_go_to_disk(
     )
     made = [copy.deepcopy(plain) for _ in changes]
     offloaders = [
-        treat_activations(model, away.model_copy(update=change), SyncEngine()).offloader
+        apply_checkpointing_and_offload(model, away.model_copy(update=change), SyncEngine()).offloader
         for model, change in zip(made, changes, strict=True)
     ]
     expected = train(plain)
@@ -117,10 +117,10 @@ def test_a_folder_that_cannot_be_written_is_told(tiny_model: TinyModel, tmp_path
         update={"checkpoint_every": 1, "offload": "boundaries", "offload_disk": str(tmp_path / "file" / "in")}
     )
     with pytest.raises(LaunchError, match="activations cannot be written to"):
-        treat_activations(tiny_model(), settings)
+        apply_checkpointing_and_offload(tiny_model(), settings)
 
 
 def test_boundaries_without_checkpointing_are_refused(tiny_model: TinyModel):
     settings = SETTINGS.model_copy(update={"offload": "boundaries"})
     with pytest.raises(LaunchError, match="no layer is checkpointed"):
-        treat_activations(tiny_model(), settings)
+        apply_checkpointing_and_offload(tiny_model(), settings)

@@ -29,7 +29,7 @@ from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.batches.answer_batch import Answer, Group, collate_answers
 from memtrain.trainers.batches.collate import Piece, lay_end_to_end, pad_right
 from memtrain.trainers.distributed.context_parallel import shared
-from memtrain.trainers.distributed.ddp import Exchange
+from memtrain.trainers.distributed.ddp import GradientAllReduce
 from memtrain.trainers.methods.dpo import Dpo
 from memtrain.trainers.methods.reward import Reward
 from memtrain.trainers.methods.sft import Sft
@@ -38,7 +38,7 @@ from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.reference.answer_logps import answer_logps
-from memtrain.trainers.reference.reference import Live
+from memtrain.trainers.reference.reference import FrozenReference
 
 SIZES = (2, 4)
 MULTIPLE = 8
@@ -125,7 +125,9 @@ PADDED = (padded, padded_pairs)
 
 
 def dpo(reference: Callable[[], nn.Module]) -> Dpo:
-    return Dpo(DpoRecipe(), Live(reference()), lambda model, batch: answer_logps(model, batch).logp_A)
+    return Dpo(
+        DpoRecipe(), FrozenReference(reference()), lambda model, batch: answer_logps(model, batch).logp_A
+    )
 
 
 CASES = {
@@ -176,9 +178,9 @@ def learn(case: Case, context: Any = None) -> dict[str, Tensor]:
     scorer = scorer_of(case, context)
     method = shared(case.method(lambda: scorer_of(case, context, seed=7)), context.size if context else 1)
     trained = {name: one for name, one in scorer.named_parameters() if one.requires_grad}
-    exchange = Exchange(list(trained.values())) if context else None
+    exchange = GradientAllReduce(list(trained.values())) if context else None
     batch = case.batch()
-    loss = method.loss(scorer, batch, denominator=float(batch.num_learnt), want_stats=True)
+    loss = method.loss(scorer, batch, denominator=float(batch.num_loss_tokens), want_stats=True)
     loss.value.backward()
     told = {"loss": loss.value.detach(), **{f"sum of {name}": value for name, value in loss.sums.items()}}
     if exchange is not None:

@@ -15,7 +15,7 @@ from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.offload import activations as activations_module
-from memtrain.trainers.model.offload.activations import treat_activations
+from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.model.streamed.apply import stream_layers
@@ -164,10 +164,10 @@ def test_inputs_of_streamed_layers_wait_on_the_host(
     monkeypatch.setattr(activations_module, "Offloader", partial(Offloader, min_bytes=512))
     model = tiny_model(num_hidden_layers=3)
     set_attention(model, "cpu")
-    treat_activations(model, make_settings(checkpoint_every=0, slice_tokens=24))
+    apply_checkpointing_and_offload(model, make_settings(checkpoint_every=0, slice_tokens=24))
     expected = step(model, ROWS["packed"])
     away = make_settings(checkpoint_every=0, slice_tokens=24, offload="boundaries", offload_keep=keep)
-    offloader = treat_activations(model, away, LazyEngine()).offloader
+    offloader = apply_checkpointing_and_offload(model, away, LazyEngine()).offloader
     found = step(model, ROWS["packed"])
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import memtrain
-from memtrain.cli.app import VERBS
+from memtrain.cli.app import COMMANDS
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.registry import METHODS
 
@@ -33,7 +33,7 @@ OWN_INTERPRETER = ("memtrain.trainers.online.vllm.worker",)
 
 ATTENDING = [str(one) for one in AttentionBackend if one is not AttentionBackend.STOCK]
 FILLED_IN: dict[str, list[str]] = {
-    "module_name": [verb.target.partition(":")[0] for verb in VERBS],
+    "module_name": [verb.target.partition(":")[0] for verb in COMMANDS],
     "backend": ATTENDING,
 }
 """What stands for a name within a module's path that is put together."""
@@ -141,7 +141,7 @@ def test_every_source_file_that_a_text_names_is_there():
     assert not [f"{place}: {name}" for place, name in found if not (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("target", sorted({verb.target for verb in VERBS}))
+@pytest.mark.parametrize("target", sorted({verb.target for verb in COMMANDS}))
 def test_every_verb_has_its_command(target: str):
     module, _, attribute = target.partition(":")
     assert callable(named(f"memtrain.cli.commands.{module}.{attribute}"))

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.planner.resolve import Resolved, resolve
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 
 SMALL: dict[str, Any] = {
@@ -32,7 +32,7 @@ def made_profile(*tokens: int) -> LengthProfile:
     report = LengthReport(
         num_rows=len(tokens),
         num_tokens=sum(tokens),
-        num_learnt=sum(tokens) // 2,
+        num_loss_tokens=sum(tokens) // 2,
         rows_cut=0,
         rows_dropped=0,
         rows_split=0,
@@ -66,9 +66,9 @@ def made_facts(
     lengths: LengthProfile | None = None,
     config: dict[str, Any] = SMALL,
     **more: Any,
-) -> Facts:
+) -> PlannerInputs:
     """Facts of a small model on a CPU, unless said otherwise."""
-    return Facts(
+    return PlannerInputs(
         hardware=hardware or cpu(64 * GIB, 4),
         shape=shape_of(config),
         config=config,
@@ -78,10 +78,12 @@ def made_facts(
     )
 
 
-def made_ask(facts: Facts, act: Callable[[Asked, Facts], Resolved] = resolve, **said: Any) -> Resolved:
+def made_ask(
+    facts: PlannerInputs, act: Callable[[SourcedRecipe, PlannerInputs], Resolved] = resolve, **said: Any
+) -> Resolved:
     """The plan for keys written as `section__name`; each is said at `r.yaml:section.name`."""
     keys = {key.replace("__", "."): value for key, value in said.items()}
-    asked = Asked(made_recipe(keys), lambda key: f"r.yaml:{key}" if key in keys else "default")
+    asked = SourcedRecipe(made_recipe(keys), lambda key: f"r.yaml:{key}" if key in keys else "default")
     return act(asked, facts)
 
 
@@ -96,7 +98,7 @@ def recipe_of() -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session")
-def facts_of() -> Callable[..., Facts]:
+def facts_of() -> Callable[..., PlannerInputs]:
     return made_facts
 
 

@@ -14,7 +14,7 @@ from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.rules.attention import AttentionBackend, AttentionFacts, choose_attention, model_facts
-from memtrain.memory.rules.tested_models import KEPT_APART
+from memtrain.memory.rules.tested_models import PACKING_TESTED_MODELS
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation
 from memtrain.trainers.model.heads.lm_head import Scorer, verify_head
@@ -161,7 +161,7 @@ def test_rows_that_are_packed_are_what_they_are_alone(family):
     with attention_switched(model, "eager"):
         verify_head(Scorer(model))
         verify_causal(model)
-    if family in KEPT_APART:
+    if family in PACKING_TESTED_MODELS:
         verify_isolation(model, AttentionBackend.CPU)
         return
     with pytest.raises(LaunchError, match="model.attention: stock"):
@@ -174,14 +174,31 @@ def test_a_family_whose_rows_were_not_seen_apart_is_planned_a_row_a_row(family):
     # Dropout of scores is another reason, which a recipe can take away.
     known["attention_dropout"] = 0.0
     choice = choose_attention(AttentionFacts(device="cpu", dtype="float32", longest_row_tokens=128, **known))
-    assert choice.can_pack == (family in KEPT_APART)
+    assert choice.can_pack == (family in PACKING_TESTED_MODELS)
     if not choice.can_pack:
         assert all(why for _, why in choice.refused)
 
 
 def test_every_family_that_packs_has_a_test_or_is_a_variant_of_one_that_has():
-    assert {"llama", "gpt2", "gpt_neox", "opt", "phi", "olmo", "starcoder2", "qwen3_moe"} <= KEPT_APART
-    assert not KEPT_APART & {"bloom", "falcon", "stablelm", "nemotron", "mamba", "gemma2", "gpt_oss"}
+    assert {
+        "llama",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "phi",
+        "olmo",
+        "starcoder2",
+        "qwen3_moe",
+    } <= PACKING_TESTED_MODELS
+    assert not PACKING_TESTED_MODELS & {
+        "bloom",
+        "falcon",
+        "stablelm",
+        "nemotron",
+        "mamba",
+        "gemma2",
+        "gpt_oss",
+    }
 
 
 @pytest.mark.parametrize("family", slow_but(("gpt2", "bloom", "stablelm")))
@@ -197,7 +214,7 @@ def test_a_family_trains_from_a_recipe(runs, metrics, family):
     runs.recipe.write_text(text[:begin] + f"  config: {json.dumps(inner)}\n" + text[end:])
     folder = runs.done("run", "train.max_steps=2")
     plan = json.loads((folder / "plan.json").read_text())
-    assert (plan["settings"]["attention"] == "cpu") == (family in KEPT_APART)
+    assert (plan["settings"]["attention"] == "cpu") == (family in PACKING_TESTED_MODELS)
     assert len(metrics(folder, "step")) == 2
     weights = {p["phase"]: p for p in plan["prediction"]["phases"]}["load"]["owners"][0]
     model = AutoModelForCausalLM.from_pretrained(folder / "final")

@@ -46,14 +46,14 @@ def test_processes_whose_gradients_accelerate_does_not_sum_are_refused(runs, nev
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])
 def test_ranks_with_another_package_are_named(runs, never_built, monkeypatch, package: str):
-    plain = worker.shake_hands
+    plain = worker.check_same_plan_on_ranks
 
-    def shake_hands(plan, ranks):
+    def check_same_plan_on_ranks(plan, ranks):
         if os.environ.get("RANK") == "1":
             setattr(engine, package, SimpleNamespace(__version__="0.0"))
         plain(plan, ranks)
 
-    monkeypatch.setattr(worker, "shake_hands", shake_hands)
+    monkeypatch.setattr(worker, "shake_hands", check_same_plan_on_ranks)
     ranks = runs.fork_ranks("run", 2)
     assert [rank.wait() for rank in ranks] == [LaunchError.exit_code] * 2
     assert f"rank 1 has another {package} than rank 0" in ranks[0].said

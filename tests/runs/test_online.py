@@ -250,16 +250,16 @@ def test_completions_are_judged_as_soon_as_their_group_is_written(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One group at a time is written; when all are, the calls about each have begun. Held-out ones wait."""
-    from memtrain.trainers.online.rollout.reward_scoring import Judging
+    from memtrain.trainers.online.rollout.reward_scoring import RewardScoring
 
     begun = []
-    plain = Judging.verdicts
+    plain = RewardScoring.verdicts
 
     def verdicts(self, feed, rows, samples, early=None):
         begun.append(sorted(early.begun) if early is not None else [])
         return plain(self, feed, rows, samples, early)
 
-    monkeypatch.setattr(Judging, "verdicts", verdicts)
+    monkeypatch.setattr(RewardScoring, "verdicts", verdicts)
     run(tmp_path, "grpo", cache, "generate.rows=4", "train.max_steps=2")
     assert begun == [[("has_k", number) for number in range(4)]] * 2 + [[]]
 

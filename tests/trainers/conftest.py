@@ -89,7 +89,7 @@ def make_plan() -> MakePlan:
             folder="/cache/3f2a",
             num_rows=1000,
             num_tokens=90_000,
-            num_learnt=40_000,
+            num_loss_tokens=40_000,
             num_skipped=0,
             longest_tokens=700,
         )

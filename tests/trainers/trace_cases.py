@@ -10,7 +10,7 @@ from memtrain.memory.estimate.auxiliary_models import RewardShape, judging_bytes
 from memtrain.memory.estimate.peaks import estimate, kept_bytes, phase_peak
 from memtrain.memory.estimate.pricing import asks_of
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
-from memtrain.memory.estimate.workload import HeaviestBatch, Load
+from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
@@ -25,7 +25,7 @@ from memtrain.trainers.tools.trace import trace as run
 from memtrain.trainers.tools.trace.client import judged_of, uses_liger
 from memtrain.trainers.tools.trace.fake_ranks import playing_ranks
 from memtrain.trainers.tools.trace.fake_zero import playing_zero
-from memtrain.trainers.tools.trace.trace import Job, bare_cast, play
+from memtrain.trainers.tools.trace.trace import Job, bare_cast, run_steps
 
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -121,7 +121,7 @@ class Case:
         shape = shape_of(self.config, head=head)
         scored = 0 if head == "score" else self.batch.scored_tokens
         batch = self.batch._replace(asks=asks_of(self.method), scored_tokens=scored)
-        load = Load(self.settings, shape, batch)
+        load = Workload(self.settings, shape, batch)
         told = estimate(self.settings, shape, batch, accumulates=self.num_micros > 1)
         told = with_beside(told, load, kept_bytes(load), self.rewards)
         if uses_zero(self.settings):
@@ -345,14 +345,14 @@ def on_a_cpu(job):
     if not uses_liger(job.settings):
         yield
         return
-    before = run.pretending, kernels.seen_as_cuda
-    run.pretending = lambda kind, **skips: oracle.pretending("cpu", **skips)
-    kernels.seen_as_cuda = lambda *names: nullcontext()
+    before = run.with_operator_rules, kernels.as_fake_cuda
+    run.with_operator_rules = lambda kind, **skips: oracle.with_operator_rules("cpu", **skips)
+    kernels.as_fake_cuda = lambda *names: nullcontext()
     try:
         with kernels.playing_liger(job.settings, job.config):
             yield
     finally:
-        run.pretending, kernels.seen_as_cuda = before
+        run.with_operator_rules, kernels.as_fake_cuda = before
 
 
 class Nobody(Recorder):
@@ -381,11 +381,11 @@ def _real_peak(job):
     gc.collect()
     if is_sharded(job.settings):
         # Whole weights are let go when they are cut: the allocator must have seen them come.
-        return allocator_peak([], lambda: play(bare_cast(job, "cpu"), job, Nobody(), is_marked=False)) - (
-            random_states(job)
-        )
+        return allocator_peak(
+            [], lambda: run_steps(bare_cast(job, "cpu"), job, Nobody(), is_marked=False)
+        ) - (random_states(job))
     cast = bare_cast(job, "cpu")
-    peak = allocator_peak(cast.models, lambda: play(cast, job, Nobody(), is_marked=False))
+    peak = allocator_peak(cast.models, lambda: run_steps(cast, job, Nobody(), is_marked=False))
     return peak - random_states(job)
 
 

@@ -18,12 +18,12 @@ def check(
     """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
     from memtrain.cli.plan.check_rewards import check_rewards
     from memtrain.memory.planner.use_and_never import honoured
-    from memtrain.memory.rules.ledger import Asked
+    from memtrain.memory.rules.ledger import SourcedRecipe
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.recipes.reference.commented_yaml import settings
 
     loaded = load_recipe(recipe, overrides or ())
-    honoured(Asked(loaded.recipe, loaded.where))
+    honoured(SourcedRecipe(loaded.recipe, loaded.where))
     check_rewards(loaded)
     shown = [one for one in settings(loaded) if every or one[2] != "default"]
     rows = [(key, value, whole(where)) for key, value, where in shown]

@@ -27,7 +27,7 @@ def score(
     """
     from memtrain.cli.plan.make_plan import model_config
     from memtrain.memory.hardware.devices import detect
-    from memtrain.memory.rules.ledger import Asked
+    from memtrain.memory.rules.ledger import SourcedRecipe
     from memtrain.memory.rules.score_settings import scoring_settings
     from memtrain.recipes.reading.load import recipe_of_words
     from memtrain.trainers.tools.reward_model_path import find_scored
@@ -39,7 +39,7 @@ def score(
     loaded = recipe_of_words(words)
     hardware = detect(loaded.recipe.cluster.device)
     config = model_config(loaded.recipe.model)
-    settings = scoring_settings(Asked(loaded.recipe, loaded.where), hardware, config)
+    settings = scoring_settings(SourcedRecipe(loaded.recipe, loaded.where), hardware, config)
 
     from memtrain.trainers.tools.score import write_rewards
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from memtrain.cli.measure.variants import Variant, ablations, predicted_of, variant, waterfall
 from memtrain.cli.plan.make_plan import Planned, facts_of, make_plan, model_config
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import load_recipe
@@ -109,10 +109,10 @@ def bench_recipe(
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit for plans that cannot be made.
     """
-    from memtrain.trainers.tools.verify.plans import plain_side
+    from memtrain.trainers.tools.verify.plans import baseline_plan
 
     plan, facts = _planned(recipe, overrides, place, steps)
-    bare = plain_side(plan)
+    bare = baseline_plan(plan)
     groups = [
         waterfall(plan, bare, facts),
         ablations(plan, bare, facts) if ablate else [],
@@ -201,7 +201,7 @@ def row(one: Measured, plainly: Sequence[float]) -> Row:
     )
 
 
-def _planned(recipe: str, overrides: list[str], place: Path, steps: int) -> tuple[Plan, Facts]:
+def _planned(recipe: str, overrides: list[str], place: Path, steps: int) -> tuple[Plan, PlannerInputs]:
     """One process's share of a recipe's plan, and what its predictions are made of."""
     from memtrain.trainers.tools.verify.plans import on_one_process
 
@@ -209,7 +209,7 @@ def _planned(recipe: str, overrides: list[str], place: Path, steps: int) -> tupl
     return on_one_process(made.plan, steps=steps + 2), _facts(made)
 
 
-def _facts(made: Planned) -> Facts:
+def _facts(made: Planned) -> PlannerInputs:
     plan = made.plan
     hardware = detect(plan.recipe.cluster.device)
     return facts_of(plan.recipe, plan.data, model_config(plan.recipe.model), hardware)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memtrain.memory.estimate.pricing import Facts, asks_of, predict, price
+from memtrain.memory.estimate.pricing import PlannerInputs, asks_of, predict, price
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.plan import Plan, Prediction
 from memtrain.memory.plan.settings import Settings
@@ -59,12 +59,12 @@ class Variant:
     strategies: tuple[str, ...]
     predicted_bytes: int
     predicted_step_s: float
-    off_plan: Facts | None = None
+    off_plan: PlannerInputs | None = None
     """Of padded rows in micro-batches by tokens, or of packed rows: no plan makes those, it lays them end to
     end. The peak is then predicted for the micro-batch that was measured."""
 
 
-def waterfall(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
+def waterfall(plan: Plan, bare: Plan, facts: PlannerInputs) -> list[Variant]:
     """From the plain run `bare` to `plan`, one stage at a time; stages that change nothing are left out."""
     made = [variant("plain", bare, facts)]
     settings = bare.settings
@@ -78,7 +78,7 @@ def waterfall(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
     return made
 
 
-def ablations(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
+def ablations(plan: Plan, bare: Plan, facts: PlannerInputs) -> list[Variant]:
     """`plan` without each of its stages, where the rest can be without it."""
     made: list[Variant] = []
     for stage in STAGES:
@@ -92,7 +92,7 @@ def ablations(plan: Plan, bare: Plan, facts: Facts) -> list[Variant]:
     return made
 
 
-def variant(name: str, plan: Plan, facts: Facts) -> Variant:
+def variant(name: str, plan: Plan, facts: PlannerInputs) -> Variant:
     """A plan with what is predicted of it."""
     settings = plan.settings
     is_off_plan = not settings.padding_free and (

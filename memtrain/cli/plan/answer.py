@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from memtrain.cli.plan.lookup import LookedAt, facts_without_data, look_at_devices, look_at_model
-from memtrain.memory.estimate.pricing import Facts, Priced, heaviest, typical_micro
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, typical_micro
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.reasons import gains, left_out
@@ -22,7 +22,7 @@ from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.planner.search import frontier, price_all
 from memtrain.memory.planner.use_and_never import honoured
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.trainers.tools.trace.client import Judged, Traced, judged_of
@@ -35,7 +35,7 @@ class Question:
     """What is planned for what."""
 
     loaded: LoadedRecipe
-    asked: Asked
+    asked: SourcedRecipe
     looked: LookedAt
     hardware: Hardware
     presumed: frozenset[str]
@@ -48,7 +48,7 @@ class Answer:
     """A plan, and the question."""
 
     question: Question
-    facts: Facts
+    facts: PlannerInputs
     resolved: Resolved
     notes: tuple[str, ...] = field(default=())
 
@@ -91,7 +91,7 @@ def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int
 
     Raises: RecipeError and LaunchError with what cannot be planned.
     """
-    asked = honoured(Asked(loaded.recipe, loaded.where))
+    asked = honoured(SourcedRecipe(loaded.recipe, loaded.where))
     recipe = asked.recipe
     hardware, presumed = look_at_devices(gpu, num_gpus, budget, recipe.cluster.device)
     looked = look_at_model(recipe.model)
@@ -117,7 +117,7 @@ def facts_note(looked: LookedAt, path: str | None) -> str:
 
 def facts_of_question(
     question: Question, *, reads_data: bool, progress: Progress | None
-) -> tuple[Facts, str]:
+) -> tuple[PlannerInputs, str]:
     """(facts, a note). The data is tokenized, or found in the cache, unless it is not to be read or the
     model is not here.
 
@@ -138,7 +138,7 @@ def facts_of_question(
     return facts, " ".join(data.words())
 
 
-def answer(question: Question, facts: Facts, note: str = "") -> Answer:
+def answer(question: Question, facts: PlannerInputs, note: str = "") -> Answer:
     """The plan.
 
     Raises: RecipeError and DoesNotFit.

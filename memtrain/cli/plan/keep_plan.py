@@ -10,14 +10,14 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.estimate.pricing import Facts, need_of, predict
+from memtrain.memory.estimate.pricing import PlannerInputs, need_of, predict
 from memtrain.memory.generation.vllm import training_budget
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.pinned_recipe import kept_pins
 from memtrain.memory.planner.resolve import Resolved, resolve
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run_folder.folder import RunFolder
 
@@ -74,7 +74,7 @@ def begun_in(folder: Path) -> Begun | None:
     return None if facts is None else Begun(facts.step, facts.recipe, facts.settings)
 
 
-def resolve_again(asked: Asked, facts: Facts, begun: Begun) -> Resolved:
+def resolve_again(asked: SourcedRecipe, facts: PlannerInputs, begun: Begun) -> Resolved:
     """The plan of a run that goes on: its own one, or another where that cannot be kept; told in a decision.
 
     Its own: every choice that the recipe leaves open is what it was, whatever is free now, measured since or
@@ -113,7 +113,9 @@ def _read(saved: Mapping[str, JsonValue]) -> Settings | None:
         return None
 
 
-def _at_its_length(asked: Asked, facts: Facts, settings: Settings) -> tuple[Asked, Facts]:
+def _at_its_length(
+    asked: SourcedRecipe, facts: PlannerInputs, settings: Settings
+) -> tuple[SourcedRecipe, PlannerInputs]:
     """The recipe with rows as short as the run made them (`memory.allow: [shorter_sequences]`)."""
     memory, length = asked.recipe.memory, asked.recipe.length
     is_shorter = settings.max_length is not None and settings.max_length != length.max_length
@@ -127,10 +129,10 @@ def _at_its_length(asked: Asked, facts: Facts, settings: Settings) -> tuple[Aske
         }
     )
     shorter = replace(facts.at_length(settings.max_length or 0), history=facts.history)
-    return Asked(recipe, asked.where), shorter
+    return SourcedRecipe(recipe, asked.where), shorter
 
 
-def _moved(asked: Asked, begun: Begun) -> str:
+def _moved(asked: SourcedRecipe, begun: Begun) -> str:
     """The keys under a plan that the recipe says otherwise now, in words; empty where there are none."""
     from memtrain.trainers.checkpoints.resume import differences, is_below, sentence
 
@@ -146,7 +148,7 @@ def _with_defaults(saved: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
         return saved
 
 
-def _with_room(facts: Facts, settings: Settings) -> Facts:
+def _with_room(facts: PlannerInputs, settings: Settings) -> PlannerInputs:
     """A CPU with fewer cores than the run has processes still runs them, only slower."""
     hardware = facts.hardware
     if hardware.device != "cpu":
@@ -163,7 +165,7 @@ def _same_sampler(made: Settings, settings: Settings) -> Settings:
     return made.model_copy(update=kept)
 
 
-def _beside(facts: Facts, settings: Settings) -> str:
+def _beside(facts: PlannerInputs, settings: Settings) -> str:
     """What this machine has more of, or less, than the plan was made for."""
     hardware = facts.hardware
     cores, devices = hardware.num_nodes * hardware.num_cores, hardware.num_nodes * hardware.num_devices
@@ -175,7 +177,9 @@ def _beside(facts: Facts, settings: Settings) -> str:
     return ""
 
 
-def _why_not(fault: DoesNotFit | RecipeError, asked: Asked, facts: Facts, settings: Settings) -> str:
+def _why_not(
+    fault: DoesNotFit | RecipeError, asked: SourcedRecipe, facts: PlannerInputs, settings: Settings
+) -> str:
     """Why the earlier plan cannot be kept, with what it needs where that is it."""
     if isinstance(fault, DoesNotFit):
         need = need_of(predict(settings, facts), settings)

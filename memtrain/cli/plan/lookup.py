@@ -9,14 +9,14 @@ from typing import Any, cast
 
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, RecipeError
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.assumed_lengths import unread_counter, unread_profile
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.recipes.registry import METHODS
@@ -184,8 +184,8 @@ def look_at_devices(
 
 
 def facts_without_data(
-    asked: Asked, looked: LookedAt, hardware: Hardware, presumed: frozenset[str] = frozenset()
-) -> Facts:
+    asked: SourcedRecipe, looked: LookedAt, hardware: Hardware, presumed: frozenset[str] = frozenset()
+) -> PlannerInputs:
     """Facts for data that was not read: every sequence as long as it may be.
 
     Raises: RecipeError where no length is said.
@@ -198,7 +198,7 @@ def facts_without_data(
     if recipe.method in HAS_ANSWERS or recipe.online is not None:
         own = unread_profile(asked, shares_prompts=False)
         apart = (own, unread_counter(recipe, own))
-    return Facts(
+    return PlannerInputs(
         hardware=hardware,
         shape=shape_for(looked.config, recipe.model.path or "model.config", METHODS[recipe.method].head),
         config=looked.config,
@@ -210,6 +210,9 @@ def facts_without_data(
         presumed=presumed,
         is_guessed=True,
         at_length=lambda length: facts_without_data(
-            Asked(with_key(recipe, "length.max_length", length), asked.where), looked, hardware, presumed
+            SourcedRecipe(with_key(recipe, "length.max_length", length), asked.where),
+            looked,
+            hardware,
+            presumed,
         ),
     )

@@ -14,7 +14,7 @@ from memtrain.cli.plan.keep_plan import begun_in, resolve_again
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.estimate.auxiliary_models import RewardShape
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
@@ -22,7 +22,7 @@ from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.memory.planner.resolve import resolve
 from memtrain.memory.planner.use_and_never import honoured
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
@@ -57,7 +57,7 @@ def make_plan(
     """
     from memtrain.trainers.model.loading.module_shapes import check_model
 
-    asked = honoured(Asked(loaded.recipe, loaded.where))
+    asked = honoured(SourcedRecipe(loaded.recipe, loaded.where))
     recipe = asked.recipe
     data = prepare(recipe, progress=progress)
     config = model_config(recipe.model)
@@ -87,12 +87,12 @@ def facts_of(
     config: Mapping[str, Any],
     hardware: Hardware,
     presumed: frozenset[str] = frozenset(),
-) -> Facts:
+) -> PlannerInputs:
     """What the resolver is to know of tokenized data, a model and devices."""
     shared = sequences_of(recipe, data, shares_prompts=True)
     has_apart = recipe.method in HAS_ANSWERS or recipe.online is not None
     apart = sequences_of(recipe, data, shares_prompts=False) if has_apart else None
-    return Facts(
+    return PlannerInputs(
         hardware=hardware,
         shape=shape_for(config, recipe.model.path or "model.config", METHODS[recipe.method].head),
         config=config,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from memtrain.cli.plan.make_plan import model_config
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.estimate.pricing import CountSteps, Facts, typical_micro
+from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro
 from memtrain.memory.hardware.devices import Hardware, detect, known_names
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.resolve import Resolved, resolve
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.recipes.sections.length import Length
@@ -48,7 +48,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
     def price(length: Length, rows: Laying) -> Cost | None:
         if not isinstance(rows, LAYINGS[recipe.method]):  # The rows are of another method than the recipe.
             return None
-        asked = Asked(recipe.model_copy(update={"length": length}), loaded.where)
+        asked = SourcedRecipe(recipe.model_copy(update={"length": length}), loaded.where)
         shared = rows.at(length)
         if shared.profile is None or not len(shared.tokens):
             return None
@@ -57,7 +57,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
             one = rows.at(length.model_copy(update={"shared_prompts": False}))
             assert one.profile is not None, "Answers have a profile."
             apart = (one.profile, _counter(loaded, one))
-        facts = Facts(
+        facts = PlannerInputs(
             hardware=hardware,
             shape=shape,
             config=config,
@@ -83,7 +83,7 @@ def card_of(budget_bytes: int) -> Hardware:
     return next((card for card in cards if card.memory_bytes >= budget_bytes), cards[-1])
 
 
-def cost_of(resolved: Resolved, facts: Facts) -> Cost:
+def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:
     """The answer of the planner, with the time of a typical step."""
     settings = resolved.settings
     batch, _ = typical_micro(settings, facts)

@@ -12,7 +12,7 @@ from memtrain.cli.output.terminal import columns
 from memtrain.cli.plan.answer import Question
 from memtrain.cli.plan.tables import settings_words
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.estimate.pricing import Facts, Priced, budget_of
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.plan.units import gib
@@ -25,7 +25,7 @@ from memtrain.memory.planner.resolve import (
     resolved_if_it_fits,
 )
 from memtrain.memory.planner.search import price_all
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 
 MOST_LENGTH = 2**20
@@ -56,7 +56,7 @@ class Solution:
         return {"solved": self.what, "value": self.value, "words": list(self.words), "keys": dict(self.keys)}
 
 
-def solution(what: str, question: Question, facts: Facts) -> Solution:
+def solution(what: str, question: Question, facts: PlannerInputs) -> Solution:
     """The answer for `max_length`, `micro_batch`, `budget` or `num_gpus`.
 
     Raises: RecipeError for anything else, and with what cannot be planned at all; DoesNotFit where nothing
@@ -67,7 +67,7 @@ def solution(what: str, question: Question, facts: Facts) -> Solution:
     return SOLVERS[what](question, facts)
 
 
-def _max_length(question: Question, facts: Facts) -> Solution:
+def _max_length(question: Question, facts: PlannerInputs) -> Solution:
     asked, recipe = question.asked, question.asked.recipe
     limit = canonical(question.looked.config).get("max_position_embeddings")
     most = int(limit) if isinstance(limit, int) else MOST_LENGTH
@@ -86,7 +86,7 @@ def _max_length(question: Question, facts: Facts) -> Solution:
     return Solution("max_length", length, tuple(words), {"length.max_length": length})
 
 
-def _micro_batch(question: Question, facts: Facts) -> Solution:
+def _micro_batch(question: Question, facts: PlannerInputs) -> Solution:
     asked = question.asked
     _, _, choices = open_space(_with_open_micro(asked), facts)
     flat = choices.groups[0][0].padding_free
@@ -100,7 +100,7 @@ def _micro_batch(question: Question, facts: Facts) -> Solution:
         middle = (low + high + 1) // 2
         recipe = with_key(_with_open_micro(asked).recipe, key, middle * longest if flat else middle)
         try:
-            best = resolved_if_it_fits(Asked(recipe, asked.where), facts)
+            best = resolved_if_it_fits(SourcedRecipe(recipe, asked.where), facts)
             low = middle
         except DoesNotFit:
             high = middle - 1
@@ -115,7 +115,7 @@ def _micro_batch(question: Question, facts: Facts) -> Solution:
     return Solution("micro_batch", value, tuple(words), {key: value})
 
 
-def _budget(question: Question, facts: Facts) -> Solution:
+def _budget(question: Question, facts: PlannerInputs) -> Solution:
     _, case, choices = open_space(question.asked, facts)
     priced = price_all(choices.groups[0], case.facts)
     smallest = min(priced, key=lambda one: (one.need_bytes // SIZE_STEP, one.token_s))
@@ -133,7 +133,7 @@ def _budget(question: Question, facts: Facts) -> Solution:
     return Solution("budget", smallest.need_bytes, tuple(words), {"memory.budget": f"{rounded:.2f}GiB"})
 
 
-def _num_gpus(question: Question, facts: Facts) -> Solution:
+def _num_gpus(question: Question, facts: PlannerInputs) -> Solution:
     if facts.hardware.device != "cuda":
         raise RecipeError("--solve num_gpus counts GPUs, and the plan is for a CPU", fix="add --gpu h100")
     name = question.hardware.name
@@ -158,7 +158,7 @@ def _num_gpus(question: Question, facts: Facts) -> Solution:
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of GPUs that are tried: nodes come in powers of two."""
 
-SOLVERS: dict[str, Callable[[Question, Facts], Solution]] = {
+SOLVERS: dict[str, Callable[[Question, PlannerInputs], Solution]] = {
     "max_length": _max_length,
     "micro_batch": _micro_batch,
     "budget": _budget,
@@ -189,15 +189,15 @@ def _so_many(hardware: Hardware, count: int) -> Hardware:
     return hardware.with_devices(count)
 
 
-def _at_length(asked: Asked, length: int) -> Asked:
-    return Asked(with_key(asked.recipe, "length.max_length", length), asked.where)
+def _at_length(asked: SourcedRecipe, length: int) -> SourcedRecipe:
+    return SourcedRecipe(with_key(asked.recipe, "length.max_length", length), asked.where)
 
 
-def _laid_out(facts: Facts, length: int) -> Facts:
+def _laid_out(facts: PlannerInputs, length: int) -> PlannerInputs:
     assert facts.at_length is not None, "Facts of a question can be laid out again."
     return facts.at_length(length)
 
 
-def _with_open_micro(asked: Asked) -> Asked:
+def _with_open_micro(asked: SourcedRecipe) -> SourcedRecipe:
     recipe = with_key(with_key(asked.recipe, "train.micro_rows", "auto"), "train.micro_tokens", "auto")
-    return Asked(recipe, asked.where)
+    return SourcedRecipe(recipe, asked.where)

@@ -250,7 +250,9 @@ def why_words(one: Decision) -> str:
 
 def rows_words(report: LengthReport) -> str:
     """What truncation and packing did, in one paragraph: nothing is lost that is not said here."""
-    said = [f"{report.num_rows:,} rows, {report.num_tokens:,} tokens, {report.num_learnt:,} of them learnt"]
+    said = [
+        f"{report.num_rows:,} rows, {report.num_tokens:,} tokens, {report.num_loss_tokens:,} of them learnt"
+    ]
     if report.rows_cut:
         sides = by_answer_words(report.learnt_cut_by_answer)
         learnt = f"{report.learnt_cut:,} learnt{sides}"

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.context_parallel import dealt_kept, gathered_backward, gathered_forward
-from memtrain.memory.estimate.workload import Asks, Load
+from memtrain.memory.estimate.workload import Asks, Workload
 
 
-def norm_kept(load: Load, width: int, *, num_scales: int) -> int:
+def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
     """Kept by RMS norms over `width` numbers a token, without their outputs.
 
     4*N*width for the float32 copy (in float32 the input itself), its normalized form where the scale is
@@ -29,7 +29,7 @@ def norm_kept(load: Load, width: int, *, num_scales: int) -> int:
     return load.N * width * (4 + normalized) + 4 * load.N * num_scales
 
 
-def attention_kept(load: Load) -> int:
+def attention_kept(load: Workload) -> int:
     """Kept by the attention of one layer: a*N*(Q + 2K) for rotated q, k and v, a*N*Q for its output.
 
     And the log-sum-exp, norms on q and k, and the scores of a dense back end.
@@ -52,12 +52,12 @@ def attention_kept(load: Load) -> int:
     return kept + 4 * N * shape.num_heads
 
 
-def _scores(load: Load) -> int:
+def _scores(load: Workload) -> int:
     """Scores of one layer where rows attend by themselves: heads * length^2 for each row."""
     return load.shape.num_heads * load.N * (load.N // load.batch.rows)
 
 
-def mlp_kept(load: Load) -> int:
+def mlp_kept(load: Workload) -> int:
     """Kept by the MLP of one layer: 4*a*N*M for gate, activated gate, up and their product.
 
     Liger's kernel activates the gate again in the backward pass.
@@ -69,7 +69,7 @@ def mlp_kept(load: Load) -> int:
     return max(dense if is_mixed else 0, experts_kept(load))
 
 
-def experts_kept(load: Load) -> int:
+def experts_kept(load: Workload) -> int:
     """Kept by a mixture of experts (grouped products), in which every token stands k times.
 
     Gate, up, activated gate and product of its k experts, their outputs before and after weighting, and
@@ -86,7 +86,7 @@ def experts_kept(load: Load) -> int:
     return rows + summed + load.N * experts.num_experts * (4 + load.a) + copies * 40
 
 
-def adapter_kept(load: Load) -> int:
+def adapter_kept(load: Workload) -> int:
     """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout.
 
     The mask of what was dropped is a byte a number on CUDA, and a number on a CPU. In half precision also
@@ -109,7 +109,7 @@ def adapter_kept(load: Load) -> int:
     return kept
 
 
-def layer_kept(load: Load) -> int:
+def layer_kept(load: Workload) -> int:
     """Everything one layer keeps for its backward pass when it is not checkpointed."""
     shape, N, a = load.shape, load.N, load.a
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
@@ -121,12 +121,12 @@ def layer_kept(load: Load) -> int:
     return kept + attention_kept(load) + mlp_kept(load) + adapter_kept(load)
 
 
-def layer_boundary(load: Load) -> int:
+def layer_boundary(load: Workload) -> int:
     """What a checkpointed layer keeps: a*N*W, its input."""
     return load.a * load.N * load.shape.width
 
 
-def layer_backward(load: Load) -> int:
+def layer_backward(load: Workload) -> int:
     """Most that one layer holds during its backward pass, what it kept included.
 
     In the MLP: everything kept, and the gradients of the product's two factors and of the residual stream
@@ -149,7 +149,7 @@ def layer_backward(load: Load) -> int:
     return max(mlp, attention) + dequantized(load)
 
 
-def layer_forward(load: Load) -> int:
+def layer_forward(load: Workload) -> int:
     """Most that one layer holds in a pass without gradients, with the embeddings and the residual stream."""
     shape, N, a = load.shape, load.N, load.a
     adapted = 1 if _adapts(load, "up_proj", "gate_up_proj") else 0
@@ -165,23 +165,23 @@ def layer_forward(load: Load) -> int:
     return max(mlp, attention, experts_kept(load)) + dequantized(load)
 
 
-def norm_backward(load: Load) -> int:
+def norm_backward(load: Workload) -> int:
     """Most that the backward pass of one norm holds beside what it kept: three float32 copies and more."""
     return load.N * load.shape.width * (12 + (3 if load.trains_all else 4) * load.a)
 
 
-def rotary(load: Load) -> int:
+def rotary(load: Workload) -> int:
     """Cosines and sines of the positions."""
     return 2 * load.a * load.N * load.shape.head_dim
 
 
-def _in_float(load: Load, num_bytes: int) -> int:
+def _in_float(load: Workload, num_bytes: int) -> int:
     """DoRA scales outputs by float32 magnitudes, so its products are float32 for a moment."""
     adapter = load.settings.adapter
     return num_bytes if adapter is not None and adapter.kind == "dora" and load.is_half else 0
 
 
-def dequantized(load: Load) -> int:
+def dequantized(load: Workload) -> int:
     """Weights of the largest linear map in the precision of the computation, while they are multiplied."""
     if load.settings.quantize == "none":
         return 0
@@ -205,7 +205,7 @@ class HeadBytes(NamedTuple):
     """Bytes of the head's gradient."""
 
 
-def head_bytes(load: Load, *, trains_head: bool) -> HeadBytes:
+def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
     """The head under `settings.loss`, with statistics; S rows of the final norm's output enter it."""
     shape, a = load.shape, load.a
     picked, rows = a * load.S * shape.width, a * load.N * shape.width
@@ -224,7 +224,7 @@ def head_bytes(load: Load, *, trains_head: bool) -> HeadBytes:
     )
 
 
-def _full_head(load: Load, trains_head: bool) -> tuple[int, int, int, int]:
+def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
     """Full logits, in units of 4*S*V: 1 is kept (the log-softmax), 2 with a soft cap.
 
     Forward: the logits beside it, and log-probs, probabilities and their product for the entropy. Backward:
@@ -241,7 +241,7 @@ FULL_LOGITS = {Asks.NLL: (1, 5, 3, 4), Asks.LOGPS: (1, 3, 3, 3), Asks.ENTROPIES:
 """(kept, forward, backward, evaluation) of full logits, in copies of them."""
 
 
-def _chunked_head(load: Load, trains_head: bool) -> tuple[int, int, int, int]:
+def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
     """Tiles of T x V float32 logits within `loss_tile_bytes`; see trainers/losses.
 
     A head that is frozen, in float32, or smaller than a tile: gradients are formed in the forward pass, and
@@ -271,14 +271,14 @@ def _chunked_head(load: Load, trains_head: bool) -> tuple[int, int, int, int]:
     return 0, forward, backward, forward
 
 
-def _tile(load: Load, num_columns: int, buffers: int) -> tuple[int, int]:
+def _tile(load: Workload, num_columns: int, buffers: int) -> tuple[int, int]:
     """(tokens of a tile, bytes of all its buffers)."""
     row = 4 * num_columns * buffers
     tokens = min(load.S, max(1, load.settings.loss_tile_bytes // row))
     return tokens, tokens * row
 
 
-def _widened(load: Load, tokens: int, num_columns: int) -> int:
+def _widened(load: Workload, tokens: int, num_columns: int) -> int:
     """Float32 copies of hidden states and of a block of weights, where no kernel sums half products wide."""
     if not load.is_half or load.settings.device == "cuda":
         return 0
@@ -286,7 +286,7 @@ def _widened(load: Load, tokens: int, num_columns: int) -> int:
     return 4 * tokens * load.shape.width + block
 
 
-def _beside_a_tile(load: Load, tokens: int, num_columns: int, block: int) -> int:
+def _beside_a_tile(load: Workload, tokens: int, num_columns: int, block: int) -> int:
     """What a product with a tile of gradients takes: widened operands, or the tile in half precision."""
     if not load.is_half:
         return 0
@@ -295,13 +295,13 @@ def _beside_a_tile(load: Load, tokens: int, num_columns: int, block: int) -> int
     return 4 * tokens * load.shape.width + block
 
 
-def _keeps_input(load: Load, *names: str) -> bool:
+def _keeps_input(load: Workload, *names: str) -> bool:
     """Dropout makes copies of its own, so the input itself is let go."""
     adapter = load.settings.adapter
     return adapter is not None and not adapter.dropout and _adapts(load, *names)
 
 
-def _adapts(load: Load, *names: str) -> bool:
+def _adapts(load: Workload, *names: str) -> bool:
     """Whether any of the maps is adapted; any map at all where a family's names are its own."""
     adapter, is_counted = load.settings.adapter, load.shape.counts is not None
     return adapter is not None and any(is_counted or p.name in names for p in load.shape.adapted(adapter))

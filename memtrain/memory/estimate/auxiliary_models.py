@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from memtrain.memory.estimate.activations import layer_forward, norm_kept, rotary
 from memtrain.memory.estimate.sharded.sharding import gathered, share
 from memtrain.memory.estimate.static import static_bytes, weights_bytes
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Load
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
@@ -70,7 +70,7 @@ def headless(shape: ModelShape) -> ModelShape:
 
 
 def with_beside(
-    prediction: Prediction, load: Load, activations: int, rewards: Sequence[RewardShape]
+    prediction: Prediction, load: Workload, activations: int, rewards: Sequence[RewardShape]
 ) -> Prediction:
     """The prediction with what the models beside the policy add to every phase.
 
@@ -93,7 +93,7 @@ def with_beside(
     )
 
 
-def value_model(load: Load, activations: int, phase: str, *, passes: bool) -> dict[str, int]:
+def value_model(load: Workload, activations: int, phase: str, *, passes: bool) -> dict[str, int]:
     """What a value model of its own adds to a moment of a phase; nothing where there is none.
 
     `passes`: activations are held then: in the update of a step there are none, and in the first step there
@@ -123,7 +123,7 @@ def value_model(load: Load, activations: int, phase: str, *, passes: bool) -> di
 def judging_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: int) -> int:
     """Most that a reward model holds beside its weights while it reads, of all of them in turn."""
     loads = [
-        Load(
+        Workload(
             judge_settings(settings, one.dtype, is_alike=one.is_alike),
             one.shape,
             judged_batch(longest, one.max_length),
@@ -133,7 +133,7 @@ def judging_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: i
     return max((layer_forward(load) + rotary(load) + _gathered(load) for load in loads), default=0)
 
 
-def _gathered(load: Load) -> int:
+def _gathered(load: Workload) -> int:
     """Whole weights of a reward model in shards while it reads."""
     return gathered(load.settings, headless(load.shape)) if shards_weights(load.settings) else 0
 

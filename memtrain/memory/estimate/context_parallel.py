@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memtrain.memory.estimate.workload import Load
+    from memtrain.memory.estimate.workload import Workload
 
 
-def num_gathered(load: Load) -> int:
+def num_gathered_kv(load: Workload) -> int:
     """Most tokens whose keys and values one process gathers from those that share its rows.
 
     All of the row; in packed rows without shared prompts, no more than a document at each of the 2n - 1
@@ -24,7 +24,7 @@ def num_gathered(load: Load) -> int:
     return min(load.num_whole, (2 * settings.context_parallel - 1) * load.batch.longest)
 
 
-def dealt(load: Load) -> int:
+def dealt(load: Workload) -> int:
     """Numbers that a process sends of each of its tokens where heads are dealt out: Q + 2K, K for each copy.
 
     0 where they are not dealt out.
@@ -36,27 +36,27 @@ def dealt(load: Load) -> int:
     return shape.query_width + 2 * copies * shape.kv_width
 
 
-def dealt_kept(load: Load) -> int:
+def dealt_kept(load: Workload) -> int:
     """What attention by heads keeps besides: its output before it goes back, and copies of keys."""
     numbers = dealt(load)
     return load.a * load.N * (numbers - 2 * load.shape.kv_width) if numbers else 0
 
 
-def gathered_forward(load: Load) -> int:
+def gathered_forward(load: Workload) -> int:
     """Gathered keys and values of one layer, as they arrive and in the order of the row: 2 * 2*a*M*K.
 
     By heads: what is dealt out, laid in order to be sent, and as it arrives.
     """
     if dealt(load):
         return 2 * load.a * load.N * dealt(load)
-    return 4 * load.a * num_gathered(load) * load.shape.kv_width
+    return 4 * load.a * num_gathered_kv(load) * load.shape.kv_width
 
 
-def gathered_backward(load: Load) -> int:
+def gathered_backward(load: Workload) -> int:
     """Gathered keys and values, a kernel's gradients of them (2*a*M*K each), and float32 sums (8*M*K).
 
     By heads: the output's gradient, and those that go back, laid in order and as they arrive.
     """
     if dealt(load):
         return load.a * load.N * (load.shape.query_width + 2 * dealt(load))
-    return (4 * load.a + 8) * num_gathered(load) * load.shape.kv_width
+    return (4 * load.a + 8) * num_gathered_kv(load) * load.shape.kv_width

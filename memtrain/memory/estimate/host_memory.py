@@ -8,7 +8,7 @@ from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES, blockwise
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
 from memtrain.memory.estimate.static import host_overhead, needed, optimizer_bytes
-from memtrain.memory.estimate.workload import HeaviestBatch, Load
+from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import Prediction
@@ -78,7 +78,7 @@ FIXES = {
 
 
 def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> int:
-    load = Load(settings, shape, heaviest)
+    load = Workload(settings, shape, heaviest)
     waiting = 0
     if settings.offload == "all":
         waiting = shape.num_layers * layer_kept(load)

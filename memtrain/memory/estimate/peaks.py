@@ -36,7 +36,7 @@ from memtrain.memory.estimate.static import (
     trains_head,
     weights_bytes,
 )
-from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Load
+from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
@@ -57,7 +57,7 @@ def estimate(
 
     `accumulates`: an optimizer step has several micro-batches, so gradients are there from the start of each.
     """
-    load = Load(settings, shape, heaviest)
+    load = Workload(settings, shape, heaviest)
     phases = {
         "load": [_loading(load)],
         "first step": step_moments(load, has_state=False, accumulates=accumulates),
@@ -84,7 +84,7 @@ def estimate(
     )
 
 
-def _loading(load: Load) -> Moment:
+def _loading(load: Workload) -> Moment:
     """The model as it is loaded: whole on every rank and then cut, unless each reads its own rows."""
     resting = _resting(load, has_state=False) | {"batch": 0}
     if not shards_weights(load.settings) or load.settings.loads_shards:
@@ -107,7 +107,7 @@ def phase_peak(phase: str, moment: Moment) -> PhasePeak:
     )
 
 
-def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Moment]:
+def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[Moment]:
     """The moments of one optimizer step at which memory can be highest, in the order of the step."""
     settings, shape = load.settings, load.shape
     if uses_zero(settings):
@@ -162,7 +162,7 @@ def step_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Mome
     ]
 
 
-def offloaded_backward(load: Load) -> int:
+def offloaded_backward(load: Workload) -> int:
     """Most that a layer holds in its backward pass when all it kept is fetched back, one storage ahead.
 
     Source: measured, traces of llama at two precisions, torch 2.13: a*N*(6*M + 2.5*W).
@@ -170,20 +170,20 @@ def offloaded_backward(load: Load) -> int:
     return load.a * load.N * (6 * widest_mlp(load) + 3 * load.shape.width)
 
 
-def widest_mlp(load: Load) -> int:
+def widest_mlp(load: Workload) -> int:
     """Width of what a token passes through in an MLP, all its experts together."""
     experts = load.shape.experts
     return max(load.shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
 
 
-def reference_pass(load: Load, head: HeadBytes) -> int:
+def reference_pass(load: Workload, head: HeadBytes) -> int:
     """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then."""
     if load.batch.asks is not Asks.LOGPS or load.settings.reference not in LIVE:
         return 0
     return max(layer_forward(load), head.evaluation) + rotary(load)
 
 
-def _sharded_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[Moment]:
+def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[Moment]:
     """The same where weights are in shards: layers are gathered, and gradients leave as they are made."""
     asked = reference_pass(load, head_bytes(load, trains_head=trains_head(load.settings)))
     resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
@@ -194,7 +194,7 @@ def _sharded_moments(load: Load, *, has_state: bool, accumulates: bool) -> list[
     ]
 
 
-def _resting(load: Load, *, has_state: bool) -> Moment:
+def _resting(load: Workload, *, has_state: bool) -> Moment:
     """What is there from the start of a step: weights, master copies, batch, and states but for the first."""
     static = static_bytes(load.settings, load.shape)
     return {
@@ -206,7 +206,7 @@ def _resting(load: Load, *, has_state: bool) -> Moment:
     }
 
 
-def optimizer_scratch(load: Load) -> int:
+def optimizer_scratch(load: Workload) -> int:
     """Temporaries of the update.
 
     Fused kernels have none. Master copies: float32 gradients of a bucket. Adafactor: gradient, weight, update
@@ -226,7 +226,7 @@ def optimizer_scratch(load: Load) -> int:
     )
 
 
-def offload_bucket(load: Load) -> int:
+def offload_bucket(load: Workload) -> int:
     """Optimizer states that are on the device at once while they wait on the host otherwise."""
     settings, shape = load.settings, load.shape
     if not settings.optimizer_offload:
@@ -235,7 +235,7 @@ def offload_bucket(load: Load) -> int:
     return max(of_largest, min(OFFLOAD_BUCKET, optimizer_bytes(settings, shape)))
 
 
-def evaluation_moment(load: Load) -> Moment:
+def evaluation_moment(load: Workload) -> Moment:
     """A forward pass without gradients between two steps."""
     head = head_bytes(load, trains_head=trains_head(load.settings))
     base = _resting(load, has_state=True) | copied_here(load.settings, load.shape)
@@ -248,7 +248,7 @@ def evaluation_moment(load: Load) -> Moment:
     return max(layer, scores, key=total)
 
 
-def saving_moment(load: Load) -> Moment:
+def saving_moment(load: Workload) -> Moment:
     """Weights and states are written from where they are; DeepSpeed's are gathered in host memory first where
     the main process writes all."""
     resting = _resting(load, has_state=True) | copied_here(load.settings, load.shape)
@@ -261,7 +261,7 @@ def saving_moment(load: Load) -> Moment:
     return resting | between_steps(load.settings, load.shape) | saved
 
 
-def kept_despite(load: Load) -> int:
+def kept_despite(load: Workload) -> int:
     """What a layer keeps although it is checkpointed: with 8-bit weights the inputs of its linear maps.
 
     Source: bitsandbytes 0.50.2, autograd/_functions.py: MatMul8bitLt holds its input as an attribute, which
@@ -273,12 +273,12 @@ def kept_despite(load: Load) -> int:
     return load.a * load.N * (2 * shape.width + shape.query_width + shape.mlp_width)
 
 
-def kept_bytes(load: Load) -> int:
+def kept_bytes(load: Workload) -> int:
     """Bytes that all layers keep for the backward pass."""
     return _kept(load)[0]
 
 
-def _kept(load: Load) -> tuple[int, int, int]:
+def _kept(load: Workload) -> tuple[int, int, int]:
     """Bytes kept by all layers together; of these by the last layer that is at work; beside the first.
 
     A layer at work (`layer_backward`) holds what it kept, so that is not to be counted twice.

@@ -10,7 +10,7 @@ from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate, kept_bytes
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
-from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Load
+from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
@@ -33,7 +33,7 @@ CountSteps = Callable[[int | None, int | None, float], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PlannerInputs:
     """What the resolver knows beside the recipe."""
 
     hardware: Hardware
@@ -53,10 +53,10 @@ class Facts:
     """Reward models that judge completions."""
     history: History = EMPTY
     """Peaks of runs that ended on this machine."""
-    at_length: Callable[[int], Facts] | None = None
+    at_length: Callable[[int], PlannerInputs] | None = None
     """The same facts with another `length.max_length`; None where rows cannot be laid out again."""
 
-    def with_prompts_apart(self) -> Facts:
+    def with_prompts_apart(self) -> PlannerInputs:
         """These facts, with a prompt for each answer."""
         assert self.apart is not None, "These rows have no answers that could share a prompt."
         profile, count_steps = self.apart
@@ -87,7 +87,7 @@ class Priced:
     """Seconds for each token that a process learns from."""
 
 
-def price(settings: Settings, facts: Facts) -> Priced:
+def price(settings: Settings, facts: PlannerInputs) -> Priced:
     """What settings cost in memory and in time, by arithmetic."""
     prediction = predict(settings, facts)
     typical, num_micros = typical_micro(settings, facts)
@@ -96,10 +96,10 @@ def price(settings: Settings, facts: Facts) -> Priced:
     return Priced(settings, prediction, need_of(prediction, settings), seconds, seconds / tokens)
 
 
-def predict(settings: Settings, facts: Facts, batch: HeaviestBatch | None = None) -> Prediction:
+def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | None = None) -> Prediction:
     """The peaks of every phase for a micro-batch; of itself the heaviest of the data."""
     batch = batch or heaviest(settings, facts)
-    load = Load(settings, facts.shape, batch)
+    load = Workload(settings, facts.shape, batch)
     told = estimate(settings, facts.shape, batch, accumulates=may_accumulate(settings, facts))
     made = with_beside(told, load, kept_bytes(load), facts.rewards)
     if not facts.history.ratios:
@@ -108,7 +108,7 @@ def predict(settings: Settings, facts: Facts, batch: HeaviestBatch | None = None
     return made.model_copy(update={"correction_bytes": facts.history.correction(kind, made.peak.num_bytes)})
 
 
-def may_accumulate(settings: Settings, facts: Facts) -> bool:
+def may_accumulate(settings: Settings, facts: PlannerInputs) -> bool:
     """Whether a step of one process may have several micro-batches, so that gradients wait from one to the
     next; not where its rows are one micro-batch however long they are."""
     if settings.batch_rows is None or METHODS[facts.method].is_online:
@@ -125,7 +125,7 @@ def need_of(prediction: Prediction, settings: Settings) -> int:
     return round(needed(prediction.corrected_bytes, settings) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
-def heaviest(settings: Settings, facts: Facts) -> HeaviestBatch:
+def heaviest(settings: Settings, facts: PlannerInputs) -> HeaviestBatch:
     """The heaviest micro-batch of the data under some settings."""
     profile = facts.rows_of(settings)
     most_rows, most_tokens = settings.micro_rows, settings.micro_tokens
@@ -150,7 +150,7 @@ def asks_of(method: str) -> Asks:
     return Asks.NLL if method == "sft" else Asks.LOGPS
 
 
-def typical_micro(settings: Settings, facts: Facts) -> tuple[HeaviestBatch, int]:
+def typical_micro(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBatch, int]:
     """(a micro-batch of mean sequences, how many make a step of one process)."""
     profile = facts.rows_of(settings)
     mean = max(profile.mean_tokens, 1.0)
@@ -174,13 +174,13 @@ def budget_of(recipe: Recipe, hardware: Hardware) -> int:
     return int(hardware.free_bytes * (CPU_SHARE if hardware.device == "cpu" else 1.0))
 
 
-def host_need(priced: Priced, facts: Facts) -> dict[str, int]:
+def host_need(priced: Priced, facts: PlannerInputs) -> dict[str, int]:
     """Bytes of the node's memory by owner."""
     settings = priced.settings
     num_rows = facts.profile.report.num_rows
     return host_bytes(settings, facts.shape, heaviest(settings, facts), num_rows, priced.prediction)
 
 
-def fits_host(priced: Priced, facts: Facts) -> bool:
+def fits_host(priced: Priced, facts: PlannerInputs) -> bool:
     """Whether the node's own memory holds what waits there."""
     return host_shortage(host_need(priced, facts), facts.hardware) is None

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
-from memtrain.memory.estimate.context_parallel import dealt, num_gathered
+from memtrain.memory.estimate.context_parallel import dealt, num_gathered_kv
 from memtrain.memory.estimate.sharded.communication import Sending, Waiting, sending, waiting
 from memtrain.memory.estimate.static import num_trained, optimizer_bytes, static_bytes, trains_head
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Load
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
@@ -50,7 +50,7 @@ def step_time(
     settings: Settings, shape: ModelShape, batch: HeaviestBatch, hardware: Hardware, *, num_micros: int = 1
 ) -> StepTime:
     """Time of a step of `num_micros` micro-batches like `batch` (a typical one, not the heaviest)."""
-    load = Load(settings, shape, batch)
+    load = Workload(settings, shape, batch)
     rates = hardware.rates_of(settings.threads, settings.num_processes)
     half = settings.dtype != "float32" and hardware.has_bfloat16
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
@@ -103,13 +103,13 @@ def num_checkpointed(settings: Settings, shape: ModelShape) -> int:
     return -(-shape.num_layers // settings.checkpoint_every) if settings.checkpoint_every else 0
 
 
-def _passes(load: Load) -> tuple[float, float]:
+def _passes(load: Workload) -> tuple[float, float]:
     """(forward passes of all layers, products of the backward pass over those of the forward pass)."""
     again = num_checkpointed(load.settings, load.shape) / load.shape.num_layers
     return 1 + again, 2.0 if load.trains_all else 1.0
 
 
-def _layer_operations(load: Load) -> float:
+def _layer_operations(load: Workload) -> float:
     """Multiplications and additions of all layers: 2 a weight and token, and 2*Q*L^2 for causal attention."""
     shape, settings = load.shape, load.settings
     linear = 2.0 * load.N * sum(part.num_inputs * part.num_outputs for part in shape.linears)
@@ -125,7 +125,7 @@ def _layer_operations(load: Load) -> float:
     return shape.num_layers * (linear * (forward + backward) + attention * (forward + FLASH_BACKWARD))
 
 
-def sum_of_squares(load: Load) -> float:
+def sum_of_squares(load: Workload) -> float:
     """Sum of the squared lengths that attention works on: a window bounds how far each token looks."""
     batch, settings = load.batch, load.settings
     if settings.attention == "dense":
@@ -138,7 +138,7 @@ def sum_of_squares(load: Load) -> float:
     return batch.tokens * reach
 
 
-def _head_operations(load: Load) -> float:
+def _head_operations(load: Workload) -> float:
     """2*S*V*W each for the logits, for d_hidden, for d_weight where the head is trained, and for the logits
     again where the loss forms its tiles twice."""
     products = 2.0 + trains_head(load.settings)
@@ -147,12 +147,12 @@ def _head_operations(load: Load) -> float:
     return products * 2.0 * load.S * load.shape.vocab_size * load.shape.width
 
 
-def _forms_tiles_twice(load: Load) -> bool:
+def _forms_tiles_twice(load: Workload) -> bool:
     wide = 4 * load.shape.vocab_size * load.shape.width
     return trains_head(load.settings) and load.is_half and wide > load.settings.loss_tile_bytes
 
 
-def _layer_traffic(load: Load) -> float:
+def _layer_traffic(load: Workload) -> float:
     forward, _ = _passes(load)
     moved = layer_kept(load) * (FORWARD_TRAFFIC * forward + BACKWARD_TRAFFIC)
     if load.settings.liger:
@@ -164,7 +164,7 @@ def _layer_traffic(load: Load) -> float:
     return load.shape.num_layers * moved
 
 
-def _head_traffic(load: Load) -> float:
+def _head_traffic(load: Workload) -> float:
     """Passes over S x V float32 numbers, counted in trainers/losses; the tiles' stay partly in cache."""
     passes = 12 if load.settings.loss == "full" else 8 + 4 * _forms_tiles_twice(load)
     return passes * 4.0 * load.S * load.shape.vocab_size
@@ -178,7 +178,7 @@ def _optimizer_traffic(settings: Settings, shape: ModelShape) -> float:
     return passes * (2 * static.gradients + 2 * trained + 2 * (static.optimizer + static.master))
 
 
-def _layer_operators(load: Load) -> float:
+def _layer_operators(load: Workload) -> float:
     forward, _ = _passes(load)
     adapters = 0
     if load.settings.adapter is not None:
@@ -188,7 +188,7 @@ def _layer_operators(load: Load) -> float:
     return load.shape.num_layers * per_layer
 
 
-def _tile_operators(load: Load) -> float:
+def _tile_operators(load: Workload) -> float:
     tile_rows = max(1, load.settings.loss_tile_bytes // (4 * load.shape.vocab_size))
     tiles = -(-load.S // tile_rows) if load.settings.loss == "chunked" else 1
     return 40.0 * tiles
@@ -199,7 +199,7 @@ def _optimizer_operators(settings: Settings, shape: ModelShape) -> float:
     return tensors * (12 if settings.master_weights or settings.optimizer in ("adafactor", "muon") else 0.2)
 
 
-def _copied(load: Load) -> float:
+def _copied(load: Workload) -> float:
     """Bytes one direction moves for offloaded activations."""
     settings, shape = load.settings, load.shape
     if settings.offload == "boundaries":
@@ -210,7 +210,7 @@ def _copied(load: Load) -> float:
     return 0.0
 
 
-def gathered_bytes(load: Load) -> float:
+def gathered_bytes(load: Workload) -> float:
     """Bytes that reach a process in a micro-batch from those that share its rows, at a bus's speed.
 
     Keys and values once in every forward pass and once in the backward pass, and their float32 gradients
@@ -222,7 +222,7 @@ def gathered_bytes(load: Load) -> float:
         own = 1 - 1 / load.settings.context_parallel
         sent = own * load.a * load.N * (dealt(load) + load.shape.query_width)
         return load.shape.num_layers * sent * (forward + 1)
-    of_layer = num_gathered(load) * load.shape.kv_width * (2 * load.a * (forward + 1) + 8)
+    of_layer = num_gathered_kv(load) * load.shape.kv_width * (2 * load.a * (forward + 1) + 8)
     return load.shape.num_layers * of_layer
 
 

@@ -39,7 +39,7 @@ class HeaviestBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """One micro-batch on one model under some settings, in the letters of the formulas."""
 
     settings: Settings

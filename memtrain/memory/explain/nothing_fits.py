@@ -8,15 +8,15 @@ from functools import cached_property
 
 from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.estimate.peaks import estimate
-from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, heaviest
+from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, PlannerInputs, Priced, heaviest
 from memtrain.memory.estimate.static import usable
-from memtrain.memory.explain.suggestions import Change, WayOut, ways_out
+from memtrain.memory.explain.suggestions import Change, Suggestion, suggestions
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.context_parallel import PATH as CONTEXT
 from memtrain.memory.rules.context_parallel import context_faults
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.edit import with_key
 from memtrain.recipes.sections.model import Adapter
@@ -32,14 +32,14 @@ NODE = 8
 """GPUs of a node where more are counted."""
 LORA = Change("model.adapter: {kind: lora}", {"adapter": Adapter()}, {"model.adapter": Adapter()})
 
-Plan = Callable[[Asked, Facts], Priced | None]
+Plan = Callable[[SourcedRecipe, PlannerInputs], Priced | None]
 """The planner: the fastest plan that fits; None where none does, or what is asked is refused."""
 
 
 class NoPlan(DoesNotFit):
     """No plan fits, and nobody has looked for ways out yet."""
 
-    def __init__(self, closest: Priced, budget: int, asked: Asked, facts: Facts) -> None:
+    def __init__(self, closest: Priced, budget: int, asked: SourcedRecipe, facts: PlannerInputs) -> None:
         self.closest, self.budget, self.asked, self.facts = closest, budget, asked, facts
         super().__init__([Fault(_what(closest, budget), _where(asked), "")])
 
@@ -59,25 +59,29 @@ def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
     return DoesNotFit([Fault(_what(closest, budget), _where(asked), fix)])
 
 
-def nearest_ways(closest: Priced, budget: int, facts: Facts, *, can_slice: bool = False) -> list[WayOut]:
+def nearest_ways(
+    closest: Priced, budget: int, facts: PlannerInputs, *, can_slice: bool = False
+) -> list[Suggestion]:
     """At most three changes of the recipe that fit a budget with margin by arithmetic, the fewest first.
 
     `can_slice`: nothing forbids that processes hold rows together.
     """
     settings, limit = closest.settings, _limit(closest.settings, budget)
-    return ways_out(settings, facts.shape, heaviest(settings, facts), limit, can_slice=can_slice)
+    return suggestions(settings, facts.shape, heaviest(settings, facts), limit, can_slice=can_slice)
 
 
 class _Search:
     """Ways out of one recipe."""
 
-    def __init__(self, closest: Priced, budget: int, asked: Asked, facts: Facts, plan: Plan) -> None:
+    def __init__(
+        self, closest: Priced, budget: int, asked: SourcedRecipe, facts: PlannerInputs, plan: Plan
+    ) -> None:
         self.closest, self.budget, self.asked, self.plan = closest, budget, asked, plan
         # A way that needs bitsandbytes is one, whether or not it is installed here.
         self.facts = replace(facts, presumed=facts.presumed | {"bitsandbytes"})
 
     @cached_property
-    def arithmetic(self) -> list[WayOut]:
+    def arithmetic(self) -> list[Suggestion]:
         """Changes of the recipe by arithmetic; the one that goes furthest where none fits."""
         return nearest_ways(self.closest, self.budget, self.facts, can_slice=self._can_slice)
 
@@ -85,10 +89,10 @@ class _Search:
     def _can_slice(self) -> bool:
         return not context_faults(self.asked.recipe, self.facts.config)
 
-    def nearest(self) -> list[WayOut]:
+    def nearest(self) -> list[Suggestion]:
         """At most three, of different kinds where there are: the recipe, more GPUs, a larger card, two of
         these together."""
-        found: list[WayOut] = []
+        found: list[Suggestion] = []
         for way in self._each():
             if way is not None and way.words() not in [one.words() for one in found]:
                 found.append(way)
@@ -96,7 +100,7 @@ class _Search:
                 break
         return found
 
-    def _each(self) -> Iterator[WayOut | None]:
+    def _each(self) -> Iterator[Suggestion | None]:
         changes = self._changes()
         yield next(changes, None)
         yield self._gpus(None) or self._gpus(None, shares_rows=True)
@@ -107,7 +111,7 @@ class _Search:
             yield self._card(LORA)
         yield from changes
 
-    def _changes(self) -> Iterator[WayOut]:
+    def _changes(self) -> Iterator[Suggestion]:
         for way in self.arithmetic:
             facts, length = self.facts, min((c.length for c in way.changes if c.length), default=None)
             if length is not None and facts.at_length is not None:
@@ -116,7 +120,7 @@ class _Search:
             if made is not None:
                 yield made
 
-    def _gpus(self, change: Change | None, *, shares_rows: bool = False) -> WayOut | None:
+    def _gpus(self, change: Change | None, *, shares_rows: bool = False) -> Suggestion | None:
         """The fewest GPUs that hold the run in FSDP2's shards; `shares_rows`: and each row together."""
         hardware = self.facts.hardware
         here = hardware.num_devices * hardware.num_nodes
@@ -146,7 +150,7 @@ class _Search:
                 return made
         return None
 
-    def _card(self, change: Change | None) -> WayOut | None:
+    def _card(self, change: Change | None) -> Suggestion | None:
         """The smallest known card that holds the run, as many of it as there are here."""
         hardware = self.facts.hardware
         if hardware.device != "cuda":
@@ -182,8 +186,8 @@ class _Search:
         return peak <= _limit(settings, budget or self.budget)
 
     def _planned(
-        self, changes: tuple[Change, ...], said: Mapping[str, object], facts: Facts
-    ) -> WayOut | None:
+        self, changes: tuple[Change, ...], said: Mapping[str, object], facts: PlannerInputs
+    ) -> Suggestion | None:
         """The way with the peak of the plan that is made for it; None where no plan fits."""
         recipe = self.asked.recipe
         keys = {key: value for change in changes for key, value in change.keys.items()} | dict(said)
@@ -193,8 +197,8 @@ class _Search:
         changed = self.closest.settings.model_copy(update=updates)
         if any(STRATEGIES[name].is_used(changed) for name in recipe.memory.never):
             return None
-        made = self.plan(Asked(recipe, self.asked.where), facts)
-        return None if made is None else WayOut(changes, made.prediction.peak.num_bytes)
+        made = self.plan(SourcedRecipe(recipe, self.asked.where), facts)
+        return None if made is None else Suggestion(changes, made.prediction.peak.num_bytes)
 
 
 def _one(change: Change | None) -> tuple[Change, ...]:
@@ -210,7 +214,7 @@ def _what(closest: Priced, budget: int) -> str:
     )
 
 
-def _where(asked: Asked) -> str:
+def _where(asked: SourcedRecipe) -> str:
     return asked.where("memory.budget") if asked.said("memory.budget") else ""
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memtrain.memory.estimate.pricing import Facts, Priced, budget_of, price
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of, price
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.batching import Micro, worked_line
 from memtrain.memory.rules.engines import open_forms
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.precision import explain_masters
 from memtrain.memory.rules.reference_model import explain_reference
-from memtrain.memory.strategies.base import Case, Strategy, Updates
+from memtrain.memory.strategies.base import Strategy, StrategyContext, Updates
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, used_in, wish_of
 
@@ -40,7 +40,7 @@ class LeftOut:
     reason: str
 
 
-def gains(chosen: Priced, facts: Facts) -> tuple[Gain, ...]:
+def gains(chosen: Priced, facts: PlannerInputs) -> tuple[Gain, ...]:
     """What each strategy buys that can be taken away alone."""
     found: list[Gain] = []
     for strategy in used_in(chosen.settings):
@@ -52,7 +52,7 @@ def gains(chosen: Priced, facts: Facts) -> tuple[Gain, ...]:
     return tuple(found)
 
 
-def left_out(chosen: Priced, case: Case) -> tuple[LeftOut, ...]:
+def left_out(chosen: Priced, case: StrategyContext) -> tuple[LeftOut, ...]:
     """Every strategy that the plan does not use, with the reason."""
     used = {strategy.name for strategy in used_in(chosen.settings)}
     return tuple(
@@ -62,7 +62,7 @@ def left_out(chosen: Priced, case: Case) -> tuple[LeftOut, ...]:
     )
 
 
-def _reason(strategy: Strategy, chosen: Priced, case: Case) -> str:
+def _reason(strategy: Strategy, chosen: Priced, case: StrategyContext) -> str:
     asked, memory = case.asked, case.recipe.memory
     if strategy.name in memory.never:
         return f"ruled out by memory.never ({asked.where('memory.never')})"
@@ -87,7 +87,7 @@ def _reason(strategy: Strategy, chosen: Priced, case: Case) -> str:
     return f"{'not needed' if fits else 'does not fit'}: {_against(priced, chosen)}"
 
 
-def _with(strategy: Strategy, chosen: Priced, case: Case) -> Priced | str | None:
+def _with(strategy: Strategy, chosen: Priced, case: StrategyContext) -> Priced | str | None:
     """The plan with a strategy added; why that cannot be; or None where it is not a change of the plan."""
     if not is_searched(strategy):
         return None
@@ -109,7 +109,7 @@ def time_words(share: float) -> str:
     return f"{share - 1:.0%} slower" if share > 1 else f"{1 - share:.0%} faster"
 
 
-def explain(ledger: Ledger, chosen: Priced, facts: Facts, budget: int) -> None:
+def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: int) -> None:
     """Note the decisions that depend on memory, each with what it buys."""
     settings = chosen.settings
 
@@ -159,7 +159,7 @@ def explain(ledger: Ledger, chosen: Priced, facts: Facts, budget: int) -> None:
     ledger.decide("budget", gib(budget), f"free on {facts.hardware.name}" if not source else "", source)
 
 
-def _explain_offloading(ledger: Ledger, settings: Settings, gained: str) -> None:
+def _explain_offloading(ledger: DecisionLog, settings: Settings, gained: str) -> None:
     memory = ledger.asked.recipe.memory
     is_away = settings.offload != "none"
     if is_away:
@@ -176,7 +176,7 @@ def _explain_offloading(ledger: Ledger, settings: Settings, gained: str) -> None
         ledger.decide("offload_disk", memory.offload_disk, said, "memory.offload_disk")
 
 
-def _explain_optimizer(ledger: Ledger, settings: Settings, chosen: Priced, facts: Facts) -> None:
+def _explain_optimizer(ledger: DecisionLog, settings: Settings, chosen: Priced, facts: PlannerInputs) -> None:
     recipe = ledger.asked.recipe
     gain = "" if settings.master_weights else _gain_words(chosen, {"master_weights": True}, facts)
     explain_masters(ledger, settings, facts.config, gain)
@@ -195,11 +195,11 @@ def _explain_optimizer(ledger: Ledger, settings: Settings, chosen: Priced, facts
         ledger.decide("adapter", kind, _gain_words(chosen, without, facts), "memory.allow")
 
 
-def _changed(chosen: Priced, updates: Updates, facts: Facts) -> Priced:
+def _changed(chosen: Priced, updates: Updates, facts: PlannerInputs) -> Priced:
     return price(chosen.settings.model_copy(update=updates), facts)
 
 
-def _gain_words(chosen: Priced, without: Updates, facts: Facts) -> str:
+def _gain_words(chosen: Priced, without: Updates, facts: PlannerInputs) -> str:
     """What a setting saves, as the peak and the time without it."""
     other = _changed(chosen, without, facts)
     if other.prediction == chosen.prediction and other.token_s == chosen.token_s:
@@ -208,6 +208,6 @@ def _gain_words(chosen: Priced, without: Updates, facts: Facts) -> str:
     return f"peak {gib(peak)}, without it {gib(without_it)}, {time_words(other.token_s / chosen.token_s)}"
 
 
-def _price_of(chosen: Priced, updates: Updates, facts: Facts) -> str:
+def _price_of(chosen: Priced, updates: Updates, facts: PlannerInputs) -> str:
     """What a setting that is off would buy."""
     return f"not needed; with it {_against(_changed(chosen, updates, facts), chosen)}"

@@ -37,7 +37,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class WayOut:
+class Suggestion:
     """Changes that go together, and the peak of live tensors predicted for them."""
 
     changes: tuple[Change, ...]
@@ -48,7 +48,7 @@ class WayOut:
         return f"{' and '.join(change.words for change in self.changes)} (peak {gib(self.peak_bytes)})"
 
 
-def ways_out(
+def suggestions(
     settings: Settings,
     shape: ModelShape,
     heaviest: HeaviestBatch,
@@ -56,20 +56,20 @@ def ways_out(
     *,
     most: int = 3,
     can_slice: bool = False,
-) -> list[WayOut]:
+) -> list[Suggestion]:
     """At most `most` ways to stay below `limit_bytes` of live tensors, fewest changes first.
 
     None contains another. Where none fits: the one way with the lowest peak, alone. `can_slice`: nothing in
     recipe and model forbids that processes hold rows together.
     """
     changes = [*_changes(settings, heaviest), *(_slices(settings) if can_slice else ())]
-    fitting: list[WayOut] = []
-    lowest: WayOut | None = None
+    fitting: list[Suggestion] = []
+    lowest: Suggestion | None = None
     for count in range(1, MOST_CHANGES + 1):
         for chosen in combinations(changes, count):
             if any(set(way.changes) <= set(chosen) for way in fitting) or not _compatible(chosen):
                 continue
-            way = WayOut(chosen, _peak(settings, shape, heaviest, chosen))
+            way = Suggestion(chosen, _peak(settings, shape, heaviest, chosen))
             if lowest is None or way.peak_bytes < lowest.peak_bytes:
                 lowest = way
             if way.peak_bytes <= limit_bytes:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.estimate.sharded.communication import COLLECTIVE_S, num_groups
 from memtrain.memory.estimate.sharded.sharding import gathered
 from memtrain.memory.estimate.sharded.zero import gathered_module
 from memtrain.memory.estimate.static import needed, weights_bytes
 from memtrain.memory.estimate.step_time import FORWARD_OPERATORS
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Load
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 
 PATH = "generate.gather_weights"
 
@@ -28,7 +28,7 @@ class Ways(NamedTuple):
     """Time of writing with streamed weights over that with gathered ones."""
 
 
-def refuse_gathering(ledger: Ledger, settings: Settings) -> None:
+def refuse_gathering(ledger: DecisionLog, settings: Settings) -> None:
     """Note a `generate.gather_weights` that nothing here obeys."""
     wanted = ledger.asked.recipe.generation.gather_weights
     if wanted == "auto":
@@ -48,7 +48,7 @@ def refuse_gathering(ledger: Ledger, settings: Settings) -> None:
         )
 
 
-def ways(settings: Settings, facts: Facts, *, rows: int, tokens: int) -> Ways:
+def ways(settings: Settings, facts: PlannerInputs, *, rows: int, tokens: int) -> Ways:
     """What each way needs, and how much slower streaming is, for `rows` completions of `tokens`.
 
     Writing reads every weight once a token, computes 2 operations a weight and row, and launches a layer's
@@ -58,7 +58,7 @@ def ways(settings: Settings, facts: Facts, *, rows: int, tokens: int) -> Ways:
     shape, count = facts.shape, settings.num_processes
     rates = facts.hardware.rates_of(settings.threads, count)
     whole = weights_bytes(settings, shape)
-    load = Load(settings, shape, HeaviestBatch(1, 1, 1, 1))
+    load = Workload(settings, shape, HeaviestBatch(1, 1, 1, 1))
     streamed = gathered_module(load) if uses_zero(settings) else gathered(settings, shape)
     half = DTYPE_BYTES[settings.dtype] == 2
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
@@ -70,7 +70,9 @@ def ways(settings: Settings, facts: Facts, *, rows: int, tokens: int) -> Ways:
     return Ways(whole, streamed, slowdown)
 
 
-def decide_gathering(ledger: Ledger, settings: Settings, found: Ways, peak: int, budget: int | None) -> bool:
+def decide_gathering(
+    ledger: DecisionLog, settings: Settings, found: Ways, peak: int, budget: int | None
+) -> bool:
     """Whether weights are gathered once for a rollout. `peak`: bytes of its phase without them."""
     wanted = ledger.asked.recipe.generation.gather_weights
     fits = budget is None or needed(peak + found.whole, settings) <= budget

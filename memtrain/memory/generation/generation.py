@@ -7,9 +7,9 @@ from collections.abc import Callable
 from memtrain.memory.estimate.activations import layer_forward, rotary
 from memtrain.memory.estimate.auxiliary_models import judging_bytes, with_beside
 from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
-from memtrain.memory.estimate.pricing import Facts, heaviest
+from memtrain.memory.estimate.pricing import PlannerInputs, heaviest
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Load
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.generation.gather_weights import decide_gathering, refuse_gathering, ways
 from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.model_shape.shape import ModelShape
@@ -17,7 +17,7 @@ from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.generate import Generate
@@ -41,7 +41,11 @@ MOST_ROWS = 512
 
 
 def with_generation(
-    ledger: Ledger, settings: Settings, prediction: Prediction, facts: Facts, budget: int | None = None
+    ledger: DecisionLog,
+    settings: Settings,
+    prediction: Prediction,
+    facts: PlannerInputs,
+    budget: int | None = None,
 ) -> tuple[Settings, Prediction]:
     """Settings and prediction with who writes the completions, and the peak while they are written.
 
@@ -53,7 +57,7 @@ def with_generation(
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
     _decide_correction(ledger)
     refuse_gathering(ledger, settings)
-    ledger.settle()
+    ledger.raise_refusals()
     resting = _resting(prediction)
     if settings.sampler in ("vllm", "vllm_server"):
         return _with_vllm(ledger, settings, prediction, facts, resting)
@@ -103,7 +107,7 @@ def has_passes(recipe: Recipe) -> bool:
     return section.needs_reference or has_value or moves or is_masked
 
 
-def _decide_passes(settings: Settings, facts: Facts, peak: int) -> tuple[int, PhasePeak]:
+def _decide_passes(settings: Settings, facts: PlannerInputs, peak: int) -> tuple[int, PhasePeak]:
     """(how much larger micro-batches without gradients are than those with, their peak).
 
     As large as need no more than the update: no activations are kept.
@@ -112,10 +116,10 @@ def _decide_passes(settings: Settings, facts: Facts, peak: int) -> tuple[int, Ph
     return next((one for one in priced if one[1].num_bytes <= peak), priced[-1])
 
 
-def _pass_peak(settings: Settings, facts: Facts, factor: int) -> PhasePeak:
+def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int) -> PhasePeak:
     tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
     larger = settings.model_copy(update={"micro_rows": factor * settings.micro_rows, "micro_tokens": tokens})
-    load = Load(settings, facts.shape, heaviest(larger, facts))
+    load = Workload(settings, facts.shape, heaviest(larger, facts))
     alone = Prediction(
         phases=(phase_peak("passes", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
     )
@@ -133,7 +137,7 @@ def generation_bytes(
     prompts = rows if settings.sampler != "native" else -(-rows // generate.completions)
     keys = of_token * (prompts * prompt + rows * generate.max_tokens)
     read = max(prompt, min(READ_TOKENS, prompt * prompts))
-    load = Load(settings, shape, HeaviestBatch(1, read, 1, prompt))
+    load = Workload(settings, shape, HeaviestBatch(1, read, 1, prompt))
     reading = layer_forward(load) + rotary(load)
     logits = rows * shape.vocab_size * DTYPE_BYTES[settings.dtype]
     choosing = logits + CHOICE_COPIES * min(CHOICE_TILE, 4 * rows * shape.vocab_size)
@@ -142,7 +146,7 @@ def generation_bytes(
 
 
 def _with_vllm(
-    ledger: Ledger, settings: Settings, prediction: Prediction, facts: Facts, resting: PhasePeak
+    ledger: DecisionLog, settings: Settings, prediction: Prediction, facts: PlannerInputs, resting: PhasePeak
 ) -> tuple[Settings, Prediction]:
     """Completions of another process: this one holds what rests, and a bucket of weights on their way."""
     recipe = ledger.asked.recipe
@@ -157,7 +161,7 @@ def _with_vllm(
     return settings, prediction.model_copy(update={"phases": phases})
 
 
-def _decide_correction(ledger: Ledger) -> None:
+def _decide_correction(ledger: DecisionLog) -> None:
     """Tell how the sampler's probabilities are corrected for; nothing of methods that do not weigh them."""
     recipe = ledger.asked.recipe
     section = recipe.online
@@ -166,7 +170,7 @@ def _decide_correction(ledger: Ledger) -> None:
         ledger.decide("mismatch", mode, why, f"{recipe.method}.mismatch")
 
 
-def _decide_sampler(ledger: Ledger, settings: Settings) -> str:
+def _decide_sampler(ledger: DecisionLog, settings: Settings) -> str:
     wanted, path = ledger.asked.recipe.generation.backend, "generate.backend"
     if wanted == "vllm":
         is_own = own_engine(ledger.asked.recipe) is not None
@@ -181,7 +185,7 @@ def _decide_sampler(ledger: Ledger, settings: Settings) -> str:
             path,
             "set generate.backend: transformers, or a model.attention other than stock",
         )
-        ledger.settle()
+        ledger.raise_refusals()
     if wanted == "transformers" or not can:
         why = "" if can else "this model's attention cannot keep rows apart here"
         ledger.decide("sampler", "transformers", why, path)
@@ -190,7 +194,7 @@ def _decide_sampler(ledger: Ledger, settings: Settings) -> str:
     return "native"
 
 
-def _decide_rows(ledger: Ledger, recipe: Recipe, settings: Settings, fits: Callable[[int], bool]) -> int:
+def _decide_rows(ledger: DecisionLog, recipe: Recipe, settings: Settings, fits: Callable[[int], bool]) -> int:
     """Completions that are written at a time: as many as need no more than the update, a group at least."""
     section, generate = recipe.online, recipe.generation
     assert section is not None, "This method writes completions."

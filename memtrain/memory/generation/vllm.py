@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memtrain.errors import DoesNotFit, Fault
-from memtrain.memory.estimate.pricing import Facts, Priced, budget_of
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB, gib, round_up
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import changes
 from memtrain.recipes.sections.generate import Generate
@@ -79,7 +79,9 @@ def shares_device(recipe: Recipe) -> bool:
     return section is not None and not section.devices
 
 
-def engine_need(recipe: Recipe, facts: Facts, dtype: str, num_processes: int, batch_rows: int) -> EngineNeed:
+def engine_need(
+    recipe: Recipe, facts: PlannerInputs, dtype: str, num_processes: int, batch_rows: int
+) -> EngineNeed:
     """What one engine process needs, by arithmetic.
 
     Keys: a prompt's once for its group (prefix caching), in whole blocks.
@@ -107,7 +109,7 @@ def engine_need(recipe: Recipe, facts: Facts, dtype: str, num_processes: int, ba
     )
 
 
-def longest_prompt(facts: Facts, generate: Generate) -> int:
+def longest_prompt(facts: PlannerInputs, generate: Generate) -> int:
     """Tokens of the longest prompt."""
     return max(1, facts.profile.longest_piece - generate.max_tokens)
 
@@ -124,7 +126,7 @@ def sleep_of(section: Vllm, *, on_cuda: bool) -> Sleep:
     return "none" if section.sleep == "off" else section.sleep
 
 
-def refuse_vllm(ledger: Ledger, settings: Settings) -> None:
+def refuse_vllm(ledger: DecisionLog, settings: Settings) -> None:
     """Note what vLLM cannot honour, each with its reason."""
     recipe = ledger.asked.recipe
     generate = recipe.generation
@@ -143,7 +145,7 @@ def refuse_vllm(ledger: Ledger, settings: Settings) -> None:
         _refuse_process(ledger, section, settings)
 
 
-def _refuse_process(ledger: Ledger, section: Vllm, settings: Settings) -> None:
+def _refuse_process(ledger: DecisionLog, section: Vllm, settings: Settings) -> None:
     if section.python is None and not ledger.has("vllm"):
         ledger.refuse(
             "generate.backend is vllm, and vLLM is not installed beside memtrain",
@@ -175,7 +177,7 @@ def _refuse_process(ledger: Ledger, section: Vllm, settings: Settings) -> None:
         )
 
 
-def training_budget(recipe: Recipe, facts: Facts, settings: Settings) -> int:
+def training_budget(recipe: Recipe, facts: PlannerInputs, settings: Settings) -> int:
     """Bytes of a device that are left to the training process while vLLM is at rest."""
     budget = budget_of(recipe, facts.hardware)
     if not shares_device(recipe):
@@ -187,7 +189,7 @@ def training_budget(recipe: Recipe, facts: Facts, settings: Settings) -> int:
     return max(0, budget - standing * per_device)
 
 
-def leaves_room(recipe: Recipe, facts: Facts, priced: Priced) -> bool:
+def leaves_room(recipe: Recipe, facts: PlannerInputs, priced: Priced) -> bool:
     """Whether one completion at least can be written beside what a plan keeps meanwhile."""
     if not shares_device(recipe):
         return True
@@ -204,7 +206,9 @@ def standing_keys(need: EngineNeed, budget: int) -> int:
     return max(need.least_keys, min(need.wanted_keys, int(STANDING_SHARE * budget)))
 
 
-def with_engine(ledger: Ledger, settings: Settings, facts: Facts, resting_bytes: int) -> Settings:
+def with_engine(
+    ledger: DecisionLog, settings: Settings, facts: PlannerInputs, resting_bytes: int
+) -> Settings:
     """Settings with the engine's memory, context and sleep decided.
 
     `resting_bytes`: live tensors of the training process while completions are written.
@@ -255,7 +259,7 @@ def _sleep_words(need: EngineNeed, settings: Settings, section: Vllm) -> str:
     return "it has a device of its own" if section.devices else "its memory is never given back"
 
 
-def _no_room(ledger: Ledger, need: EngineNeed, room: int, beside: int) -> DoesNotFit:
+def _no_room(ledger: DecisionLog, need: EngineNeed, room: int, beside: int) -> DoesNotFit:
     wanted = need.weights + need.process + need.least_keys
     return DoesNotFit(
         [

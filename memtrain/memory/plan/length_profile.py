@@ -18,7 +18,7 @@ class LengthReport(Section):
     """Rows of the data that training sees."""
     num_tokens: int
     """Their tokens."""
-    num_learnt: int
+    num_loss_tokens: int
     """Their learnt tokens (tokens that something predicts and the loss counts)."""
     rows_cut: int
     """Rows that lost tokens to truncation."""

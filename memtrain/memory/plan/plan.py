@@ -76,7 +76,7 @@ class PreparedSplit(Section):
     """Folder of the token store."""
     num_rows: int
     num_tokens: int
-    num_learnt: int
+    num_loss_tokens: int
     """Tokens that are learnt."""
     num_skipped: int
     """Bad rows that were left out (`data.on_bad_row: skip`)."""
@@ -88,7 +88,7 @@ class PreparedSplit(Section):
 
     def trained_words(self) -> str:
         """What is learnt, with its share of the tokens; empty where that was not asked."""
-        share = self.num_learnt / max(1, self.num_tokens)
+        share = self.num_loss_tokens / max(1, self.num_tokens)
         return f"trained: {self.trained}, {share:.1%} of the tokens" if self.trained else ""
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.estimate.pricing import Facts, Priced
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.planner.search import TIE
 from memtrain.memory.rules.context_parallel import PATH
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 
 MOST = 64
@@ -39,7 +39,7 @@ class Chosen(Protocol):
 Found = TypeVar("Found", bound=Chosen)
 
 
-def sizes(asked: Asked, facts: Facts) -> Iterator[int]:
+def sizes(asked: SourcedRecipe, facts: PlannerInputs) -> Iterator[int]:
     """1, 2, 4, ... as far as they divide the processes of a run."""
     hardware, wanted = facts.hardware, asked.recipe.cluster.processes
     here = hardware.num_nodes * hardware.num_devices if hardware.device == "cuda" else 1
@@ -51,7 +51,7 @@ def sizes(asked: Asked, facts: Facts) -> Iterator[int]:
 
 
 def by_context(
-    asked: Asked, facts: Facts, act: Callable[[Asked, Facts], Found]
+    asked: SourcedRecipe, facts: PlannerInputs, act: Callable[[SourcedRecipe, PlannerInputs], Found]
 ) -> tuple[Found, str, tuple[Priced, ...]]:
     """(the fastest plan that fits over all sizes, the smallest of equally fast ones; why; all weighed).
 
@@ -61,7 +61,7 @@ def by_context(
     first: DoesNotFit | None = None
     for size in sizes(asked, facts):
         try:
-            found.append((size, act(Asked(with_key(asked.recipe, PATH, size), asked.where), facts)))
+            found.append((size, act(SourcedRecipe(with_key(asked.recipe, PATH, size), asked.where), facts)))
         except DoesNotFit as fault:
             first = first or fault
         except RecipeError:

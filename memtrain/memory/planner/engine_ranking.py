@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memtrain.memory.estimate.pricing import Facts, Priced, fits_host
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, fits_host
 from memtrain.memory.explain.reasons import time_words
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.search import SIMPLEST, fastest
 from memtrain.memory.rules.engines import closed_engines
-from memtrain.memory.strategies.base import Case
+from memtrain.memory.strategies.base import StrategyContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,9 @@ def form_words(settings: Settings) -> str:
     return ", ".join(said)
 
 
-def weighed_engines(chosen: Priced, tried: Sequence[Priced], budget: int, case: Case) -> tuple[Weighed, ...]:
+def weighed_engines(
+    chosen: Priced, tried: Sequence[Priced], budget: int, case: StrategyContext
+) -> tuple[Weighed, ...]:
     """Every engine beside the one of the plan; none with one process."""
     if chosen.settings.num_processes == 1:
         return ()
@@ -54,7 +56,7 @@ def _order(one: Priced) -> tuple[int, int, str]:
 
 
 def _weighed(
-    name: str, of_form: Sequence[Priced], own: str, chosen: Priced, budget: int, facts: Facts
+    name: str, of_form: Sequence[Priced], own: str, chosen: Priced, budget: int, facts: PlannerInputs
 ) -> Weighed:
     best = fastest(of_form, budget, facts)
     if name == own:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 
 
-def pins(asked: Asked, settings: Settings) -> dict[str, object]:
+def pins(asked: SourcedRecipe, settings: Settings) -> dict[str, object]:
     """Dotted keys with the values that pin a plan; keys that the recipe says so already are left out."""
     recipe, memory, train = asked.recipe, asked.recipe.memory, asked.recipe.train
     on = {True: "on", False: "off"}
@@ -52,7 +52,7 @@ def pins(asked: Asked, settings: Settings) -> dict[str, object]:
     return wanted
 
 
-def kept_pins(asked: Asked, settings: Settings) -> Asked:
+def kept_pins(asked: SourcedRecipe, settings: Settings) -> SourcedRecipe:
     """The wish with every choice as in `settings`, also those that follow from the machine.
 
     Nobody is told to have written them: their decisions are by rule, as they were.
@@ -74,7 +74,7 @@ def kept_pins(asked: Asked, settings: Settings) -> Asked:
     for key, value in wanted.items():
         value = settings.adapter if key == "model.adapter" else value
         recipe = with_key(recipe, key, value)
-    return Asked(recipe, asked.where)
+    return SourcedRecipe(recipe, asked.where)
 
 
 def yaml_lines(keys: Mapping[str, object]) -> list[str]:

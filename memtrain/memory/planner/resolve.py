@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.estimate.host_memory import host_shortage
-from memtrain.memory.estimate.pricing import CountSteps, Facts, Priced, host_need, predict
+from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, Priced, host_need, predict
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.estimate.static import measured_beside
 from memtrain.memory.explain.nothing_fits import NoPlan, nothing_fits
@@ -24,9 +24,9 @@ from memtrain.memory.planner.search import Space, fastest, price_all, space
 from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.base_settings import decide_base
 from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed
-from memtrain.memory.rules.ledger import Asked, Ledger
+from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 from memtrain.memory.rules.oom_recovery import decide_recovery, decide_rehearsal, in_backward_choices
-from memtrain.memory.strategies.base import Case
+from memtrain.memory.strategies.base import StrategyContext
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, without_strategies
 from memtrain.recipes.edit import with_key
@@ -34,7 +34,7 @@ from memtrain.recipes.edit import with_key
 LENGTH_STEP = 64
 """Lengths are searched in steps that tensor cores like."""
 
-__all__ = ["CountSteps", "Facts", "Resolved", "longest_that_fits", "open_space", "plain", "resolve"]
+__all__ = ["CountSteps", "PlannerInputs", "Resolved", "longest_that_fits", "open_space", "plain", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Resolved:
     plain: Prediction
     chosen: Priced
     """The plan with its time, before who writes completions was decided."""
-    case: Case
+    case: StrategyContext
     """What was asked, with `memory.use` and `memory.never` said by their keys; and the facts."""
     tried: tuple[Priced, ...]
     """Every plan that was weighed against it, fitting or not."""
 
 
-def resolve(asked: Asked, facts: Facts) -> Resolved:
+def resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     """The settings of a run that fits, with the reason of each: the fastest plan, exact ones first.
 
     Raises: RecipeError with every refusal; DoesNotFit, with ways out, when no choice that is left open fits.
@@ -64,7 +64,7 @@ def resolve(asked: Asked, facts: Facts) -> Resolved:
         raise nothing_fits(found, _planned) from None
 
 
-def resolved_if_it_fits(asked: Asked, facts: Facts) -> Resolved:
+def resolved_if_it_fits(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     """The same; where nothing fits no ways out are looked for, which takes longer than to plan.
 
     Raises: RecipeError, DoesNotFit.
@@ -76,7 +76,7 @@ def resolved_if_it_fits(asked: Asked, facts: Facts) -> Resolved:
     return replace(found, decisions=decisions, tried=tried)
 
 
-def _resolve(asked: Asked, facts: Facts) -> Resolved:
+def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     """The same where it is said how many processes hold a row together."""
     ledger, case, choices = open_space(asked, facts)
     budget = training_budget(case.recipe, facts, choices.groups[0][0])
@@ -112,31 +112,31 @@ def _resolve(asked: Asked, facts: Facts) -> Resolved:
     )
 
 
-def open_space(asked: Asked, facts: Facts) -> tuple[Ledger, Case, Space]:
+def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog, StrategyContext, Space]:
     """What is decided by rule, what was asked in full, and every plan that is left open.
 
     Raises: RecipeError with every refusal.
     """
     asked = honoured(asked)
-    case = Case(asked, facts)
-    ledger = Ledger(asked, facts.presumed)
+    case = StrategyContext(asked, facts)
+    ledger = DecisionLog(asked, facts.presumed)
     base, micros = decide_base(ledger, facts)
     _refuse_used(ledger, case)
     if base is None:
-        ledger.settle()
+        ledger.raise_refusals()
     assert base is not None, "A refusal was not noted."
     base = base.model_copy(update={"beside_bytes": measured_beside(base, facts.hardware.measured)})
     refuse_closed(ledger, base)
     refuse_vllm(ledger, base)
     wholes = in_backward_choices(ledger, (base.batch_rows, base.batch_tokens), base.num_processes)
-    ledger.settle()
+    ledger.raise_refusals()
     choices = space(base, case, micros, wholes)
     if not choices.groups:
         raise _excludes_all(case, base)
     return ledger, case, choices
 
 
-def longest_that_fits(asked: Asked, facts: Facts, most: int | None = None) -> Resolved | None:
+def longest_that_fits(asked: SourcedRecipe, facts: PlannerInputs, most: int | None = None) -> Resolved | None:
     """The plan for the longest `length.max_length`, in steps of 64, that fits; None where none does.
 
     `most`: the longest to try; the recipe's own where it is not given.
@@ -152,7 +152,7 @@ def longest_that_fits(asked: Asked, facts: Facts, most: int | None = None) -> Re
         middle = (low + high + 1) // 2
         length = middle * LENGTH_STEP
         try:
-            shorter = Asked(with_key(recipe, "length.max_length", length), asked.where)
+            shorter = SourcedRecipe(with_key(recipe, "length.max_length", length), asked.where)
             best = resolved_if_it_fits(shorter, facts.at_length(length))
             low = middle
         except DoesNotFit:
@@ -179,7 +179,7 @@ def plain(settings: Settings, profile: LengthProfile) -> Settings:
     )
 
 
-def _choose(choices: Space, budget: int, case: Case) -> tuple[Priced, list[Priced]]:
+def _choose(choices: Space, budget: int, case: StrategyContext) -> tuple[Priced, list[Priced]]:
     """(the plan, all that were weighed): exact ones, then those that step in the backward pass, then others.
 
     Raises: DoesNotFit when none fits the device, or none of those that do fits the host.
@@ -198,7 +198,9 @@ def _choose(choices: Space, budget: int, case: Case) -> tuple[Priced, list[Price
     return smallest, tried
 
 
-def _first_that_fits(choices: Space, budget: int, case: Case, tried: list[Priced]) -> Priced | None:
+def _first_that_fits(
+    choices: Space, budget: int, case: StrategyContext, tried: list[Priced]
+) -> Priced | None:
     """The fastest plan of the first group that has one; `tried` gets all that were weighed."""
     for group in choices.groups:
         priced = price_all(group, case.facts)
@@ -210,10 +212,10 @@ def _first_that_fits(choices: Space, budget: int, case: Case, tried: list[Priced
     return None
 
 
-def _planned(asked: Asked, facts: Facts) -> Priced | None:
+def _planned(asked: SourcedRecipe, facts: PlannerInputs) -> Priced | None:
     """The plan of a run, where there is one that fits and nothing is refused."""
     if asked.recipe.cluster.context_parallel == "auto":
-        asked = Asked(with_key(asked.recipe, "cluster.context_parallel", 1), asked.where)
+        asked = SourcedRecipe(with_key(asked.recipe, "cluster.context_parallel", 1), asked.where)
     try:
         _, case, choices = open_space(asked, facts)
     except RecipeError:
@@ -222,7 +224,7 @@ def _planned(asked: Asked, facts: Facts) -> Priced | None:
     return _first_that_fits(choices, budget, case, [])
 
 
-def _refuse_used(ledger: Ledger, case: Case) -> None:
+def _refuse_used(ledger: DecisionLog, case: StrategyContext) -> None:
     """Refuse what `memory.use` names and cannot be used here."""
     for name in case.recipe.memory.use:
         reason = STRATEGIES[name].refusal(case)
@@ -230,7 +232,7 @@ def _refuse_used(ledger: Ledger, case: Case) -> None:
             ledger.refuse(f"memory.use names {name}: {reason}", "memory.use", f"remove {name}")
 
 
-def _excludes_all(case: Case, base: Settings) -> RecipeError:
+def _excludes_all(case: StrategyContext, base: Settings) -> RecipeError:
     """The fault of choices that exclude each other whatever else is chosen."""
     memory = case.recipe.memory
     settings = base

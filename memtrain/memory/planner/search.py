@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from memtrain.memory.estimate.pricing import Facts, Priced, fits_host, price
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, fits_host, price
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.engines import OFFLOADS, loads_shards, open_forms
-from memtrain.memory.strategies.base import Axis, Case
+from memtrain.memory.strategies.base import StrategyContext, StrategyGroup
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, wish_of
 
@@ -48,12 +48,14 @@ class Space:
         return (self.exact, self.stepping, self.waiting, *self.changing)
 
 
-def space(base: Settings, case: Case, micros: Sequence[Micro], wholes: Sequence[Micro | None]) -> Space:
+def space(
+    base: Settings, case: StrategyContext, micros: Sequence[Micro], wholes: Sequence[Micro | None]
+) -> Space:
     """Every combination that no rule excludes. `wholes`: see `in_backward_choices`."""
     forms = open_forms(case.recipe, base, case.facts.has)
     options = [base.model_copy(update={"engine": engine, "shard_offload": away}) for engine, away in forms]
     options = [one.model_copy(update={"loads_shards": loads_shards(case.recipe, one)}) for one in options]
-    for axis in get_args(Axis):
+    for axis in get_args(StrategyGroup):
         options = _along(axis, options, case)
     names = {name for name in case.recipe.memory.use if is_searched(STRATEGIES[name])}
     is_pinned = None not in wholes
@@ -82,7 +84,7 @@ def space(base: Settings, case: Case, micros: Sequence[Micro], wholes: Sequence[
     return Space(tuple(exact), tuple(stepping), tuple(waiting), by_count)
 
 
-def _along(axis: Axis, options: Iterable[Settings], case: Case) -> list[Settings]:
+def _along(axis: StrategyGroup, options: Iterable[Settings], case: StrategyContext) -> list[Settings]:
     """Each option with each choice of one axis: what must be, or nothing, and what may be."""
     here = [strategy for strategy in STRATEGIES.values() if strategy.axis == axis and is_searched(strategy)]
     wishes = {strategy.name: wish_of(strategy, case) for strategy in here}
@@ -104,7 +106,7 @@ def _along(axis: Axis, options: Iterable[Settings], case: Case) -> list[Settings
     return made
 
 
-def _num_changes(settings: Settings, base: Settings, case: Case) -> int:
+def _num_changes(settings: Settings, base: Settings, case: StrategyContext) -> int:
     """Strategies that change what is learnt, beyond those that the recipe says itself."""
     asked = case.recipe.memory.use
     return sum(
@@ -114,12 +116,12 @@ def _num_changes(settings: Settings, base: Settings, case: Case) -> int:
     )
 
 
-def price_all(choices: Iterable[Settings], facts: Facts) -> list[Priced]:
+def price_all(choices: Iterable[Settings], facts: PlannerInputs) -> list[Priced]:
     """Memory and time of each."""
     return [price(settings, facts) for settings in choices]
 
 
-def fastest(priced: Sequence[Priced], budget: int, facts: Facts) -> Priced | None:
+def fastest(priced: Sequence[Priced], budget: int, facts: PlannerInputs) -> Priced | None:
     """The fastest that fits budget and host; among equally fast ones the least moved, then the simplest
     engine, then the smallest. A simpler engine goes before one that is a little faster (ENGINE_TIE).
     """

@@ -8,7 +8,7 @@ from itertools import combinations
 from pydantic import ValidationError
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.base import Strategy
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched
 from memtrain.recipes.edit import with_key
@@ -24,7 +24,7 @@ ONE_OF: Mapping[str, str] = {
 """Axes of which a run has one strategy, and why."""
 
 
-def honoured(asked: Asked) -> Asked:
+def honoured(asked: SourcedRecipe) -> SourcedRecipe:
     """The same wish with the keys that its strategies stand for; strategies the search decides stay names.
 
     Raises: RecipeError when a strategy is both used and never used, the recipe's own keys say otherwise, or
@@ -67,10 +67,10 @@ def honoured(asked: Asked) -> Asked:
                 recipe = with_key(recipe, key, value)
     if recipe is not asked.recipe:
         _check(recipe, asked)
-    return Asked(recipe, lambda key: places.get(key) or asked.where(key))
+    return SourcedRecipe(recipe, lambda key: places.get(key) or asked.where(key))
 
 
-def _check(recipe: Recipe, asked: Asked) -> None:
+def _check(recipe: Recipe, asked: SourcedRecipe) -> None:
     """Raise RecipeError where the keys that strategies stand for do not go together, or with the method."""
     named = "memory.use" if asked.recipe.memory.use else "memory.never"
     try:
@@ -90,7 +90,7 @@ def _keys(strategy: Strategy, recipe: Recipe, word: str) -> Mapping[str, object]
     return (strategy.use_keys if word == "use" else strategy.never_keys)(recipe)
 
 
-def _contradicted(asked: Asked, strategy: Strategy, word: str) -> Fault | None:
+def _contradicted(asked: SourcedRecipe, strategy: Strategy, word: str) -> Fault | None:
     """The fault of a key that was written against `memory.use` or `memory.never`."""
     own = strategy.wish(asked.recipe)
     if own != ("off" if word == "use" else "on"):

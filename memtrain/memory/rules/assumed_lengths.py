@@ -5,14 +5,14 @@ from __future__ import annotations
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.pricing import CountSteps
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 
 ANSWERS = {"dpo": 2, "kto": 1, "reward": 2}
 """Answers of a row."""
 
 
-def unread_profile(asked: Asked, *, shares_prompts: bool) -> LengthProfile:
+def unread_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfile:
     """Sequences of `length.max_length` tokens, many of them.
 
     Rows with answers: each answer is as long as may be, with a prompt of `length.max_prompt` tokens (none
@@ -32,7 +32,7 @@ def unread_profile(asked: Asked, *, shares_prompts: bool) -> LengthProfile:
     report = LengthReport(
         num_rows=NUM_LONGEST,
         num_tokens=NUM_LONGEST * tokens,
-        num_learnt=NUM_LONGEST * tokens,
+        num_loss_tokens=NUM_LONGEST * tokens,
         rows_cut=0,
         rows_dropped=0,
         rows_split=0,

@@ -9,7 +9,7 @@ from enum import StrEnum
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.model_shape.length_rules import layer_kinds, length_rules
-from memtrain.memory.rules.tested_models import KEPT_APART
+from memtrain.memory.rules.tested_models import PACKING_TESTED_MODELS
 
 
 class AttentionBackend(StrEnum):
@@ -186,7 +186,7 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
         "attention_dropout": _positive(config, "attention_dropout") or 0.0,
         "has_sinks": config.get("model_type") in MODELS_WITH_SINKS,
         "own_layers": tuple(sorted(own)),
-        "untried": "" if model_type in KEPT_APART or not model_type else model_type,
+        "untried": "" if model_type in PACKING_TESTED_MODELS or not model_type else model_type,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.settings import Settings
@@ -13,7 +13,7 @@ from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates
 from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, row_multiple
 from memtrain.memory.rules.engines import first_form, refuse_engine
 from memtrain.memory.rules.ledger import (
-    Ledger,
+    DecisionLog,
     decide_attention,
     decide_device,
     decide_dtype,
@@ -28,7 +28,7 @@ from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.methods.ppo import Ppo
 
 
-def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Micro]]:
+def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | None, list[Micro]]:
     """Settings with everything decided that does not depend on memory, and the micro-batches to try.
 
     None where a refusal was noted without which nothing more can be said.
@@ -89,7 +89,9 @@ def decide_base(ledger: Ledger, facts: Facts) -> tuple[Settings | None, list[Mic
     return settings, micros
 
 
-def _how_rows_lie(ledger: Ledger, facts: Facts, attention: AttentionChoice) -> tuple[bool, bool, bool]:
+def _how_rows_lie(
+    ledger: DecisionLog, facts: PlannerInputs, attention: AttentionChoice
+) -> tuple[bool, bool, bool]:
     """Whether rows lie end to end, whether padded ones tell their lengths, whether prompts are shared."""
     padding_free = _padding_free(ledger, can_pack=attention.can_pack)
     rules, longest = length_rules(facts.config), facts.profile.longest_piece
@@ -99,7 +101,7 @@ def _how_rows_lie(ledger: Ledger, facts: Facts, attention: AttentionChoice) -> t
     return padding_free, by_row, shares
 
 
-def _tell_of_model(ledger: Ledger, facts: Facts) -> None:
+def _tell_of_model(ledger: DecisionLog, facts: PlannerInputs) -> None:
     """What a mixture of experts does not do, and rows that a table of positions does not reach."""
     if facts.shape.experts is not None:
         reason = "the loss is that of the tokens; expert loads are not evened"
@@ -138,14 +140,14 @@ def _said(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def _padding_free(ledger: Ledger, *, can_pack: bool) -> bool:
+def _padding_free(ledger: DecisionLog, *, can_pack: bool) -> bool:
     length = ledger.asked.recipe.length
     if length.packing != "none" or length.padding_free:
         return can_pack
     return length.padding_free is None and can_pack and not length.group_by_length
 
 
-def _uses_liger(ledger: Ledger, hardware: Hardware) -> bool:
+def _uses_liger(ledger: DecisionLog, hardware: Hardware) -> bool:
     wanted = ledger.asked.recipe.model.liger
     if wanted == "off":
         ledger.decide("liger", False, "", "model.liger")
@@ -156,7 +158,7 @@ def _uses_liger(ledger: Ledger, hardware: Hardware) -> bool:
     return runs
 
 
-def _max_steps(ledger: Ledger, facts: Facts, rows: int | None, tokens: int | None) -> int:
+def _max_steps(ledger: DecisionLog, facts: PlannerInputs, rows: int | None, tokens: int | None) -> int:
     train = ledger.asked.recipe.train
     if train.max_steps is not None:
         ledger.decide("max_steps", train.max_steps, "", "train.max_steps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtrain.memory.plan.length_profile import LengthProfile
-from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS, Ledger
+from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS, DecisionLog
 
 COMFORTABLE_TOKENS = {"cuda": 16_384, "cpu": 4_096}
 """Tokens of a micro-batch beyond which a device gets hardly faster. Taste, until it is calibrated."""
@@ -19,7 +19,9 @@ class Micro:
     tokens: int | None
 
 
-def decide_batch(ledger: Ledger, num_replicas: int, *, num_sharing: int = 1) -> tuple[int | None, int | None]:
+def decide_batch(
+    ledger: DecisionLog, num_replicas: int, *, num_sharing: int = 1
+) -> tuple[int | None, int | None]:
     """(rows, tokens) of one optimizer step: exactly one of them is a number."""
     train = ledger.asked.recipe.train
     if train.batch_tokens is not None:
@@ -38,7 +40,7 @@ def decide_batch(ledger: Ledger, num_replicas: int, *, num_sharing: int = 1) -> 
 
 
 def micro_candidates(
-    ledger: Ledger,
+    ledger: DecisionLog,
     profile: LengthProfile,
     batch: tuple[int | None, int | None],
     *,
@@ -131,7 +133,7 @@ def _row_steps(most_rows: int, longest: int, device: str, num_sharing: int) -> l
     return steps
 
 
-def refuse_uneven_groups(ledger: Ledger, rows: int | None) -> None:
+def refuse_uneven_groups(ledger: DecisionLog, rows: int | None) -> None:
     """Refuse a step that is no whole number of groups."""
     recipe = ledger.asked.recipe
     if recipe.online is None or rows is None:

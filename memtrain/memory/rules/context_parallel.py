@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
 
 PATH = "cluster.context_parallel"
@@ -20,7 +20,9 @@ NOT_SLICED = "slices are put together by the log-sum-exp of their scores, which 
 NOT_WITH_LIGER = "Liger's loss was never tried on slices of rows"
 
 
-def refuse_context(ledger: Ledger, processes: int, config: Mapping[str, object], shape: ModelShape) -> None:
+def refuse_context(
+    ledger: DecisionLog, processes: int, config: Mapping[str, object], shape: ModelShape
+) -> None:
     """Note what `cluster.context_parallel` cannot be with, and processes that it does not divide."""
     size = ledger.asked.recipe.cluster.sharing
     if size == 1:
@@ -49,7 +51,7 @@ def copies_of_keys(num_heads: int, num_key_heads: int, num_ranks: int) -> int:
     return 0 if num_ranks % num_key_heads else num_ranks // num_key_heads
 
 
-def _refuse_heads(ledger: Ledger, size: int, num_heads: int, num_key_heads: int) -> None:
+def _refuse_heads(ledger: DecisionLog, size: int, num_heads: int, num_key_heads: int) -> None:
     by = "cluster.context_parallel_by"
     if ledger.asked.recipe.cluster.context_parallel_by == "keys":
         return
@@ -63,7 +65,7 @@ def _refuse_heads(ledger: Ledger, size: int, num_heads: int, num_key_heads: int)
         )
 
 
-def refuse_attention(ledger: Ledger, choice: AttentionChoice) -> None:
+def refuse_attention(ledger: DecisionLog, choice: AttentionChoice) -> None:
     """Note a back end that cannot attend over slices, with the reason why no other is taken."""
     if ledger.asked.recipe.cluster.sharing == 1 or choice.backend in SLICED:
         return

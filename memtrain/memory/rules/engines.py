@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.plan.engine_kinds import ZERO, EngineName, Offload, shards_weights
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
 
@@ -80,7 +80,7 @@ def closed_engines(
     return tuple(found)
 
 
-def refuse_engine(ledger: Ledger, processes: int, dtype: str) -> None:
+def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
     """Note what the engine that is asked for cannot honour."""
     recipe = ledger.asked.recipe
     asked = recipe.cluster.engine
@@ -112,7 +112,7 @@ def loads_shards(recipe: Recipe, settings: Settings) -> bool:
     return settings.num_processes > 1 and settings.engine == "fsdp2" and not is_dora
 
 
-def decide_loading(ledger: Ledger, settings: Settings) -> None:
+def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
     """Say what each process loads, where it keeps a part."""
     if not shards_weights(settings):
         return
@@ -125,7 +125,7 @@ def decide_loading(ledger: Ledger, settings: Settings) -> None:
     ledger.decide("loading", "whole", f"each process holds all weights until they are cut: {why}")
 
 
-def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharded"]:
+def decide_layout(ledger: DecisionLog, settings: Settings) -> Literal["full", "sharded"]:
     """Who writes checkpoints."""
     wanted, path = ledger.asked.recipe.save.layout, "save.layout"
     if settings.num_processes == 1 or settings.engine == "ddp":
@@ -135,7 +135,7 @@ def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharde
                 path,
                 "remove it, or set cluster.engine: fsdp2",
             )
-            ledger.settle()
+            ledger.raise_refusals()
         return "full"
     layout = "full" if wanted == "full" else "sharded"
     words = "each process writes its own shards" if layout == "sharded" else "the main process gathers all"
@@ -143,7 +143,7 @@ def decide_layout(ledger: Ledger, settings: Settings) -> Literal["full", "sharde
     return layout
 
 
-def refuse_closed(ledger: Ledger, base: Settings) -> None:
+def refuse_closed(ledger: DecisionLog, base: Settings) -> None:
     """Note a `cluster.offload` that no engine which is open here takes, each with its reason."""
     recipe = ledger.asked.recipe
     if recipe.cluster.engine == "auto" and not open_forms(recipe, base, ledger.has):
@@ -155,7 +155,7 @@ def refuse_closed(ledger: Ledger, base: Settings) -> None:
         )
 
 
-def _refuse_offload(ledger: Ledger, processes: int) -> None:
+def _refuse_offload(ledger: DecisionLog, processes: int) -> None:
     cluster = ledger.asked.recipe.cluster
     if cluster.offload in ("auto", "none"):
         return

@@ -25,7 +25,7 @@ DEFAULT_BATCH_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SourcedRecipe:
     """A recipe, and where each of its values was said."""
 
     recipe: Recipe
@@ -38,10 +38,10 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Ledger:
+class DecisionLog:
     """Decisions and refusals as they are made."""
 
-    asked: Asked
+    asked: SourcedRecipe
     presumed: frozenset[str] = frozenset()
     """Packages that the run's machine is taken to have: it is another one than this."""
     decisions: list[Decision] = field(default_factory=list[Decision])
@@ -64,13 +64,13 @@ class Ledger:
         """Note a refusal at a place of the recipe."""
         self.faults.append(Fault(what, self.asked.where(path), fix))
 
-    def settle(self) -> None:
+    def raise_refusals(self) -> None:
         """Raises: RecipeError with every refusal, when there is one."""
         if self.faults:
             raise RecipeError(self.faults)
 
 
-def decide_device(ledger: Ledger, hardware: Hardware) -> int:
+def decide_device(ledger: DecisionLog, hardware: Hardware) -> int:
     """Number of processes; the device kind is the hardware's."""
     cluster = ledger.asked.recipe.cluster
     if cluster.device == "cuda" and hardware.device != "cuda":
@@ -101,7 +101,7 @@ def decide_device(ledger: Ledger, hardware: Hardware) -> int:
     return cluster.processes
 
 
-def decide_dtype(ledger: Ledger, hardware: Hardware) -> str:
+def decide_dtype(ledger: DecisionLog, hardware: Hardware) -> str:
     """Precision of weights and computation."""
     model = ledger.asked.recipe.model
     if model.dtype == "auto":
@@ -127,7 +127,7 @@ def decide_dtype(ledger: Ledger, hardware: Hardware) -> str:
 
 
 def decide_attention(
-    ledger: Ledger, hardware: Hardware, dtype: str, config: Mapping[str, object]
+    ledger: DecisionLog, hardware: Hardware, dtype: str, config: Mapping[str, object]
 ) -> AttentionChoice | None:
     """The attention back end, or None when it is refused."""
     recipe = ledger.asked.recipe
@@ -174,7 +174,7 @@ def decide_attention(
     return choice
 
 
-def refuse_past_positions(ledger: Ledger, num_positions: int | None, longest_tokens: int) -> None:
+def refuse_past_positions(ledger: DecisionLog, num_positions: int | None, longest_tokens: int) -> None:
     """Note rows that are longer than a model's table of learnt positions."""
     multiple = ledger.asked.recipe.length.pad_to_multiple_of or 1
     padded = -(-longest_tokens // multiple) * multiple
@@ -196,7 +196,7 @@ def padded_by(recipe: Recipe) -> str:
     return "length.group_by_length: true" if length.group_by_length else ""
 
 
-def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:
+def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:
     """Pairs that no plan can honour, each with its reason."""
     recipe = ledger.asked.recipe
     optim, model = recipe.optim, recipe.model
@@ -231,7 +231,7 @@ def refuse_what_cannot_run(ledger: Ledger, hardware: Hardware) -> None:
         )
 
 
-def _needs_bitsandbytes(ledger: Ledger, hardware: Hardware, what: str, path: str, instead: str) -> None:
+def _needs_bitsandbytes(ledger: DecisionLog, hardware: Hardware, what: str, path: str, instead: str) -> None:
     if hardware.device != "cuda":
         ledger.refuse(f"{what} needs bitsandbytes on a CUDA device", path, f"use {instead}")
     elif not ledger.has("bitsandbytes"):

@@ -7,20 +7,20 @@ from typing import Literal
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.sections.memory import StrategyName
 from memtrain.recipes.sections.methods.preference import Dpo
 
-Rung = Literal["split", "checkpointing", "offloading", "loss_tile"]
+RecoveryStep = Literal["split", "checkpointing", "offloading", "loss_tile"]
 
-SAID_BY: dict[Rung, tuple[str, object]] = {
+SAID_BY: dict[RecoveryStep, tuple[str, object]] = {
     "checkpointing": ("memory.activation_checkpointing", "off"),
     "offloading": ("memory.activation_offloading", "off"),
     "loss_tile": ("memory.loss", "full"),
 }
 """The recipe key and value that rule a rung out, where they are written."""
 
-STRATEGY_OF: dict[Rung, StrategyName] = {
+STRATEGY_OF: dict[RecoveryStep, StrategyName] = {
     "split": "smaller_micro_batch",
     "checkpointing": "activation_checkpointing",
     "offloading": "boundary_offloading",
@@ -29,7 +29,7 @@ STRATEGY_OF: dict[Rung, StrategyName] = {
 """The strategy that a rung turns to: `memory.never` rules it out by that name."""
 
 
-def decide_rehearsal(ledger: Ledger, settings: Settings) -> bool:
+def decide_rehearsal(ledger: DecisionLog, settings: Settings) -> bool:
     """Whether the heaviest batch is tried before the first step."""
     wanted = ledger.asked.recipe.memory.rehearse
     if uses_zero(settings):
@@ -50,7 +50,7 @@ def decide_rehearsal(ledger: Ledger, settings: Settings) -> bool:
     return is_on
 
 
-def decide_recovery(ledger: Ledger, settings: Settings) -> tuple[Rung, ...]:
+def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoveryStep, ...]:
     """What may be done when memory runs out in a step, in no order."""
     recipe = ledger.asked.recipe
     if recipe.memory.recover == "off" or settings.in_backward:
@@ -67,7 +67,7 @@ def decide_recovery(ledger: Ledger, settings: Settings) -> tuple[Rung, ...]:
         why = "a pass that breaks off on one process leaves those that share its rows waiting"
         ledger.decide("recover", "off", why, "memory.recover")
         return ()
-    rungs: list[Rung] = []
+    rungs: list[RecoveryStep] = []
     is_whole = recipe.method == "dpo" and (recipe.dpo or Dpo()).ranks_the_batch
     if not is_whole and STRATEGY_OF["split"] not in recipe.memory.never:
         rungs.append("split")
@@ -82,7 +82,7 @@ def decide_recovery(ledger: Ledger, settings: Settings) -> tuple[Rung, ...]:
 
 
 def in_backward_choices(
-    ledger: Ledger, batch: tuple[int | None, int | None], num_processes: int
+    ledger: DecisionLog, batch: tuple[int | None, int | None], num_processes: int
 ) -> tuple[Micro | None, ...]:
     """Micro-batches of runs that step inside the backward pass; None stands for those that do not.
 
@@ -106,7 +106,7 @@ def in_backward_choices(
 
 
 def _refusal(
-    ledger: Ledger, batch: tuple[int | None, int | None], num_processes: int
+    ledger: DecisionLog, batch: tuple[int | None, int | None], num_processes: int
 ) -> tuple[str, str] | None:
     """(why the step inside the backward pass would not be exact, the way out)."""
     recipe = ledger.asked.recipe

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
 
@@ -28,7 +28,9 @@ def keeps_masters(recipe: Recipe, dtype: str) -> bool:
     return trains_half(dtype, recipe.model.adapter) if wanted == "auto" else wanted
 
 
-def explain_masters(ledger: Ledger, settings: Settings, config: Mapping[str, object], gained: str) -> None:
+def explain_masters(
+    ledger: DecisionLog, settings: Settings, config: Mapping[str, object], gained: str
+) -> None:
     """Note what takes the updates of half-precision weights; `gained`: what pure bfloat16 saves."""
     if not trains_half(settings.dtype, settings.adapter):
         return

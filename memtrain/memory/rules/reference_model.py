@@ -8,7 +8,7 @@ from memtrain.memory.model_shape.length_rules import LengthRule
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import FromOwnCompletions
 from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference
@@ -33,7 +33,7 @@ def section_of(recipe: Recipe) -> WithReference | None:
 
 
 def decide_shared_prompts(
-    ledger: Ledger, attention: AttentionChoice, *, padding_free: bool, growing: LengthRule | None = None
+    ledger: DecisionLog, attention: AttentionChoice, *, padding_free: bool, growing: LengthRule | None = None
 ) -> bool:
     """Whether a prompt is computed once for all its answers: exact wherever rows can be kept apart.
 
@@ -74,7 +74,7 @@ def decide_shared_prompts(
     return False
 
 
-def decide_reference(ledger: Ledger, *, passes: float) -> str:
+def decide_reference(ledger: DecisionLog, *, passes: float) -> str:
     """Where the reference's log-probs come from; `passes` of the run over the data."""
     recipe = ledger.asked.recipe
     section = section_of(recipe)
@@ -100,7 +100,9 @@ def decide_reference(ledger: Ledger, *, passes: float) -> str:
     return wanted
 
 
-def explain_reference(ledger: Ledger, settings: Settings, gain: Callable[[dict[str, object]], str]) -> None:
+def explain_reference(
+    ledger: DecisionLog, settings: Settings, gain: Callable[[dict[str, object]], str]
+) -> None:
     """Note the reference with its reason and its price against a frozen copy."""
     section = section_of(ledger.asked.recipe)
     if section is None:
@@ -116,7 +118,7 @@ def explain_reference(ledger: Ledger, settings: Settings, gain: Callable[[dict[s
     ledger.decide("reference", settings.reference, f"{why}; {price} (a copy)" if price else why, path)
 
 
-def whole_batch(ledger: Ledger, batch: tuple[int | None, int | None], num_processes: int) -> list[Micro]:
+def whole_batch(ledger: DecisionLog, batch: tuple[int | None, int | None], num_processes: int) -> list[Micro]:
     """The only micro-batch of losses that sort the pairs of a step; none for all others, who choose."""
     recipe = ledger.asked.recipe
     if recipe.method != "dpo" or not (recipe.dpo or Dpo()).ranks_the_batch:

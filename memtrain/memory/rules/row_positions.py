@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from memtrain.memory.model_shape.length_rules import LengthRule, reached
 from memtrain.memory.rules.batching import Micro
-from memtrain.memory.rules.ledger import Ledger
+from memtrain.memory.rules.ledger import DecisionLog
 
 
 def decide_positions(
-    ledger: Ledger, rules: Sequence[LengthRule], longest: int, *, padding_free: bool
+    ledger: DecisionLog, rules: Sequence[LengthRule], longest: int, *, padding_free: bool
 ) -> bool:
     """Whether padded rows carry positions that tell their lengths; notes what rows of a run come to.
 
@@ -29,13 +29,13 @@ def decide_positions(
     return not padding_free
 
 
-def one_row_a_time(ledger: Ledger, micros: list[Micro]) -> list[Micro]:
+def one_row_a_time(ledger: DecisionLog, micros: list[Micro]) -> list[Micro]:
     """The smallest micro-batches alone, unless the recipe says how large they are: with a row beside it a
     padded row needs a mask of its length squared."""
     return micros[-1:] if ledger.asked.recipe.train.micro_rows == "auto" else micros
 
 
-def _refuse_growing(ledger: Ledger, rule: LengthRule, longest: int) -> None:
+def _refuse_growing(ledger: DecisionLog, rule: LengthRule, longest: int) -> None:
     generate = ledger.asked.recipe.generation
     room = rule.tokens - (longest - generate.max_tokens)
     lower = (

@@ -9,19 +9,19 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import COMFORTABLE_TOKENS
-from memtrain.memory.rules.ledger import Asked, Ledger, decide_attention, decide_dtype
+from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe, decide_attention, decide_dtype
 from memtrain.memory.rules.reference_model import decide_shared_prompts
 
 ROWS_AT_ONCE = 8
 """Rows of a batch where rows are padded. Taste."""
 
 
-def scoring_settings(asked: Asked, hardware: Hardware, config: Mapping[str, object]) -> Settings:
+def scoring_settings(asked: SourcedRecipe, hardware: Hardware, config: Mapping[str, object]) -> Settings:
     """Settings of one process that scores, with attention and precision as in training.
 
     Raises: RecipeError with every refusal.
     """
-    ledger, recipe = Ledger(asked), asked.recipe
+    ledger, recipe = DecisionLog(asked), asked.recipe
     dtype = decide_dtype(ledger, hardware)
     attention = decide_attention(ledger, hardware, dtype, config)
     is_flat = attention is not None and attention.can_pack and recipe.length.padding_free is not False
@@ -29,7 +29,7 @@ def scoring_settings(asked: Asked, hardware: Hardware, config: Mapping[str, obje
     shares = attention is not None and decide_shared_prompts(
         ledger, attention, padding_free=is_flat, growing=growing
     )
-    ledger.settle()
+    ledger.raise_refusals()
     assert attention is not None, "A refusal was not noted."
     threads = recipe.cluster.threads
     return Settings.model_validate(

@@ -13,4 +13,4 @@ _TYPES = (
     "mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe "
     "qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu "
 )
-KEPT_APART = frozenset(_TYPES.split())
+PACKING_TESTED_MODELS = frozenset(_TYPES.split())

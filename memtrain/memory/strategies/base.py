@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 
-Wish = Literal["on", "off", "auto", "allow"]
+StrategyRequest = Literal["on", "off", "auto", "allow"]
 """What a recipe says of a strategy: it must be used, must not, the plan decides, or only when allowed."""
 
-Axis = Literal[
+StrategyGroup = Literal[
     "rows",
     "context",
     "checkpointing",
@@ -31,7 +31,7 @@ Axis = Literal[
 ]
 """Choices that stand in place of each other."""
 
-TRAINED: frozenset[Axis] = frozenset({"micro-batch", "optimizer", "precision", "adapter", "length"})
+TRAINED: frozenset[StrategyGroup] = frozenset({"micro-batch", "optimizer", "precision", "adapter", "length"})
 """Choices of what is trained and in which steps: the plain run makes the same."""
 
 Updates = Mapping[str, object]
@@ -39,11 +39,11 @@ Updates = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class StrategyContext:
     """What a strategy is judged on."""
 
-    asked: Asked
-    facts: Facts
+    asked: SourcedRecipe
+    facts: PlannerInputs
 
     @property
     def recipe(self) -> Recipe:
@@ -51,7 +51,7 @@ class Case:
         return self.asked.recipe
 
 
-def no_forms(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def no_forms(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """Of strategies that are decided by rule before the search."""
     return ()
 
@@ -61,7 +61,7 @@ def no_keys(recipe: Recipe) -> Mapping[str, object]:
     return {}
 
 
-def never_refused(case: Case) -> str | None:
+def never_refused(case: StrategyContext) -> str | None:
     """Of strategies that run everywhere."""
     return None
 
@@ -72,7 +72,7 @@ class Strategy:
 
     name: str
     """As `memory.use` and `memory.never` take it."""
-    axis: Axis
+    axis: StrategyGroup
     says: str
     """What it does, in a sentence without a full stop."""
     saves: str
@@ -80,19 +80,19 @@ class Strategy:
     is_exact: bool
     """The same numbers as without it, up to the order of sums; else it changes what is learnt."""
     is_used: Callable[[Settings], bool]
-    wish: Callable[[Recipe], Wish]
+    wish: Callable[[Recipe], StrategyRequest]
     """What the recipe says of it by its own keys."""
     use_keys: Callable[[Recipe], Mapping[str, object]]
     """The recipe's keys that switch it on: what `memory.use` stands for."""
     never_keys: Callable[[Recipe], Mapping[str, object]] = no_keys
     """The recipe's keys that switch it off: what `memory.never` stands for."""
-    changes: Callable[[Settings, Case], tuple[Updates, ...]] = no_forms
+    changes: Callable[[Settings, StrategyContext], tuple[Updates, ...]] = no_forms
     """The ways to switch it on in the search, over settings without it."""
     without: Updates = field(default_factory=dict[str, object])
     """The settings of the run without it."""
     padded: Updates = field(default_factory=dict[str, object])
     """The settings of the run without it where that has other sequences: they alone price nothing."""
-    refusal: Callable[[Case], str | None] = never_refused
+    refusal: Callable[[StrategyContext], str | None] = never_refused
     """Why it cannot be used here, whatever else is chosen; None when it can."""
 
     @property
@@ -101,6 +101,6 @@ class Strategy:
         return {} if self.axis in TRAINED else {**self.without, **self.padded}
 
 
-def on_off(value: object) -> Wish:
+def on_off(value: object) -> StrategyRequest:
     """The wish of a key that says `on`, `off` or `auto`."""
     return "on" if value == "on" else "auto" if value == "auto" else "off"

@@ -12,7 +12,7 @@ from memtrain.memory.strategies.activations import (
     full_offloading,
     liger_loss,
 )
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish, no_forms
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, no_forms
 from memtrain.memory.strategies.batch import (
     packing,
     padding_free,
@@ -73,7 +73,7 @@ UNNAMED: Updates = {"attention": "stock", "liger": False, "pad_to_multiple_of": 
 """Settings of the plain run that belong to no strategy: kernels, alignment, and where shards wait."""
 
 
-def wish_of(strategy: Strategy, case: Case) -> Wish:
+def wish_of(strategy: Strategy, case: StrategyContext) -> StrategyRequest:
     """What the whole recipe says of a strategy: its keys, `memory.use`, `memory.never` and `memory.allow`."""
     memory = case.recipe.memory
     if strategy.name in memory.use:

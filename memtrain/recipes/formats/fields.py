@@ -225,12 +225,12 @@ def message_of(item: object, place: str) -> Message:
     rest = {key: value for key, value in given.items() if value is not None and key not in taken}
     if content is None and not rest.get("tool_calls"):
         raise BadRow(f"{place} has no content", "give it a content (a string), or tool_calls")
-    if not is_learnt(given, place):
+    if not loss_mask(given, place):
         rest[NOT_LEARNT] = True
     return {"role": ROLES[role], "content": content_of(content, place), **rest}
 
 
-def is_learnt(given: Mapping[str, Any], place: str) -> bool:
+def loss_mask(given: Mapping[str, Any], place: str) -> bool:
     """Whether a message may be learnt: not with `weight: 0` or `train: false`.
 
     Raises: BadRow when they are anything but 0, 1, true and false, or contradict each other.

@@ -24,7 +24,7 @@ class Answer:
     """One answer: its tokens, and which of them are learnt."""
 
     ids: Ids
-    is_learnt: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class AnswerBatch:
     reference_A: Tensor | None
 
     @property
-    def num_learnt(self) -> int:
+    def num_loss_tokens(self) -> int:
         """Items: what the loss is averaged over."""
         return len(self.label_I)
 
@@ -94,7 +94,7 @@ def collate_answers(
     elif is_shared:
         groups = [apart for group in groups for apart in _with_prompt(group)]
         micro, last = _shared(groups, pad_id, multiple)
-        lengths = [int(answer.is_learnt.sum()) for group in groups for answer in group.answers]
+        lengths = [int(answer.loss_mask.sum()) for group in groups for answer in group.answers]
     else:
         pieces = [_piece(group.prompt, answer) for group in groups for answer in group.answers]
         micro = (
@@ -108,7 +108,7 @@ def collate_answers(
             end - 1 if is_flat else row * width + len(piece) - 1
             for row, (piece, end) in enumerate(zip(pieces, ends, strict=True))
         ]
-        lengths = [int(piece.is_learnt[1:].sum()) for piece in pieces]
+        lengths = [int(piece.loss_mask[1:].sum()) for piece in pieces]
     return AnswerBatch(
         micro=micro,
         lengths_A=torch.tensor(lengths, dtype=torch.int64),
@@ -121,7 +121,7 @@ def collate_answers(
 def _piece(prompt: Ids, answer: Answer) -> Piece:
     return Piece(
         np.concatenate([prompt, answer.ids]),
-        np.concatenate([np.zeros(len(prompt), np.bool_), answer.is_learnt]),
+        np.concatenate([np.zeros(len(prompt), np.bool_), answer.loss_mask]),
     )
 
 
@@ -137,7 +137,7 @@ def _shared(groups: Sequence[Group], pad_id: int, multiple: int | None) -> tuple
     answers = [answer for group in groups for answer in group.answers]
     layout = shared_layout([(len(g.prompt), [len(a.ids) for a in g.answers]) for g in groups])
     ids = np.concatenate([*(group.prompt for group in groups), *(answer.ids for answer in answers)])
-    learnt_N = torch.from_numpy(np.concatenate([answer.is_learnt for answer in answers]))
+    learnt_N = torch.from_numpy(np.concatenate([answer.loss_mask for answer in answers]))
     input_T = torch.from_numpy(ids.astype(np.int64))
     micro = MicroBatch(
         input_ids=input_T[None],
@@ -157,7 +157,7 @@ def _with_prompt(group: Group) -> list[Group]:
     if len(group.prompt):
         return [group]
     return [
-        Group(answer.ids[:1], (replace(answer, ids=answer.ids[1:], is_learnt=answer.is_learnt[1:]),))
+        Group(answer.ids[:1], (replace(answer, ids=answer.ids[1:], loss_mask=answer.loss_mask[1:]),))
         for answer in group.answers
     ]
 

@@ -21,7 +21,7 @@ class Piece:
     """Consecutive tokens of one row, and which of them are learnt."""
 
     ids: NDArray[np.int32]
-    is_learnt: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -47,7 +47,7 @@ class MicroBatch:
     num_tokens: int
 
     @property
-    def num_learnt(self) -> int:
+    def num_loss_tokens(self) -> int:
         """Tokens that are learnt."""
         return len(self.targets)
 
@@ -73,7 +73,7 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
     Padding up to a multiple is one segment of its own, so that it costs no attention to anybody.
     """
     ids = np.concatenate([piece.ids for piece in pieces])
-    learnt = np.concatenate([piece.is_learnt for piece in pieces])
+    learnt = np.concatenate([piece.loss_mask for piece in pieces])
     lengths = [len(piece) for piece in pieces]
     padding = -len(ids) % multiple if multiple else 0
     if padding:
@@ -106,7 +106,7 @@ def pad_right(
     is_scored_BT = np.zeros((len(pieces), width), np.bool_)
     for row, piece in enumerate(pieces):
         ids_BT[row, : len(piece)] = piece.ids
-        is_scored_BT[row, : len(piece) - 1] = piece.is_learnt[1:]
+        is_scored_BT[row, : len(piece) - 1] = piece.loss_mask[1:]
     index = np.flatnonzero(is_scored_BT)
     position_BT = torch.arange(width)[None].expand(len(pieces), width)
     if by_row:

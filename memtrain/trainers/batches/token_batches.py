@@ -58,7 +58,7 @@ class TokenFeed:
     def sample_prompt(self) -> Tensor:
         """int64 [T], what comes before the first learnt token of the shortest sequence."""
         batch = self.micro_batch(np.array([int(self.tokens.argmin())]))
-        end = int(batch.scored_index[0]) + 1 if batch.num_learnt else 1
+        end = int(batch.scored_index[0]) + 1 if batch.num_loss_tokens else 1
         return batch.input_ids[0, : max(1, end)]
 
     def told(self, split: str) -> DataEvent:
@@ -74,7 +74,7 @@ class TokenFeed:
         return [
             Piece(
                 np.concatenate([piece.ids for piece in pieces]),
-                np.concatenate([piece.is_learnt for piece in pieces]),
+                np.concatenate([piece.loss_mask for piece in pieces]),
             )
         ]
 
@@ -98,7 +98,7 @@ def data_event(split: str, report: LengthReport, lengths: Ints) -> DataEvent:
         split=split,
         rows=report.num_rows,
         tokens=report.num_tokens,
-        learnt=report.num_learnt,
+        learnt=report.num_loss_tokens,
         sequences=report.num_sequences,
         fill=report.fill,
         rows_cut=report.rows_cut,

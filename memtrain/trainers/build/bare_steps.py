@@ -12,9 +12,9 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.optim.in_backward import InBackward
-from memtrain.trainers.optim.step import Engine, forward_backward, set_rate, update
+from memtrain.trainers.optim.step import DistributedStep, forward_backward, set_rate, update
 from memtrain.trainers.protocols.feed import Steps, StepSource, StepWork
-from memtrain.trainers.protocols.method import Ahead, LooksAhead
+from memtrain.trainers.protocols.method import LooksAhead, StepPreview
 from memtrain.trainers.runtime.seed import seed_step
 
 
@@ -43,7 +43,7 @@ class Stepper:
     built: Built
     source: StepSource | None = None
     """Where the work of the steps comes from; of itself the rows of `built`."""
-    engine: Engine = field(init=False)
+    engine: DistributedStep = field(init=False)
     device: torch.device = field(init=False)
     steps: StepSource = field(init=False)
 
@@ -52,7 +52,9 @@ class Stepper:
         self.device = local_device(settings)
         self.steps = self.source or Steps(self.built.train, settings, train.seed, train.shuffle)
         in_backward = settings.in_backward
-        self.engine = InBackward(self.built.optimizer, self.parameters).engine() if in_backward else Engine()
+        self.engine = (
+            InBackward(self.built.optimizer, self.parameters).engine() if in_backward else DistributedStep()
+        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -68,7 +70,9 @@ class Stepper:
         feed, method, seed = self.steps.feed, self.built.method, self.plan.recipe.train.seed
         set_rate(self.built.optimizer, self.plan.recipe.optim.lr)
         if isinstance(method, LooksAhead):
-            method.look_ahead(self.built.scorer, Ahead(feed, work.sequences, work.micros, self.device, 1))
+            method.before_step(
+                self.built.scorer, StepPreview(feed, work.sequences, work.micros, self.device, 1)
+            )
         return forward_backward(
             self.built.scorer,
             method,

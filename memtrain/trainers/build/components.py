@@ -39,14 +39,14 @@ from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.neftune import add_noise
 from memtrain.trainers.model.loading.save import stop_at
 from memtrain.trainers.model.loading.sharded_load import is_empty, made_in_parts
-from memtrain.trainers.model.offload.activations import treat_activations
+from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.protocols.feed import Feed
-from memtrain.trainers.protocols.method import FollowsSteps, Method
+from memtrain.trainers.protocols.method import Method, TracksPolicy
 from memtrain.trainers.reference.build import build_reference
-from memtrain.trainers.reference.reference import Live, Synced
+from memtrain.trainers.reference.reference import EmaReference, FrozenReference
 from memtrain.trainers.runtime.seed import seed_everything
-from memtrain.trainers.runtime.weight_layout import Spread
+from memtrain.trainers.runtime.weight_layout import WeightLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class Built:
     eval: Feed | None
     trained: dict[str, nn.Parameter]
     """What this rank's optimizer steps, by name: whole weights, or its rows of them."""
-    spread: Spread = field(default_factory=Spread)
+    spread: WeightLayout = field(default_factory=WeightLayout)
     """How the weights lie over the ranks."""
-    follower: FollowsSteps | None = None
+    follower: TracksPolicy | None = None
     """A reference model that follows the policy."""
     reference: nn.Module | None = None
     """A reference model that is held beside the policy."""
@@ -88,7 +88,7 @@ class Built:
         return [tensor for module in held for tensor in (*module.parameters(), *module.buffers())]
 
 
-def build(plan: Plan, spread: Spread | None = None) -> Built:
+def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
     """Build everything, and check on the real model that rows stay apart and that the head is understood.
 
     `spread` lays the weights over the ranks; without it each is whole here.
@@ -100,7 +100,7 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
     scorer, why_whole = made_in_parts(settings, lambda: build_scorer(plan, vocab_size=len(tokenizer)))
     model = scorer.model
     pad_id = cast(int | None, tokenizer.pad_token_id)
-    spread, was_empty = spread or Spread(), is_empty(model)
+    spread, was_empty = spread or WeightLayout(), is_empty(model)
     if was_empty:
         # Its weights are read when they are cut, and it is checked with them.
         spread.lay(scorer)
@@ -126,8 +126,8 @@ def build(plan: Plan, spread: Spread | None = None) -> Built:
         method=shared(module.method(recipe, reference), settings.context_parallel),
         train=train,
         eval=held_out,
-        follower=reference if isinstance(reference, FollowsSteps) else None,
-        reference=reference.scorer if isinstance(reference, Live | Synced) else None,
+        follower=reference if isinstance(reference, TracksPolicy) else None,
+        reference=reference.scorer if isinstance(reference, FrozenReference | EmaReference) else None,
         why_whole=why_whole,
     )
 
@@ -222,7 +222,7 @@ def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreT
     apply_liger(model, settings)
     if settings.adapter is not None:
         model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)
-    treat_activations(model, settings)
+    apply_checkpointing_and_offload(model, settings)
     if recipe.optim.neftune_alpha is not None:
         add_noise(model, recipe.optim.neftune_alpha)
     return model

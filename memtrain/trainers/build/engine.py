@@ -17,7 +17,7 @@ from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build.components import Built
-from memtrain.trainers.distributed.ddp import Exchange
+from memtrain.trainers.distributed.ddp import GradientAllReduce
 from memtrain.trainers.distributed.fsdp2 import (
     check_shards,
     gathered,
@@ -35,10 +35,10 @@ from memtrain.trainers.distributed.zero import (
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.model.loading.sharded_init import kept_of
 from memtrain.trainers.model.loading.sharded_load import fill_rows, is_empty
-from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
-from memtrain.trainers.runtime.weight_layout import Spread
+from memtrain.trainers.runtime.weight_layout import WeightLayout
 
 _KEPT: list[object] = []
 """The process group, until the process ends. Its destructor joins gloo's threads while it holds Python's
@@ -87,7 +87,7 @@ def _sum_of_ranks(settings: Settings) -> int:
     return int(number)
 
 
-def shake_hands(plan: Plan, ranks: Ranks) -> None:
+def check_same_plan_on_ranks(plan: Plan, ranks: Ranks) -> None:
     """Make sure that all ranks run the same plan with the same packages, before anything is loaded.
 
     Raises: LaunchError, on every rank, naming those that differ from rank 0.
@@ -104,7 +104,7 @@ def shake_hands(plan: Plan, ranks: Ranks) -> None:
             )
 
 
-def make_spread(settings: Settings) -> Spread:
+def make_spread(settings: Settings) -> WeightLayout:
     """How weights lie over the ranks under a plan's settings.
 
     Raises: LaunchError where the plan's engine is not installed.
@@ -112,8 +112,8 @@ def make_spread(settings: Settings) -> Spread:
     if uses_zero(settings):
         refuse_without_deepspeed()
         if stage_of(settings) < 3:
-            return Spread(lay=_same_everywhere, lay_frozen=_same_everywhere, gather=gathered)
-        return Spread(
+            return WeightLayout(lay=_same_everywhere, lay_frozen=_same_everywhere, gather=gathered)
+        return WeightLayout(
             lay=_same_everywhere,
             # DeepSpeed is given the policy alone: models that are only asked are cut by FSDP2.
             lay_frozen=_in_rows(settings),
@@ -123,11 +123,11 @@ def make_spread(settings: Settings) -> Spread:
             is_sharded=True,
         )
     if settings.num_processes == 1:
-        return Spread()
+        return WeightLayout()
     if settings.engine != "fsdp2":
-        return Spread(lay=_same_everywhere, lay_frozen=_same_everywhere)
+        return WeightLayout(lay=_same_everywhere, lay_frozen=_same_everywhere)
     lay = _in_rows(settings)
-    return Spread(
+    return WeightLayout(
         lay=lay, lay_frozen=lay, trained=own_shards, whole=whole_weights, gather=gathered, is_sharded=True
     )
 
@@ -147,20 +147,20 @@ def _in_rows(settings: Settings) -> Callable[[nn.Module], None]:
     return lay
 
 
-def make_engine(plan: Plan, built: Built) -> Engine:
+def make_engine(plan: Plan, built: Built) -> DistributedStep:
     """How this process reaches the others: our own exchange (exchange.py), that of the shards, or DeepSpeed.
 
     Made when weights and optimizer states are loaded: DeepSpeed cuts them here.
     """
     settings = plan.settings
     if settings.num_processes == 1:
-        return Engine()
+        return DistributedStep()
     if settings.engine == "fsdp2":
         return shard_engine(built.scorer, built.trained)
     if isinstance(built.optimizer, ZeroOptimizer):
         return begin_zero(built.scorer, built.optimizer, settings, plan.recipe.optim.max_grad_norm)
-    exchange = Exchange(list(built.trained.values()))
-    return Engine(last_pass=exchange.sending, finish=exchange.finish)
+    exchange = GradientAllReduce(list(built.trained.values()))
+    return DistributedStep(last_pass=exchange.sending, finish=exchange.finish)
 
 
 def _same_everywhere(model: nn.Module) -> None:

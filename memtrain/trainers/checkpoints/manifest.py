@@ -76,7 +76,7 @@ def data_fingerprint(data: PreparedData) -> str:
     train = data.train
     return (
         f"{Path(train.folder).name}: {train.num_rows} rows, {train.num_tokens} tokens, "
-        f"{train.num_learnt} learnt, {data.held_out_rows} rows held out"
+        f"{train.num_loss_tokens} learnt, {data.held_out_rows} rows held out"
     )
 
 

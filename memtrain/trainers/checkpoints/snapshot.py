@@ -24,8 +24,8 @@ from memtrain.trainers.checkpoints.row_shards import fill_from, read_optimizer
 from memtrain.trainers.checkpoints.shard_names import PIECES, name_of
 from memtrain.trainers.checkpoints.state_io import load_state, save_state
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
-from memtrain.trainers.protocols.method import FollowsSteps
-from memtrain.trainers.protocols.position import Position
+from memtrain.trainers.protocols.method import TracksPolicy
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.weight_layout import (
     full_of,
@@ -41,8 +41,8 @@ State = dict[str, Any]
 def parts_of(
     model: nn.Module,
     optimizer: Optimizer,
-    position: Position,
-    follower: FollowsSteps | None = None,
+    position: TrainState,
+    follower: TracksPolicy | None = None,
     kept: Callable[[], object] | None = None,
     *,
     trained: Mapping[str, nn.Parameter] | None = None,
@@ -88,8 +88,8 @@ def restore(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: Optimizer,
-    position: Position,
-    follower: FollowsSteps | None = None,
+    position: TrainState,
+    follower: TracksPolicy | None = None,
     *,
     trained: Mapping[str, nn.Parameter] | None = None,
     ranks: Ranks | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memtrain.trainers.protocols.method import Ahead, LooksAhead, Loss, Method, means_of
+from memtrain.trainers.protocols.method import LooksAhead, Loss, Method, StepPreview, means_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Shared:
         sums = {name: value / self.num_sharing for name, value in whole.sums.items()}
         return Loss(whole.value / self.num_sharing, sums)
 
-    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """What the method itself does."""
         if isinstance(self.inner, LooksAhead):
-            self.inner.look_ahead(model, ahead)
+            self.inner.before_step(model, ahead)
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """What the method itself tells."""

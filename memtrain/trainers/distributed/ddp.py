@@ -22,7 +22,7 @@ class _Sent:
     work: dist.Work
 
 
-class Exchange:
+class GradientAllReduce:
     """Sums the gradients of `parameters` over all ranks, each in place: no buckets, no second copy.
 
     Large gradients leave in a fixed order, from the last parameter to the first, as the backward pass makes

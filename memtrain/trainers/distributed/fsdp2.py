@@ -33,7 +33,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer
-from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.runtime.weight_layout import full_of, local_of
 
 HALF = (torch.bfloat16, torch.float16)
@@ -147,7 +147,7 @@ def own_shards(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def shard_engine(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> Engine:
+def shard_engine(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> DistributedStep:
     """How a step reaches the other ranks: torch has summed gradients over them when a pass is through."""
     named = dict(model.named_parameters())
     pairs = [(named[name], own) for name, own in trained.items()]
@@ -157,7 +157,7 @@ def shard_engine(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> Engin
             own.grad = None if parameter.grad is None else local_of(parameter.grad)
             parameter.grad = None
 
-    return Engine(finish=hand_over, clip=clip_shards)
+    return DistributedStep(finish=hand_over, clip=clip_shards)
 
 
 def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.sharded.zero_config import stage_of, zero_config
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import Flat, Piece, ZeroOptimizer
 from memtrain.trainers.runtime.deepspeed_import import import_deepspeed
 
@@ -40,7 +40,7 @@ def refuse_without_deepspeed() -> None:
 
 def begin_zero(
     scorer: nn.Module, optimizer: ZeroOptimizer, settings: Settings, max_grad_norm: float | None
-) -> Engine:
+) -> DistributedStep:
     """Cut the weights, or states of weights, of `scorer` over the ranks; how a step reaches them.
 
     Weights and states are whole and loaded by now. Called by all ranks together.
@@ -59,7 +59,7 @@ def begin_zero(
     optimizer.give(flats)
     _BEGUN[scorer] = inner
     stepping = _Stepping(engine, inner, optimizer, settings.num_processes)
-    return Engine(
+    return DistributedStep(
         backward=stepping.backward, last_pass=stepping.last_pass, clip=stepping.clip, step=stepping.step
     )
 

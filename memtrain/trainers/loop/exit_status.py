@@ -9,7 +9,7 @@ import torch
 
 from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.protocols.position import Position
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.report.final_status import tell_end
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
@@ -17,7 +17,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 
 
 @contextmanager
-def outcome_told(folder: RunFolder, ranks: Ranks, position: Position) -> Iterator[None]:
+def record_exit(folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterator[None]:
     """Keep the run's status, and write its report at the end; torch's own out-of-memory error becomes ours.
 
     Raises: whatever is raised inside.
@@ -38,7 +38,7 @@ def outcome_told(folder: RunFolder, ranks: Ranks, position: Position) -> Iterato
     end(RunState.DONE, recovered_words(position))
 
 
-def recovered_words(position: Position) -> str:
+def recovered_words(position: TrainState) -> str:
     """How often memory ran out in a run that went on; empty where it never did."""
     count = position.num_recoveries
     return f"ran out of memory {count} time{'s' if count > 1 else ''}, and went on" if count else ""
@@ -52,7 +52,7 @@ def _state_of(error: Exception) -> tuple[RunState, str]:
 
 
 @contextmanager
-def _out_of_memory_in_words(folder: RunFolder, position: Position) -> Iterator[None]:
+def _out_of_memory_in_words(folder: RunFolder, position: TrainState) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:

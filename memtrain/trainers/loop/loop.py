@@ -17,11 +17,11 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
-from memtrain.trainers.optim.step import Engine, forward_backward, set_rate, update
+from memtrain.trainers.optim.step import DistributedStep, forward_backward, set_rate, update
 from memtrain.trainers.protocols.events import EvalEvent, Event, StepEvent
 from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
-from memtrain.trainers.protocols.method import Ahead, FollowsSteps, LooksAhead, Loss, Method, means_of
-from memtrain.trainers.protocols.position import Position
+from memtrain.trainers.protocols.method import LooksAhead, Loss, Method, StepPreview, TracksPolicy, means_of
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import seed_step
 
@@ -41,7 +41,7 @@ class Run:
     steps: StepSource
     eval_feed: Feed | None
     ranks: Ranks
-    engine: Engine
+    engine: DistributedStep
     device: torch.device
     tell: Callable[[Event], None]
     """Takes what happens: to the metrics, the terminal and the trackers, on the main rank."""
@@ -52,11 +52,11 @@ class Run:
     """What is done when memory runs out."""
     post_mortem: Callable[[Exhausted], MemtrainError]
     """Says why a run could not go on, and what would."""
-    follower: FollowsSteps | None = None
+    follower: TracksPolicy | None = None
     """What follows the weights beside the optimizer: a reference model that is synchronised."""
     judge: Callable[[], float] | None = None
     """Measures on the held-out rows in place of the loss: what is lower is better."""
-    position: Position = field(default_factory=Position)
+    position: TrainState = field(default_factory=TrainState)
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
 
@@ -146,7 +146,7 @@ def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
     seed, feed = run.plan.recipe.train.seed, run.steps.feed
 
     def act(parts: list[Part], cursor: Cursor) -> dict[str, Tensor]:
-        look_ahead(run, feed, work.sequences, [part.sequences for part in parts])
+        before_step(run, feed, work.sequences, [part.sequences for part in parts])
 
         def seed_part(index: int) -> None:
             part = parts[index]
@@ -185,7 +185,7 @@ def evaluate(run: Run) -> float:
     run.model.eval()
     with run.watch.phase("evaluation"), torch.no_grad():
         micros = eval_micro_batches(feed, settings, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
-        look_ahead(run, feed, eval_order(feed), micros)
+        before_step(run, feed, eval_order(feed), micros)
         for made in run.recovery.each(
             feed, micros, lambda sequences: score(run, feed, sequences), ranks=run.ranks
         ):
@@ -221,11 +221,13 @@ def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
     return run.method.loss(run.model, micro, denominator=1.0, want_stats=True)
 
 
-def look_ahead(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
+def before_step(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
     """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
     if isinstance(run.method, LooksAhead):
-        ahead = Ahead(feed, sequences, micros, run.device, run.ranks.world, num_sharing=run.ranks.num_sharing)
-        run.method.look_ahead(run.model, ahead)
+        ahead = StepPreview(
+            feed, sequences, micros, run.device, run.ranks.world, num_sharing=run.ranks.num_sharing
+        )
+        run.method.before_step(run.model, ahead)
 
 
 def _on_device(run: Run, parts: Sequence[Part], cursor: Cursor) -> Iterator[Any]:
@@ -269,7 +271,7 @@ def _tell(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds
             lr=lr,
             grad_norm=totals["grad_norm"],
             tokens=work.num_tokens,
-            learnt=int(work.denominator) if work.num_learnt is None else work.num_learnt,
+            learnt=int(work.denominator) if work.num_loss_tokens is None else work.num_loss_tokens,
             seconds=seconds,
             peak_bytes=peak or None,
             epoch=work.epoch,

@@ -13,8 +13,8 @@ from memtrain.trainers.checkpoints.pinned_copy import HostCopies
 from memtrain.trainers.checkpoints.snapshot import parts_of
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.protocols.events import SaveEvent
-from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.run_folder.event_sinks import Teller
+from memtrain.trainers.protocols.position import TrainState
+from memtrain.trainers.run_folder.event_sinks import EventSinks
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
 
@@ -31,7 +31,7 @@ class Saver:
         folder: RunFolder,
         built: Built,
         ranks: Ranks,
-        teller: Teller,
+        teller: EventSinks,
         online: OnlineSteps | None,
     ) -> None:
         self._plan = plan
@@ -53,7 +53,7 @@ class Saver:
         """Whether this rank still writes."""
         return self._background.is_at_work
 
-    def save(self, position: Position) -> None:
+    def save(self, position: TrainState) -> None:
         """Save, or begin to: one that is still under way is waited for.
 
         Raises: LaunchError, on every rank, when the disk refuses, or refused what was under way.
@@ -105,7 +105,7 @@ class Saver:
             SaveEvent(step=self._step, seconds=seconds, held_s=self._held_s, waited_s=self._waited_s)
         )
 
-    def _parts(self, position: Position) -> Parts:
+    def _parts(self, position: TrainState) -> Parts:
         built = self._built
         if self._copies is not None:
             self._copies.begin()

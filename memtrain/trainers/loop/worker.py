@@ -20,7 +20,13 @@ from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build.components import Built, build, has_dropout
-from memtrain.trainers.build.engine import make_accelerator, make_engine, make_spread, ranks_of, shake_hands
+from memtrain.trainers.build.engine import (
+    check_same_plan_on_ranks,
+    make_accelerator,
+    make_engine,
+    make_spread,
+    ranks_of,
+)
 from memtrain.trainers.checkpoints.checkpoint import (
     Found,
     mend_checkpoints,
@@ -30,7 +36,7 @@ from memtrain.trainers.checkpoints.checkpoint import (
 from memtrain.trainers.checkpoints.resume import check_resumable
 from memtrain.trainers.checkpoints.run_state import is_over
 from memtrain.trainers.checkpoints.snapshot import restore
-from memtrain.trainers.loop.exit_status import outcome_told
+from memtrain.trainers.loop.exit_status import record_exit
 from memtrain.trainers.loop.finish import finish
 from memtrain.trainers.loop.loop import Run, train
 from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
@@ -41,18 +47,18 @@ from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.memory_meter.resized_storages import counting_mode
-from memtrain.trainers.model.heads.build import treat_loss
+from memtrain.trainers.model.heads.build import configure_loss
 from memtrain.trainers.model.loading.load import local_device
-from memtrain.trainers.model.offload.activations import treat_activations
+from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_steps
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.lr_schedule import lr_at
-from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.protocols.feed import Steps
-from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.run_folder.event_sinks import Teller, open_teller
+from memtrain.trainers.protocols.position import TrainState
+from memtrain.trainers.run_folder.event_sinks import EventSinks, open_teller
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
@@ -72,13 +78,13 @@ def work(plan: Plan, *, resume: bool = True) -> None:
     with ExitStack() as stack:
         accelerator = make_accelerator(plan.settings)
         ranks = replace(ranks_of(accelerator), num_sharing=plan.settings.context_parallel)
-        shake_hands(plan, ranks)
+        check_same_plan_on_ranks(plan, ranks)
         folder = RunFolder(Path(plan.run_dir))
         if ranks.is_main and LOCKED not in os.environ:
             stack.enter_context(folder.open_for_run())
         stop = stack.enter_context(StopRequest())
-        position = Position()
-        stack.enter_context(outcome_told(folder, ranks, position))
+        position = TrainState()
+        stack.enter_context(record_exit(folder, ranks, position))
         found = _look_for_checkpoint(folder, ranks, resume=resume)
         notes = check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
         _stop_before_loading(ranks, stop, folder)
@@ -146,7 +152,7 @@ def _look_for_checkpoint(folder: RunFolder, ranks: Ranks, *, resume: bool) -> Fo
     return newest_complete(folder)
 
 
-def _take_up(plan: Plan, found: Found, built: Built, position: Position, ranks: Ranks) -> Engine:
+def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks: Ranks) -> DistributedStep:
     """Go on from the checkpoint that was found; how a step reaches the other ranks and the weights."""
     if found.checkpoint is not None:
         own = {"trained": built.trained, "ranks": ranks}
@@ -155,7 +161,7 @@ def _take_up(plan: Plan, found: Found, built: Built, position: Position, ranks: 
 
 
 def _tell_start(
-    teller: Teller, plan: Plan, built: Built, found: Found, notes: list[str], position: Position
+    teller: EventSinks, plan: Plan, built: Built, found: Found, notes: list[str], position: TrainState
 ) -> None:
     """What became of the rows, or where the run goes on from, and what a reader must know of it."""
     if not position.step:
@@ -181,20 +187,20 @@ def _rehearse(run: Run, built: Built) -> None:
         refuse_over_budget(plan, run.recovery.settings, built.model, found.peak_bytes, found.load)
 
 
-def _engine(plan: Plan, built: Built) -> Engine:
+def _engine(plan: Plan, built: Built) -> DistributedStep:
     """How a step reaches the other ranks and the weights."""
     if not plan.settings.in_backward:
         return make_engine(plan, built)
     return InBackward(built.optimizer, list(built.trained.values())).engine()
 
 
-def _recovery(plan: Plan, built: Built, position: Position, teller: Teller) -> Recovery:
+def _recovery(plan: Plan, built: Built, position: TrainState, teller: EventSinks) -> Recovery:
     """What is done about memory that runs out, with what the run learnt before it was continued."""
 
     def treat(settings: Settings) -> None:
         for model in built.models:
-            treat_activations(model, settings)
-        treat_loss(built.scorer, settings)
+            apply_checkpointing_and_offload(model, settings)
+        configure_loss(built.scorer, settings)
 
     recovery = Recovery(
         settings=plan.settings,
@@ -213,7 +219,7 @@ def _open_saver(
     folder: RunFolder,
     built: Built,
     ranks: Ranks,
-    teller: Teller,
+    teller: EventSinks,
     online: OnlineSteps | None,
 ) -> Saver:
     saver = Saver(plan, folder, built, ranks, teller, online)
@@ -222,7 +228,7 @@ def _open_saver(
 
 
 def _watch(
-    plan: Plan, built: Built, tell: Callable[[Event], None], ranks: Ranks, position: Position
+    plan: Plan, built: Built, tell: Callable[[Event], None], ranks: Ranks, position: TrainState
 ) -> MemoryWatch:
     def note(phase: str, allocated: int, reserved: int, rss: int) -> None:
         tell(MemoryEvent(step=position.step, phase=phase, allocated=allocated, reserved=reserved, rss=rss))

@@ -27,7 +27,7 @@ from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.losses.preference.pairs import Divergence, PairKnobs, PairLogps
 from memtrain.trainers.losses.preference.registry import preference_loss, preference_sums
-from memtrain.trainers.protocols.method import Ahead, Loss
+from memtrain.trainers.protocols.method import Loss, StepPreview
 from memtrain.trainers.reference.answer_logps import AnswerLogps, answer_logps
 from memtrain.trainers.reference.precompute import Answered, own_answers
 from memtrain.trainers.reference.reference import AskLogps, Reference
@@ -82,7 +82,7 @@ class Dpo:
             simpo_gamma=self.recipe.simpo_gamma,
         )
 
-    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Count the chosen tokens of the step."""
         pairs = int(ahead.feed.weights[ahead.sequences].sum())
         self.chosen_tokens_per_pair = ahead.feed.learnt_of(ahead.sequences, 0) / max(1, pairs)

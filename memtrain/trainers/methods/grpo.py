@@ -26,8 +26,8 @@ from memtrain.trainers.losses.policy.surrogates import Clip, GammaShape
 from memtrain.trainers.online.rollout.advantages import (
     decoupled_advantages,
     group_advantages,
-    groups_without_signal,
     weighted_rewards,
+    zero_std_groups,
 )
 from memtrain.trainers.online.rollout.policy_metrics import (
     MismatchSeen,
@@ -35,10 +35,10 @@ from memtrain.trainers.online.rollout.policy_metrics import (
     means_of_tokens,
     token_sums,
 )
-from memtrain.trainers.online.rollout.protocol import Judged, Needs
+from memtrain.trainers.online.rollout.protocol import Needs, ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores
-from memtrain.trainers.protocols.method import Ahead, Loss
+from memtrain.trainers.protocols.method import Loss, StepPreview
 from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
@@ -73,7 +73,7 @@ class Grpo:
             old=self.section.steps_in_window > 1,
             reference=self.section.beta > 0,
             top_entropy=self.section.top_entropy if masks else None,
-            drops_silent=not (self.section.beta or self.section.entropy_coef or masks),
+            skip_zero_advantage=not (self.section.beta or self.section.entropy_coef or masks),
         )
 
     @property
@@ -96,17 +96,17 @@ class Grpo:
             off_policy_limit=own.off_policy_limit,
         )
 
-    def advantages(self, judged: Judged) -> Tensor:
+    def advantages(self, judged: ScoredRollout) -> Tensor:
         """Rewards against their group [A]; exactly 0 where a group has no best answer."""
         group_size = judged.group_size
         total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
         if self.section.combine_rewards == "normalise_then_sum":
             return decoupled_advantages(judged.reward_AF, judged.weight_F, group_size)
         advantage_A = group_advantages(total_A, group_size, self.section.scale_rewards)
-        silent_A = groups_without_signal(total_A, group_size).repeat_interleave(group_size)
-        return advantage_A.masked_fill(silent_A, 0.0)
+        zero_advantage_A = zero_std_groups(total_A, group_size).repeat_interleave(group_size)
+        return advantage_A.masked_fill(zero_advantage_A, 0.0)
 
-    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Forget the mismatch of the step before."""
         self.seen.clear()
 

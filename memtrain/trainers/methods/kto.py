@@ -31,7 +31,7 @@ from memtrain.recipes.sections.methods.preference import Kto as KtoRecipe
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.losses.preference.kto import apo_zero_unpaired_loss, kl_baseline, kto_loss
-from memtrain.trainers.protocols.method import Ahead, Loss
+from memtrain.trainers.protocols.method import Loss, StepPreview
 from memtrain.trainers.reference.answer_logps import answer_logps
 from memtrain.trainers.reference.precompute import Answered, Question, digest_of, own_answers
 from memtrain.trainers.reference.reference import AskLogps, Reference, evaluating
@@ -92,7 +92,7 @@ class Kto:
     baseline: Tensor = field(default_factory=lambda: torch.zeros(()))
     """z of the step at hand."""
 
-    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Measure z over the mismatched pairs of the whole step."""
         if self.recipe.loss != "kto":
             return

@@ -27,10 +27,10 @@ from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
 from memtrain.trainers.online.rollout.advantages import weighted_rewards
 from memtrain.trainers.online.rollout.pair_batches import PairFeed
-from memtrain.trainers.online.rollout.protocol import Judged, Needs
+from memtrain.trainers.online.rollout.protocol import Needs, ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores
-from memtrain.trainers.protocols.method import Ahead, Loss
+from memtrain.trainers.protocols.method import Loss, StepPreview
 from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
@@ -56,11 +56,11 @@ class OnlineDpo:
     answer_feed: type[PairFeed] = PairFeed
     needs: Needs = field(default_factory=lambda: Needs(old=False, reference=True))
 
-    def advantages(self, judged: Judged) -> Tensor:
+    def advantages(self, judged: ScoredRollout) -> Tensor:
         """1 for the chosen answer of each prompt, -1 for the rejected one, 0 for others [A]."""
         return best_and_worst(judged, self.section.least_margin)
 
-    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Count the pairs of the step."""
         self.num_pairs = max(1.0, float(len(ahead.sequences)))
 
@@ -96,7 +96,7 @@ class OnlineDpo:
         return means | ({"pairs": pairs} if "pairs" in sums else {}) | self.told
 
 
-def best_and_worst(judged: Judged, least_margin: float = 0.0) -> Tensor:
+def best_and_worst(judged: ScoredRollout, least_margin: float = 0.0) -> Tensor:
     """1 for the best answer of each group, -1 for the worst one, 0 for all others [A].
 
     The first of several that are equally good. A group has no pair, and is 0, where best and worst do not

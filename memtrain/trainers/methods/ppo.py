@@ -37,11 +37,11 @@ from memtrain.trainers.online.rollout.policy_metrics import (
     means_of_tokens,
     token_sums,
 )
-from memtrain.trainers.online.rollout.protocol import Judged, Needs
+from memtrain.trainers.online.rollout.protocol import Needs, ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
-from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.online.rollout.scoring_passes import valued_scores
-from memtrain.trainers.protocols.method import Ahead, Loss
+from memtrain.trainers.protocols.method import Loss, StepPreview
 from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
@@ -75,7 +75,9 @@ class Ppo:
         """Log-probs and values of the rollout; the reference's where there is a KL term."""
         penalises = self.section.beta > 0
         moves = penalises or self.section.steps_in_window > 1
-        return Needs(old=moves, reference=penalises, is_for_rewards=True, drops_silent=False, values=True)
+        return Needs(
+            old=moves, reference=penalises, is_for_rewards=True, skip_zero_advantage=False, values=True
+        )
 
     @property
     def clip(self) -> Clip:
@@ -83,11 +85,11 @@ class Ppo:
         high = self.section.clip_high
         return Clip(self.section.clip_low, high if high is not None else self.section.clip_low)
 
-    def advantages(self, judged: Judged) -> Tensor:
+    def advantages(self, judged: ScoredRollout) -> Tensor:
         """The reward of each answer [A], 0 where there is no verdict: its tokens are weighed apart."""
         return weighted_rewards(judged.reward_AF, judged.weight_F).nan_to_num(nan=0.0)
 
-    def weigh_tokens(self, window: Window, judged: Judged) -> dict[str, float]:
+    def weigh_tokens(self, window: Rollout, judged: ScoredRollout) -> dict[str, float]:
         """Advantages and returns of all tokens, and beta for the next rollout; what is told of them.
 
         Answers without a verdict are not learnt from.
@@ -133,7 +135,7 @@ class Ppo:
         """Take it up again."""
         self.beta = kept["beta"]
 
-    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Forget the mismatch of the step before."""
         self.seen.clear()
 

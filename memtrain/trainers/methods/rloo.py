@@ -28,9 +28,9 @@ from memtrain.trainers.losses.policy.sequence_level import (
 )
 from memtrain.trainers.losses.policy.surrogates import Clip, is_clipped
 from memtrain.trainers.online.rollout.advantages import (
-    groups_without_signal,
     leave_one_out_advantages,
     weighted_rewards,
+    zero_std_groups,
 )
 from memtrain.trainers.online.rollout.policy_metrics import (
     MismatchSeen,
@@ -38,10 +38,10 @@ from memtrain.trainers.online.rollout.policy_metrics import (
     means_of_tokens,
     token_sums,
 )
-from memtrain.trainers.online.rollout.protocol import Judged, Needs
+from memtrain.trainers.online.rollout.protocol import Needs, ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores
-from memtrain.trainers.protocols.method import Ahead, Loss
+from memtrain.trainers.protocols.method import Loss, StepPreview
 from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
@@ -86,7 +86,7 @@ class Rloo:
         high = self.section.clip_high
         return Clip(self.section.clip_low, high if high is not None else self.section.clip_low)
 
-    def advantages(self, judged: Judged) -> Tensor:
+    def advantages(self, judged: ScoredRollout) -> Tensor:
         """Clipped rewards less the KL term, against the mean of the others [A]."""
         group_size = judged.group_size
         total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
@@ -99,10 +99,10 @@ class Rloo:
         advantage_A = leave_one_out_advantages(total_A, group_size, normalise=normalise)
         if normalise:
             return advantage_A
-        silent_A = groups_without_signal(total_A, group_size).repeat_interleave(group_size)
-        return advantage_A.masked_fill(silent_A, 0.0)
+        zero_advantage_A = zero_std_groups(total_A, group_size).repeat_interleave(group_size)
+        return advantage_A.masked_fill(zero_advantage_A, 0.0)
 
-    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Forget the mismatch of the step before."""
         self.seen.clear()
 

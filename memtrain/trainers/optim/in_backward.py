@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.step import DistributedStep
 
 
 class InBackward:
@@ -30,9 +30,9 @@ class InBackward:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._made)
 
-    def engine(self) -> Engine:
+    def engine(self) -> DistributedStep:
         """How a step reaches the weights: all is done when the backward pass is."""
-        return Engine(clip=self._norm, step=lambda optimizer: None, rehearsing=self._rehearsing)
+        return DistributedStep(clip=self._norm, step=lambda optimizer: None, rehearsing=self._rehearsing)
 
     @contextmanager
     def _rehearsing(self, makes_states: bool) -> Iterator[None]:

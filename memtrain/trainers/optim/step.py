@@ -17,7 +17,7 @@ from memtrain.trainers.protocols.method import Method
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class DistributedStep:
     """How a step reaches the other ranks, and the weights. The default is one process with plain autograd."""
 
     backward: Callable[[Tensor], None] = torch.autograd.backward
@@ -39,7 +39,7 @@ def forward_backward(
     micros: Iterable[Any],
     *,
     denominator: float,
-    engine: Engine,
+    engine: DistributedStep,
     num_micros: int,
     want_stats: bool,
     seed_micro: Callable[[int], None] = lambda index: None,
@@ -67,7 +67,7 @@ def update(
     *,
     lr: float,
     max_grad_norm: float | None,
-    engine: Engine,
+    engine: DistributedStep,
 ) -> Tensor:
     """Clip, step, and free the gradients. The norm of the gradients before clipping, on the device."""
     norm = engine.clip(parameters, max_grad_norm if max_grad_norm is not None else float("inf"))

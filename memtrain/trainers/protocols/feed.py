@@ -65,7 +65,7 @@ class StepWork:
     num_tokens: int
     """Tokens of the whole step over all ranks."""
     num_sequences: int
-    num_learnt: int | None = None
+    num_loss_tokens: int | None = None
     """Learnt tokens of the whole step, where the denominator counts something else."""
 
 
@@ -114,7 +114,7 @@ class Steps:
             micros=tuple(dealt[rank]),
             denominator=float(self.feed.weights[sequences].sum()),
             num_tokens=int(self.feed.tokens[sequences].sum()),
-            num_learnt=int(self.feed.learnt[sequences].sum()),
+            num_loss_tokens=int(self.feed.learnt[sequences].sum()),
             num_sequences=len(sequences),
         )
 

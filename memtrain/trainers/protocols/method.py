@@ -23,7 +23,7 @@ class Batch(Protocol):
         ...
 
     @property
-    def num_learnt(self) -> int:
+    def num_loss_tokens(self) -> int:
         """What the loss is averaged over: learnt tokens, pairs, or answers."""
         ...
 
@@ -50,7 +50,7 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class StepPreview:
     """One optimizer step, or one pass over the held-out rows, before its first micro-batch."""
 
     feed: Any
@@ -69,7 +69,7 @@ class Ahead:
 class LooksAhead(Protocol):
     """A method whose loss depends on the whole step."""
 
-    def look_ahead(self, model: nn.Module, ahead: Ahead) -> None:
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Take what the losses of the coming micro-batches need; called by all ranks together."""
         ...
 
@@ -84,7 +84,7 @@ class TellsMeans(Protocol):
 
 
 @runtime_checkable
-class FollowsSteps(Protocol):
+class TracksPolicy(Protocol):
     """A method that keeps something in step with the weights, and in the checkpoints."""
 
     def stepped(self, num_steps: int) -> None:

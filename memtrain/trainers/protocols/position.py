@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Position:
+class TrainState:
     """Where a run stands. Plain values only: it is saved as it is."""
 
     step: int = 0

@@ -20,7 +20,13 @@ from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
 from memtrain.trainers.protocols.feed import Feed, Steps, eval_order
 from memtrain.trainers.reference.precompute import Floats, Question, asked_once
-from memtrain.trainers.reference.reference import Live, Precomputed, Reference, Synced, without_adapter
+from memtrain.trainers.reference.reference import (
+    EmaReference,
+    FrozenReference,
+    Precomputed,
+    Reference,
+    without_adapter,
+)
 from memtrain.trainers.runtime.ranks import current_ranks
 
 
@@ -50,16 +56,16 @@ def build_reference(
     cast(Any, copy).context = cast(Any, scorer).context
     lay(copy)
     if kind == "copy":
-        return Live(copy)
+        return FrozenReference(copy)
     section = section_of(plan.recipe)
     assert section is not None, "A method with a reference has a section for it."
-    return Synced(copy, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
+    return EmaReference(copy, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
 
 
-def _policy_at_rest(scorer: nn.Module) -> Live:
+def _policy_at_rest(scorer: nn.Module) -> FrozenReference:
     """The policy without its adapter, where it has one."""
     model = cast(Any, scorer).model
-    return without_adapter(scorer, model) if isinstance(model, PeftModel) else Live(scorer)
+    return without_adapter(scorer, model) if isinstance(model, PeftModel) else FrozenReference(scorer)
 
 
 def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
@@ -76,7 +82,9 @@ def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
     return made_in_parts(in_parts, made)[0]
 
 
-def _precompute(plan: Plan, reference: Live, method: ModuleType, train: Feed, held_out: Feed | None) -> None:
+def _precompute(
+    plan: Plan, reference: FrozenReference, method: ModuleType, train: Feed, held_out: Feed | None
+) -> None:
     """Ask the reference for every answer of the steps to come, and of the held-out rows."""
 
     def answered(question: Question) -> Floats:

@@ -22,7 +22,7 @@ from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.packing.step_order import micro_batches
 from memtrain.trainers.data.store.cache import kept, key_of
-from memtrain.trainers.reference.reference import AskLogps, Live
+from memtrain.trainers.reference.reference import AskLogps, FrozenReference
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.weight_layout import full_of
 
@@ -57,7 +57,7 @@ Answered = Callable[[Question], Floats]
 
 def asked_once(
     question: Question,
-    reference: Live,
+    reference: FrozenReference,
     ask: AskLogps,
     *,
     settings: Settings,
@@ -93,7 +93,7 @@ def asked_once(
 
 def _computed(
     question: Question,
-    reference: Live,
+    reference: FrozenReference,
     ask: AskLogps,
     settings: Settings,
     ranks: Ranks,

@@ -38,7 +38,7 @@ class Precomputed:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class FrozenReference:
     """A model that is asked for every batch: a frozen copy, or the policy without its adapter."""
 
     scorer: nn.Module
@@ -52,7 +52,7 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Synced:
+class EmaReference:
     """A copy that follows the policy: reference <- mixup * policy + (1 - mixup) * reference.
 
     Source: Gorbatovski et al. 2024 (TR-DPO), arXiv:2404.09656, eqs. 2 and 3; with `every_steps` 1 it is a
@@ -67,7 +67,7 @@ class Synced:
 
     def logps(self, batch: AnswerBatch, ask: AskLogps) -> Tensor:
         """A forward pass of the copy, without gradients."""
-        return Live(self.scorer).logps(batch, ask)
+        return FrozenReference(self.scorer).logps(batch, ask)
 
     def stepped(self, num_steps: int) -> None:
         """Follow the policy, after every `every_steps` optimizer steps."""
@@ -93,6 +93,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def without_adapter(scorer: nn.Module, model: PeftModel) -> Live:
+def without_adapter(scorer: nn.Module, model: PeftModel) -> FrozenReference:
     """The policy with its adapter switched off, as a reference."""
-    return Live(scorer, lambda: cast(AbstractContextManager[object], model.disable_adapter()))
+    return FrozenReference(scorer, lambda: cast(AbstractContextManager[object], model.disable_adapter()))

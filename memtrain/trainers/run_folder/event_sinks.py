@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, StepEvent
-from memtrain.trainers.protocols.position import Position
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.progress import Progress
@@ -17,7 +17,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Teller:
+class EventSinks:
     """Takes events; on other ranks than the main one it does nothing."""
 
     tell: Callable[[Event], None]
@@ -28,10 +28,10 @@ class Teller:
 
 
 @contextmanager
-def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: Position) -> Iterator[Teller]:
+def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterator[EventSinks]:
     """The teller of this rank, until the end of the run. Metrics after `position` are cut off."""
     if not ranks.is_main:
-        yield Teller(tell=lambda event: None, say=lambda text: None, sync=lambda: None)
+        yield EventSinks(tell=lambda event: None, say=lambda text: None, sync=lambda: None)
         return
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(folder.metrics, resumed_at=position.step or None))
@@ -56,4 +56,4 @@ def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: Position)
             elif isinstance(event, NoteEvent):
                 progress.say(event.text)
 
-        yield Teller(tell, progress.say, metrics.sync)
+        yield EventSinks(tell, progress.say, metrics.sync)

@@ -46,7 +46,7 @@ def gathered_here(tensors: Sequence[Tensor], *, writes: bool = False) -> Abstrac
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class WeightLayout:
     """What is done to weights so that they lie where the plan says. The default leaves them whole."""
 
     lay: Callable[[nn.Module], None] = lambda scorer: None

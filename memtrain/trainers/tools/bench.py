@@ -109,7 +109,7 @@ def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
         stepper.update(work)
         micro = micro_of(steps.feed, sequences)
     rows, longest = micro.input_ids.shape
-    return rows, micro.num_tokens, micro.num_learnt, longest
+    return rows, micro.num_tokens, micro.num_loss_tokens, longest
 
 
 def heaviest_sequences(stepper: Stepper, *, until: int) -> Ints:

@@ -12,12 +12,12 @@ from memtrain.cli.measure import bench as benching
 from memtrain.cli.measure.bench import Bench, Measured, row
 from memtrain.cli.measure.bench_tables import page, table
 from memtrain.cli.measure.variants import STAGES, ablations, predicted_of, variant, waterfall
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import STRATEGIES, UNNAMED
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.tools.bench import bench
-from memtrain.trainers.tools.verify.plans import on_one_process, plain_side
+from memtrain.trainers.tools.verify.plans import baseline_plan, on_one_process
 
 RECIPE = """
 method: {method}
@@ -29,7 +29,7 @@ memory: {{activation_checkpointing: "on", activation_offloading: "on", loss: chu
 cluster: {{device: cpu, threads: 1}}
 """
 ONLINE = "generate: {completions: 4, max_tokens: 16}\nrewards: {functions: length}\n"
-Case = tuple[Plan, Facts]
+Case = tuple[Plan, PlannerInputs]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def case_of(tmp_path: Path) -> Callable[[str], Case]:
 
 def test_the_waterfall_goes_from_plain_to_the_plan_a_strategy_at_a_time(case_of: Callable[[str], Case]):
     plan, facts = case_of("dpo")
-    made = waterfall(plan, plain_side(plan), facts)
+    made = waterfall(plan, baseline_plan(plan), facts)
     assert [one.name for one in made] == [
         "plain",
         "+ padding_free",
@@ -61,7 +61,7 @@ def test_the_waterfall_goes_from_plain_to_the_plan_a_strategy_at_a_time(case_of:
         "+ boundary_offloading",
     ]
     assert made[-1].plan.settings == plan.settings
-    assert made[0].plan.settings == plain_side(plan).settings
+    assert made[0].plan.settings == baseline_plan(plan).settings
 
 
 def test_every_setting_of_the_plain_run_has_its_stage():
@@ -75,7 +75,7 @@ def test_every_setting_of_the_plain_run_has_its_stage():
 
 def test_what_needs_a_strategy_goes_with_it(case_of: Callable[[str], Case]):
     plan, facts = case_of("dpo")
-    names = [one.name for one in ablations(plan, plain_side(plan), facts)]
+    names = [one.name for one in ablations(plan, baseline_plan(plan), facts)]
     assert "without padding_free, shared_prompts" in names
     assert "without activation_checkpointing, boundary_offloading" in names
     assert "without chunked_loss" in names
@@ -83,7 +83,7 @@ def test_what_needs_a_strategy_goes_with_it(case_of: Callable[[str], Case]):
 
 def test_each_strategy_of_the_waterfall_is_predicted_to_need_less(case_of: Callable[[str], Case]):
     plan, facts = case_of("sft")
-    predicted = [one.predicted_bytes for one in waterfall(plan, plain_side(plan), facts)]
+    predicted = [one.predicted_bytes for one in waterfall(plan, baseline_plan(plan), facts)]
     assert predicted[-1] < predicted[0]
 
 
@@ -121,7 +121,9 @@ def test_every_variant_is_predicted_for_what_is_measured(
 ):
     """Padded micro-batches of a token limit were predicted as if every row could be the longest: +400 %."""
     plan, facts = case_of(method)
-    for one in waterfall(on_one_process(plan, steps=3), plain_side(on_one_process(plan, steps=3)), facts)[:2]:
+    for one in waterfall(on_one_process(plan, steps=3), baseline_plan(on_one_process(plan, steps=3)), facts)[
+        :2
+    ]:
         told = bench(one.plan, 1)
         predicted = predicted_of(one, told.heaviest)
         # A bound of the data's heaviest micro-batch: of completions that may all be of full length.

@@ -2,7 +2,7 @@
 
 from memtrain.memory.estimate.auxiliary_models import STEPS, headless, value_model, with_beside
 from memtrain.memory.estimate.peaks import estimate, kept_bytes
-from memtrain.memory.estimate.workload import HeaviestBatch, Load
+from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
 
 TINY = {"model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16}
@@ -10,8 +10,8 @@ TINY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads"
 BATCH = HeaviestBatch(1, 16, 16, 16)
 
 
-def load_of(make_settings, **changes) -> Load:
-    return Load(make_settings(**changes), shape_of(TINY), BATCH)
+def load_of(make_settings, **changes) -> Workload:
+    return Workload(make_settings(**changes), shape_of(TINY), BATCH)
 
 
 def test_a_value_model_of_its_own_has_states_from_the_first_update_on(make_settings):

@@ -7,9 +7,14 @@ import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.activations import attention_kept
-from memtrain.memory.estimate.context_parallel import dealt, gathered_backward, gathered_forward, num_gathered
-from memtrain.memory.estimate.pricing import Facts
-from memtrain.memory.estimate.workload import HeaviestBatch, Load
+from memtrain.memory.estimate.context_parallel import (
+    dealt,
+    gathered_backward,
+    gathered_forward,
+    num_gathered_kv,
+)
+from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.rules.context_parallel import copies_of_keys, row_multiple
@@ -24,11 +29,11 @@ Ask = Callable[..., Any]
 
 
 @pytest.fixture
-def facts(facts_of, profile_of) -> Facts:
+def facts(facts_of, profile_of) -> PlannerInputs:
     return facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64))
 
 
-def refused(ask: Ask, facts: Facts, **said: Any) -> tuple[str, str, str]:
+def refused(ask: Ask, facts: PlannerInputs, **said: Any) -> tuple[str, str, str]:
     with pytest.raises(RecipeError) as caught:
         ask(facts, **(ONE | {"cluster__context_parallel": 2} | said))
     fault = caught.value.faults[0]
@@ -36,12 +41,12 @@ def refused(ask: Ask, facts: Facts, **said: Any) -> tuple[str, str, str]:
     return fault.what, fault.where, fault.fix
 
 
-def test_a_cpu_gets_a_process_for_each_slice(ask: Ask, facts: Facts):
+def test_a_cpu_gets_a_process_for_each_slice(ask: Ask, facts: PlannerInputs):
     settings = ask(facts, **ONE, cluster__context_parallel=2).settings
     assert (settings.num_processes, settings.context_parallel, settings.num_replicas) == (2, 2, 1)
 
 
-def test_rows_are_dealt_to_groups(ask: Ask, facts: Facts):
+def test_rows_are_dealt_to_groups(ask: Ask, facts: PlannerInputs):
     """Sixteen rows on four processes by two: two groups of eight rows, two micro-batches of four."""
     resolved = ask(facts, **ONE, cluster__processes=4, cluster__context_parallel=2)
     line = next(one.reason for one in resolved.decisions if one.setting == "micro_batch")
@@ -61,7 +66,7 @@ def test_rows_are_padded_to_twice_the_slices_and_to_what_the_recipe_says(
     assert row_multiple(multiple, size) == expected
 
 
-def test_activations_shrink_by_the_processes_of_a_row(ask: Ask, facts: Facts):
+def test_activations_shrink_by_the_processes_of_a_row(ask: Ask, facts: PlannerInputs):
     def activations(size: int) -> int:
         resolved = ask(facts, **ONE, cluster__processes=4, cluster__context_parallel=size)
         peak = next(one for one in resolved.prediction.phases if one.phase == "steady step")
@@ -71,19 +76,19 @@ def test_activations_shrink_by_the_processes_of_a_row(ask: Ask, facts: Facts):
     assert activations(4) == pytest.approx(activations(1) / 4, rel=0.01)
 
 
-def test_what_is_gathered_is_priced(ask: Ask, facts: Facts):
+def test_what_is_gathered_is_priced(ask: Ask, facts: PlannerInputs):
     """Four rows of 512 by two: three borders, a document at each, 1,536 of 2,048 tokens; 256 numbers wide.
     Keys, values and a kernel's gradients of both in float32, and the sums of these: 24 bytes a number."""
     settings = ask(
         facts, **ONE, cluster__context_parallel=2, length__packing="bfd", length__max_length=512
     ).settings
-    load = Load(settings, facts.shape, HeaviestBatch(4, 2048, 2048, 512))
-    assert num_gathered(load) == 1536
+    load = Workload(settings, facts.shape, HeaviestBatch(4, 2048, 2048, 512))
+    assert num_gathered_kv(load) == 1536
     assert gathered_backward(load) == 24 * 1536 * 256
-    one_row = Load(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
-    assert num_gathered(one_row) == 2048
+    one_row = Workload(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
+    assert num_gathered_kv(one_row) == 2048
     alone = settings.model_copy(update={"context_parallel": 1})
-    assert num_gathered(Load(alone, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))) == 0
+    assert num_gathered_kv(Workload(alone, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))) == 0
 
 
 @pytest.mark.parametrize(("size", "numbers"), [(2, 1024 + 2 * 256), (4, 1024 + 2 * 256), (8, 1024 + 2 * 512)])
@@ -95,11 +100,11 @@ def test_heads_that_are_dealt_out_are_priced(
     facts = facts_of(cpu(64 * GIB, 8), profile_of(*[512] * 64))
     said = {"cluster__context_parallel": size, "cluster__context_parallel_by": "heads"}
     settings = ask(facts, **ONE, **said).settings
-    load = Load(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
-    assert (dealt(load), num_gathered(load)) == (numbers, 0)
+    load = Workload(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
+    assert (dealt(load), num_gathered_kv(load)) == (numbers, 0)
     tokens = 2048 // size
     assert gathered_forward(load) == 2 * 4 * tokens * numbers
-    by_keys = Load(settings.model_copy(update={"context_by": "keys"}), facts.shape, load.batch)
+    by_keys = Workload(settings.model_copy(update={"context_by": "keys"}), facts.shape, load.batch)
     assert attention_kept(load) - attention_kept(by_keys) == 4 * tokens * (numbers - 2 * 256)
     assert "not traced" in (can_trace(recipe_of({}), settings) or "")
 
@@ -121,23 +126,23 @@ def test_heads_that_do_not_come_out_even_are_refused(ask: Ask, facts_of, profile
     assert fix == "set it to keys, or cluster.context_parallel to one of 2, 4, 8, 16"
 
 
-def test_padded_rows_take_a_back_end_that_can_be_sliced(ask: Ask, facts: Facts):
+def test_padded_rows_take_a_back_end_that_can_be_sliced(ask: Ask, facts: PlannerInputs):
     settings = ask(facts, **ONE, cluster__context_parallel=2, length__padding_free=False).settings
     assert (settings.padding_free, settings.attention) == (False, "cpu")
 
 
-def test_a_broken_pass_cannot_be_made_again(ask: Ask, facts: Facts):
+def test_a_broken_pass_cannot_be_made_again(ask: Ask, facts: PlannerInputs):
     resolved = ask(facts, **ONE, cluster__context_parallel=2)
     assert resolved.settings.recovery == ()
     assert "waiting" in next(one.reason for one in resolved.decisions if one.setting == "recover")
 
 
-def test_a_step_in_slices_is_traced(ask: Ask, facts: Facts, recipe_of):
+def test_a_step_in_slices_is_traced(ask: Ask, facts: PlannerInputs, recipe_of):
     settings = ask(facts, **ONE, cluster__context_parallel=2).settings
     assert can_trace(recipe_of({}), settings) is None
 
 
-def test_processes_that_it_does_not_divide_are_refused(ask: Ask, facts: Facts):
+def test_processes_that_it_does_not_divide_are_refused(ask: Ask, facts: PlannerInputs):
     what, where, fix = refused(ask, facts, cluster__processes=3)
     assert what == "3 processes cannot hold rows together by 2"
     assert where == "r.yaml:cluster.context_parallel"
@@ -153,7 +158,7 @@ def test_processes_that_it_does_not_divide_are_refused(ask: Ask, facts: Facts):
     ],
 )
 def test_what_slices_cannot_honour_is_refused_with_the_way_out(
-    ask: Ask, facts: Facts, said: dict[str, Any], words: str, where: str
+    ask: Ask, facts: PlannerInputs, said: dict[str, Any], words: str, where: str
 ):
     what, place, fix = refused(ask, facts, **said)
     assert words in what
@@ -161,7 +166,7 @@ def test_what_slices_cannot_honour_is_refused_with_the_way_out(
     assert "cluster.context_parallel: 1" in fix
 
 
-def test_methods_that_write_completions_are_refused(ask: Ask, facts: Facts):
+def test_methods_that_write_completions_are_refused(ask: Ask, facts: PlannerInputs):
     said: dict[str, Any] = {"method": "grpo", "rewards__functions": "exact_answer"}
     with pytest.raises(RecipeError) as caught:
         ask(facts, cluster__context_parallel=2, **said)
@@ -171,7 +176,7 @@ def test_methods_that_write_completions_are_refused(ask: Ask, facts: Facts):
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_positions_that_follow_the_length_are_refused(
-    ask: Ask, facts_of, profile_of, facts: Facts, kind: str, key: str
+    ask: Ask, facts_of, profile_of, facts: PlannerInputs, kind: str, key: str
 ):
     """Each slice would see another longest position, and turn its keys by other frequencies."""
     rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 256}
@@ -180,7 +185,7 @@ def test_rotary_positions_that_follow_the_length_are_refused(
     assert {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}[kind] in what
 
 
-def test_plain_and_linear_rotary_positions_are_not(ask: Ask, facts_of, profile_of, facts: Facts):
+def test_plain_and_linear_rotary_positions_are_not(ask: Ask, facts_of, profile_of, facts: PlannerInputs):
     config = {**facts.config, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}
     assert ask(
         facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), config), **ONE, cluster__context_parallel=2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memtrain.memory.estimate.activations import layer_kept
 from memtrain.memory.estimate.peaks import PHASES, estimate
 from memtrain.memory.estimate.static import needed, static_bytes, usable
-from memtrain.memory.estimate.workload import HeaviestBatch, Load
+from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB
@@ -91,7 +91,7 @@ def test_what_a_plain_llama_layer_keeps_is_the_sum_written_out_by_hand():
     norms = 2 * (4 * tokens * width + 2 * tokens * width + 4 * tokens) + 2 * 2 * tokens * width
     attention = 2 * tokens * (q + 2 * k) + 2 * tokens * q + 4 * tokens * 32
     expected = norms + attention + 4 * 2 * tokens * mlp
-    assert layer_kept(Load(make(), LLAMA8, batch(1, 2048))) == expected
+    assert layer_kept(Workload(make(), LLAMA8, batch(1, 2048))) == expected
 
 
 def test_adamw_on_half_weights_is_eight_bytes_a_weight_and_master_copies_make_it_sixteen():
@@ -156,8 +156,8 @@ def test_checkpointing_every_layer_beats_every_other_beats_none():
 
 def test_padded_rows_are_as_long_as_the_longest_and_padding_free_ones_are_not():
     uneven = HeaviestBatch(rows=4, tokens=1000, scored_tokens=1000, longest=700)
-    padded = Load(make(), QWEN06, uneven)
-    flat = Load(make(padding_free=True), QWEN06, uneven)
+    padded = Workload(make(), QWEN06, uneven)
+    flat = Workload(make(padding_free=True), QWEN06, uneven)
     assert (padded.N, flat.N) == (2800, 1000)
     assert padded.S == flat.S == 996
 

@@ -3,7 +3,7 @@
 import pytest
 
 from memtrain.memory.estimate.step_time import _head_operations, _layer_operations, step_time
-from memtrain.memory.estimate.workload import HeaviestBatch, Load
+from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
@@ -50,7 +50,7 @@ def seconds(hardware=H100, batch=BATCH, num_micros=1, **changes):
 
 
 def test_operations_of_a_plain_step_are_six_a_weight_and_token_and_attention():
-    load = Load(Settings(**BASE), LLAMA8, BATCH)
+    load = Workload(Settings(**BASE), LLAMA8, BATCH)
     weights = LLAMA8.num_linear_weights
     attention = 32 * 2 * 4096 * (8 * 2048**2) * 3.5
     assert _layer_operations(load) == pytest.approx(6 * weights * 16384 + attention)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import GIB, gib
@@ -15,13 +15,15 @@ from memtrain.memory.planner.resolve import Resolved
 Ask = Callable[..., Resolved]
 
 
-def facts(facts_of: Callable[..., Facts], profile_of: Callable[..., Any], model: str, card: str) -> Facts:
+def facts(
+    facts_of: Callable[..., PlannerInputs], profile_of: Callable[..., Any], model: str, card: str
+) -> PlannerInputs:
     config = known_config(model)
     assert config is not None
     return facts_of(Hardware.named(card), profile_of(*[2048] * 64), dict(config))
 
 
-def ways(ask: Ask, known: Facts, **said: Any) -> tuple[str, list[str]]:
+def ways(ask: Ask, known: PlannerInputs, **said: Any) -> tuple[str, list[str]]:
     """(what does not fit, the ways out that are told)."""
     with pytest.raises(DoesNotFit) as caught:
         ask(known, **said)

@@ -8,7 +8,7 @@ import pytest
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.workload import HeaviestBatch
-from memtrain.memory.explain.suggestions import ways_out
+from memtrain.memory.explain.suggestions import suggestions
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.memory.plan.settings import Settings
@@ -40,7 +40,7 @@ def settings(make_settings: Callable[..., Settings]) -> Settings:
 
 
 def test_ways_out_fit_and_none_contains_another(settings: Settings, shape: ModelShape):
-    ways = ways_out(settings, shape, BATCH, 24 * GIB)
+    ways = suggestions(settings, shape, BATCH, 24 * GIB)
     assert ways
     assert all(way.peak_bytes <= 24 * GIB for way in ways)
     assert len(ways[0].changes) == min(len(way.changes) for way in ways)
@@ -49,7 +49,7 @@ def test_ways_out_fit_and_none_contains_another(settings: Settings, shape: Model
 
 
 def test_where_nothing_fits_the_lowest_peak_is_told(settings: Settings, shape: ModelShape):
-    (way,) = ways_out(settings, shape, BATCH, 1 * GIB)
+    (way,) = suggestions(settings, shape, BATCH, 1 * GIB)
     assert way.peak_bytes > 1 * GIB
     assert way.peak_bytes < estimate(settings, shape, BATCH).peak.num_bytes
 
@@ -60,9 +60,9 @@ def test_processes_may_hold_rows_together_where_nothing_forbids_it(settings: Set
     four = settings.model_copy(
         update={"num_processes": 4, "adapter": Adapter(), "quantize": "4bit", "optimizer": "adafactor"}
     )
-    words = [way.words() for way in ways_out(four, shape, row, 24 * GIB, can_slice=True)]
+    words = [way.words() for way in suggestions(four, shape, row, 24 * GIB, can_slice=True)]
     assert any("cluster.context_parallel: " in one for one in words)
-    assert not any("context" in way.words() for way in ways_out(four, shape, row, 24 * GIB))
+    assert not any("context" in way.words() for way in suggestions(four, shape, row, 24 * GIB))
 
 
 def test_states_on_the_host_leave_the_device_and_are_counted_there(settings: Settings, shape: ModelShape):

@@ -6,7 +6,7 @@ from memtrain.errors import RecipeError
 from memtrain.memory.generation.gather_weights import Ways, decide_gathering
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.plan.units import GIB
-from memtrain.memory.rules.ledger import Asked, Ledger
+from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 
 ONLINE = {
     "method": "grpo",
@@ -45,8 +45,8 @@ def test_auto_gathers_where_it_fits_and_streams_where_it_does_not(known, recipe_
     found = Ways(whole=GIB, streamed=GIB // 16, slowdown=3.0)
     reasons: list[str] = []
     for budget, gathers in ((4 * GIB, True), (2 * GIB, False)):
-        ledger = Ledger(
-            Asked(
+        ledger = DecisionLog(
+            SourcedRecipe(
                 recipe_of({key.replace("__", "."): value for key, value in ONLINE.items()}),
                 lambda path: "default",
             )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.generation.vllm import CPU_PROCESS, CUDA_ASLEEP, CUDA_PROCESS
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB, MIB
@@ -26,7 +26,7 @@ PYTHON = {"python": "/envs/vllm/bin/python"}
 
 
 @pytest.fixture
-def on_h100(facts_of: Callable[..., Facts]) -> Facts:
+def on_h100(facts_of: Callable[..., PlannerInputs]) -> PlannerInputs:
     return facts_of(Hardware.named("h100"))
 
 
@@ -34,7 +34,7 @@ def decision(found: Resolved, setting: str) -> str:
     return next(f"{one.value}: {one.reason}" for one in found.decisions if one.setting == setting)
 
 
-def test_keys_are_those_of_the_rollout_with_each_prompt_once(ask: Ask, on_h100: Facts):
+def test_keys_are_those_of_the_rollout_with_each_prompt_once(ask: Ask, on_h100: PlannerInputs):
     """64 completions of 8 prompts. Prompt 512 - 128 = 384; answer 128 and a block of 32 to end in.
 
     A token: 2 (keys, values) x 256 x 16 layers x 2 bytes = 16,384; (8 x 384 + 64 x 160) of them.
@@ -50,7 +50,7 @@ def test_keys_are_those_of_the_rollout_with_each_prompt_once(ask: Ask, on_h100: 
     assert settings.sampler_bytes == weights + CUDA_PROCESS + logits + settings.sampler_keys_bytes
 
 
-def test_a_sleeping_engine_takes_from_training_what_it_keeps(ask: Ask, on_h100: Facts):
+def test_a_sleeping_engine_takes_from_training_what_it_keeps(ask: Ask, on_h100: PlannerInputs):
     native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
     found = ask(on_h100, generate__vllm=PYTHON, **GRPO)
     assert found.settings.sampler_sleep == "level2"
@@ -59,28 +59,28 @@ def test_a_sleeping_engine_takes_from_training_what_it_keeps(ask: Ask, on_h100: 
     assert "stay while the policy trains" in decision(found, "sampler_sleep")
 
 
-def test_an_engine_that_never_sleeps_takes_all_of_its_memory_from_training(ask: Ask, on_h100: Facts):
+def test_an_engine_that_never_sleeps_takes_all_of_its_memory_from_training(ask: Ask, on_h100: PlannerInputs):
     native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
     found = ask(on_h100, generate__vllm=PYTHON | {"sleep": "off"}, **GRPO)
     budgets = [one.prediction.budget_bytes or 0 for one in (native, found)]
     assert budgets[0] - budgets[1] == found.settings.sampler_bytes
 
 
-def test_an_engine_with_devices_of_its_own_takes_nothing(ask: Ask, on_h100: Facts):
+def test_an_engine_with_devices_of_its_own_takes_nothing(ask: Ask, on_h100: PlannerInputs):
     native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
     found = ask(on_h100, generate__vllm=PYTHON | {"devices": 1}, **GRPO)
     assert found.prediction.budget_bytes == native.prediction.budget_bytes
     assert found.settings.sampler_sleep == "none"
 
 
-def test_on_a_cpu_the_engine_stays_awake_beside_training(ask: Ask, facts_of: Callable[..., Facts]):
+def test_on_a_cpu_the_engine_stays_awake_beside_training(ask: Ask, facts_of: Callable[..., PlannerInputs]):
     found = ask(facts_of(), generate__vllm=PYTHON, **GRPO)
     assert found.settings.sampler_sleep == "none"
     assert found.settings.sampler_bytes > CPU_PROCESS + 4 * facts_of().shape.num_parameters
     assert "vLLM's sleep is for CUDA" in decision(found, "sampler_sleep")
 
 
-def test_less_room_means_fewer_keys_and_then_a_refusal(ask: Ask, on_h100: Facts):
+def test_less_room_means_fewer_keys_and_then_a_refusal(ask: Ask, on_h100: PlannerInputs):
     roomy = ask(on_h100, generate__vllm=PYTHON, **GRPO).settings
     fixed = roomy.sampler_bytes - roomy.sampler_keys_bytes
     share = (fixed + 100 * MIB) / on_h100.hardware.memory_bytes
@@ -92,7 +92,7 @@ def test_less_room_means_fewer_keys_and_then_a_refusal(ask: Ask, on_h100: Facts)
     assert "generate.backend: native" in caught.value.faults[0].fix
 
 
-def test_generation_beside_training_must_fit_the_budget(ask: Ask, on_h100: Facts):
+def test_generation_beside_training_must_fit_the_budget(ask: Ask, on_h100: PlannerInputs):
     """Moments stay on the device while vLLM writes: with less they wait on the host; then nothing helps."""
     said = GRPO | {"optim__master_weights": False}
     roomy = ask(on_h100, generate__vllm=PYTHON, memory__budget=5 * GIB, **said)
@@ -102,7 +102,7 @@ def test_generation_beside_training_must_fit_the_budget(ask: Ask, on_h100: Facts
         ask(on_h100, generate__vllm=PYTHON, memory__budget=int(3.5 * GIB), **said)
 
 
-def test_a_server_needs_no_memory_here(ask: Ask, on_h100: Facts):
+def test_a_server_needs_no_memory_here(ask: Ask, on_h100: PlannerInputs):
     native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
     found = ask(on_h100, generate__vllm={"server": "http://localhost:8000"}, **GRPO)
     assert found.settings.sampler == "vllm_server"
@@ -119,7 +119,9 @@ def test_a_server_needs_no_memory_here(ask: Ask, on_h100: Facts):
         ({}, "vLLM is not installed beside memtrain"),
     ],
 )
-def test_what_vllm_cannot_honour_is_refused(ask: Ask, on_h100: Facts, said: dict[str, Any], words: str):
+def test_what_vllm_cannot_honour_is_refused(
+    ask: Ask, on_h100: PlannerInputs, said: dict[str, Any], words: str
+):
     with pytest.raises(RecipeError) as caught:
         ask(on_h100, **GRPO, **said)
     assert any(words in fault.what for fault in caught.value.faults), caught.value.text()
@@ -127,14 +129,14 @@ def test_what_vllm_cannot_honour_is_refused(ask: Ask, on_h100: Facts, said: dict
 
 @pytest.mark.parametrize("key", [{"devices": 0}, {"memory_share": 0.5}, {"sleep": "level2"}])
 def test_what_is_about_cuda_is_refused_on_a_cpu(
-    ask: Ask, facts_of: Callable[..., Facts], key: dict[str, Any]
+    ask: Ask, facts_of: Callable[..., PlannerInputs], key: dict[str, Any]
 ):
     with pytest.raises(RecipeError, match="is about CUDA devices"):
         ask(facts_of(), generate__vllm=PYTHON | key, **GRPO)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_weights_in_shards_are_refused(ask: Ask, facts_of: Callable[..., Facts], engine: str):
+def test_weights_in_shards_are_refused(ask: Ask, facts_of: Callable[..., PlannerInputs], engine: str):
     facts = facts_of(Hardware.named("h100", 2), presumed=frozenset({"deepspeed"}))
     with pytest.raises(RecipeError) as caught:
         ask(facts, cluster__engine=engine, generate__vllm=PYTHON, **GRPO)

@@ -6,7 +6,7 @@ import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.host_memory import host_bytes
-from memtrain.memory.estimate.pricing import Facts, heaviest, price
+from memtrain.memory.estimate.pricing import PlannerInputs, heaviest, price
 from memtrain.memory.estimate.sharded.communication import sending, waiting_bytes
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
@@ -33,7 +33,7 @@ def plan(ask, facts_of, profile_of):
         assert config is not None
         return ask(facts(card, count, config, presumed), **{"train__batch_rows": 64} | said)
 
-    def facts(card: str, count: int, config: Any, presumed: frozenset[str]) -> Facts:
+    def facts(card: str, count: int, config: Any, presumed: frozenset[str]) -> PlannerInputs:
         return facts_of(Hardware.named(card, count), profile_of(*[2048] * 64), config, presumed=presumed)
 
     return made

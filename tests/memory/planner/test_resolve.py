@@ -9,8 +9,8 @@ from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
 from memtrain.memory.plan.units import GIB
-from memtrain.memory.planner.resolve import Facts, Resolved, resolve
-from memtrain.memory.rules.ledger import Asked
+from memtrain.memory.planner.resolve import PlannerInputs, Resolved, resolve
+from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 
 CONFIG: dict[str, Any] = {
@@ -30,7 +30,7 @@ def profile(*tokens: int, pieces: int | None = None) -> LengthProfile:
     report = LengthReport(
         num_rows=len(tokens),
         num_tokens=sum(tokens),
-        num_learnt=sum(tokens) // 2,
+        num_loss_tokens=sum(tokens) // 2,
         rows_cut=0,
         rows_dropped=0,
         rows_split=0,
@@ -65,8 +65,8 @@ def ask(
     **said: Any,
 ) -> Resolved:
     keys = {key.replace("__", "."): value for key, value in said.items()}
-    asked = Asked(recipe_of(keys), lambda key: f"r.yaml:{key}" if key in keys else "default")
-    facts = Facts(
+    asked = SourcedRecipe(recipe_of(keys), lambda key: f"r.yaml:{key}" if key in keys else "default")
+    facts = PlannerInputs(
         hardware=hardware or cpu(64 * GIB, 4),
         shape=shape_of(config),
         config=config,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit
-from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Facts, Priced, price
+from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, PlannerInputs, Priced, price
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.explain.nothing_fits import nearest_ways
 from memtrain.memory.explain.reasons import gains, left_out, time_words
@@ -38,7 +38,9 @@ SWEEP = list(itertools.product(MODELS, FORMS))
 BUDGETS = (24, 48, 80, 141)
 
 
-def facts(facts_of: Callable[..., Facts], profile_of: Callable[..., Any], model: str) -> Facts:
+def facts(
+    facts_of: Callable[..., PlannerInputs], profile_of: Callable[..., Any], model: str
+) -> PlannerInputs:
     config = known_config(model)
     assert config is not None
     lengths = profile_of(*[2048] * 100, *[700] * 200, *[200] * 300)
@@ -177,7 +179,7 @@ def test_the_longest_length_that_fits_is_found_and_taken_where_shorter_rows_are_
     config = known_config("qwen3-0.6b")
     assert config is not None
 
-    def at(length: int) -> Facts:
+    def at(length: int) -> PlannerInputs:
         return facts_of(Hardware.named("h100"), profile_of(*[length] * 32), dict(config), at_length=at)
 
     tight = {"memory__budget": "12GiB", "memory__never": "optimizer_offload", "length__max_length": 65_536}

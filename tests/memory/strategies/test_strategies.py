@@ -6,12 +6,12 @@ from typing import Any, get_args
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.estimate.pricing import Facts
+from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.use_and_never import honoured
-from memtrain.memory.rules.ledger import Asked
-from memtrain.memory.strategies.base import TRAINED, Case
+from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.memory.strategies.base import TRAINED, StrategyContext
 from memtrain.memory.strategies.exclusions import EXCLUSIONS, excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, used_in, wish_of, without_strategies
 from memtrain.recipes.edit import with_key
@@ -24,7 +24,7 @@ Plan = Callable[..., Settings]
 
 
 @pytest.fixture(scope="module")
-def facts(facts_of, profile_of) -> Facts:
+def facts(facts_of, profile_of) -> PlannerInputs:
     return facts_of(Hardware.named("h100"), profile_of(*[512] * 64))
 
 
@@ -141,7 +141,7 @@ def test_an_unknown_strategy_is_refused_with_the_nearest(tmp_path: Any):
 
 
 def test_use_and_never_say_their_keys_and_keep_their_place(recipe_of):
-    asked = Asked(
+    asked = SourcedRecipe(
         recipe_of({"memory.never": "padding_free"}), lambda key: "r:1" if "never" in key else "default"
     )
     changed = honoured(asked)
@@ -216,7 +216,9 @@ def test_what_changes_the_numbers_is_taken_only_where_allowed_and_needed(ask, fa
 
 
 def test_a_wish_is_on_off_or_open(facts, recipe_of):
-    case = Case(Asked(recipe_of({"memory.use": "lora", "memory.never": "chunked_loss"}), str), facts)
+    case = StrategyContext(
+        SourcedRecipe(recipe_of({"memory.use": "lora", "memory.never": "chunked_loss"}), str), facts
+    )
     wishes = [
         wish_of(STRATEGIES[name], case) for name in ("lora", "chunked_loss", "qlora", "full_offloading")
     ]

@@ -21,7 +21,7 @@ def test_rows_end_to_end_are_segments_and_their_first_tokens_are_never_predicted
     assert made.layout.within.query_bounds == (0, 3, 7)
     assert made.scored_index.tolist() == [1, 3, 5]
     assert made.targets.tolist() == [13, 22, 24]
-    assert (made.num_tokens, made.num_learnt) == (7, 3)
+    assert (made.num_tokens, made.num_loss_tokens) == (7, 3)
 
 
 def test_padding_to_a_multiple_is_a_segment_of_its_own():
@@ -45,7 +45,7 @@ def test_padded_rows_predict_the_same_tokens():
 def test_a_micro_batch_of_nothing_scores_nothing():
     for is_flat in (True, False):
         made = nothing(pad_id=3, is_flat=is_flat)
-        assert (made.num_tokens, made.num_learnt) == (0, 0)
+        assert (made.num_tokens, made.num_loss_tokens) == (0, 0)
         assert made.input_ids.dtype == torch.int64
 
 

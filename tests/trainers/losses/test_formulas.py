@@ -32,9 +32,9 @@ from memtrain.trainers.losses.quantile import quantiles
 from memtrain.trainers.methods import dpo, grpo, online_dpo, ppo, rloo
 from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
 from memtrain.trainers.online.generation.protocol import Sample
-from memtrain.trainers.online.rollout.advantage_step import Weighing
+from memtrain.trainers.online.rollout.advantage_step import AdvantageStep
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
-from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
 
 VOCAB, LENGTHS = 7, [3, 2, 4, 1]
 N = sum(LENGTHS)
@@ -240,7 +240,7 @@ class Known:
         feed.window.reference_N = np.array([-1.5, -1.0, -0.5, -3.0, -1.25, -1.25], np.float32)
 
 
-def weighed(method: Any, rewards: list[float]) -> Window:
+def weighed(method: Any, rewards: list[float]) -> Rollout:
     """One prompt with three completions of 2, 1 and 3 tokens; the second was cut."""
     samples = [
         [
@@ -252,7 +252,7 @@ def weighed(method: Any, rewards: list[float]) -> Window:
     window = new_window(0, [0], [0], [[7]], samples, 1)
     window.reward_AF[:, 0] = rewards
     weight_F = torch.ones(1, dtype=torch.float64)
-    Weighing(method, SimpleNamespace(window=None), Known, weight_F, 3).weigh(window)  # type: ignore[arg-type]
+    AdvantageStep(method, SimpleNamespace(window=None), Known, weight_F, 3).weigh(window)  # type: ignore[arg-type]
     return window
 
 

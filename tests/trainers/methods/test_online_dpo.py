@@ -16,17 +16,17 @@ from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
 from memtrain.trainers.methods.online_dpo import best_and_worst
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rollout.pair_batches import PairFeed
-from memtrain.trainers.online.rollout.protocol import Judged
-from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
+from memtrain.trainers.online.rollout.protocol import ScoredRollout
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "trl_online_dpo.json").read_text())
 NAN = math.nan
 
 
-def judged(rewards: list[float], group_size: int, may_learn: list[bool] | None = None) -> Judged:
+def judged(rewards: list[float], group_size: int, may_learn: list[bool] | None = None) -> ScoredRollout:
     values = torch.tensor(rewards, dtype=torch.float64)[:, None]
     learns = torch.tensor(may_learn or [True] * len(rewards))
-    return Judged(values, torch.ones(1, dtype=torch.float64), group_size, learns)
+    return ScoredRollout(values, torch.ones(1, dtype=torch.float64), group_size, learns)
 
 
 def test_the_best_and_the_worst_of_a_group_are_its_pair():
@@ -85,7 +85,7 @@ def test_losses_and_gradients_are_those_of_trl(case: dict):
     torch.testing.assert_close(logp_N.grad, expected, rtol=1e-5, atol=1e-7)
 
 
-def window_of_pairs() -> Window:
+def window_of_pairs() -> Rollout:
     """Three prompts of 5, 3 and 4 tokens with three completions each; the second prompt has no pair."""
     lengths = [[2, 3, 4], [2, 2, 2], [5, 1, 3]]
     samples = [[Sample(tuple(range(n)), (-1.0,) * n, "stop") for n in group] for group in lengths]

@@ -18,12 +18,12 @@ from memtrain.trainers.methods.ppo import Ppo, adapted
 from memtrain.trainers.model.heads.value_head import Valued
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rollout.advantages import standardised
-from memtrain.trainers.online.rollout.protocol import Judged
+from memtrain.trainers.online.rollout.protocol import ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
-from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
 
 
-def a_window() -> Window:
+def a_window() -> Rollout:
     """Two prompts with one completion each: two tokens, then one that was cut."""
     samples = [[Sample((1, 2), (-1.0, -1.0), "stop")], [Sample((3,), (-1.0,), "length")]]
     window = new_window(0, [0, 1], [0, 0], [[5], [6]], samples, 1)
@@ -33,12 +33,14 @@ def a_window() -> Window:
     return window
 
 
-def judged(*rewards: float) -> Judged:
+def judged(*rewards: float) -> ScoredRollout:
     values = torch.tensor(rewards, dtype=torch.float64)[:, None]
-    return Judged(values, torch.ones(1, dtype=torch.float64), 1, torch.ones(len(rewards), dtype=torch.bool))
+    return ScoredRollout(
+        values, torch.ones(1, dtype=torch.float64), 1, torch.ones(len(rewards), dtype=torch.bool)
+    )
 
 
-def weighed(window: Window, rewards: tuple[float, float], **knobs: Any) -> tuple[Ppo, dict[str, float]]:
+def weighed(window: Rollout, rewards: tuple[float, float], **knobs: Any) -> tuple[Ppo, dict[str, float]]:
     section = PpoRecipe(normalise_advantages=False, **knobs)
     method = Ppo(section, None, section.beta)
     return method, method.weigh_tokens(window, judged(*rewards))

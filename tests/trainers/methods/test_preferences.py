@@ -18,9 +18,9 @@ from memtrain.trainers.losses.preference.calibration import calibration_error, c
 from memtrain.trainers.losses.preference.registry import LOSSES
 from memtrain.trainers.methods.kto import partners_of
 from memtrain.trainers.protocols.feed import Steps
-from memtrain.trainers.protocols.method import Ahead, LooksAhead
+from memtrain.trainers.protocols.method import LooksAhead, StepPreview
 from memtrain.trainers.reference.precompute import fingerprint
-from memtrain.trainers.reference.reference import Synced
+from memtrain.trainers.reference.reference import EmaReference
 
 RECIPE = """
 method: {method}
@@ -74,8 +74,8 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(
     batch = built.train.micro_batch(work.sequences)
     with HostSyncs() as counted:
         if isinstance(built.method, LooksAhead):
-            ahead = Ahead(built.train, work.sequences, work.micros, torch.device("cpu"), 1)
-            built.method.look_ahead(built.scorer, ahead)
+            ahead = StepPreview(built.train, work.sequences, work.micros, torch.device("cpu"), 1)
+            built.method.before_step(built.scorer, ahead)
         made = built.method.loss(built.scorer, batch, denominator=6.0, want_stats=True)
         made.value.backward()
     assert counted.seen == []
@@ -136,7 +136,7 @@ def test_a_synced_reference_moves_by_its_share_every_few_steps():
     nn.init.ones_(policy.weight)
     nn.init.zeros_(reference.weight)
     reference.requires_grad_(False)
-    synced = Synced(reference, policy, every_steps=2, mixup=0.6)
+    synced = EmaReference(reference, policy, every_steps=2, mixup=0.6)
     synced.stepped(1)
     assert reference.weight.item() == 0
     synced.stepped(2)

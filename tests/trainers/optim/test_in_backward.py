@@ -11,7 +11,7 @@ from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.in_backward import InBackward
-from memtrain.trainers.optim.step import Engine, set_rate, update
+from memtrain.trainers.optim.step import DistributedStep, set_rate, update
 
 WIDTH, NUM_LAYERS = 64, 8
 
@@ -25,7 +25,7 @@ def train(model: nn.Module, settings: Any, optim: Optim, *, is_inside: bool) -> 
     """Losses and norms of four steps, and the most that was alive in the last."""
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, optim, settings)
-    engine = InBackward(optimizer, parameters).engine() if is_inside else Engine()
+    engine = InBackward(optimizer, parameters).engine() if is_inside else DistributedStep()
     told: list[float] = []
     peak = 0
     for step in range(4):

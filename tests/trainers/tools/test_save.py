@@ -138,7 +138,9 @@ def finished_run(folder: Path, adapter: Adapter | None) -> Any:
         data=Data.model_validate({"train": "x"}),
     )
     settings = SETTINGS.model_copy(update={"adapter": adapter})
-    split = PreparedSplit(folder="x", num_rows=1, num_tokens=1, num_learnt=1, num_skipped=0, longest_tokens=1)
+    split = PreparedSplit(
+        folder="x", num_rows=1, num_tokens=1, num_loss_tokens=1, num_skipped=0, longest_tokens=1
+    )
     none = Prediction(phases=(), method="arithmetic", budget_bytes=None)
     plan = Plan(
         recipe=recipe, recipe_path="x.yaml", run_dir=str(folder), settings=settings, decisions=(),

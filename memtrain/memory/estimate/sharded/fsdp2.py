@@ -28,7 +28,7 @@ from memtrain.memory.estimate.activations import (
 )
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
 from memtrain.memory.estimate.static import static_bytes, trains_head
-from memtrain.memory.estimate.workload import Load
+from memtrain.memory.estimate.workload import Workload
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 
 def fsdp_moments(
-    load: Load, resting: Mapping[str, int], kept: tuple[int, int, int], *, holds: bool, asked: int
+    load: Workload, resting: Mapping[str, int], kept: tuple[int, int, int], *, holds: bool, asked: int
 ) -> list[Moment]:
     """The moments of forward and backward passes at which memory can be highest.
 
@@ -77,7 +77,7 @@ def fsdp_moments(
     return [*moments, *_embedding(load, cut, rest, own)]
 
 
-def pass_moments(load: Load, resting: Mapping[str, int]) -> list[Moment]:
+def pass_moments(load: Workload, resting: Mapping[str, int]) -> list[Moment]:
     """The moments of a pass without gradients: when groups are gathered, in a layer, and in the head."""
     cut, base = groups(load.settings, load.shape), dict(resting)
     scores = head_bytes(load, trains_head=trains_head(load.settings)).evaluation
@@ -89,7 +89,7 @@ def pass_moments(load: Load, resting: Mapping[str, int]) -> list[Moment]:
     ]
 
 
-def _forward(load: Load, cut: Groups, rest: Moment, kept: tuple[int, int, int]) -> list[Moment]:
+def _forward(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, int]) -> list[Moment]:
     """When groups are gathered: the first layer, another one, the head."""
     everything, of_last, _ = kept
     outer = GATHERED * cut.root.weights + cut.embedding.weights
@@ -104,7 +104,7 @@ def _forward(load: Load, cut: Groups, rest: Moment, kept: tuple[int, int, int]) 
     ]
 
 
-def _loss(load: Load, cut: Groups, rest: Moment, kept: tuple[int, int, int], asked: int) -> list[Moment]:
+def _loss(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, int], asked: int) -> list[Moment]:
     """The head and the final norm, both ways."""
     head, boundary = head_bytes(load, trains_head=trains_head(load.settings)), layer_boundary(load)
     loss = rest | {"activations": kept[0] + head.norm}
@@ -131,7 +131,7 @@ def _loss(load: Load, cut: Groups, rest: Moment, kept: tuple[int, int, int], ask
     ]
 
 
-def _hidden_gradients(load: Load, head: HeadBytes) -> int:
+def _hidden_gradients(load: Workload, head: HeadBytes) -> int:
     """What the loss's backward pass leaves of the scored rows while the head's gradient is summed."""
     return load.S * load.shape.width * (load.a + (4 if load.is_half else 0)) if head.weight_gradient else 0
 
@@ -141,7 +141,7 @@ def _in_head(cut: Groups) -> int:
     return cut.root.weights + (GATHERED * cut.head.weights or cut.layer.weights)
 
 
-def _turns(load: Load, cut: Groups, own: int, kept: tuple[int, int, int]) -> list[Turn]:
+def _turns(load: Workload, cut: Groups, own: int, kept: tuple[int, int, int]) -> list[Turn]:
     """The last layer, the one below it, and the first: what is kept shrinks, what is on its way changes."""
     everything, of_last, first = kept
     num_layers, every = load.shape.num_layers, load.settings.checkpoint_every
@@ -165,7 +165,7 @@ def _turns(load: Load, cut: Groups, own: int, kept: tuple[int, int, int]) -> lis
     return turns
 
 
-def _embedding(load: Load, cut: Groups, rest: Moment, own: int) -> list[Moment]:
+def _embedding(load: Workload, cut: Groups, rest: Moment, own: int) -> list[Moment]:
     """The embedding's gradient, and a tied head's, which waited for it."""
     outer = cut.root if cut.root.weights else cut.embedding
     made = 3 * outer.gradients if cut.root.weights else outer.gradients
@@ -186,6 +186,6 @@ def _rounded(group: Group) -> int:
     return group.gradients if group.sent > group.gradients else 0
 
 
-def _part(load: Load, num_bytes: int) -> int:
+def _part(load: Workload, num_bytes: int) -> int:
     """A rank's part of gradients."""
     return -(-num_bytes // load.settings.num_processes)

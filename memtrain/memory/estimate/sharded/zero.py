@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from memtrain.memory.estimate.activations import head_bytes, layer_backward, norm_backward
 from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
 from memtrain.memory.estimate.static import num_trained, static_bytes, trains_head, weights_bytes
-from memtrain.memory.estimate.workload import Load
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 
@@ -31,7 +31,7 @@ def between_steps(settings: Settings, shape: ModelShape) -> Moment:
     return {"gradients": _part(settings, shape), "reduce buffers": _bucket(settings, shape)}
 
 
-def gathered_module(load: Load) -> int:
+def gathered_module(load: Workload) -> int:
     """Bytes of the largest module that stage 3 gathers: it goes module by module, not layer by layer."""
     if stage_of(load.settings) < 3:
         return 0
@@ -40,7 +40,7 @@ def gathered_module(load: Load) -> int:
 
 
 def zero_moments(
-    load: Load,
+    load: Workload,
     resting: Mapping[str, int],
     last: Mapping[str, int],
     kept: tuple[int, int, int],

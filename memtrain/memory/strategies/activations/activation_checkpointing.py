@@ -12,11 +12,11 @@ and `layer_backward`.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """On for every layer, unless the recipe names another distance."""
     memory = recipe.memory
     if memory.activation_checkpointing == "off" or memory.checkpoint_every not in ("auto", 1):
@@ -24,7 +24,7 @@ def wish(recipe: Recipe) -> Wish:
     return memory.activation_checkpointing
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """Every layer."""
     return ({"checkpoint_every": 1},)
 

@@ -13,18 +13,18 @@ tests/equal/test_checkpointing_and_offloading_are_exact.py.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish, on_off
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, on_off
 from memtrain.recipes.recipe import Recipe
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """As `memory.activation_offloading` says; it is full offloading where nothing is checkpointed."""
     if recipe.memory.activation_checkpointing == "off":
         return "off"
     return on_off(recipe.memory.activation_offloading)
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """The layers' inputs: all, or all but those of the last quarter, half, three quarters of the layers."""
     asked, count = case.recipe.memory.offload_keep, case.facts.shape.num_layers
     if asked != "auto":
@@ -33,7 +33,7 @@ def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
     return tuple({"offload": "boundaries", "offload_keep": keep} for keep in dict.fromkeys(shares))
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """A CPU has no other memory to move tensors to: there it only shows that nothing changes."""
     memory = case.recipe.memory
     is_asked = memory.activation_offloading == "on" or {"boundary_offloading", "full_offloading"} & {

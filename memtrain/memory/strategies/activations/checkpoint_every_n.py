@@ -10,14 +10,14 @@ Source: Chen et al. 2016, arXiv:1604.06174, section 4 (segments); the choice of 
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
 DISTANCES = (4, 2)
 """What the search tries: a quarter and a half of the layers. Taste: the plans between differ little."""
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """On when the recipe names a distance above one."""
     memory = recipe.memory
     if memory.activation_checkpointing == "off" or memory.checkpoint_every == 1:
@@ -27,7 +27,7 @@ def wish(recipe: Recipe) -> Wish:
     return memory.activation_checkpointing
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """The distance that the recipe names, or several."""
     asked = case.recipe.memory.checkpoint_every
     layers = case.facts.shape.num_layers

@@ -12,17 +12,17 @@ memtrain/memory/estimate/activations.py counts in `_chunked_head`.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """As `memory.loss` says."""
     loss = recipe.memory.loss
     return "auto" if loss == "auto" else "on" if loss == "chunked" else "off"
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """Tiles of the size that the recipe names."""
     return ({"loss": "chunked"},)
 

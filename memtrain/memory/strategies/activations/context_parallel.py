@@ -14,10 +14,10 @@ DeepSpeed Ulysses, arXiv:2309.14509, section 3.1 (heads).
 from __future__ import annotations
 
 from memtrain.memory.rules.context_parallel import context_faults
-from memtrain.memory.strategies.base import Case, Strategy
+from memtrain.memory.strategies.base import Strategy, StrategyContext
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """What the recipe or the model has that slices cannot honour."""
     faults = context_faults(case.recipe, case.facts.config)
     return faults[0][0] if faults else None

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.activations.boundary_offloading import refusal
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish, on_off
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, on_off
 from memtrain.recipes.recipe import Recipe
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """As `memory.activation_offloading` says; it is boundary offloading where layers are checkpointed."""
     if recipe.memory.activation_checkpointing == "on":
         return "off"
     return on_off(recipe.memory.activation_offloading)
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """Everything that is kept."""
     return ({"offload": "all"},)
 

@@ -10,16 +10,16 @@ Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy)
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Case, Strategy, Updates
+from memtrain.memory.strategies.base import Strategy, StrategyContext, Updates
 from memtrain.recipes.recipe import HAS_ANSWERS
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """Liger's kernel."""
     return ({"loss": "liger"},)
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """It is a CUDA kernel for cross-entropy."""
     if case.recipe.method in HAS_ANSWERS:
         return f"it computes cross-entropy, and the loss of {case.recipe.method} is another"

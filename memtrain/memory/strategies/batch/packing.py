@@ -12,11 +12,11 @@ al. 2024, arXiv:2404.10830.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Case, Strategy
+from memtrain.memory.strategies.base import Strategy, StrategyContext
 from memtrain.recipes.recipe import HAS_ANSWERS
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """Rows with answers are not packed, and packed rows need a length."""
     if case.recipe.method in HAS_ANSWERS or case.recipe.online is not None:
         return f"{case.recipe.method} lays prompts with their answers end to end by itself"

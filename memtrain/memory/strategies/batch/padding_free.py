@@ -10,11 +10,11 @@ by tests/equal/test_packed_equals_alone.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Strategy, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """What the recipe says; where it says nothing, rows are flat wherever they can be."""
     flat = recipe.length.padding_free
     return "auto" if flat is None else "on" if flat else "off"

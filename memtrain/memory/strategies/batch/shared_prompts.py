@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.strategies.base import Case, Strategy, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """What the recipe says; where it says nothing, prompts are shared wherever they can be."""
     shared = recipe.length.shared_prompts
     return "auto" if shared is None else "on" if shared else "off"
@@ -30,7 +30,7 @@ def keys_of(recipe: Recipe, *, is_shared: bool) -> Mapping[str, object]:
     return {"length.shared_prompts": is_shared} if has_answers else {}
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """Rows without answers have no prompt to share."""
     if case.facts.apart is None and case.recipe.method not in HAS_ANSWERS:
         return f"the rows of {case.recipe.method} have no answers that could share a prompt"

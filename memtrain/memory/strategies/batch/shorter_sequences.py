@@ -10,10 +10,10 @@ memtrain/memory/plan/length_profile.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Case, Strategy, no_keys
+from memtrain.memory.strategies.base import Strategy, StrategyContext, no_keys
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """There must be a length."""
     return "length.max_length is null" if case.recipe.length.max_length is None else None
 

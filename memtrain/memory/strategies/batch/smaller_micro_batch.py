@@ -12,12 +12,12 @@ held by tests/runs/test_same_step.py.
 from __future__ import annotations
 
 from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS
-from memtrain.memory.strategies.base import Case, Strategy, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """Open unless the recipe names the micro-batch; a whole step is none."""
     train = recipe.train
     if train.micro_tokens != "auto":
@@ -27,7 +27,7 @@ def wish(recipe: Recipe) -> Wish:
     return "off" if train.micro_rows == (train.batch_rows or DEFAULT_BATCH_ROWS) else "on"
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """Losses over a whole step cannot be cut."""
     if case.recipe.method == "dpo" and (case.recipe.dpo or Dpo()).ranks_the_batch:
         return "the loss sorts the pairs of a step, which must be one micro-batch"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish, never_refused
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, never_refused
 from memtrain.recipes.recipe import Recipe
 
 
-def without_bitsandbytes(case: Case) -> str | None:
+def without_bitsandbytes(case: StrategyContext) -> str | None:
     """Why bitsandbytes, a package of CUDA kernels, is not to be had here; None where it is."""
     if case.facts.hardware.device != "cuda":
         return "bitsandbytes computes on CUDA devices"
@@ -24,14 +24,14 @@ def other_optimizer(
     says: str,
     saves: str,
     costs: str,
-    refusal: Callable[[Case], str | None] = never_refused,
+    refusal: Callable[[StrategyContext], str | None] = never_refused,
 ) -> Strategy:
     """The optimizer `kind` in place of the recipe's: on when the recipe names it, else only where allowed."""
 
-    def wish(recipe: Recipe) -> Wish:
+    def wish(recipe: Recipe) -> StrategyRequest:
         return "on" if recipe.optim.kind == kind else "allow"
 
-    def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+    def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
         return ({"optimizer": kind},)
 
     return Strategy(

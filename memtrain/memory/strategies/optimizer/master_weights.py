@@ -12,17 +12,17 @@ Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Case, Strategy, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """As the recipe says it; `auto` is decided by rule."""
     wanted = recipe.optim.master_weights
     return "auto" if wanted == "auto" else "on" if wanted else "off"
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """Where there is no half-precision weight that is trained."""
     model, hardware = case.recipe.model, case.facts.hardware
     if model.dtype == "float32" or (

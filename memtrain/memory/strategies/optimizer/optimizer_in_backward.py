@@ -10,10 +10,10 @@ Source: Lv et al. 2023, arXiv:2306.09782 (LOMO), section 3.1; ours keeps AdamW's
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Case, Strategy, on_off
+from memtrain.memory.strategies.base import Strategy, StrategyContext, on_off
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """What needs all gradients at once."""
     recipe = case.recipe
     if recipe.optim.max_grad_norm is not None:

@@ -11,18 +11,18 @@ Source: Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); here the update itself
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Case, Strategy, Updates, on_off
+from memtrain.memory.strategies.base import Strategy, StrategyContext, Updates, on_off
 
 WITH_MOMENTS = ("adamw", "muon")
 """Optimizers whose moments are worth moving."""
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """All moments, where there are any."""
     return ({"optimizer_offload": True},) if settings.optimizer in WITH_MOMENTS else ()
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """Where it would move nothing."""
     if case.facts.hardware.device == "cpu":
         return "on a CPU the moments are in host memory already"

@@ -10,11 +10,11 @@ tests/equal/test_preferences_are_exact.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Case, Strategy
+from memtrain.memory.strategies.base import Strategy, StrategyContext
 from memtrain.memory.strategies.weights import precomputed_reference
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """Where there is no reference, or no adapter to switch off."""
     if case.recipe.model.adapter is None and precomputed_reference.reference_section(case.recipe) is not None:
         return "there is no adapter to switch off: every weight is trained"

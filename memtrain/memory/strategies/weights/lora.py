@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """On when the recipe has an adapter, else only where it is allowed."""
     return "on" if recipe.model.adapter is not None else "allow"
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """The recipe's adapter, or the default one."""
     adapter = case.recipe.model.adapter or Adapter()
     masters = settings.master_weights and trains_half(settings.dtype, adapter)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.strategies.base import Case, Strategy, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference
 
@@ -26,7 +26,7 @@ def reference_section(recipe: Recipe) -> WithReference | None:
     return (recipe.kto or Kto()) if recipe.method == "kto" else None
 
 
-def wish_of(recipe: Recipe, kind: str) -> Wish:
+def wish_of(recipe: Recipe, kind: str) -> StrategyRequest:
     """What the recipe says of one source of the reference's log-probs."""
     section = reference_section(recipe)
     if section is None:
@@ -39,7 +39,7 @@ def keys_of(recipe: Recipe, kind: str) -> Mapping[str, object]:
     return {} if reference_section(recipe) is None else {f"{recipe.method}.reference": kind}
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: StrategyContext) -> str | None:
     """Where nothing is compared with a reference."""
     if reference_section(case.recipe) is None:
         return f"{case.recipe.method} compares with no reference here"

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.memory.strategies.optimizer.master_weights import refusal
 from memtrain.recipes.recipe import Recipe
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """On when the recipe wants no float32 copies, else only where it is allowed."""
     return "on" if recipe.optim.master_weights is False else "allow"
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """No copy of any weight."""
     return ({"master_weights": False},)
 

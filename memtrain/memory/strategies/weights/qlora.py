@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Case, Strategy, Updates, Wish
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.memory.strategies.optimizer.base import without_bitsandbytes
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
 
 
-def wish(recipe: Recipe) -> Wish:
+def wish(recipe: Recipe) -> StrategyRequest:
     """On when the recipe quantizes, else only where it is allowed."""
     return "on" if recipe.model.quantize != "none" else "allow"
 
 
-def changes(settings: Settings, case: Case) -> tuple[Updates, ...]:
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """The recipe's adapter, or the default one, over 4-bit weights (8-bit where the recipe says so)."""
     model = case.recipe.model
     kind = model.quantize if model.quantize != "none" else "4bit"

@@ -22,7 +22,7 @@ Price = Callable[[Length, Laying], Cost | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SourcedRecipe:
     """What the candidates are counted for."""
 
     length: Length
@@ -52,7 +52,7 @@ def default_candidates(lengths: Ints, own: int | None) -> tuple[int, ...]:
     return tuple(sorted({*chosen, *([own] if own else [])}))
 
 
-def candidate(rows: Laying, max_length: int, asked: Asked) -> Candidate:
+def candidate(rows: Laying, max_length: int, asked: SourcedRecipe) -> Candidate:
     """One line of the table."""
     longest, scale = rows.longest_of_rows, asked.scale
     longer = int((longest > max_length).sum())
@@ -77,7 +77,7 @@ def order_of(rows: Laying, length: Length) -> tuple[str, ...]:
     return (own, *(way for way in rows.truncations if way != own))
 
 
-def _length(asked: Asked, max_length: int, truncation: str | None, packing: str = "none") -> Length:
+def _length(asked: SourcedRecipe, max_length: int, truncation: str | None, packing: str = "none") -> Length:
     return asked.length.model_copy(
         update={"max_length": max_length, "truncation": truncation, "packing": packing}
     )
@@ -96,7 +96,7 @@ def _loss(way: str, laid: LaidOut, scale: float) -> Loss:
     )
 
 
-def _packing(rows: Laying, max_length: int, packing: str, asked: Asked) -> Packing:
+def _packing(rows: Laying, max_length: int, packing: str, asked: SourcedRecipe) -> Packing:
     truncation = asked.length.truncation if packing == "bfd" else None
     laid = rows.at(_length(asked, max_length, truncation, packing))
     report, scale = laid.report, asked.scale
@@ -115,7 +115,7 @@ def _packing(rows: Laying, max_length: int, packing: str, asked: Asked) -> Packi
     )
 
 
-def _cost(rows: Laying, max_length: int, asked: Asked) -> Cost | None:
+def _cost(rows: Laying, max_length: int, asked: SourcedRecipe) -> Cost | None:
     """Of the recipe's own truncation and packing."""
     if asked.price is None:
         return None
@@ -123,19 +123,19 @@ def _cost(rows: Laying, max_length: int, asked: Asked) -> Cost | None:
     return asked.price(_length(asked, max_length, own.truncation, own.packing), rows)
 
 
-def _epoch(tokens: Ints, asked: Asked, *, grouped: bool) -> Epoch:
+def _epoch(tokens: Ints, asked: SourcedRecipe, *, grouped: bool) -> Epoch:
     size = BatchSize(asked.batch.rows, asked.batch.tokens)
     return make_epoch(tokens, size, seed=asked.seed, epoch=0, shuffle=asked.shuffle, group_by_length=grouped)
 
 
-def _steps(tokens: Ints, asked: Asked) -> int:
+def _steps(tokens: Ints, asked: SourcedRecipe) -> int:
     """Optimizer steps of one epoch over sequences of `tokens` tokens."""
     if asked.batch.rows is not None:
         return -(-round(len(tokens) * asked.scale) // asked.batch.rows)
     return round(_epoch(tokens, asked, grouped=False).num_steps * asked.scale)
 
 
-def _padding(laid: LaidOut, asked: Asked) -> Padding:
+def _padding(laid: LaidOut, asked: SourcedRecipe) -> Padding:
     multiple = asked.length.pad_to_multiple_of or 1
     shares = [
         padding_share(
@@ -176,6 +176,6 @@ def flat_share(tokens: Ints, epoch: Epoch, batch: Batch, multiple: int) -> float
     return padding / (padding + int(tokens.sum()))
 
 
-def candidates(rows: Laying, max_lengths: Sequence[int], asked: Asked) -> tuple[Candidate, ...]:
+def candidates(rows: Laying, max_lengths: Sequence[int], asked: SourcedRecipe) -> tuple[Candidate, ...]:
     """The table."""
     return tuple(candidate(rows, max_length, asked) for max_length in max_lengths)

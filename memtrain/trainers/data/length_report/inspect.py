@@ -14,7 +14,12 @@ from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
 from memtrain.recipes.sections.data import Data, Format
 from memtrain.recipes.sections.length import Length
 from memtrain.recipes.sections.training import Train
-from memtrain.trainers.data.length_report.candidates import Asked, Price, candidates, default_candidates
+from memtrain.trainers.data.length_report.candidates import (
+    Price,
+    SourcedRecipe,
+    candidates,
+    default_candidates,
+)
 from memtrain.trainers.data.length_report.distribution import distribution
 from memtrain.trainers.data.length_report.format import count_of
 from memtrain.trainers.data.length_report.layouts import Laying, PromptRows, laying_of
@@ -75,7 +80,7 @@ def inspect(
     extent = extent_of(seen)
     batch = batch_of(question.train)
     own = question.length.max_length if "max_length" in question.length.model_fields_set else None
-    asked = Asked(question.length, batch, seed, question.train.shuffle, extent.scale, price)
+    asked = SourcedRecipe(question.length, batch, seed, question.train.shuffle, extent.scale, price)
     tried = sorted(set(question.max_lengths)) or default_candidates(lengths, own)
     table = candidates(rows, tried, asked)
     learnt = 0 if isinstance(rows, PromptRows) else round(int(rows.held_R.sum()) * extent.scale)

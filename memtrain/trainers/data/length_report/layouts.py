@@ -161,7 +161,7 @@ class PromptRows:
         report = LengthReport(
             num_rows=len(whole),
             num_tokens=int(whole.sum()),
-            num_learnt=0,
+            num_loss_tokens=0,
             rows_cut=0 if drops else longer,
             rows_dropped=longer if drops else 0,
             rows_split=0,

@@ -204,7 +204,7 @@ def _report(
     return LengthReport(
         num_rows=len(prompt),
         num_tokens=int(total.sum()),
-        num_learnt=int(learnt_whole.sum()),
+        num_loss_tokens=int(learnt_whole.sum()),
         rows_cut=int((left < total)[stays].sum()),
         rows_dropped=int((~stays).sum()),
         rows_split=0,

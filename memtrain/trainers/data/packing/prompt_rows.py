@@ -63,7 +63,7 @@ def lay_out_prompts(store: TokenStore, rows: Ints, length: RowLimits, *, each: i
     report = LengthReport(
         num_rows=len(rows),
         num_tokens=int(whole.sum()),
-        num_learnt=0,
+        num_loss_tokens=0,
         rows_cut=int(is_cut.sum()),
         rows_dropped=int((~kept).sum()),
         rows_split=0,

@@ -232,7 +232,7 @@ def _report(
     return LengthReport(
         num_rows=len(tokens),
         num_tokens=int(tokens.sum()),
-        num_learnt=int(learnt_of_row.sum()),
+        num_loss_tokens=int(learnt_of_row.sum()),
         rows_cut=0 if splits or not limit else int((tokens[~absent] > limit).sum()),
         rows_dropped=int(absent.sum()),
         rows_split=int((num_pieces > 1).sum()),

@@ -171,7 +171,7 @@ def split_of(made: KeptRows, rows: Any) -> PreparedSplit:
         folder=str(store.folder),
         num_rows=len(lengths),
         num_tokens=int(lengths.sum()),
-        num_learnt=int(learnt.sum()),
+        num_loss_tokens=int(learnt.sum()),
         num_skipped=store.meta.num_skipped,
         longest_tokens=int(lengths.max(initial=0)),
         notes=made.notes,

@@ -51,7 +51,7 @@ class Stored(Section):
     """Source in the recipe, by number, of each stream."""
     num_rows: int
     num_tokens: int
-    num_learnt: int
+    num_loss_tokens: int
     """Learnt tokens that have a token before them: what the loss counts when no row is cut."""
     num_read: int
     """Rows that were read: those that are stored, and the bad ones. A pair may be stored as two."""
@@ -132,7 +132,7 @@ class StoreWriter:
         self.files = {name: (folder / f"{name}.bin").open("wb") for name in names}
         if has_columns:
             self.files["columns"] = (folder / "columns.jsonl").open("wb")
-        self.num_rows = self.num_tokens = self.num_learnt = self.num_merged = 0
+        self.num_rows = self.num_tokens = self.num_loss_tokens = self.num_merged = 0
         self.num_spans = self.num_column_bytes = self.longest = 0
         for name in names:
             if name.endswith("_ptr"):
@@ -159,7 +159,7 @@ class StoreWriter:
         self.num_tokens += len(rows.ids)
         self.num_spans += len(rows.spans)
         self.num_merged += rows.num_merged
-        self.num_learnt += int(np.subtract(rows.spans[:, 1], np.maximum(rows.spans[:, 0], 1)).sum())
+        self.num_loss_tokens += int(np.subtract(rows.spans[:, 1], np.maximum(rows.spans[:, 0], 1)).sum())
         lengths = rows.part_tokens.reshape(-1, self.num_parts).sum(axis=1)
         self.longest = max(self.longest, int(lengths.max()))
 
@@ -171,7 +171,7 @@ class StoreWriter:
             version=VERSION,
             num_rows=self.num_rows,
             num_tokens=self.num_tokens,
-            num_learnt=self.num_learnt,
+            num_loss_tokens=self.num_loss_tokens,
             num_merged=self.num_merged,
             longest_tokens=self.longest,
             has_label=self.has_label,

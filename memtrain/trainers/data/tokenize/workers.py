@@ -205,8 +205,8 @@ def row_of_ids(example: Ids, num_tokens: int, stream: int, line: int) -> TokenRo
             f"the row holds the id {ids.max()}, and the tokenizer has {num_tokens} tokens",
             "tokenize the rows with the model's own tokenizer",
         )
-    is_learnt = np.ones(len(ids), np.bool_) if example.labels is None else np.array(example.labels) == ids
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_learnt, [False]]).astype(np.int8)))
+    loss_mask = np.ones(len(ids), np.bool_) if example.labels is None else np.array(example.labels) == ids
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], loss_mask, [False]]).astype(np.int8)))
     learnt = tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
     if not any(end > max(start, 1) for start, end in learnt):
         raise BadRow("no token of the row is learnt", "remove the row")

@@ -12,7 +12,7 @@ from memtrain.errors import DoesNotFit, Fault, OutOfMemory
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.static import needed, usable
 from memtrain.memory.estimate.workload import HeaviestBatch
-from memtrain.memory.explain.suggestions import WayOut, ways_out
+from memtrain.memory.explain.suggestions import Suggestion, suggestions
 from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.memory.plan.settings import Settings
@@ -74,7 +74,9 @@ def refuse_over_budget(
     )
 
 
-def _ways(plan: Plan, settings: Settings, model: nn.Module, tokens: int) -> tuple[PhasePeak, list[WayOut]]:
+def _ways(
+    plan: Plan, settings: Settings, model: nn.Module, tokens: int
+) -> tuple[PhasePeak, list[Suggestion]]:
     """(the peak predicted for one micro-batch of `tokens` in one row, what would be lower)."""
     config = base_model(model).config.to_dict()
     shape = shape_of(config) if has_formula(config) else counted_shape(config)
@@ -84,10 +86,10 @@ def _ways(plan: Plan, settings: Settings, model: nn.Module, tokens: int) -> tupl
     limit = int(predicted.num_bytes * BELOW)
     if budget is not None:
         limit = min(limit, usable(budget, settings))
-    return predicted, ways_out(settings, shape, batch, limit)
+    return predicted, suggestions(settings, shape, batch, limit)
 
 
-def _words(ways: Iterable[WayOut]) -> str:
+def _words(ways: Iterable[Suggestion]) -> str:
     return "; or ".join(way.words() for way in ways) or "take a smaller model, or a larger device"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.checkpoints.state_io import save_state
-from memtrain.trainers.loop.loop import Run, look_ahead, score, whole_gradients
+from memtrain.trainers.loop.loop import Run, before_step, score, whole_gradients
 from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro, load_of, step_of
 from memtrain.trainers.loop.oom.preflight_online import made_up_rollout
 from memtrain.trainers.loop.oom.recover import Exhausted
@@ -187,7 +187,7 @@ def _evaluation(run: Run) -> None:
     was_training = run.model.training
     run.model.eval()
     with run.watch.phase(f"{REHEARSAL}evaluation"), torch.no_grad():
-        look_ahead(run, feed, heaviest, [heaviest])
+        before_step(run, feed, heaviest, [heaviest])
         run.recovery.each(feed, [heaviest], lambda sequences: score(run, feed, sequences), ranks=run.ranks)
     run.model.train(was_training)
 

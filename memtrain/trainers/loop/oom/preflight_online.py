@@ -17,11 +17,11 @@ import numpy as np
 
 from memtrain.trainers.online.generation.backend import sampling_of
 from memtrain.trainers.online.generation.protocol import Group, Sample
-from memtrain.trainers.online.rollout.advantage_step import Weighing
+from memtrain.trainers.online.rollout.advantage_step import AdvantageStep
 from memtrain.trainers.online.rollout.mismatch_guard import SeesMismatch
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.rollout.protocol import WeighsTokens
-from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
 from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.run_folder.report.report import REHEARSAL
 
@@ -66,7 +66,7 @@ def longest_rows(steps: OnlineSteps, count: int) -> list[int]:
     return [int(order[place % len(order)]) for place in range(count)]
 
 
-def weighed(steps: OnlineSteps) -> Window:
+def weighed(steps: OnlineSteps) -> Rollout:
     """A rollout of made-up completions, with advantages and the passes that come before the update."""
     settings, generate = steps.plan.settings, steps.plan.recipe.generation
     count, length = generate.completions, generate.max_tokens
@@ -76,12 +76,12 @@ def weighed(steps: OnlineSteps) -> Window:
     samples = [[Sample((prompt[-1],) * length, (0.0,) * length, "stop")] * count for prompt in prompts]
     window = new_window(0, rows, [0] * len(rows), prompts, samples, len(steps.judging.functions))
     window.reward_AF[:] = (np.arange(window.num_answers) % 2)[:, None]
-    weighing = Weighing(steps.method, steps.feed, steps.passes, steps.judging.weight_F, count)
+    weighing = AdvantageStep(steps.method, steps.feed, steps.passes, steps.judging.weight_F, count)
     with steps.watch.phase(f"{REHEARSAL}passes"):
         weighing.weigh(window)
     return window
 
 
-def _heaviest(steps: OnlineSteps, window: Window) -> Ints:
+def _heaviest(steps: OnlineSteps, window: Rollout) -> Ints:
     work = steps.work_of(window, steps.position.step, 0, rank=0, num_ranks=1)
     return max(work.micros, key=lambda micro: int(steps.feed.tokens[micro].sum()))

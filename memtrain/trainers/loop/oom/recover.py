@@ -19,7 +19,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
 from memtrain.trainers.loop.oom.heaviest_batch import load_of
 from memtrain.trainers.protocols.feed import Feed
-from memtrain.trainers.protocols.position import Position
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.oom_errors import attempt, free
 from memtrain.trainers.runtime.ranks import Ranks
 
@@ -68,7 +68,7 @@ class Recovery:
 
     settings: Settings
     """As they are now: strategies that were switched on included."""
-    position: Position
+    position: TrainState
     """What was learnt is kept here, so that a run that is continued has learnt it too."""
     treat: Callable[[Settings], None] = lambda settings: None
     """Makes the model obey changed settings."""
@@ -76,7 +76,7 @@ class Recovery:
     """Takes notes."""
     has_dropout: bool = False
     eval_limit: int | None = None
-    """As `Position.micro_limit`, for passes without gradients."""
+    """As `TrainState.micro_limit`, for passes without gradients."""
     failures: list[Failure] = field(default_factory=list)
 
     @property
@@ -185,7 +185,7 @@ class Recovery:
                 raise Exhausted(failure)
             self._switch(name)
             self.position.switched_on = [*self.position.switched_on, name]
-            said += f"{STRATEGIES[name](self.settings)}, and the step was made again"
+            said += f"{OOM_STEPS[name](self.settings)}, and the step was made again"
         self.position.num_recoveries += 1
         self.tell(said)
 
@@ -243,7 +243,7 @@ class Cursor:
 
 def next_strategy(settings: Settings) -> str | None:
     """The next strategy that the plan allows and that is not on yet: the ones that save most first."""
-    return next((name for name in STRATEGIES if _can(settings, name)), None)
+    return next((name for name in OOM_STEPS if _can(settings, name)), None)
 
 
 def with_strategy(settings: Settings, name: str) -> Settings:
@@ -271,7 +271,7 @@ def _can(settings: Settings, name: str) -> bool:
     )
 
 
-STRATEGIES: dict[str, Callable[[Settings], str]] = {
+OOM_STEPS: dict[str, Callable[[Settings], str]] = {
     "checkpointing": lambda settings: "every layer is checkpointed from now on",
     "offloading": lambda settings: "activations wait in host memory from now on",
     "loss_tile": lambda settings: f"the loss takes tiles of {gib(settings.loss_tile_bytes)} from now on",

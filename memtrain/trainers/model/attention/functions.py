@@ -52,7 +52,7 @@ UNSUPPORTED = {
 }
 """Keyword arguments of transformers that change the result and that no back end here computes."""
 
-WAY_OUT = "set model.attention: stock and length.packing: none, which is one example to a row"
+FIX = "set model.attention: stock and length.packing: none, which is one example to a row"
 
 
 def register() -> None:
@@ -107,7 +107,7 @@ def _switch(model: nn.Module, implementation: str) -> None:
     taken: str = model.config._attn_implementation  # pyright: ignore
     if taken != implementation:
         what = f"{type(model).__name__} does not let its attention be replaced (it stays at {taken})"
-        raise LaunchError(what, fix=WAY_OUT)
+        raise LaunchError(what, fix=FIX)
 
 
 def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor, None]]:
@@ -126,7 +126,7 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
         if layout is None:
             what = f"{type(module).__name__} gets no layout of its rows: the model does not pass it on"
-            raise LaunchError(what, fix=WAY_OUT)
+            raise LaunchError(what, fix=FIX)
         _check(module, query, key, attention_mask, dropout, layout, others)
         if is_tempered(module):
             query = tempered(module, query, layout.places)
@@ -167,7 +167,7 @@ def _check(
     """Make sure that nothing is asked that the back ends would silently not do."""
     if attention_mask is not None:
         what = f"{type(module).__name__} has a mask of its own making, which packed attention does not take"
-        raise LaunchError(what, fix=WAY_OUT)
+        raise LaunchError(what, fix=FIX)
     assert query.shape[0] == 1, f"Packed attention takes one flattened row, not a batch of {query.shape[0]}."
     assert query.shape[2] == layout.num_tokens, (
         f"The row has {query.shape[2]} tokens and its layout {layout.num_tokens}."
@@ -178,7 +178,7 @@ def _check(
     found = _unsupported(module, dropout, layout, others)
     if found:
         what = f"{type(module).__name__} has {found}, which packed attention does not compute"
-        raise LaunchError(what, fix=WAY_OUT)
+        raise LaunchError(what, fix=FIX)
 
 
 def _unsupported(module: nn.Module, dropout: float, layout: RowLayout, others: dict[str, Any]) -> str | None:

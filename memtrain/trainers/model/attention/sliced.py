@@ -62,7 +62,7 @@ class SlicedAttention(torch.autograd.Function):
     ) -> Tensor:
         """`out_THD`, in the query's dtype."""
         out_THD, lse_HT = kernel.forward(query_THD, key_TKD, value_TKD, layout.within, scale)
-        if layout.num_gathered:
+        if layout.num_gathered_kv:
             keys_MKD, values_MKD = _gathered(key_TKD, value_TKD, layout)
             for queries, keys, part in layout.reaches:
                 there = kernel.forward(query_THD[queries], keys_MKD[keys], values_MKD[keys], part, scale)
@@ -81,7 +81,7 @@ class SlicedAttention(torch.autograd.Function):
         dq_THD, dk_TKD, dv_TKD = kernel.backward(
             grad_THD, query_THD, key_TKD, value_TKD, out_THD, lse_HT, layout.within, ctx.scale
         )
-        if not layout.num_gathered:
+        if not layout.num_gathered_kv:
             return dq_THD, dk_TKD, dv_TKD, None, None, None
         keys_MKD, values_MKD = _gathered(key_TKD, value_TKD, layout)
         wide = torch.promote_types(key_TKD.dtype, torch.float32)

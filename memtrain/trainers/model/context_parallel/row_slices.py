@@ -70,7 +70,7 @@ class SlicedLayout:
         return self.within.query_bounds[-1]
 
     @property
-    def num_gathered(self) -> int:
+    def num_gathered_kv(self) -> int:
         """Tokens whose keys and values are gathered in every layer; the same on all ranks."""
         return len(self.order)
 

@@ -18,7 +18,7 @@ def scorer_of(model: PreTrainedModel | PeftModel, head: str, settings: Settings)
     return RewardScorer(model) if head == "score" else Scorer(model, **loss_form(settings))
 
 
-def treat_loss(scorer: nn.Module, settings: Settings) -> None:
+def configure_loss(scorer: nn.Module, settings: Settings) -> None:
     """From now on a scorer of tokens forms its logits as the settings say; one of answers has none."""
     if isinstance(scorer, Scorer):
         scorer.form = scorer.form._replace(**loss_form(settings))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpoint_layers
-from memtrain.trainers.model.offload.copy_engines import CudaEngine, Engine, SyncEngine
+from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, SyncEngine
 from memtrain.trainers.model.offload.host_pool import DiskTier
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.model.streamed.apply import stream_layers
@@ -30,7 +30,9 @@ class Activations:
     offloader: Offloader | None
 
 
-def treat_activations(model: nn.Module, settings: Settings, engine: Engine | None = None) -> Activations:
+def apply_checkpointing_and_offload(
+    model: nn.Module, settings: Settings, engine: CopyEngine | None = None
+) -> Activations:
     """Checkpoint, stream and offload the layers of `model`, in place. A second call replaces the first.
 
     Exact: losses and gradients are the same bits; of streamed layers the same up to the order of sums.
@@ -95,7 +97,7 @@ def disk_of(settings: Settings) -> DiskTier | None:
         ) from None
 
 
-def engine_for(settings: Settings) -> Engine:
+def engine_for(settings: Settings) -> CopyEngine:
     """The engine of the device of a run."""
     return CudaEngine() if settings.device == "cuda" else SyncEngine()
 

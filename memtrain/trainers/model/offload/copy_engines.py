@@ -13,7 +13,7 @@ Ticket = Any
 """A copy under way; None is a copy that is done."""
 
 
-class Engine(Protocol):
+class CopyEngine(Protocol):
     """Starts copies and orders work after them. Copies in one direction run in the order they were started.
 
     A copy starts after all work that compute was given before, and after the copy `after`.

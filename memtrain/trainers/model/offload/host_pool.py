@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from memtrain.memory.estimate.host_memory import rounded
-from memtrain.trainers.model.offload.copy_engines import Engine, Ticket
+from memtrain.trainers.model.offload.copy_engines import CopyEngine, Ticket
 
 
 class HostPool:
@@ -20,7 +20,7 @@ class HostPool:
     `num_bytes` is all that was ever allocated; `used_bytes` what holds tensors now.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
         self._free: defaultdict[int, deque[tuple[Tensor, Ticket]]] = defaultdict(deque)
         self.num_bytes = 0

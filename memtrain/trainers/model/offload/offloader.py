@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.trainers.model.offload.checkpointing import recompute
-from memtrain.trainers.model.offload.copy_engines import Engine, Ticket
+from memtrain.trainers.model.offload.copy_engines import CopyEngine, Ticket
 from memtrain.trainers.model.offload.host_pool import DiskTier, HostPool, StoredBlock
 
 MIN_BYTES = 2**16
@@ -91,7 +91,7 @@ class Offloader:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: CopyEngine,
         *,
         keep_last: int = 1,
         min_bytes: int = MIN_BYTES,

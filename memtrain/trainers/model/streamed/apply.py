@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.attention.row_layout import Layout
-from memtrain.trainers.model.streamed.layer_pass import WAY_OUT, run_streamed
+from memtrain.trainers.model.streamed.layer_pass import FIX, run_streamed
 from memtrain.trainers.model.streamed.row_slices import slices_of
 
 Hooks = Callable[[], AbstractContextManager[Any]]
@@ -37,7 +37,7 @@ class StreamedForward:
             what = (
                 f"{type(self.layer).__name__} gets arguments without names, which cannot be cut into slices"
             )
-            raise LaunchError(what, "memory.streamed_layers", WAY_OUT)
+            raise LaunchError(what, "memory.streamed_layers", FIX)
         slices = slices_of(layout, self.slice_tokens)
         with self.hooks() if torch.is_grad_enabled() else nullcontext():
             return run_streamed(self.layer, slices, x_BTW, arguments)
@@ -54,7 +54,7 @@ def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontex
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if slice_tokens and not layers:
         raise LaunchError(
-            f"the layers of {type(model).__name__} cannot be streamed", "memory.streamed_layers", WAY_OUT
+            f"the layers of {type(model).__name__} cannot be streamed", "memory.streamed_layers", FIX
         )
     for layer in layers:
         vars(layer).pop("forward", None)

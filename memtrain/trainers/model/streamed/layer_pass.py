@@ -30,7 +30,7 @@ from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_wei
 TOKENS_AT = {"position_ids": -1, "position_embeddings": -2}
 """The axis on which each argument of a layer has the row's tokens."""
 
-WAY_OUT = "set memory.streamed_layers: off"
+FIX = "set memory.streamed_layers: off"
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +161,7 @@ def _sliced(name: str, value: Any, part: RowSlice) -> Any:
         return value
     if name not in TOKENS_AT:
         what = f"the layers get `{name}`, a tensor that is not known to be cut by tokens"
-        raise LaunchError(what, "memory.streamed_layers", WAY_OUT)
+        raise LaunchError(what, "memory.streamed_layers", FIX)
     return value.narrow(TOKENS_AT[name], part.begin, part.num_tokens)
 
 
@@ -171,5 +171,5 @@ def _hidden(out: Any, layer: nn.Module) -> Tensor:
     first, *others = out
     if any(other is not None for other in others):
         what = f"{type(layer).__name__} returns more than its hidden states"
-        raise LaunchError(what, "memory.streamed_layers", WAY_OUT)
+        raise LaunchError(what, "memory.streamed_layers", FIX)
     return first

@@ -15,7 +15,7 @@ from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build.components import Built, longest_row
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.generation.distributed_sampler import Generating
-from memtrain.trainers.online.generation.lockstep import Together
+from memtrain.trainers.online.generation.lockstep import Lockstep
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Sampler, Sampling
 from memtrain.trainers.online.generation.start_check import LONGEST, StartCheck, check_groups
@@ -36,7 +36,7 @@ def open_generating(
     if plan.settings.sampler not in ("vllm", "vllm_server"):
         made = Generating(OwnSampler(plan, built), rows, ranks, tell)
         if built.spread.is_sharded and not plan.settings.gather_weights:
-            made.writing = Together(built.model).writing
+            made.writing = Lockstep(built.model).writing
         return made
     feeds = [feed for feed in (built.train, built.eval) if feed is not None]
     engine = open_engine(

@@ -20,7 +20,7 @@ from memtrain.trainers.model.attention import NAMES
 from memtrain.trainers.model.attention.functions import UNSUPPORTED
 from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
-from memtrain.trainers.online.generation.kv_cache import Keys, Standing, attend
+from memtrain.trainers.online.generation.kv_cache import KVCache, Standing, attend
 
 NAME = "memtrain_rollout"
 """The name that transformers knows this attention by."""
@@ -30,7 +30,7 @@ NAME = "memtrain_rollout"
 class Pass:
     """What one forward pass is about: prompts that are read (`layout`), or rows that are written (`at`)."""
 
-    keys: Keys
+    keys: KVCache
     backend: AttentionBackend
     layout: Layout | None = None
     first_group: int = 0
@@ -46,7 +46,11 @@ def register() -> None:
 
 
 def read_prompts(
-    model: nn.Module, prompts: list[tuple[int, ...]], keys: Keys, first_group: int, backend: AttentionBackend
+    model: nn.Module,
+    prompts: list[tuple[int, ...]],
+    keys: KVCache,
+    first_group: int,
+    backend: AttentionBackend,
 ) -> Tensor:
     """Logits [prompts, V] of the token after each prompt; their keys are kept in slots from `first_group`."""
     device = next(model.parameters()).device
@@ -64,7 +68,7 @@ def read_prompts(
 
 
 def write_tokens(
-    model: nn.Module, ids_R: Tensor, keys: Keys, at: Standing, backend: AttentionBackend
+    model: nn.Module, ids_R: Tensor, keys: KVCache, at: Standing, backend: AttentionBackend
 ) -> Tensor:
     """Logits [R, V] of the token after `ids_R`, the newest token of each row."""
     keys.begin_pass()

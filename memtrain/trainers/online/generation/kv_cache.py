@@ -60,7 +60,7 @@ def standing(groups: list[int], written: list[int], prompts: list[int], device: 
 
 
 @dataclass(slots=True)
-class Keys:
+class KVCache:
     """Keys and values of every layer. Buffers are made when the first prompt shows their shapes."""
 
     num_groups: int

@@ -17,7 +17,7 @@ from memtrain.trainers.model.heads.lm_head import base_model
 
 
 @dataclass(slots=True)
-class Together:
+class Lockstep:
     """Every pass of a rank is a pass of all: those that are done make passes over one token meanwhile."""
 
     model: nn.Module

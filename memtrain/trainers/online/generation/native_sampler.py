@@ -21,7 +21,7 @@ from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.generation.forward import NAME, read_prompts, register, write_tokens
-from memtrain.trainers.online.generation.kv_cache import Keys, Standing, standing
+from memtrain.trainers.online.generation.kv_cache import KVCache, Standing, standing
 from memtrain.trainers.online.generation.protocol import Finish, Group, OnDone, Sample, Sampling
 from memtrain.trainers.online.generation.token_sampling import choose
 from memtrain.trainers.runtime.seed import numpy_generator
@@ -117,7 +117,7 @@ class _Writing:
         num_rows = min(sampler.max_rows, sum(part.count for part in parts))
         num_groups = min(len(parts), max(1, num_rows // min(part.count for part in parts)))
         longest = len(groups[parts[0].group].prompt_ids)
-        self.keys = Keys(num_groups, num_rows, longest, sampling.max_tokens)
+        self.keys = KVCache(num_groups, num_rows, longest, sampling.max_tokens)
         device = next(sampler.model.parameters()).device
         shape = (num_rows, sampling.max_tokens)
         self.ids_RT = torch.zeros(shape, dtype=torch.long, device=device)

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.trainers.online.rollout.advantages import groups_without_signal
-from memtrain.trainers.online.rollout.protocol import Judged, OnlineMethod, WeighsTokens
+from memtrain.trainers.online.rollout.advantages import zero_std_groups
+from memtrain.trainers.online.rollout.protocol import OnlineMethod, ScoredRollout, WeighsTokens
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
-from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.online.rollout.scoring_passes import Passes
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class AdvantageStep:
     """How the answers of a rollout are weighed."""
 
     method: OnlineMethod
@@ -29,7 +29,7 @@ class Weighing:
     weight_F: Tensor
     group_size: int
 
-    def weigh(self, window: Window) -> None:
+    def weigh(self, window: Rollout) -> None:
         """Give a judged window its advantages and log-probs, and say which of its answers are learnt.
 
         Called by all ranks together: the passes are shared.
@@ -45,7 +45,7 @@ class Weighing:
             window.is_learnt_A = np.ones_like(may_learn_A)
             self.passes().fill(self.feed, needs)
             kl_A = _sums(window) if needs.reference else None
-        judged = Judged(
+        judged = ScoredRollout(
             reward_AF=torch.from_numpy(window.reward_AF),
             weight_F=self.weight_F,
             group_size=self.group_size,
@@ -57,12 +57,12 @@ class Weighing:
         if isinstance(method, WeighsTokens):
             window.told |= method.weigh_tokens(window, judged)
             window.kept = method.kept()
-        if needs.drops_silent:
+        if needs.skip_zero_advantage:
             window.is_learnt_A = may_learn_A & (window.advantage_A != 0)
         if not needs.is_for_rewards:
             self.passes().fill(self.feed, needs)
 
-    def _norms(self, window: Window, may_learn_A: NDArray[np.bool_]) -> list[dict[str, float]]:
+    def _norms(self, window: Rollout, may_learn_A: NDArray[np.bool_]) -> list[dict[str, float]]:
         """What each part's loss is divided by, whatever is left out of the update."""
         num_parts = self.method.section.steps_per_rollout
         tokens_A = window.length_A * may_learn_A
@@ -76,14 +76,14 @@ class Weighing:
         ]
 
 
-def rollout_facts(window: Window, reward_A: Tensor, group_size: int) -> dict[str, float]:
+def rollout_facts(window: Rollout, reward_A: Tensor, group_size: int) -> dict[str, float]:
     """What the metrics say of a rollout; `reward_A`: the weighted rewards of its answers."""
     known_A = reward_A[~reward_A.isnan()]
     lengths = window.length_A
     return {
         "reward": known_A.mean().item() if len(known_A) else float("nan"),
         "reward_std": known_A.std().item() if len(known_A) > 1 else 0.0,
-        "groups_without_signal": groups_without_signal(reward_A, group_size).float().mean().item(),
+        "groups_without_signal": zero_std_groups(reward_A, group_size).float().mean().item(),
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
         "completions_cut": float(window.is_cut_A.mean()),
@@ -92,7 +92,7 @@ def rollout_facts(window: Window, reward_A: Tensor, group_size: int) -> dict[str
     }
 
 
-def _sums(window: Window) -> Tensor:
+def _sums(window: Rollout) -> Tensor:
     """Sum over each answer's tokens of log p_old - log p_reference [A]."""
     assert window.old_N is not None, "The pass was made."
     assert window.reference_N is not None, "The pass was made."

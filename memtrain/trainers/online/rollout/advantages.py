@@ -71,7 +71,7 @@ def leave_one_out_advantages(reward_R: Tensor, group_size: int, *, normalise: bo
     return torch.nan_to_num(advantage_R, nan=0.0)
 
 
-def groups_without_signal(reward_R: Tensor, group_size: int) -> Tensor:
+def zero_std_groups(reward_R: Tensor, group_size: int) -> Tensor:
     """bool [G]: groups whose verdicts are all alike, or which have fewer than two: no answer is better."""
     reward_Gk = reward_R.view(-1, group_size)
     lowest_G = reward_Gk.nan_to_num(nan=torch.inf).amin(1)

@@ -34,18 +34,18 @@ from memtrain.trainers.online.generation.completions_log import cut_after
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.online.rewards.functions import check_columns
-from memtrain.trainers.online.rollout.advantage_step import Weighing, rollout_facts
+from memtrain.trainers.online.rollout.advantage_step import AdvantageStep, rollout_facts
 from memtrain.trainers.online.rollout.advantages import weighted_rewards
 from memtrain.trainers.online.rollout.mismatch_guard import ROUNDING, MismatchAlarm
 from memtrain.trainers.online.rollout.protocol import OnlineMethod, WeighsTokens
-from memtrain.trainers.online.rollout.reward_scoring import Judging, build_judging
+from memtrain.trainers.online.rollout.reward_scoring import RewardScoring, build_judging
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
-from memtrain.trainers.online.rollout.rollout_buffer import Window, new_window, window_of
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window, window_of
 from memtrain.trainers.online.rollout.scoring_passes import Passes
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent
 from memtrain.trainers.protocols.feed import Steps, StepWork
-from memtrain.trainers.protocols.position import Position
-from memtrain.trainers.run_folder.event_sinks import Teller
+from memtrain.trainers.protocols.position import TrainState
+from memtrain.trainers.run_folder.event_sinks import EventSinks
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import derive_seed
 
@@ -65,10 +65,10 @@ class OnlineSteps:
     watch: MemoryWatch
     tell: Callable[[Event], None]
     generating: Generating
-    judging: Judging
+    judging: RewardScoring
     prompts: PromptFeed
     held_out: PromptFeed | None
-    position: Position
+    position: TrainState
     feed: PolicyFeed = field(init=False)
     base: Steps = field(init=False)
     alarm: MismatchAlarm = field(init=False)
@@ -153,7 +153,7 @@ class OnlineSteps:
         )
         return -total
 
-    def _rollout(self, number: int, step: int) -> Window:
+    def _rollout(self, number: int, step: int) -> Rollout:
         """Write, judge and weigh the completions of one rollout."""
         section, recipe = self.method.section, self.plan.recipe
         first = number * section.steps_per_rollout
@@ -180,7 +180,7 @@ class OnlineSteps:
         with self._watched("rewards"):
             window.reward_AF, window.told = self.judging.verdicts(self.prompts, rows, samples, early)
         judged = time.perf_counter()
-        weighing = Weighing(self.method, self.feed, self.passes, self.judging.weight_F, count)
+        weighing = AdvantageStep(self.method, self.feed, self.passes, self.judging.weight_F, count)
         with self._watched("passes"):
             weighing.weigh(window)
         reward_A = weighted_rewards(torch.from_numpy(window.reward_AF), self.judging.weight_F)
@@ -240,7 +240,7 @@ class OnlineSteps:
             temperature=self.method.temperature,
         )
 
-    def work_of(self, window: Window, step: int, part: int, *, rank: int, num_ranks: int) -> StepWork:
+    def work_of(self, window: Rollout, step: int, part: int, *, rank: int, num_ranks: int) -> StepWork:
         """What `rank` learns from a part of a window."""
         settings = self.plan.settings
         answers = np.flatnonzero((window.part_A == part) & window.is_learnt_A)
@@ -271,7 +271,7 @@ class OnlineSteps:
             denominator=max(1.0, norms["tokens"]),
             num_tokens=int(self.feed.tokens[sequences].sum()),
             num_sequences=len(answers),
-            num_learnt=int(window.length_A[answers].sum()),
+            num_loss_tokens=int(window.length_A[answers].sum()),
         )
 
     def _is_last_update(self, step: int) -> bool:
@@ -287,8 +287,8 @@ def online_steps(
     built: Built,
     ranks: Ranks,
     watch: MemoryWatch,
-    teller: Teller,
-    position: Position,
+    teller: EventSinks,
+    position: TrainState,
     checkpoint: Checkpoint | None,
 ) -> OnlineSteps | None:
     """The steps of a method that writes its completions, as a checkpoint left them; None for other methods.

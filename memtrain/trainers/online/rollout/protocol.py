@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memtrain.recipes.sections.methods.online_base import FromOwnCompletions
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
-from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.reference.reference import Reference
 
 
@@ -28,14 +28,14 @@ class Needs:
     """Share of tokens that are kept, those of the highest entropy."""
     is_for_rewards: bool = False
     """Rewards depend on the passes; else advantages come first, and answers without signal are left out."""
-    drops_silent: bool = True
+    skip_zero_advantage: bool = True
     """Answers of advantage 0 add nothing: no KL term and no entropy looks at them."""
     values: bool = False
     """What a value model expects before each token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredRollout:
     """The answers of a rollout with their verdicts; the answers of a group stand next to each other."""
 
     reward_AF: Tensor
@@ -61,7 +61,7 @@ class OnlineMethod(Protocol):
     answer_feed: type[PolicyFeed]
     """How answers become micro-batches."""
 
-    def advantages(self, judged: Judged) -> Tensor:
+    def advantages(self, judged: ScoredRollout) -> Tensor:
         """The advantage of each answer [A]."""
         ...
 
@@ -70,7 +70,7 @@ class OnlineMethod(Protocol):
 class WeighsTokens(Protocol):
     """A method whose advantages are those of single tokens."""
 
-    def weigh_tokens(self, window: Window, judged: Judged) -> dict[str, float]:
+    def weigh_tokens(self, window: Rollout, judged: ScoredRollout) -> dict[str, float]:
         """Give the window advantages and returns of its tokens; what is told of them. Passes were made."""
         ...
 

@@ -25,13 +25,13 @@ from memtrain.trainers.online.rewards.early import Early
 from memtrain.trainers.online.rewards.functions import Function, load_functions
 from memtrain.trainers.online.rewards.models import RewardJudge, load_reward_model
 from memtrain.trainers.online.rewards.score import Answer, score
-from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.weight_layout import local_of
 
 
 @dataclass(frozen=True, slots=True)
-class Judging:
+class RewardScoring:
     """The rewards of a run. Functions are asked on the main rank, models on every rank for its share."""
 
     rewards: Rewards
@@ -91,7 +91,7 @@ class Judging:
 
         return self.ranks.broadcast(ask() if self.ranks.is_main else (np.zeros((0, 0)), {}))
 
-    def show(self, window: Window, step: int, count: int) -> None:
+    def show(self, window: Rollout, step: int, count: int) -> None:
         """Keep `count` completions of a rollout in completions.jsonl, and put one of them on the terminal."""
         if not (self.ranks.is_main and count):
             return
@@ -145,7 +145,7 @@ class Judging:
         return str(self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True))
 
 
-def build_judging(plan: Plan, built: Built, ranks: Ranks, say: Callable[[str], None]) -> Judging:
+def build_judging(plan: Plan, built: Built, ranks: Ranks, say: Callable[[str], None]) -> RewardScoring:
     """The rewards of a plan, loaded.
 
     Raises: RecipeError when a function is not there; LaunchError when a model is no reward model.
@@ -167,7 +167,7 @@ def build_judging(plan: Plan, built: Built, ranks: Ranks, say: Callable[[str], N
         if function.recipe.model is not None
     }
     path = Path(plan.run_dir) / COMPLETIONS_FILE
-    return Judging(rewards, functions, models, built.tokenizer, ranks, path, say)
+    return RewardScoring(rewards, functions, models, built.tokenizer, ranks, path, say)
 
 
 def _told(reward: float) -> float | None:

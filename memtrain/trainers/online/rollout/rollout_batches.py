@@ -17,7 +17,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.policy.registry import Norms
-from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.protocols.events import DataEvent
 
 Ints = NDArray[np.int64]
@@ -49,7 +49,7 @@ class PolicyMicro:
         return self.answers.num_tokens
 
     @property
-    def num_learnt(self) -> int:
+    def num_loss_tokens(self) -> int:
         """Tokens of the answers."""
         return len(self.sampler_N)
 
@@ -83,7 +83,7 @@ class PolicyFeed:
         self.prompts = prompts
         self.settings = settings
         self.norms = norms
-        self.window: Window | None = None
+        self.window: Rollout | None = None
         self._tokens: Ints = np.zeros(0, np.int64)
 
     @property
@@ -193,7 +193,7 @@ class PolicyFeed:
         )
 
     @property
-    def _at_hand(self) -> Window:
+    def _at_hand(self) -> Rollout:
         assert self.window is not None, "A rollout is at hand."
         return self.window
 

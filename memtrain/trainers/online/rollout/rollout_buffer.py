@@ -23,7 +23,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(slots=True, eq=False)
-class Window:
+class Rollout:
     """The completions of one rollout, and what is known of them."""
 
     number: int
@@ -100,9 +100,9 @@ class Window:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
-def window_of(state: Mapping[str, Any]) -> Window:
+def window_of(state: Mapping[str, Any]) -> Rollout:
     """The window that a checkpoint holds."""
-    return Window(**state)
+    return Rollout(**state)
 
 
 def new_window(
@@ -112,13 +112,13 @@ def new_window(
     prompts: Sequence[Sequence[int]],
     samples: Sequence[Sequence[Sample]],
     num_functions: int,
-) -> Window:
+) -> Rollout:
     """A rollout of `prompts` with `samples`, not judged yet; `parts`: which step learns from each prompt."""
     flat = [sample for group in samples for sample in group]
     sizes = [len(group) for group in samples]
     prompt_A = np.repeat(np.arange(len(samples)), sizes)
     count = len(flat)
-    return Window(
+    return Rollout(
         number=number,
         prompt_ids=_ids([token for prompt in prompts for token in prompt]),
         prompt_ptr=_ptr([len(prompt) for prompt in prompts]),

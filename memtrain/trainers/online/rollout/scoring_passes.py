@@ -20,7 +20,7 @@ from memtrain.trainers.losses.policy.ratios import entropy_threshold
 from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
 from memtrain.trainers.online.rollout.protocol import Needs
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
-from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.reference.reference import Reference, evaluating
 from memtrain.trainers.runtime.ranks import Ranks
 
@@ -128,7 +128,7 @@ class Passes:
         return found
 
 
-def kept_tokens(window: Window, entropy_N: NDArray[np.float32], share: float) -> NDArray[np.bool_]:
+def kept_tokens(window: Rollout, entropy_N: NDArray[np.float32], share: float) -> NDArray[np.bool_]:
     """bool [N]: of the tokens that each step learns from, the `share` with the highest entropy."""
     kept = np.zeros(len(entropy_N), np.bool_)
     for part in np.unique(window.part_A).tolist():

@@ -132,7 +132,7 @@ class Engine:
     """vLLM, and which weights it has."""
 
     def __init__(self, wire: Wire, arguments: Frame) -> None:
-        from vllm import LLM
+        from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
         self.wire = wire
         self.llm = LLM(**arguments)
@@ -165,7 +165,7 @@ class Engine:
 
     def generate(self, frame: Frame) -> None:
         """Completions of groups, each sent when all of its are there."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind
 
         if frame["version"] != self.version:
@@ -225,7 +225,7 @@ def repack_tied_head(model: Any) -> None:
 def serve(wire: Wire) -> None:
     """Start the engine as the first frame says, and do what the next ones ask until the trainer is gone."""
     engine = Engine(wire, wire.receive()["engine"])
-    from vllm import __version__
+    from vllm import __version__  # pyright: ignore[reportAttributeAccessIssue]
 
     wire.send({"ev": "ready", "vllm": __version__, "pid": os.getpid()})
     acts = {"sync": engine.sync, "generate": engine.generate, "sleep": engine.sleep, "wake": engine.wake}

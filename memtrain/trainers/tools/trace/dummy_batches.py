@@ -62,7 +62,7 @@ def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
     needs, method = subject.needs, METHODS[subject.recipe.method]
     num_of_prompt = 2 if method.in_pairs else subject.recipe.generation.completions
     answers = _answers(subject, batch, num_answers=num_of_prompt)
-    num_answers, num_tokens = len(answers.lengths_A), answers.micro.num_learnt
+    num_answers, num_tokens = len(answers.lengths_A), answers.micro.num_loss_tokens
 
     def numbers(is_there: bool) -> torch.Tensor | None:
         return torch.zeros(num_tokens) if is_there else None
@@ -110,12 +110,12 @@ class DummyFeed:
     @property
     def weights(self) -> Ints:
         """Items of each sequence: of the only one there is, for all of them."""
-        return np.full(2, self.micro.num_learnt, np.int64)
+        return np.full(2, self.micro.num_loss_tokens, np.int64)
 
     @property
     def num_items(self) -> int:
         """Items of all sequences."""
-        return 2 * self.micro.num_learnt
+        return 2 * self.micro.num_loss_tokens
 
     @property
     def prompts_of_items(self) -> Ints:
@@ -124,12 +124,12 @@ class DummyFeed:
 
     def items_of(self, sequences: Ints) -> Ints:
         """Numbers of the items of some sequences."""
-        per = self.micro.num_learnt
+        per = self.micro.num_loss_tokens
         return np.concatenate([np.arange(one * per, (one + 1) * per) for one in sequences.tolist()])
 
     def learnt_of(self, sequences: Ints, answer: int) -> int:
         """Learnt tokens of the n-th answers, roughly."""
-        return self.micro.micro.num_learnt // 2 * len(sequences)
+        return self.micro.micro.num_loss_tokens // 2 * len(sequences)
 
     def mismatched(self, items: Ints, partners: Ints) -> Any:
         """Prompts with answers of others: as heavy as with their own."""

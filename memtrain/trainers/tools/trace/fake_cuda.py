@@ -53,7 +53,7 @@ _CARD_CALLS: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def seen_as_cuda(*names: str) -> Iterator[None]:
+def as_fake_cuda(*names: str) -> Iterator[None]:
     """Modules of these names, and those inside them, are on a GPU.
 
     What they put on `cpu` is the host's; what they make without naming a device is counted as the GPU's.

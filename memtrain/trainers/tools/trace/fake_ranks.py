@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.distributed import fsdp2 as shards
-from memtrain.trainers.distributed.ddp import Exchange
+from memtrain.trainers.distributed.ddp import GradientAllReduce
 from memtrain.trainers.distributed.fsdp2 import own_shards, shard, shard_engine
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, slice_of
-from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.runtime.weight_layout import trained_parameters
 from memtrain.trainers.tools.trace.fake_model import without_data
 
@@ -79,14 +79,14 @@ def _real_mesh() -> Iterator[None]:
         shards.init_device_mesh = plain
 
 
-def engine_of_ranks(scorer: nn.Module, trained: list[nn.Parameter], settings: Settings) -> Engine:
+def engine_of_ranks(scorer: nn.Module, trained: list[nn.Parameter], settings: Settings) -> DistributedStep:
     """How a step reaches the other ranks."""
     if settings.num_processes == 1:
-        return Engine()
+        return DistributedStep()
     if settings.engine == "fsdp2":
         return shard_engine(scorer, dict(zip(trained_parameters(scorer), trained, strict=True)))
-    exchange = Exchange(trained)
-    return Engine(last_pass=exchange.sending, finish=exchange.finish)
+    exchange = GradientAllReduce(trained)
+    return DistributedStep(last_pass=exchange.sending, finish=exchange.finish)
 
 
 @contextmanager

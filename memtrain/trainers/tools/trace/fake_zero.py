@@ -19,7 +19,7 @@ from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.distributed import zero
 from memtrain.trainers.memory_meter.live_tensors import Recorder
-from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.tools.trace.fake_cuda import replaced, unchanged
 
@@ -64,7 +64,7 @@ def zero_without_data(settings: Settings) -> Iterator[None]:
 
 def begin_playing_zero(
     scorer: nn.Module, optimizer: ZeroOptimizer, settings: Settings, max_grad_norm: float | None
-) -> Engine:
+) -> DistributedStep:
     """As begin_zero, with the buffers of `settings` on a device that is a CPU to DeepSpeed."""
     asked = zero_config(settings, max_grad_norm)
     with replaced(zero, "zero_config", lambda *which: asked):

@@ -14,7 +14,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.loading.load import AUTO
 from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.client import uses_liger
-from memtrain.trainers.tools.trace.fake_cuda import seen_as_cuda, unchanged, without_launches
+from memtrain.trainers.tools.trace.fake_cuda import as_fake_cuda, unchanged, without_launches
 
 LIBRARY = "liger_kernel"
 
@@ -27,7 +27,7 @@ def playing_liger(settings: Settings, config: Mapping[str, Any]) -> Iterator[Non
         yield
         return
     kind = AUTO["lm"]._model_mapping[type(make_config(config))]
-    with unchanged([sys.modules[kind.__module__]]), seen_as_cuda(LIBRARY), without_launches():
+    with unchanged([sys.modules[kind.__module__]]), as_fake_cuda(LIBRARY), without_launches():
         _choose_kernels()
         yield
 

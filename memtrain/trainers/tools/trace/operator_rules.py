@@ -83,7 +83,7 @@ RULES: dict[Any, Callable[..., Any]] = {
 
 
 @contextmanager
-def pretending(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
+def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
     """Code takes the branches it takes in a real run on `device_kind` (`cpu` or `cuda`).
 
     transformers sees no tracing in fake tensors (it would build masks that a run never builds), and the

@@ -24,14 +24,20 @@ from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.loading.neftune import add_noise
-from memtrain.trainers.model.offload.activations import treat_activations
+from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.in_backward import InBackward
-from memtrain.trainers.optim.step import Engine
+from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
-from memtrain.trainers.protocols.method import FollowsSteps, Method
-from memtrain.trainers.reference.reference import Live, Precomputed, Reference, Synced, without_adapter
+from memtrain.trainers.protocols.method import Method, TracksPolicy
+from memtrain.trainers.reference.reference import (
+    EmaReference,
+    FrozenReference,
+    Precomputed,
+    Reference,
+    without_adapter,
+)
 from memtrain.trainers.tools.trace.fake_host import TracedHost
 from memtrain.trainers.tools.trace.fake_ranks import engine_of_ranks, lay_frozen, lay_out
 from memtrain.trainers.tools.trace.fake_zero import begin_playing_zero
@@ -49,19 +55,19 @@ class Stage:
     recipe: Recipe
     settings: Settings
     micros: Sequence[Any]
-    engine: Engine
+    engine: DistributedStep
     reference: Reference | None
     offloaders: tuple[Offloader, ...]
     parameters: list[nn.Parameter]
     """What this rank's optimizer steps."""
 
     @property
-    def follower(self) -> FollowsSteps | None:
+    def follower(self) -> TracksPolicy | None:
         """A reference that follows the weights."""
-        return self.reference if isinstance(self.reference, FollowsSteps) else None
+        return self.reference if isinstance(self.reference, TracksPolicy) else None
 
 
-def set_the_stage(
+def build_step(
     model: Model,
     copy: Model | None,
     recipe: Recipe,
@@ -82,7 +88,9 @@ def set_the_stage(
     for one in (model, own):
         if one is None:
             continue
-        offloader = treat_activations(one, settings, TracedHost() if plays_host else None).offloader
+        offloader = apply_checkpointing_and_offload(
+            one, settings, TracedHost() if plays_host else None
+        ).offloader
         offloaders += [] if offloader is None else [offloader]
         if recipe.optim.neftune_alpha is not None:
             add_noise(one, recipe.optim.neftune_alpha)
@@ -132,10 +140,10 @@ def reference_of(
     cast(Any, held).context = cast(Any, scorer).context
     lay_frozen(held, settings)
     if kind == "copy":
-        return Live(held)
+        return FrozenReference(held)
     section = section_of(recipe)
     assert section is not None, "A method with a reference has a section for it."
-    return Synced(held, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
+    return EmaReference(held, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
 
 
 def _engine(
@@ -144,7 +152,7 @@ def _engine(
     trained: list[nn.Parameter],
     recipe: Recipe,
     settings: Settings,
-) -> Engine:
+) -> DistributedStep:
     if isinstance(optimizer, ZeroOptimizer):
         return begin_playing_zero(scorer, optimizer, settings, recipe.optim.max_grad_norm)
     if not settings.in_backward:

@@ -14,7 +14,7 @@ from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.rollout.protocol import OnlineMethod
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores, valued_scores
 from memtrain.trainers.optim.step import forward_backward, update
-from memtrain.trainers.protocols.method import Ahead, LooksAhead
+from memtrain.trainers.protocols.method import LooksAhead, StepPreview
 from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.tools.trace.dummy_batches import DummyFeed
 from memtrain.trainers.tools.trace.setup import Stage
@@ -35,9 +35,9 @@ def one_step(
     gradients of the step are whole.
     """
     enter("ahead")
-    look_ahead(stage)
+    before_step(stage)
     enter("forward")
-    denominator = float(sum(micro.num_learnt for micro in stage.micros))
+    denominator = float(sum(micro.num_loss_tokens for micro in stage.micros))
     sums = forward_backward(
         stage.scorer,
         stage.method,
@@ -61,19 +61,21 @@ def one_step(
     enter("end")
 
 
-def look_ahead(stage: Stage) -> None:
+def before_step(stage: Stage) -> None:
     """What a method does before the first micro-batch of a step."""
     if isinstance(stage.method, LooksAhead):
         feed = DummyFeed(stage.micros[0])
         sequences = [np.array([number]) for number in range(len(stage.micros))]
         device = torch.device("cpu")
-        stage.method.look_ahead(stage.scorer, Ahead(feed, np.concatenate(sequences), sequences, device, 1))
+        stage.method.before_step(
+            stage.scorer, StepPreview(feed, np.concatenate(sequences), sequences, device, 1)
+        )
 
 
 def one_evaluation(stage: Stage) -> None:
     """A pass over the first micro-batch without gradients, with statistics."""
     with torch.no_grad(), evaluating(stage.scorer):
-        look_ahead(stage)
+        before_step(stage)
         stage.method.loss(stage.scorer, stage.micros[0], denominator=1.0, want_stats=True)
 
 

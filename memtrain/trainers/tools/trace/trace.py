@@ -28,9 +28,9 @@ from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify, withou
 from memtrain.trainers.tools.trace.fake_ranks import lay_frozen, playing_ranks, slicing_without_data
 from memtrain.trainers.tools.trace.fake_zero import own_parts, playing_zero, zero_without_data
 from memtrain.trainers.tools.trace.liger import playing_liger
-from memtrain.trainers.tools.trace.operator_rules import RULES, pretending
+from memtrain.trainers.tools.trace.operator_rules import RULES, with_operator_rules
 from memtrain.trainers.tools.trace.reward_models import Judge, bare_judge, one_judgement
-from memtrain.trainers.tools.trace.setup import Stage, module_of, set_the_stage
+from memtrain.trainers.tools.trace.setup import Stage, build_step, module_of
 from memtrain.trainers.tools.trace.steps import (
     gradients_of,
     one_evaluation,
@@ -80,7 +80,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
     settings = job.settings
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        pretending(settings.device, skips_tiles=skips_tiles),
+        with_operator_rules(settings.device, skips_tiles=skips_tiles),
         playing_liger(settings, job.config),
         playing_ranks(settings),
         shards_on_host(settings),
@@ -100,7 +100,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
         )
         recorder = Recorder("cpu", rules=RULES | rules)
         recorder.enter("load")
-        stage = play(cast, job, recorder, is_fake=True)
+        stage = run_steps(cast, job, recorder, is_fake=True)
         host = _on_host(stage)
         del cast, stage
     gc.collect()
@@ -108,7 +108,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Models:
     """Models and micro-batches, real or without data."""
 
     model: Any
@@ -129,7 +129,7 @@ class Cast:
         return [model for model in (self.model, self.copy, self.own, *judges) if model is not None]
 
 
-def bare_cast(job: Job, device: str) -> Cast:
+def bare_cast(job: Job, device: str) -> Models:
     """The models of a job on `device`, and its micro-batches on the CPU."""
     recipe, settings = job.recipe, job.settings
     head = METHODS[recipe.method].head
@@ -147,10 +147,12 @@ def bare_cast(job: Job, device: str) -> Cast:
     micros = [make(subject, job.batch) for _ in range(min(2, job.num_micros))]
     passes = None if job.passes is None else make(subject, job.passes)
     judges = [bare_judge(recipe, settings, judged, device) for judged in job.judges]
-    return Cast(model, copy, micros, passes, own, judges)
+    return Models(model, copy, micros, passes, own, judges)
 
 
-def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_marked: bool = True) -> Stage:
+def run_steps(
+    cast: Models, job: Job, recorder: Recorder, *, is_fake: bool = False, is_marked: bool = True
+) -> Stage:
     """Run the steps around models, real or fake, under `recorder`."""
     with ExitStack() as held:
         held.enter_context(recorder)
@@ -167,7 +169,7 @@ def play(cast: Cast, job: Job, recorder: Recorder, *, is_fake: bool = False, is_
         if in_shards:
             held.enter_context(recorder.resizing())
         with playing_bitsandbytes(job.settings):
-            stage = set_the_stage(
+            stage = build_step(
                 cast.model, cast.copy, job.recipe, job.settings, cast.micros, own=cast.own, is_fake=is_fake
             )
         if isinstance(stage.optimizer, ZeroOptimizer):

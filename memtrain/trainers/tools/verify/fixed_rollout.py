@@ -30,10 +30,10 @@ from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, 
 from memtrain.trainers.online.rewards.early import Early
 from memtrain.trainers.online.rewards.functions import load_functions
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
-from memtrain.trainers.online.rollout.reward_scoring import Judging
-from memtrain.trainers.online.rollout.rollout_buffer import Window
+from memtrain.trainers.online.rollout.reward_scoring import RewardScoring
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.protocols.feed import StepSource
-from memtrain.trainers.protocols.position import Position
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import numpy_generator
@@ -82,8 +82,8 @@ class FixedSampler:
     def _logps(self, prompt: Sequence[int], ids: NDArray[np.int64], temperature: float) -> list[float]:
         """Log-probs of a completion under the scorer, in a padded row of its own."""
         tokens = np.concatenate([np.array(prompt, np.int32), ids.astype(np.int32)])
-        is_learnt = np.arange(len(tokens)) >= len(prompt)
-        micro = pad_right([Piece(tokens, is_learnt)], pad_id=0).to(self.device)
+        loss_mask = np.arange(len(tokens)) >= len(prompt)
+        micro = pad_right([Piece(tokens, loss_mask)], pad_id=0).to(self.device)
         request = LogprobRequest(micro.targets, temperature=temperature)
         model = base_model(getattr(self.scorer, "model", self.scorer))
         before = str(model.config._attn_implementation)
@@ -94,7 +94,7 @@ class FixedSampler:
         return made.logp_N.float().tolist()
 
 
-class FixedJudging(Judging):
+class FixedJudging(RewardScoring):
     """Gives every answer a reward that only its tokens decide; calls none of the recipe's rewards."""
 
     def verdicts(
@@ -109,7 +109,7 @@ class FixedJudging(Judging):
         rewards = [numpy_generator(0, "reward", *sample.token_ids).uniform(-1, 1) for sample in flat]
         return np.array(rewards)[:, None], {}
 
-    def show(self, window: Window, step: int, count: int) -> None:
+    def show(self, window: Rollout, step: int, count: int) -> None:
         """Nothing is shown."""
 
 
@@ -144,5 +144,5 @@ def online_source(plan: Plan, built: Built, rollouts: Rollouts) -> StepSource | 
         judging=judging,
         prompts=cast(PromptFeed, built.train),
         held_out=None,
-        position=Position(),
+        position=TrainState(),
     )

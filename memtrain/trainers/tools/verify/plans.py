@@ -40,7 +40,7 @@ def on_one_process(plan: Plan, *, steps: int) -> Plan:
     return plan.model_copy(update={"settings": settings.model_copy(update=known)})
 
 
-def repeatable(plan: Plan) -> Plan:
+def deterministic(plan: Plan) -> Plan:
     """The plan without what is drawn anew for every layout of the rows: dropout and embedding noise."""
     recipe, settings = plan.recipe, plan.settings
     optim = recipe.optim.model_copy(update={"neftune_alpha": None})
@@ -57,7 +57,7 @@ def repeatable(plan: Plan) -> Plan:
     )
 
 
-def plain_side(plan: Plan) -> Plan:
+def baseline_plan(plan: Plan) -> Plan:
     """The same steps on the same pieces of rows: padded, every activation kept, logits whole, stock kernels.
 
     Pieces of packed rows stay in one micro-batch, a padded row each. The reference model is a copy of its
@@ -80,7 +80,7 @@ def built_side(plan: Plan, *, is_plain: bool) -> Built:
     built = build(plan)
     for module in models_of(built):
         _drop_nothing(module)
-    stir(built)
+    perturb(built)
     longest = plan.settings.max_length or LONGEST_EAGER + 1
     if is_plain and longest <= LONGEST_EAGER:
         for module in models_of(built):
@@ -98,7 +98,7 @@ def models_of(built: Built) -> Iterator[nn.Module]:
         yield reference.model
 
 
-def stir(built: Built) -> None:
+def perturb(built: Built) -> None:
     """Move every trained weight by a draw of its name, in float32: the same for every layout and dtype."""
     with torch.no_grad():
         for name, parameter in built.trained.items():
@@ -128,7 +128,7 @@ def whole_step(work: StepWork, *, num_micros: int) -> StepWork:
         denominator=work.denominator,
         num_tokens=work.num_tokens,
         num_sequences=work.num_sequences,
-        num_learnt=work.num_learnt,
+        num_loss_tokens=work.num_loss_tokens,
     )
 
 

@@ -16,7 +16,7 @@ from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.checkpoints.snapshot import parts_of, restore
 from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
-from memtrain.trainers.protocols.position import Position
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
 from memtrain.trainers.tools.verify.record import Recorded, Side
@@ -81,7 +81,7 @@ def _save(plan: Plan, side: Side, folder: Path) -> None:
     parts = parts_of(
         side.built.scorer,
         side.built.optimizer,
-        Position(step=1),
+        TrainState(step=1),
         side.built.follower,
         kept,
         trained=side.built.trained,
@@ -92,7 +92,7 @@ def _save(plan: Plan, side: Side, folder: Path) -> None:
 def _restore(side: Side, folder: Path) -> None:
     found = newest_complete(RunFolder(folder)).checkpoint
     assert found is not None, "The checkpoint that was just written is complete."
-    built, position = side.built, Position()
+    built, position = side.built, TrainState()
     restore(found, built.scorer, built.optimizer, position, built.follower, trained=built.trained)
     if isinstance(side.source, OnlineSteps):
         side.source.go_on(load_state(found.part("rollout")), position.step)

@@ -21,11 +21,11 @@ from memtrain.trainers.tools.verify.evidence import Ran as Watched
 from memtrain.trainers.tools.verify.evidence import Watch, offloader_of, traces
 from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
 from memtrain.trainers.tools.verify.plans import (
+    baseline_plan,
     built_side,
+    deterministic,
     in_float32,
     on_one_process,
-    plain_side,
-    repeatable,
     same_pieces,
     take_state,
     whole_state,
@@ -75,7 +75,7 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
     plan = on_one_process(plan, steps=steps)
     make_accelerator(plan.settings)
     rollouts = Rollouts()
-    pair = build_pair(repeatable(plan), rollouts)
+    pair = build_pair(deterministic(plan), rollouts)
     found = compare_steps(pair, steps)
     checks = [_worst(name, [step.named() for step in found.steps]) for name in _names(found.steps)]
     checks += [_contamination(pair, found.work), _ran(pair, found)]
@@ -106,11 +106,11 @@ def build_pair(plan: Plan, rollouts: Rollouts) -> Pair:
     offloader = offloader_of(planned)
     if offloader is not None:
         offloader.min_bytes = LOW_BYTES
-    plain = built_side(plain_side(plan), is_plain=True)
+    plain = built_side(baseline_plan(plan), is_plain=True)
     same_pieces(planned, plain)
     return Pair(
         Side(plan, planned, rollouts, is_plain=False),
-        Side(plain_side(plan), plain, rollouts, is_plain=True),
+        Side(baseline_plan(plan), plain, rollouts, is_plain=True),
     )
 
 

@@ -43,7 +43,7 @@ def test_nothing_is_cut_without_a_limit():
     assert pieces(sequences) == [(0, 0, 5), (1, 0, 12), (2, 0, 8)]
     assert sequences.learnt.tolist() == [3, 8, 7]
     report = sequences.profile.report
-    assert (report.num_learnt, report.tokens_lost, report.rows_cut, report.fill) == (18, 0, 0, 1.0)
+    assert (report.num_loss_tokens, report.tokens_lost, report.rows_cut, report.fill) == (18, 0, 0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_prepared_counts_are_those_of_the_store(tmp_path):
     assert (prepared.train.num_rows, prepared.held_out_rows, opened.num_rows) == (150, 50, 200)
     assert prepared.train.num_tokens == sum(len(opened.row(i)) for i in chosen.train.tolist())
     learnt = [opened.learnt_mask(i)[1:].sum() for i in chosen.train.tolist()]
-    assert prepared.train.num_learnt == sum(learnt)
+    assert prepared.train.num_loss_tokens == sum(learnt)
     assert prepared.eval is None
 
 

@@ -66,7 +66,7 @@ def test_a_first_token_is_not_counted_as_learnt(tmp_path):
     """Nothing predicts it: of (0, 2) one token counts."""
     store = write(tmp_path / "s", PAIRS)
     assert store.learnt_per_row.tolist() == [3, 2, 2]
-    assert store.meta.num_learnt == 7
+    assert store.meta.num_loss_tokens == 7
 
 
 def test_columns_are_read_one_row_at_a_time(tmp_path):

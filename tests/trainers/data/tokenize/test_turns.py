@@ -166,7 +166,7 @@ def test_what_is_trained_and_what_ends_a_turn_are_told(tmp_path: Path):
     assert made.turn_end.token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     only = prepare(recipe_of(tmp_path, [talk()], TALL, last_turn_only_loss=True))
     assert "the last turn of the assistant only" in only.train.trained_words()
-    assert only.train.num_learnt < made.train.num_learnt / 2
+    assert only.train.num_loss_tokens < made.train.num_loss_tokens / 2
     assert prepare(recipe_of(tmp_path, [{"text": "a b c"}], TALL)).turn_end is None
 
 

@@ -87,7 +87,7 @@ def test_causal_work_is_the_same_on_all_ranks_but_for_the_diagonal():
 
 def test_documents_inside_one_chunk_need_nothing_gathered():
     for one in cut(packed_layout([4] * 8), 4):
-        assert one.num_gathered == 0
+        assert one.num_gathered_kv == 0
         assert one.reaches == ()
 
 
@@ -97,7 +97,7 @@ def test_only_what_is_looked_back_on_is_gathered():
     slices = cut(packed_layout([5, 6, 21]), 2)
     sent = [one.index[one.sent[: one.num_sent]].tolist() for one in slices]
     assert sent == [[5, 6, 7], list(range(11, 24))]
-    assert [one.num_gathered for one in slices] == [16, 16]
+    assert [one.num_gathered_kv for one in slices] == [16, 16]
 
 
 def test_a_row_that_cannot_be_cut_is_stopped():

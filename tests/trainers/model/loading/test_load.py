@@ -243,12 +243,12 @@ def test_transformers_is_told_to_fetch_no_kernels():
 
 def test_the_plan_says_that_a_model_chose_code_in_vain():
     from memtrain.memory.hardware.devices import detect
-    from memtrain.memory.rules.ledger import Asked, Ledger, decide_attention
+    from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe, decide_attention
     from memtrain.recipes.reading.load import recipe_of_words
 
     words = ["method=sft", "model.path=builtin:tiny", "data.train=builtin:arithmetic"]
     loaded = recipe_of_words(words)
-    ledger = Ledger(Asked(loaded.recipe, loaded.where))
+    ledger = DecisionLog(SourcedRecipe(loaded.recipe, loaded.where))
     config = {"model_type": "llama", "attn_implementation": "kernels-community/flash-attn3"}
     decide_attention(ledger, detect("cpu"), "float32", config)
     assert "kernels-community/flash-attn3, which no model may choose" in ledger.decisions[0].reason

@@ -10,7 +10,7 @@ from torch import nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.online.generation.kv_cache import Keys
+from memtrain.trainers.online.generation.kv_cache import KVCache
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
 from memtrain.trainers.online.generation.start_check import StartCheck, check_groups
@@ -71,9 +71,9 @@ def test_the_native_sampler_keeps_keys_by_when_they_are_attended_to(family: str)
 
 def test_keys_that_overwrite_each_other_are_stopped_with_a_way_out(monkeypatch: pytest.MonkeyPatch):
     """As it was: one place for both attentions of a layer."""
-    plain = Keys.next_turn
-    monkeypatch.setattr(Keys, "next_turn", lambda self: plain(self) // 2)
-    monkeypatch.setattr(Keys, "begin_pass", lambda self: setattr(self, "turn", 0))
+    plain = KVCache.next_turn
+    monkeypatch.setattr(KVCache, "next_turn", lambda self: plain(self) // 2)
+    monkeypatch.setattr(KVCache, "begin_pass", lambda self: setattr(self, "turn", 0))
     model = model_of("diffllama")
     with pytest.raises(LaunchError, match="does not give the model's own log-probs") as stopped:
         checked(model, lambda form: NativeSampler(model, AttentionBackend.CPU, 4))

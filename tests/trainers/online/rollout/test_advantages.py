@@ -11,9 +11,9 @@ from memtrain.trainers.online.rollout.advantages import (
     decoupled_advantages,
     generalised_advantages,
     group_advantages,
-    groups_without_signal,
     leave_one_out_advantages,
     weighted_rewards,
+    zero_std_groups,
 )
 
 REWARDS = torch.tensor([1.0, 0.0, 3.0, 3.0])
@@ -69,7 +69,7 @@ def test_decoupled_advantages_give_every_reward_the_same_say():
 
 def test_groups_without_signal_are_found():
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0, NAN, NAN])
-    assert groups_without_signal(rewards, 2).tolist() == [True, False, True, True]
+    assert zero_std_groups(rewards, 2).tolist() == [True, False, True, True]
 
 
 def test_generalised_advantages_by_hand():

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.trainers.memory_meter.live_tensors import Recorder
-from memtrain.trainers.tools.trace.fake_cuda import CARD, seen_as_cuda, unchanged, without_launches
+from memtrain.trainers.tools.trace.fake_cuda import CARD, as_fake_cuda, unchanged, without_launches
 
 BRANCHING = """
 import torch
@@ -43,11 +43,11 @@ def library():
 
 
 def test_only_the_library_takes_the_branch_of_a_gpu(library):
-    with FakeTensorMode(), seen_as_cuda("made_up"):
+    with FakeTensorMode(), as_fake_cuda("made_up"):
         x = torch.empty(4)
         assert library.scratch(x).shape == (CARD.multi_processor_count, 4)
         assert (x.device.type, x.is_cuda, torch.cuda.is_available()) == ("cpu", False, False)
-    with FakeTensorMode(), seen_as_cuda("made"):
+    with FakeTensorMode(), as_fake_cuda("made"):
         assert library.scratch(torch.empty(4)).shape == (1, 4), "another library, with a name like it"
     with FakeTensorMode():
         assert library.scratch(torch.empty(4)).shape == (1, 4)
@@ -55,7 +55,7 @@ def test_only_the_library_takes_the_branch_of_a_gpu(library):
 
 
 def test_what_a_library_sends_to_the_host_is_not_the_gpus(library):
-    with FakeTensorMode(), seen_as_cuda("made_up"), Recorder("cpu") as counted:
+    with FakeTensorMode(), as_fake_cuda("made_up"), Recorder("cpu") as counted:
         x = torch.empty(1024)
         moved, small, kept = library.away(x)
         assert [t.device.type for t in (moved, small, kept)] == ["meta", "meta", "cpu"]
@@ -63,7 +63,7 @@ def test_what_a_library_sends_to_the_host_is_not_the_gpus(library):
 
 
 def test_a_backward_pass_sees_the_gpu_too(library):
-    with FakeTensorMode(), seen_as_cuda("made_up"), Recorder("cpu") as counted:
+    with FakeTensorMode(), as_fake_cuda("made_up"), Recorder("cpu") as counted:
         x = torch.empty(1024, requires_grad=True)
         library.Doubled.apply(x).sum().backward()
         assert counted.peak_bytes >= CARD.multi_processor_count * 1024 * 4
