@@ -60,6 +60,11 @@ class Digest:
 
         return io.BufferedReader(Pulled(pull), CHUNK_BYTES)
 
+    def finish(self, file: IO[bytes]) -> None:
+        """Digest what nobody has read of a file that was watched: readers may close what they were given."""
+        while data := file.read(CHUNK_BYTES):
+            self._state.update(data)
+
     def hexdigest(self) -> str:
         """The digest so far."""
         return self._state.hexdigest()
@@ -139,5 +144,5 @@ def opened(path: Path, digest: Digest | None = None) -> Iterator[IO[bytes]]:
                 raise DataError(
                     f"not a whole {PACKINGS[suffix]} file: {error}", str(path), "download or pack it again"
                 ) from None
-        while digest is not None and file.read(CHUNK_BYTES):
-            pass
+        if digest is not None:
+            digest.finish(raw)

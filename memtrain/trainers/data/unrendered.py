@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
+
 from memtrain.recipes.formats.detect import FORMS
 from memtrain.recipes.formats.fields import (
     TEMPLATE_KWARGS,
@@ -21,6 +23,7 @@ from memtrain.recipes.formats.fields import (
     shown,
 )
 from memtrain.recipes.formats.prompt import Prompt
+from memtrain.trainers.data.store.token_store import TokenStore
 
 Render = Callable[[Example], Sequence[str]]
 """The texts of an example."""
@@ -37,6 +40,8 @@ SPEAKS_OF_THE_PROMPT = (
     "documents",
 )
 """Columns that people expect in a prompt; of prompts alone, every other column is for the rewards."""
+HAS_NO_MARGIN = ("dpo", "score")
+"""Methods of pairs that do not read their margin."""
 HAS_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
 NUM_NAMED = 20
 """Fields that a note names."""
@@ -157,3 +162,16 @@ def share_words(count: int, num_rows: int) -> str:
     if count >= num_rows:
         return "all rows"
     return f"{count:,} of {num_rows:,} rows, {count / num_rows:.1%}"
+
+
+def notes_of(store: TokenStore, method: str) -> Iterator[str]:
+    """What is to be told of the rows of a store: what was left out, and what has no effect."""
+    meta = store.meta
+    unused = dict(meta.unrendered)
+    if method in HAS_NO_MARGIN and meta.format == "preference":
+        margins = int(np.isfinite(store.labels).sum())
+        unused |= {f"the margin, which {method} does not use": margins} if margins else {}
+    yield from unrendered_words(unused, meta.num_read - meta.num_skipped)
+    if meta.num_skipped:
+        rows = f"{meta.num_skipped:,} bad row{'' if meta.num_skipped == 1 else 's'}"
+        yield f"left out (data.on_bad_row: skip): {rows}, the first: {meta.skipped[0]}"

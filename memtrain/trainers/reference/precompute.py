@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from xxhash import xxh3_128_hexdigest
 
+from memtrain.errors import DataError
 from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.batches.answer_batch import AnswerBatch
@@ -29,9 +32,10 @@ from memtrain.trainers.runtime.weight_layout import full_of
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-VERSION = 2
+VERSION = 3
 """Changes whenever the same question would have another answer."""
 VALUES_FILE = "values.npy"
+DIGEST_FILE = "values.xxh3"
 SAMPLED = 4096
 """Values of each weight that its fingerprint reads one by one, beside the sums of all of them."""
 
@@ -85,10 +89,32 @@ def asked_once(
     if not is_there:
         values = _computed(question, reference, ask, settings, ranks, device)
         if ranks.is_main:
-            kept(place, VALUES_FILE, lambda part: np.save(part / VALUES_FILE, values))
+            kept(place, VALUES_FILE, lambda part: write_values(part, values))
         ranks.barrier()
         return values
-    return np.load(place / VALUES_FILE)
+    return read_values(place)
+
+
+def write_values(folder: Path, values: Floats) -> None:
+    """Write values, and the digest of their file."""
+    np.save(folder / VALUES_FILE, values)
+    (folder / DIGEST_FILE).write_text(xxh3_128_hexdigest((folder / VALUES_FILE).read_bytes()))
+
+
+def read_values(folder: Path) -> Floats:
+    """The values of a folder.
+
+    Raises: DataError when they are not those that were written.
+    """
+    path, digest = folder / VALUES_FILE, folder / DIGEST_FILE
+    said = path.read_bytes()
+    if not digest.is_file() or digest.read_text() != xxh3_128_hexdigest(said):
+        raise DataError(
+            f"'{VALUES_FILE}' is damaged: it is not what was written",
+            str(path),
+            f"remove '{folder}'; it is made again",
+        )
+    return np.load(io.BytesIO(said))
 
 
 def _computed(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.cli.plan.make_plan import make_plan
+from memtrain.errors import DataError
 from memtrain.memory.rules.reference_model import WHY
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.sections.methods.preference import RANKS_THE_BATCH, READS, REFERENCE_FREE
@@ -164,6 +165,16 @@ def test_reference_log_probs_are_made_once_and_found_again(tmp_path: Path):
     assert np.array_equal(first.train.reference_IK, again.train.reference_IK)  # type: ignore[attr-defined]
     built_of(tmp_path, "dpo", "train.seed=5")
     assert len(list((tmp_path / "cache" / "reference").glob("*/values.npy"))) == 2
+
+
+def test_a_damaged_kept_reference_is_an_error(tmp_path: Path):
+    built_of(tmp_path, "dpo")
+    (kept,) = (tmp_path / "cache" / "reference").glob("*/values.npy")
+    held = bytearray(kept.read_bytes())
+    held[-3] ^= 16
+    kept.write_bytes(held)
+    with pytest.raises(DataError, match=r"'values.npy' is damaged"):
+        built_of(tmp_path, "dpo")
 
 
 def test_a_kept_reference_answers_only_what_it_was_asked(tmp_path: Path):

@@ -216,7 +216,7 @@ def rows_of_store(store: TokenStore, begin: int, end: int) -> Rows:
     first, last = int(store.span_ptr[begin]), int(store.span_ptr[end])
     parts = store.part_ptr[begin * store.num_parts : end * store.num_parts + 1]
     return Rows(
-        ids=store.tokens[int(parts[0]) : int(parts[-1])],
+        ids=store.tokens(int(parts[0]), int(parts[-1])),
         part_tokens=np.diff(parts),
         span_counts=np.diff(store.span_ptr[begin : end + 1]),
         spans=np.stack([store.span_starts[first:last], store.span_ends[first:last]], axis=1),

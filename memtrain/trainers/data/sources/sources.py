@@ -19,11 +19,11 @@ import numpy as np
 from memtrain.errors import DataError
 from memtrain.recipes.sections.data import Format, Source, TextUnit
 from memtrain.trainers.data.folders import files_in, folders_among, unread_notes
+from memtrain.trainers.data.packed import Digest
 from memtrain.trainers.data.sources import builtin_arithmetic as arithmetic
 from memtrain.trainers.data.sources.readers import READERS, TEXT, Line, ending, read_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-HASH_CHUNK_BYTES = 2**20
 SHUFFLED_ROWS = 10_000
 
 
@@ -36,6 +36,8 @@ class Stream:
     read: Callable[[], Iterator[Line]]
     digest: Callable[[], str]
     """A digest of the whole content: the same rows have the same digest."""
+    read_as: Callable[[str], Iterator[Line]] | None = None
+    """Reads the rows of the content with this digest: an error after the last one where it was another."""
     take: Callable[[int, int], Iterator[Line]] | None = None
     """Reads at most so many rows, sampled with a seed, where that needs no count of all rows."""
 
@@ -120,22 +122,42 @@ def missing_file(path: Path) -> tuple[str, str, str]:
 
 def file_stream(path: Path, unit: TextUnit) -> Stream:
     """The stream of one file; `unit` is a row of it where it is text."""
-    return Stream(str(path), lambda: read_file(path, unit), lambda: content_digest(path, unit))
+    return Stream(
+        str(path),
+        lambda: read_file(path, unit),
+        lambda: content_digest(path, unit),
+        lambda digest: read_as(path, unit, digest),
+    )
+
+
+def read_as(path: Path, unit: TextUnit, expected: str) -> Iterator[Line]:
+    """The rows of a file, digested as they are read.
+
+    Raises: DataError after the last row when the file was not the one with the expected digest.
+    """
+    digest = Digest()
+    yield from read_file(path, unit, digest)
+    if digest_words(path, unit, digest) != expected:
+        raise DataError(
+            f"'{path.name}' changed while it was read", str(path), "start again when nothing writes to it"
+        )
 
 
 def content_digest(path: Path, unit: TextUnit = "line") -> str:
     """Digest of a file's bytes (xxh3, 128 bits) and of how they are read."""
-    import xxhash
-
-    digest = xxhash.xxh3_128()
+    digest = Digest()
     try:
         with path.open("rb") as file:
-            while chunk := file.read(HASH_CHUNK_BYTES):
-                digest.update(chunk)
+            digest.finish(file)
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror or error}", str(path)) from None
-    read_as = f"{ending(path)} by {unit}" if ending(path) == TEXT else ending(path)
-    return f"{read_as}:{digest.hexdigest()}"
+    return digest_words(path, unit, digest)
+
+
+def digest_words(path: Path, unit: TextUnit, digest: Digest) -> str:
+    """A digest of bytes, and how they are read."""
+    how = f"{ending(path)} by {unit}" if ending(path) == TEXT else ending(path)
+    return f"{how}:{digest.hexdigest()}"
 
 
 def builtin(source: Source, form: Format) -> Stream:
@@ -218,12 +240,20 @@ def hub_faults(source: Source) -> Iterator[None]:
         ) from None
 
 
-def sampled(streams: Sequence[Stream], limit: int | None, seed: int) -> Iterator[tuple[int, Line]]:
+def sampled(
+    streams: Sequence[Stream], limit: int | None, seed: int, digests: Sequence[str] = ()
+) -> Iterator[tuple[int, Line]]:
     """(number of the stream, row) of at most `limit` rows, sampled over all of them, in their order.
 
-    With a limit, the rows are counted first: the streams are read twice, never held.
+    With a limit, the rows are counted first: the streams are read twice, never held. `digests` of the streams
+    are compared with what is read, where they are given.
     """
-    every = ((index, line) for index, stream in enumerate(streams) for line in stream.read())
+
+    def rows_of(index: int) -> Iterator[Line]:
+        stream = streams[index]
+        return stream.read_as(digests[index]) if digests and stream.read_as else stream.read()
+
+    every = ((index, line) for index in range(len(streams)) for line in rows_of(index))
     if limit is None:
         yield from every
         return

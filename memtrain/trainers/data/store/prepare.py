@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from memtrain.errors import DataError
 from memtrain.memory.plan.plan import PreparedData, PreparedSplit, TurnEnd
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, Form, detect
@@ -39,7 +37,7 @@ from memtrain.trainers.data.tokenize.chat_templates import MARKS, training_templ
 from memtrain.trainers.data.tokenize.render import Rendering
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of
 from memtrain.trainers.data.tokenize.workers import Job, Reading, Tokenized, tokenized
-from memtrain.trainers.data.unrendered import unrendered_words
+from memtrain.trainers.data.unrendered import notes_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (rows read so far, tokens so far)."""
 SKIPPED_SHOWN = 10
-HAS_NO_MARGIN = ("dpo", "score")
-"""Methods of pairs that do not read their margin."""
 HAS_LABEL = ("preference", "unpaired")
 
 
@@ -86,11 +82,15 @@ class Work:
         """Files of all sources that lie among the data and are not read."""
         return tuple(note for one in self.found for note in one.notes)
 
-    def rows(self, seed: int) -> Iterator[tuple[int, Line]]:
-        """(number of the stream, row) of all sources, in order, within their limits."""
+    def rows(self, seed: int, digests: Sequence[str] = ()) -> Iterator[tuple[int, Line]]:
+        """(number of the stream, row) of all sources, in order, within their limits.
+
+        `digests` of the streams are compared with what is read, where they are given.
+        """
         first_stream = itertools.accumulate((len(one.streams) for one in self.found), initial=0)
         for number, (one, first) in enumerate(zip(self.found, first_stream, strict=False)):
-            for stream, line in sampled(one.streams, one.source.limit, seed + number):
+            own = digests[first : first + len(one.streams)]
+            for stream, line in sampled(one.streams, one.source.limit, seed + number, own):
                 yield first + stream, line
 
     def made_of(self, data: Data, seed: int) -> dict[str, Any]:
@@ -197,19 +197,6 @@ def kept_rows(
     kept(folder, META_FILE, lambda part: build(part, work, data, seed, made_of, progress))
     store = TokenStore.open(folder)
     return KeptRows(store, (*work.notes, *notes_of(store, method)))
-
-
-def notes_of(store: TokenStore, method: str) -> Iterator[str]:
-    """What is to be told of the rows of a store: what was left out, and what has no effect."""
-    meta = store.meta
-    unused = dict(meta.unrendered)
-    if method in HAS_NO_MARGIN and meta.format == "preference":
-        margins = int(np.isfinite(store.labels).sum())
-        unused |= {f"the margin, which {method} does not use": margins} if margins else {}
-    yield from unrendered_words(unused, meta.num_read - meta.num_skipped)
-    if meta.num_skipped:
-        rows = f"{meta.num_skipped:,} bad row{'' if meta.num_skipped == 1 else 's'}"
-        yield f"left out (data.on_bad_row: skip): {rows}, the first: {meta.skipped[0]}"
 
 
 def work_of(
@@ -356,7 +343,7 @@ def build(
     unrendered: Counter[str] = Counter()
     num_read = num_skipped = 0
     try:
-        for batch in tokenized(work.rows(seed), work.job, data.processes):
+        for batch in tokenized(work.rows(seed, made_of["content"]), work.job, data.processes):
             shown = bad_rows(batch, streams, data.on_bad_row)
             skipped += shown[: SKIPPED_SHOWN - len(skipped)]
             num_skipped += len(shown)

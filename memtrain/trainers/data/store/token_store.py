@@ -9,10 +9,11 @@ A store is a folder, written once and never changed:
     origin.bin      int64   [R, 2] stream of each row (number into meta.streams), and its line there
     label.bin       float32 [R] label or margin of each row, NaN where it has none (formats that have one)
     columns.jsonl, columns_ptr.bin   other columns of each row, as JSON lines (prompts of online methods)
-    meta.json       what made it, and its counts; written last
+    sums.bin        uint64  digests of the blocks of all files above, in the order of their names
+    meta.json       what made it, its counts, and the digests of sums.bin and of itself; written last
 
-R rows of P parts. A row of a pair is [prompt][chosen][rejected]; the parts are named in the meta. No torch
-here.
+R rows of P parts. A row of a pair is [prompt][chosen][rejected]; the parts are named in the meta. Indices are
+compared with their digests when a store is opened, tokens and columns when they are used. No torch here.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from numpy.typing import NDArray
 
 from memtrain.errors import DataError
 from memtrain.recipes.sections.base import Section
+from memtrain.trainers.data.blocks import BLOCK_BYTES, CheckedFile, SummedFile, Sums
 from memtrain.trainers.data.sources.splits import HAS_PROMPTS, Hashes, span_hashes
 
 VERSION = 2
 """Of the layout. A store of another version is made again."""
 META_FILE = "meta.json"
+SUMS_FILE = "sums.bin"
 
 Ids = NDArray[np.int32]
 Ints = NDArray[np.int64]
@@ -68,6 +71,19 @@ class Stored(Section):
     has_columns: bool
     made_of: dict[str, Any]
     """Tokenizer, template, settings and versions."""
+    files: dict[str, int]
+    """Bytes of every other file of the store, by its name."""
+    sums: str
+    """Digest of sums.bin."""
+    digest: str = ""
+    """Of all other fields."""
+
+    def own_digest(self) -> str:
+        """Digest (xxh3, 128 bits) of all fields but `digest`."""
+        from xxhash import xxh3_128_hexdigest
+
+        said = json.dumps(self.model_dump(mode="json", exclude={"digest"}), sort_keys=True)
+        return xxh3_128_hexdigest(said.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +145,9 @@ class StoreWriter:
         names = ["tokens", "spans", "origin", "part_ptr", "span_ptr"]
         names += ["label"] if has_label else []
         names += ["columns_ptr"] if has_columns else []
-        self.files = {name: (folder / f"{name}.bin").open("wb") for name in names}
+        self.files = {name: SummedFile(folder / f"{name}.bin") for name in names}
         if has_columns:
-            self.files["columns"] = (folder / "columns.jsonl").open("wb")
+            self.files["columns"] = SummedFile(folder / "columns.jsonl")
         self.num_rows = self.num_tokens = self.num_loss_tokens = self.num_merged = 0
         self.num_spans = self.num_column_bytes = self.longest = 0
         for name in names:
@@ -165,8 +181,12 @@ class StoreWriter:
 
     def finish(self, **said: Any) -> None:
         """Close the files and write the meta, whose other fields are `said`."""
-        for file in self.files.values():
-            file.close()
+        from xxhash import xxh3_128_hexdigest
+
+        self.close()
+        files = {file.path.name: file for file in self.files.values()}
+        sums = np.concatenate([files[name].sums() for name in sorted(files)]).tobytes()
+        (self.folder / SUMS_FILE).write_bytes(sums)
         meta = Stored(
             version=VERSION,
             num_rows=self.num_rows,
@@ -176,14 +196,42 @@ class StoreWriter:
             longest_tokens=self.longest,
             has_label=self.has_label,
             has_columns=self.has_columns,
+            files={name: files[name].num_bytes for name in sorted(files)},
+            sums=xxh3_128_hexdigest(sums),
             **said,
         )
+        meta = meta.model_copy(update={"digest": meta.own_digest()})
         (self.folder / META_FILE).write_text(meta.model_dump_json(indent=1) + "\n")
 
     def close(self) -> None:
-        """Close the files of a store that was not finished."""
+        """Close the files."""
         for file in self.files.values():
             file.close()
+
+
+def checked_files(folder: Path, meta: Stored) -> dict[str, CheckedFile]:
+    """Files of a store by their names.
+
+    Raises: DataError when one is missing or of another size, or the digests are not those that were written.
+    """
+    from xxhash import xxh3_128_hexdigest
+
+    path = folder / SUMS_FILE
+    said = path.read_bytes() if path.is_file() else b""
+    if xxh3_128_hexdigest(said) != meta.sums:
+        raise DataError(
+            f"'{path.name}' is damaged: it is not what was written",
+            str(path),
+            f"remove '{folder}'; it is made again",
+        )
+    sums: Sums = np.frombuffer(said, np.uint64)
+    files: dict[str, CheckedFile] = {}
+    first = 0
+    for name, num_bytes in sorted(meta.files.items()):
+        num_blocks = -(-num_bytes // BLOCK_BYTES)
+        files[name] = CheckedFile(folder / name, num_bytes, sums[first : first + num_blocks])
+        first += num_blocks
+    return files
 
 
 class TokenStore:
@@ -194,7 +242,7 @@ class TokenStore:
         self.meta = meta
         self.num_rows, self.num_tokens = meta.num_rows, meta.num_tokens
         self.num_parts = len(meta.parts)
-        self.tokens: Ids = self._map("tokens", np.int32, meta.num_tokens)
+        self._files = checked_files(folder, meta)
         self.part_ptr: Ints = self._map("part_ptr", np.int64, meta.num_rows * self.num_parts + 1)
         self.span_ptr: Ints = self._map("span_ptr", np.int64, meta.num_rows + 1)
         spans = self._map("spans", np.int64, 2 * int(self.span_ptr[-1])).reshape(-1, 2)
@@ -214,23 +262,34 @@ class TokenStore:
             raise DataError(
                 f"there are no tokenized rows in '{folder}'", str(folder), "prepare the data again"
             )
+        fix = f"remove '{folder}'; it is made again"
         try:
-            meta = Stored.model_validate_json(path.read_text())
+            meta = Stored.model_validate_json(path.read_bytes())
         except ValueError:
-            fix = f"remove '{folder}'; it is made again"
             raise DataError("these tokenized rows are of another version", str(path), fix) from None
+        if meta.digest != meta.own_digest():
+            raise DataError(f"'{META_FILE}' is damaged: it is not what was written", str(path), fix)
         return cls(folder, meta)
 
     def _map(self, name: str, dtype: type, size: int) -> NDArray[Any]:
+        """The numbers of an index, all of them compared with their digests."""
         path = self.folder / f"{name}.bin"
-        given = path.stat().st_size if path.is_file() else -1
-        if given != size * np.dtype(dtype).itemsize:
+        given = self._files[path.name].whole()
+        if len(given) != size * np.dtype(dtype).itemsize:
             raise DataError(
-                f"'{path.name}' has {given} bytes, not {size * np.dtype(dtype).itemsize}",
+                f"'{path.name}' has {len(given)} bytes, not {size * np.dtype(dtype).itemsize}",
                 str(path),
                 f"remove '{self.folder}'; it is made again",
             )
-        return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+        return given.view(dtype)
+
+    def tokens(self, start: int, end: int) -> Ids:
+        """int32 view of tokens `start` to `end` of all rows, which lie end to end.
+
+        Raises: DataError when they are not those that were written.
+        """
+        size = np.dtype(np.int32).itemsize
+        return self._files["tokens.bin"].part(start * size, end * size).view(np.int32)
 
     @cached_property
     def row_ptr(self) -> Ints:
@@ -263,12 +322,12 @@ class TokenStore:
 
     def row(self, i: int) -> Ids:
         """int32 view of the tokens of row `i`."""
-        return self.tokens[self.row_ptr[i] : self.row_ptr[i + 1]]
+        return self.tokens(int(self.row_ptr[i]), int(self.row_ptr[i + 1]))
 
     def part(self, i: int, name: str) -> Ids:
         """int32 view of the tokens of one part of row `i`, by its name."""
         at = i * self.num_parts + self.meta.parts.index(name)
-        return self.tokens[self.part_ptr[at] : self.part_ptr[at + 1]]
+        return self.tokens(int(self.part_ptr[at]), int(self.part_ptr[at + 1]))
 
     def spans(self, i: int) -> list[tuple[int, int]]:
         """Learnt spans of row `i`: first token and end, counted in the row."""
@@ -294,9 +353,7 @@ class TokenStore:
         if not self.meta.has_columns:
             return {}
         start, end = self._columns_ptr[i : i + 2].tolist()
-        with (self.folder / "columns.jsonl").open("rb") as file:
-            file.seek(start)
-            return json.loads(file.read(end - start))
+        return json.loads(self._files["columns.jsonl"].part(start, end).tobytes())
 
     @cached_property
     def _columns_ptr(self) -> Ints:
@@ -307,7 +364,9 @@ class TokenStore:
         """uint64 [R]: hash of the prompt of each row; None for formats whose rows are split one by one."""
         if self.meta.format not in HAS_PROMPTS:
             return None
-        return span_hashes(self.tokens, self.row_ptr[:-1], self.part_ptr[1 :: self.num_parts])
+        return span_hashes(
+            self.tokens(0, self.num_tokens), self.row_ptr[:-1], self.part_ptr[1 :: self.num_parts]
+        )
 
     def rows_of_source(self, source: int) -> Ints:
         """Numbers of the rows of one source of the recipe."""

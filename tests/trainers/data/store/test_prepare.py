@@ -12,7 +12,7 @@ import pytest
 from memtrain.errors import DataError
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.sources.splits import choose_rows
-from memtrain.trainers.data.store.prepare import kept_rows, prepare
+from memtrain.trainers.data.store.prepare import Work, kept_rows, prepare
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 
@@ -247,3 +247,36 @@ def test_real_pairs_share_their_prompt(tmp_path):
         row = rows[int(made.origin(i).rsplit(":", 1)[1]) - 1]
         prompt, rejected = made.part(i, "prompt").tolist(), made.part(i, "rejected").tolist()
         assert prompt + rejected == tokenizer(row["prompt"] + row["rejected"] + "<eos>")["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["d.jsonl", "d.jsonl.gz", "d.json", "d.parquet"])
+def test_a_file_that_changes_while_it_is_read_is_no_cache(tmp_path, monkeypatch, kind):
+    """The file changes after its digest was taken and before its rows are read."""
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    def write(word: str) -> Path:
+        path, rows = tmp_path / kind, [{"text": f"{word} {i}"} for i in range(50)]
+        if kind == "d.parquet":
+            pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            text = json.dumps(rows) if kind == "d.json" else "".join(json.dumps(row) + "\n" for row in rows)
+            path.write_bytes(gzip.compress(text.encode()) if kind.endswith(".gz") else text.encode())
+        return path
+
+    path = write("one")
+    made_of = Work.made_of
+
+    def then_changes(work: Work, *given):
+        said = made_of(work, *given)
+        write("two")
+        return said
+
+    monkeypatch.setattr(Work, "made_of", then_changes)
+    with pytest.raises(DataError, match=f"'{kind}' changed while it was read"):
+        store(tmp_path / "cache", train=str(path))
+    monkeypatch.undo()
+    assert not list((tmp_path / "cache").glob("tokens/[!.]*"))
+    assert store(tmp_path / "cache", train=str(path)).num_rows == 50

@@ -160,3 +160,52 @@ def test_two_processes_that_want_the_same_folder_make_it_once(tmp_path):
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
     assert (tmp_path / "x" / META_FILE).read_text() in {str(process.pid) for process in processes}
+
+
+def flip(path: Path, at: int) -> None:
+    """Turn one bit of a file."""
+    held = bytearray(path.read_bytes())
+    held[at] ^= 4
+    path.write_bytes(held)
+
+
+@pytest.mark.parametrize(
+    "name", ["part_ptr.bin", "span_ptr.bin", "spans.bin", "origin.bin", "sums.bin", "meta.json"]
+)
+def test_a_flipped_bit_in_an_index_is_seen_when_the_store_is_opened(tmp_path, name):
+    folder = write(tmp_path / "s", PAIRS).folder
+    at = (folder / name).read_text().index('"num_tokens": 12') + 15 if name == "meta.json" else 1
+    flip(folder / name, at)
+    with pytest.raises(DataError, match=f"'{name}' is damaged") as error:
+        TokenStore.open(folder)
+    assert error.value.faults[0].fix.startswith(f"remove '{folder}'; it is made again")
+
+
+def test_a_flipped_bit_in_the_tokens_is_seen_when_its_row_is_used_and_not_before(tmp_path):
+    """Rows of 65,536 tokens are blocks of 256 KiB."""
+    ids = np.arange(65_536, dtype=np.int32)
+    rows = [TokenRow(ids, (len(ids),), ((0, len(ids)),), 0, line) for line in range(4)]
+    folder = write(tmp_path / "s", rows, format="text", parts=("text",)).folder
+    flip(folder / "tokens.bin", 2 * 2**18 + 1000)
+    store = TokenStore.open(folder)
+    for row in (0, 1, 3):
+        assert store.row(row).tolist() == ids.tolist()
+    with pytest.raises(DataError) as error:
+        store.row(2)
+    assert error.value.faults[0].what == (
+        "'tokens.bin' is damaged: bytes 524,288 to 786,432 are not those that were written"
+    )
+
+
+def test_a_flipped_bit_in_the_columns_and_the_labels_is_seen(tmp_path):
+    rows = [
+        TokenRow(np.array([1, 2], np.int32), (2,), (), 0, 1, columns={"answer": "7"}),
+        TokenRow(np.array([3, 4], np.int32), (2,), (), 0, 2, columns={"answer": "8"}),
+    ]
+    folder = write(tmp_path / "s", rows, format="prompt", parts=("prompt",)).folder
+    flip(folder / "columns.jsonl", 12)
+    flip(folder / "label.bin", 2)
+    store = TokenStore.open(folder)
+    for use in (lambda: store.columns(0), lambda: store.labels):
+        with pytest.raises(DataError, match="is damaged"):
+            use()
