@@ -29,7 +29,7 @@ from memtrain.trainers.data.length_report.result import Batch, Distribution, Ext
 from memtrain.trainers.data.length_report.split import spread_out
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.prepare import Work, work_of
-from memtrain.trainers.data.unrendered import unrendered_words
+from memtrain.trainers.data.tokenize.unrendered import unrendered_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

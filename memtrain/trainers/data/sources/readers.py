@@ -18,8 +18,8 @@ from memtrain.errors import DataError
 from memtrain.recipes.formats.fields import BadRow, Row, kind_of, shown
 from memtrain.recipes.formats.json_text import JsonReader
 from memtrain.recipes.sections.data import TextUnit
-from memtrain.trainers.data.packed import PACKINGS, Digest, opened
-from memtrain.trainers.data.tables import arrow, parquet
+from memtrain.trainers.data.sources.packed import PACKINGS, Digest, opened
+from memtrain.trainers.data.sources.tables import arrow, parquet
 
 Line = tuple[int, Row | BadRow]
 """The number of a row in its file (lines for text formats, rows for tables; from 1), and the row."""

@@ -18,9 +18,9 @@ import numpy as np
 
 from memtrain.errors import DataError
 from memtrain.recipes.sections.data import Format, Source, TextUnit
-from memtrain.trainers.data.folders import files_in, folders_among, unread_notes
-from memtrain.trainers.data.packed import Digest
 from memtrain.trainers.data.sources import builtin_arithmetic as arithmetic
+from memtrain.trainers.data.sources.folders import files_in, folders_among, unread_notes
+from memtrain.trainers.data.sources.packed import Digest
 from memtrain.trainers.data.sources.readers import READERS, TEXT, Line, ending, read_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -36,8 +36,8 @@ from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWr
 from memtrain.trainers.data.tokenize.chat_templates import MARKS, training_template
 from memtrain.trainers.data.tokenize.render import Rendering
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of
+from memtrain.trainers.data.tokenize.unrendered import notes_of
 from memtrain.trainers.data.tokenize.workers import Job, Reading, Tokenized, tokenized
-from memtrain.trainers.data.unrendered import notes_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from memtrain.errors import DataError
 from memtrain.recipes.sections.base import Section
-from memtrain.trainers.data.blocks import BLOCK_BYTES, CheckedFile, SummedFile, Sums
 from memtrain.trainers.data.sources.splits import HAS_PROMPTS, Hashes, span_hashes
+from memtrain.trainers.data.store.blocks import BLOCK_BYTES, CheckedFile, SummedFile, Sums
 
 VERSION = 2
 """Of the layout. A store of another version is made again."""

@@ -24,7 +24,7 @@ from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
 from memtrain.trainers.data.tokenize.encode import Encoded, Encoder
 from memtrain.trainers.data.tokenize.render import Piece, Rendering, render
-from memtrain.trainers.data.unrendered import unrendered_fields, unused_columns
+from memtrain.trainers.data.tokenize.unrendered import unrendered_fields, unused_columns
 
 ROWS_AT_ONCE = 1000
 CHARS_AT_ONCE = 2**21

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from memtrain.errors import DataError
 from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.sections.data import Source
-from memtrain.trainers.data.packed import PACKINGS
 from memtrain.trainers.data.sources import readers
+from memtrain.trainers.data.sources.packed import PACKINGS
 from memtrain.trainers.data.sources.readers import read_file
 from memtrain.trainers.data.sources.sources import locate, sampled
 

@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.store.prepare import prepare
-from memtrain.trainers.data.unrendered import unrendered_words
+from memtrain.trainers.data.tokenize.unrendered import unrendered_words
 
 HI, YO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 THINKS = (
