@@ -12,6 +12,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from memtrain.cli.commands.score import score
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, LaunchError
+from memtrain.recipes.sections.model import Model
+from memtrain.trainers import final_scores
+from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
+from memtrain.trainers.model.loading import save
 from memtrain.trainers.tools.merge import merge_run
 
 RECIPE = """
@@ -68,6 +72,64 @@ def test_a_reward_is_what_transformers_gives_the_whole_text(model: str, folder: 
         with torch.no_grad():
             reward = plain(input_ids=ids).logits.item()
         assert line["reward"] == pytest.approx(reward, abs=1e-5)
+
+
+def padding_with_end(folder: Path, *, keeps_spare: bool) -> str:
+    """A tokenizer that pads with its end-of-sequence token, as those of many Llama and Qwen bases do.
+
+    `keeps_spare`: with the token `<pad>` still in its vocabulary, or under another name.
+    """
+    where = folder / f"pads-with-end-{keeps_spare}"
+    tokenizer = tokenizer_of(Model(path="builtin:tiny"))
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(where)
+    if not keeps_spare:
+        for file in where.glob("*.json"):
+            file.write_text(file.read_text().replace("<pad>", "<nil>"))
+    return str(where)
+
+
+@pytest.mark.parametrize(
+    ("keeps_spare", "more_rows", "pad"),
+    [(True, 0, "<pad>"), (False, 8, "<|pad|>"), (False, 0, None)],
+    ids=["a token to spare", "a row to spare", "nothing to spare"],
+)
+def test_scores_of_final_are_the_same_where_the_tokenizer_pads_with_its_end_token(
+    folder: Path, keeps_spare: bool, more_rows: int, pad: str | None, capsys: pytest.CaptureFixture[str]
+):
+    """transformers takes trailing padding tokens off before it reads the score: the learnt place too."""
+    where = padding_with_end(folder, keeps_spare=keeps_spare)
+    rows = len(tokenizer_of(Model(path=where))) + more_rows
+    words = [f"model.tokenizer={where}", f"model.config.vocab_size={rows}"]
+    final = trained(folder, "reward", *words, name=f"pads-{pad}")
+    said = capsys.readouterr()
+    assert "gives final/ other scores" not in said.out + said.err
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    plain = AutoModelForSequenceClassification.from_pretrained(final).eval()
+    assert tokenizer.pad_token == pad
+    assert tokenizer.pad_token_id == plain.config.pad_token_id != tokenizer.eos_token_id
+    texts = [prompt + completion + tokenizer.eos_token for prompt, completion in ROWS]
+    with torch.no_grad():
+        alone = [plain(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
+    assert rewards(final, folder) == pytest.approx(alone, abs=1e-5)
+    if pad is None:
+        assert "scores one row at a time" in said.out + said.err
+        return
+    with torch.no_grad():
+        batch = plain(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0].tolist()
+    assert batch == pytest.approx(alone, abs=1e-5)
+
+
+def test_scores_that_are_read_elsewhere_are_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """As if the padding token were left as it was."""
+    for module in (save, final_scores):
+        monkeypatch.setattr(module, "with_scoring_pad", lambda tokenizer, rows: tokenizer)
+    where = padding_with_end(folder, keeps_spare=True)
+    trained(folder, "reward", f"model.tokenizer={where}", name="elsewhere")
+    said = capsys.readouterr()
+    assert "plain transformers gives final/ other scores than were learnt" in said.out + said.err
 
 
 def test_pairs_give_two_rewards_and_how_often_the_chosen_one_wins(

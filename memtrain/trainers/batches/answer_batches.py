@@ -111,6 +111,11 @@ class AnswerFeed:
         start = int(self.sequences.prompt_start[item])
         return self.store.row(int(self.sequences.row[item]))[start : start + int(self.sequences.prompt[item])]
 
+    def whole_rows(self, item: int) -> list[NDArray[np.int32]]:
+        """The tokens of the prompt of one item with each of its answers, as far as they are kept."""
+        prompt = self.prompt(item)
+        return [np.concatenate([prompt, answer.ids]) for answer in self._answers((item,))]
+
     def sample_prompt(self) -> Tensor:
         """int64 [T], the prompt of the shortest sequence, or what stands for one."""
         item = int(self.sequences.item_ptr[int(self.tokens.argmin())])

@@ -8,16 +8,19 @@ from typing import Any, cast
 import torch
 
 from memtrain.memory.hardware.peak_history import note_run
+from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.checkpoint import best_complete
 from memtrain.trainers.checkpoints.snapshot import load_weights
+from memtrain.trainers.final_scores import check_final_scores
 from memtrain.trainers.loop.loop import Run
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model
+from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, value_of
 from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.online.generation.backend import stop_tokens
-from memtrain.trainers.protocols.events import FinalEvent, MemoryEvent
+from memtrain.trainers.protocols.events import FinalEvent, MemoryEvent, NoteEvent
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.report.model_card import write_card
 from memtrain.trainers.run_folder.report.report import REHEARSAL
@@ -42,11 +45,14 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
     value_state = gather(value_of(scorer)) if isinstance(scorer, ValueScorer) else None
     # Every rank writes the same words: with weights in shards no rank can do it alone.
     written = sample(run, built) if run.ranks.is_main or built.spread.is_sharded else ""
+    other_scores = _other_scores(run, built)
     if not run.ranks.is_main:
         return
     save_final(built.model, built.tokenizer, folder.final, state)
     if isinstance(scorer, ValueScorer):
         save_value(scorer, built.tokenizer, folder.final, value_state)
+    if other_scores:
+        run.tell(NoteEvent(step=run.position.step, text=other_scores))
     run.tell(
         FinalEvent(
             step=run.position.step,
@@ -58,6 +64,14 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         )
     )
     write_card(folder)
+
+
+def _other_scores(run: Run, built: Built) -> str:
+    """What must be known of the scores of `final/` in plain transformers; mostly nothing."""
+    feed = run.eval_feed or run.steps.feed
+    if not isinstance(built.scorer, RewardScorer) or not isinstance(feed, AnswerFeed):
+        return ""
+    return check_final_scores(built, feed).fault
 
 
 def tell_other_peaks(run: Run) -> None:

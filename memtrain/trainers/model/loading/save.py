@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.errors import LaunchError
+from memtrain.trainers.model.scoring_pad import scores_sequences, with_scoring_pad
 from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
 from memtrain.trainers.runtime.deepspeed_import import name_device
 
@@ -39,11 +40,15 @@ def save_final(
 
     The folder is whole or, after a kill, not there: it is written beside and renamed. One that is there
     already is replaced. The special tokens that the model's configuration leaves open are the tokenizer's;
-    generation also stops at the tokenizer's end-of-sequence token, which is the one that was learnt.
+    generation also stops at the tokenizer's end-of-sequence token, which is the one that was learnt. A model
+    that scores sequences pads with a token that ends none (`scoring_pad`).
 
     Raises: LaunchError when the disk refuses, or there are no weights in what was written.
     """
     least = _least_bytes(model, state)
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if scores_sequences(whole):
+        tokenizer = with_scoring_pad(tokenizer, whole.get_input_embeddings().num_embeddings)
     # transformers takes entries out of the state as it writes them.
     given: dict[str, Any] = {} if state is None else {"state_dict": dict(state)}
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -128,6 +133,10 @@ def _save_configs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
         for name in SPECIAL:
             if getattr(one, name, None) is None:
                 setattr(one, name, getattr(tokenizer, name, None))
+    if scores_sequences(model):
+        # By it transformers finds the token that is scored.
+        for one in {id(held): held for held in (config, config.get_text_config())}.values():
+            one.pad_token_id = getattr(tokenizer, "pad_token_id", None)
     if generation is not None and isinstance(tokenizer.eos_token_id, int):
         _add_end(generation, tokenizer.eos_token_id)
     for one in configs:
