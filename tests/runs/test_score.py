@@ -13,8 +13,8 @@ from memtrain.cli.commands.score import score
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, LaunchError
 from memtrain.recipes.sections.model import Model
-from memtrain.trainers import final_scores
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
+from memtrain.trainers.loop import final_scores
 from memtrain.trainers.model.loading import save
 from memtrain.trainers.tools.merge import merge_run
 

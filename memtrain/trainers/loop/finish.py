@@ -12,7 +12,7 @@ from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.checkpoint import best_complete
 from memtrain.trainers.checkpoints.snapshot import load_weights
-from memtrain.trainers.final_scores import check_final_scores
+from memtrain.trainers.loop.final_scores import check_final_scores
 from memtrain.trainers.loop.loop import Run
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.model.scoring_pad import scores_sequences, with_scoring_pad
+from memtrain.trainers.model.loading.scoring_pad import scores_sequences, with_scoring_pad
 from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
 from memtrain.trainers.runtime.deepspeed_import import name_device
 

@@ -19,7 +19,7 @@ from memtrain.trainers.model.attention.own_positions import upstream_positions
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.heads.reward_head import RewardScorer, head_of_rewards
 from memtrain.trainers.model.loading.load import local_device
-from memtrain.trainers.model.scoring_pad import with_scoring_pad
+from memtrain.trainers.model.loading.scoring_pad import with_scoring_pad
 from memtrain.trainers.online.generation.transformers_sampler import own_attention
 from memtrain.trainers.reference.reference import evaluating
 
