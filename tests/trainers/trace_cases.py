@@ -214,6 +214,26 @@ STRATEGIES = {
     "8-bit weights": sft(LLAMA, {"adapter": LORA, "quantize": "8bit"} | HALF),
     "8-bit weights, checkpointed": sft(LLAMA, {"adapter": LORA, "quantize": "8bit"} | EVERY | HALF),
 }
+LONG = HeaviestBatch(rows=2, tokens=4096, scored_tokens=3000, longest=2048)
+"""Rows that are long beside a slice of 512 tokens."""
+IN_SLICES = {"slice_tokens": 512, "max_length": 2048}
+
+
+def streamed(config, changes, *more, method="sft", **said):
+    """Long rows in slices."""
+    return replace(Case(method, config, IN_SLICES | changes, *more, **said), batch=LONG)
+
+
+STREAMED = {
+    "streamed": streamed(LLAMA, {}),
+    "streamed, bfloat16, accumulating": streamed(QWEN, HALF, 2),
+    "streamed, LoRA": streamed(LLAMA, {"adapter": LORA} | HALF),
+    "streamed, QLoRA": streamed(LLAMA, {"adapter": LORA, "quantize": "4bit"} | HALF),
+    "streamed, inputs on the host": streamed(LLAMA, {"adapter": LORA, "offload": "boundaries"} | HALF),
+    "streamed, dpo, a copy": streamed(LLAMA, {"reference": "copy"} | SHARED, method="dpo"),
+    "streamed, grpo": streamed(QWEN, HALF | SHARED, method="grpo"),
+    "streamed, step in backward": streamed(LLAMA, {"in_backward": True}, said=NO_CLIP),
+}
 METHODS = {
     "dpo, adapter off": Case("dpo", LLAMA, {"adapter": LORA, "reference": "adapter_off"} | SHARED),
     "dpo, a copy": Case("dpo", LLAMA, {"reference": "copy"} | SHARED, 2),
@@ -263,7 +283,7 @@ JUDGES = {
         rewards=(judge(LLAMA),),
     ),
 }
-METHODS |= JUDGES
+METHODS |= JUDGES | STREAMED
 ARCHITECTURES = {
     "qwen2": arch("qwen2"),
     "qwen3, checkpointed": arch("qwen3", EVERY, head_dim=32),

@@ -38,7 +38,11 @@ STAGES = (
     Stage("the reference", ("precomputed_reference", "adapter_off_reference")),
     Stage("Liger's kernels", (), ("liger",)),
     Stage("the loss", ("chunked_loss", "liger_loss")),
-    Stage("checkpointing", ("activation_checkpointing", "checkpoint_every_n"), with_it=("offloading",)),
+    Stage(
+        "checkpointing",
+        ("activation_checkpointing", "checkpoint_every_n", "streamed_layers"),
+        with_it=("offloading",),
+    ),
     Stage("offloading", ("boundary_offloading", "full_offloading")),
     Stage("optimizer states on the host", ("optimizer_offload",)),
     Stage("steps in the backward pass", ("optimizer_in_backward",)),

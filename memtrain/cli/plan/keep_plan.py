@@ -45,6 +45,8 @@ RESTS_ON = (
     "memory.never",
     "memory.offload_keep",
     "memory.optimizer_offload",
+    "memory.slice_tokens",
+    "memory.streamed_layers",
     "memory.use",
     "model",
     "optim.in_backward",

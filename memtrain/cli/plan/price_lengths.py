@@ -90,6 +90,8 @@ def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:
     said = [f"micro-batch of {batch.rows} rows"]
     if settings.checkpoint_every:
         said.append("activation checkpointing")
+    if settings.slice_tokens:
+        said.append("streamed layers")
     if settings.offload != "none":
         said.append("activation offloading")
     peak = resolved.prediction.peak

@@ -198,6 +198,8 @@ def settings_words(settings: Settings) -> str:
     if settings.checkpoint_every:
         every = settings.checkpoint_every
         said.append("checkpointing" if every == 1 else f"checkpointing every {every}")
+    if settings.slice_tokens:
+        said.append(f"layers in slices of {settings.slice_tokens:,}")
     if settings.offload != "none":
         said.append(f"offloading {settings.offload}")
     if settings.in_backward:

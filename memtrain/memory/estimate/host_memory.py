@@ -8,6 +8,7 @@ from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES, blockwise
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
 from memtrain.memory.estimate.static import host_overhead, needed, optimizer_bytes
+from memtrain.memory.estimate.step_time import num_checkpointed
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
@@ -83,7 +84,7 @@ def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch)
     if settings.offload == "all":
         waiting = shape.num_layers * layer_kept(load)
     if settings.offload == "boundaries":
-        away = max(0, -(-shape.num_layers // settings.checkpoint_every) - settings.offload_keep)
+        away = max(0, num_checkpointed(settings, shape) - settings.offload_keep)
         waiting = away * rounded(layer_boundary(load))
     return waiting if settings.offload_host_bytes is None else min(waiting, settings.offload_host_bytes)
 

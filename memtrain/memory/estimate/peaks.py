@@ -10,7 +10,6 @@ from memtrain.memory.estimate.activations import (
     head_bytes,
     layer_backward,
     layer_boundary,
-    layer_forward,
     layer_kept,
     norm_backward,
     norm_kept,
@@ -35,6 +34,12 @@ from memtrain.memory.estimate.static import (
     static_bytes,
     trains_head,
     weights_bytes,
+)
+from memtrain.memory.estimate.streamed_layers import (
+    final_norm_backward,
+    final_norm_kept,
+    forward_of_layer,
+    streamed_backward,
 )
 from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import ModelShape
@@ -132,6 +137,10 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     backward = (offloaded_backward(load) if is_away else layer_backward(load)) + (
         weight if accumulates else 0
     )
+    inner = {"recomputation": backward}
+    if settings.slice_tokens:
+        # Gradients of a layer's weights are in its sums until its last slice is through.
+        one_layer, weight, inner = one_layer + weight, 0, streamed_backward(load)
     in_last = before + waits if accumulates else waiting + weight
     in_first = before + waits
     if not accumulates:
@@ -143,16 +152,19 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         at_step = largest_trained(settings, shape) * (load.a if trains_all else 4)
         waiting = waits + at_step
         in_last, in_first, in_embedding = waiting, waiting, 0
-    loss = {"gradients": before, "activations": kept + head.norm}
+    final_kept, final_backward = head.norm, norm_backward(load)
+    if settings.slice_tokens:
+        final_kept, final_backward = final_norm_kept(load), final_norm_backward(load)
+    loss = {"gradients": before, "activations": kept + final_kept}
     forward = layer_kept(load) + 2 * layer_boundary(load) + rotary(load) if is_away else 0
     return [
         resting | {"gradients": before, "activations": forward},
         resting | loss | {"logits": head.kept, "reference's pass": reference_pass(load, head)},
         resting | loss | {"logits": head.forward},
         resting | loss | {"logits": head.backward},
-        resting | loss | {"gradients": before + waiting, "logits": norm_backward(load)},
-        resting | {"gradients": in_last, "activations": kept - last, "recomputation": backward},
-        resting | {"gradients": in_first, "activations": first, "recomputation": backward},
+        resting | loss | {"gradients": before + waiting, "logits": final_backward},
+        resting | {"gradients": in_last, "activations": kept - last} | inner,
+        resting | {"gradients": in_first, "activations": first} | inner,
         resting
         | {"gradients": in_embedding + embedding, "activations": load.a * load.N * shape.width}
         | {"recomputation": 2 * waits if shape.tied else embedding if accumulates else 0},
@@ -180,7 +192,7 @@ def reference_pass(load: Workload, head: HeadBytes) -> int:
     """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then."""
     if load.batch.asks is not Asks.LOGPS or load.settings.reference not in LIVE:
         return 0
-    return max(layer_forward(load), head.evaluation) + rotary(load)
+    return max(forward_of_layer(load), head.evaluation) + rotary(load)
 
 
 def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[Moment]:
@@ -243,7 +255,7 @@ def evaluation_moment(load: Workload) -> Moment:
         return max(pass_moments(load, base), key=total)
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
-    layer = base | {"activations": layer_forward(load) + rotary(load)}
+    layer = base | {"activations": forward_of_layer(load) + rotary(load)}
     scores = base | {"activations": 0, "logits": head.evaluation}
     return max(layer, scores, key=total)
 
@@ -289,12 +301,14 @@ def _kept(load: Workload) -> tuple[int, int, int]:
     if settings.offload == "all":
         waiting = min(full, load.a * load.N * (5 * widest_mlp(load) + 2 * load.shape.width))
         return waiting + tables, waiting, tables
+    if settings.slice_tokens:
+        return _kept_streamed(load)
     if not every:
         # Frozen embeddings need no gradient, so the first norm of all keeps nothing.
         unneeded = 0 if load.trains_all else norm_kept(load, load.shape.width, num_scales=1)
         return num_layers * full - unneeded + tables, full, tables
-    count = -(-num_layers // every)
     is_away = settings.offload == "boundaries"
+    count = -(-num_layers // every)
     stay = min(count, settings.offload_keep) if is_away else count
     everything = stay * boundary + count * kept_despite(load) + (num_layers - count) * full + tables
     is_last_plain = (num_layers - 1) % every != 0
@@ -302,3 +316,17 @@ def _kept(load: Workload) -> tuple[int, int, int]:
     shared = boundary if stay and not load.is_half else 0
     of_first = boundary if stay == count and not load.is_half else 0
     return everything - shared, full - shared if is_last_plain else 0, boundary + tables - of_first
+
+
+def _kept_streamed(load: Workload) -> tuple[int, int, int]:
+    """The same where every layer goes over the row in slices: its input is all that it keeps.
+
+    What waits on the host is there while it is used, and the one before it is fetched meanwhile.
+    """
+    settings, count = load.settings, load.shape.num_layers
+    boundary, tables = layer_boundary(load), rotary(load)
+    if settings.offload == "none":
+        return count * boundary + tables, 0, boundary + tables
+    stay = min(count, settings.offload_keep)
+    here = max(stay, min(2, count))
+    return here * boundary + tables, 0, boundary + tables

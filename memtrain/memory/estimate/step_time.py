@@ -27,6 +27,9 @@ FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3.9, 6.7
 FLASH_BACKWARD = 2.5
 """Operations of flash attention's backward pass over its forward pass. Source: Dao 2023, arXiv:2307.08691,
 section 4.1 (5 products against 2)."""
+MERGED_TRAFFIC = 32
+"""Bytes read and written for each number of an attention output that is merged: both in float32 and as they
+were, counted in trainers/model/attention/two_part.py."""
 OVERLAP_LOSS = 0.1
 WITH_A_PASS = ("copy", "adapter_off", "synced")
 """References that are computed in every step: one more forward pass."""
@@ -100,6 +103,8 @@ def _overlapped(one: float, other: float) -> float:
 
 def num_checkpointed(settings: Settings, shape: ModelShape) -> int:
     """Layers whose forward pass is computed twice."""
+    if settings.slice_tokens:
+        return shape.num_layers
     return -(-shape.num_layers // settings.checkpoint_every) if settings.checkpoint_every else 0
 
 
@@ -119,10 +124,21 @@ def _layer_operations(load: Workload) -> float:
         linear = 2.0 * load.N * (attention_maps + experts)
     if settings.adapter is not None:
         linear += 2.0 * load.N * shape.num_adapter_per_layer(settings.adapter) * 2
+    if num_slices(load) > 1:
+        # The backward pass makes queries, keys and values of all slices once more before it begins.
+        linear_again = 2.0 * load.N * shape.width * (shape.query_width + 2 * shape.kv_width)
+    else:
+        linear_again = 0.0
     forward, backward = _passes(load)
     factor = 4.0 if settings.attention == "dense" else 2.0
     attention = factor * shape.query_width * sum_of_squares(load) / settings.context_parallel
-    return shape.num_layers * (linear * (forward + backward) + attention * (forward + FLASH_BACKWARD))
+    passes = linear * (forward + backward) + linear_again
+    return shape.num_layers * (passes + attention * (forward + FLASH_BACKWARD))
+
+
+def num_slices(load: Workload) -> int:
+    """In how many slices a layer goes over a micro-batch."""
+    return -(-load.N // load.settings.slice_tokens) if load.settings.slice_tokens else 1
 
 
 def sum_of_squares(load: Workload) -> float:
@@ -155,6 +171,9 @@ def _forms_tiles_twice(load: Workload) -> bool:
 def _layer_traffic(load: Workload) -> float:
     forward, _ = _passes(load)
     moved = layer_kept(load) * (FORWARD_TRAFFIC * forward + BACKWARD_TRAFFIC)
+    if num_slices(load) > 1:
+        # Outputs of slices are merged with those over earlier keys, in float32, each time they are made.
+        moved += MERGED_TRAFFIC * load.N * load.shape.query_width * (forward + 1)
     if load.settings.liger:
         moved *= 0.6
     if load.settings.quantize != "none":
@@ -185,7 +204,7 @@ def _layer_operators(load: Workload) -> float:
         adapters = 6 * len(load.shape.adapted(load.settings.adapter))
     fused = 0.5 if load.settings.liger else 1.0
     per_layer = fused * (FORWARD_OPERATORS * forward + BACKWARD_OPERATORS) + adapters * (forward + 2)
-    return load.shape.num_layers * per_layer
+    return load.shape.num_layers * per_layer * num_slices(load)
 
 
 def _tile_operators(load: Workload) -> float:

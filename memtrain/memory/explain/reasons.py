@@ -147,9 +147,18 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
         f"every {settings.checkpoint_every}" if settings.checkpoint_every else "off",
         gain({"checkpoint_every": 0, "offload": "none"})
         if settings.checkpoint_every
+        else "streamed layers keep their inputs alone, and are computed again in slices"
+        if settings.slice_tokens
         else _price_of(chosen, {"checkpoint_every": 1}, facts),
         "memory.activation_checkpointing",
     )
+    if settings.slice_tokens:
+        ledger.decide(
+            "streamed_layers",
+            f"slices of {settings.slice_tokens:,} tokens",
+            f"{gain({'slice_tokens': 0, 'checkpoint_every': 1})}{_drawn_by_slice(settings)}",
+            "memory.streamed_layers",
+        )
     other_loss = {"loss": "full"} if settings.loss != "full" else {"loss": "chunked"}
     ledger.decide("loss", settings.loss, gain(other_loss), "memory.loss")
     _explain_offloading(ledger, settings, gain({"offload": "none", "offload_keep": 0}))
@@ -157,6 +166,12 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
     explain_reference(ledger, settings, gain)
     source = "memory.budget" if ledger.asked.said("memory.budget") else None
     ledger.decide("budget", gib(budget), f"free on {facts.hardware.name}" if not source else "", source)
+
+
+def _drawn_by_slice(settings: Settings) -> str:
+    """A run with other random numbers than the plain one is no less right, and is told."""
+    drops = settings.adapter is not None and settings.adapter.dropout
+    return "; dropout draws its numbers slice by slice" if drops else ""
 
 
 def _explain_offloading(ledger: DecisionLog, settings: Settings, gained: str) -> None:

@@ -32,6 +32,7 @@ MEASURED: Mapping[str, str] = {
     "smaller_micro_batch": ON_A_CPU,
     "activation_checkpointing": ON_A_CPU,
     "checkpoint_every_n": ON_A_CPU,
+    "streamed_layers": "[streamed-layers.md](streamed-layers.md#measured)",
     "boundary_offloading": f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     "full_offloading": f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     "chunked_loss": ON_A_CPU,

@@ -19,6 +19,12 @@ def pins(asked: SourcedRecipe, settings: Settings) -> dict[str, object]:
         wanted["memory.activation_checkpointing"] = on[settings.checkpoint_every > 0]
     if settings.checkpoint_every and memory.checkpoint_every != settings.checkpoint_every:
         wanted["memory.checkpoint_every"] = settings.checkpoint_every
+    if memory.streamed_layers == "auto" and (
+        settings.slice_tokens or memory.activation_checkpointing == "auto"
+    ):
+        wanted["memory.streamed_layers"] = on[settings.slice_tokens > 0]
+    if memory.slice_tokens == "auto" and settings.slice_tokens:
+        wanted["memory.slice_tokens"] = settings.slice_tokens
     if memory.activation_offloading == "auto":
         wanted["memory.activation_offloading"] = on[settings.offload != "none"]
     if memory.offload_keep == "auto" and settings.offload == "boundaries":

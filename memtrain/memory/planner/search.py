@@ -122,8 +122,9 @@ def price_all(choices: Iterable[Settings], facts: PlannerInputs) -> list[Priced]
 
 
 def fastest(priced: Sequence[Priced], budget: int, facts: PlannerInputs) -> Priced | None:
-    """The fastest that fits budget and host; among equally fast ones the least moved, then the simplest
-    engine, then the smallest. A simpler engine goes before one that is a little faster (ENGINE_TIE).
+    """The fastest that fits budget and host; of equally fast ones the least moved, then whole layers, then
+    the simplest engine, then the smallest. A simpler engine goes before one that is a little faster
+    (ENGINE_TIE).
     """
     fitting = [one for one in priced if one.need_bytes <= budget]
     if facts.hardware.device == "cuda":
@@ -145,7 +146,13 @@ def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:
     limit = min(one.token_s for one in fitting) * (1 + TIE)
     return min(
         (one for one in fitting if one.token_s <= limit),
-        key=lambda one: (_moved(one), SIMPLEST.index(one.settings.engine), one.need_bytes, one.token_s),
+        key=lambda one: (
+            _moved(one),
+            one.settings.slice_tokens > 0,
+            SIMPLEST.index(one.settings.engine),
+            one.need_bytes,
+            one.token_s,
+        ),
     )
 
 

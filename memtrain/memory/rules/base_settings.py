@@ -23,6 +23,7 @@ from memtrain.memory.rules.ledger import (
 from memtrain.memory.rules.precision import keeps_masters
 from memtrain.memory.rules.reference_model import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.memory.rules.row_positions import decide_positions, one_row_a_time
+from memtrain.memory.rules.streamed_layers import refuse_streaming
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.methods.ppo import Ppo
@@ -48,6 +49,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     if attention is None:
         return None, []
     refuse_attention(ledger, attention)
+    refuse_streaming(ledger, attention, facts.config, processes)
     padding_free, by_row, shares = _how_rows_lie(ledger, facts, attention)
     if facts.apart is not None and not shares:
         facts = facts.with_prompts_apart()

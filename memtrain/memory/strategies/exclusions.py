@@ -31,7 +31,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "boundary_offloading",
         "layers that keep everything",
-        lambda settings: settings.checkpoint_every == 0,
+        lambda settings: settings.checkpoint_every == 0 and not settings.slice_tokens,
         "only checkpointed layers keep their input alone; full_offloading moves what the others keep",
     ),
     _with(
@@ -43,6 +43,28 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "full_offloading",
         "checkpoint_every_n",
         "what a checkpointed layer computes again would be moved again; boundary_offloading moves its input",
+    ),
+    _with(
+        "full_offloading",
+        "streamed_layers",
+        "a streamed layer keeps its input alone: boundary_offloading moves that",
+    ),
+    Exclusion(
+        "streamed_layers",
+        "attention that is flex, dense or stock",
+        lambda settings: settings.attention not in SLICED,
+        NOT_SLICED,
+    ),
+    _with(
+        "streamed_layers",
+        "context_parallel",
+        "a process holds two pieces of each row, and slices of these were never tried",
+    ),
+    Exclusion(
+        "streamed_layers",
+        "weights, gradients or moments in shards",
+        lambda settings: settings.num_processes > 1 and settings.engine != "ddp",
+        "slices of layers whose weights are gathered were never tried",
     ),
     Exclusion(
         "packing",

@@ -11,6 +11,7 @@ from memtrain.memory.strategies.activations import (
     context_parallel,
     full_offloading,
     liger_loss,
+    streamed_layers,
 )
 from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, no_forms
 from memtrain.memory.strategies.batch import (
@@ -47,6 +48,7 @@ STRATEGIES: dict[str, Strategy] = {
         smaller_micro_batch,
         activation_checkpointing,
         checkpoint_every_n,
+        streamed_layers,
         boundary_offloading,
         full_offloading,
         chunked_loss,

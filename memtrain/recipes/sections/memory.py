@@ -16,6 +16,7 @@ StrategyName = Literal[
     "smaller_micro_batch",
     "activation_checkpointing",
     "checkpoint_every_n",
+    "streamed_layers",
     "boundary_offloading",
     "full_offloading",
     "chunked_loss",
@@ -72,6 +73,15 @@ class Memory(Section):
     """Checkpoint every n-th layer. Higher: faster, more memory. `auto`: every layer; where
     checkpointing is `auto` too, the distance that fits."""
 
+    streamed_layers: Literal["auto", "on", "off"] = "auto"
+    """Each layer goes over a long row in slices, forward and backward, and keeps its input alone: memory of
+    one slice in place of a whole row, about as fast as checkpointing. Same numbers up to rounding; dropout
+    draws by slice. `auto`: where checkpointing does not fit."""
+
+    slice_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Tokens of a slice. Higher: faster, more memory. `auto`: the longest of 32,768, 8,192 and 2,048 that
+    fits."""
+
     activation_offloading: Literal["auto", "on", "off"] = "auto"
     """Move the kept tensors to host memory between forward and backward. Same numbers. `auto`: where nothing
     faster fits."""
@@ -114,6 +124,20 @@ class Memory(Section):
 
     watch: bool = True
     """Measure the peak of every phase and report it beside the prediction."""
+
+    @model_validator(mode="after")
+    def _streams_somehow(self) -> Memory:
+        if self.slice_tokens != "auto" and self.streamed_layers == "off":
+            raise ValueError(
+                "memory.slice_tokens says how layers are streamed, and none are; "
+                "remove it, or set memory.streamed_layers: on"
+            )
+        if self.streamed_layers == "on" and self.activation_checkpointing == "on":
+            raise ValueError(
+                "streamed layers keep their inputs alone, as checkpointed ones do, and are computed again in "
+                "slices; remove memory.activation_checkpointing: on, or memory.streamed_layers: on"
+            )
+        return self
 
     @model_validator(mode="after")
     def _waits_somewhere(self) -> Memory:

@@ -93,6 +93,7 @@ ROUNDING_SETTINGS = (
     "sampler_context",
     "micro_rows",
     "micro_tokens",
+    "slice_tokens",
     "loss",
     "loss_tile_bytes",
 )

@@ -18,6 +18,7 @@ from memtrain.trainers.data.store.cache import cache_dir
 from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
+from memtrain.trainers.model.streamed.apply import stream_layers
 from memtrain.trainers.protocols.feed import Feed, Steps, eval_order
 from memtrain.trainers.reference.precompute import Floats, Question, asked_once
 from memtrain.trainers.reference.reference import (
@@ -75,6 +76,7 @@ def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
 
     def made() -> nn.Module:
         model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)
+        stream_layers(model, settings.slice_tokens)
         return scorer_of(model.requires_grad_(False).eval(), "lm", settings).eval()
 
     # Of the policy's own weights, an adapter that needs whole ones or DeepSpeed asks otherwise.

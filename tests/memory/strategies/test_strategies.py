@@ -118,6 +118,14 @@ def test_a_strategy_that_cannot_be_used_here_is_refused_by_name(plan: Plan, name
             "full_offloading cannot be with activation checkpointing",
         ),
         (
+            {"memory__use": ("streamed_layers", "full_offloading")},
+            "full_offloading cannot be with streamed layers",
+        ),
+        (
+            {"memory__use": "streamed_layers", "length__padding_free": False},
+            "streamed layers under stock attention",
+        ),
+        (
             {"memory__use": "boundary_offloading", "memory__activation_checkpointing": "off"},
             "memory.activation_checkpointing says otherwise",
         ),
@@ -156,6 +164,10 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("boundary_offloading", {"offload": "boundaries"}),
     ("full_offloading", {"offload": "all", "checkpoint_every": 1}),
     ("full_offloading", {"offload": "all", "checkpoint_every": 2}),
+    ("full_offloading", {"offload": "all", "slice_tokens": 64}),
+    ("streamed_layers", {"slice_tokens": 64, "attention": "dense"}),
+    ("streamed_layers", {"slice_tokens": 64, "context_parallel": 2}),
+    ("streamed_layers", SHARDED | {"slice_tokens": 64}),
     ("packing", {"packing": "bfd", "padding_free": False}),
     ("shared_prompts", {"shared_prompts": True, "padding_free": False}),
     ("qlora", {"quantize": "4bit"}),
@@ -233,6 +245,7 @@ IN_USE: dict[str, dict[str, object]] = {
     "context_parallel": FLAT | {"num_processes": 4, "context_parallel": 2},
     "activation_checkpointing": {"checkpoint_every": 1},
     "checkpoint_every_n": {"checkpoint_every": 4},
+    "streamed_layers": FLAT | {"slice_tokens": 64},
     "boundary_offloading": {"checkpoint_every": 1, "offload": "boundaries", "offload_keep": 2},
     "full_offloading": {"checkpoint_every": 0, "offload": "all"},
     "chunked_loss": {"loss": "chunked"},

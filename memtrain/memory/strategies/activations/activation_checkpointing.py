@@ -21,6 +21,8 @@ def wish(recipe: Recipe) -> StrategyRequest:
     memory = recipe.memory
     if memory.activation_checkpointing == "off" or memory.checkpoint_every not in ("auto", 1):
         return "off"
+    if memory.streamed_layers == "on":
+        return "off"
     return memory.activation_checkpointing
 
 

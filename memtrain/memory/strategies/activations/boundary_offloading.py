@@ -19,7 +19,8 @@ from memtrain.recipes.recipe import Recipe
 
 def wish(recipe: Recipe) -> StrategyRequest:
     """As `memory.activation_offloading` says; it is full offloading where nothing is checkpointed."""
-    if recipe.memory.activation_checkpointing == "off":
+    memory = recipe.memory
+    if memory.activation_checkpointing == "off" and memory.streamed_layers != "on":
         return "off"
     return on_off(recipe.memory.activation_offloading)
 

@@ -22,6 +22,8 @@ def wish(recipe: Recipe) -> StrategyRequest:
     memory = recipe.memory
     if memory.activation_checkpointing == "off" or memory.checkpoint_every == 1:
         return "off"
+    if memory.streamed_layers == "on":
+        return "off"
     if memory.checkpoint_every == "auto":
         return "auto" if memory.activation_checkpointing == "auto" else "off"
     return memory.activation_checkpointing

@@ -120,6 +120,8 @@ def _tried(settings: Settings) -> list[str]:
         said.append("split to one sequence")
     if settings.checkpoint_every == 1:
         said.append("every layer checkpointed")
+    if settings.slice_tokens:
+        said.append(f"layers in slices of {settings.slice_tokens:,} tokens")
     if settings.offload != "none":
         said.append("activations offloaded")
     return said

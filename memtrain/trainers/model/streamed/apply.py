@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,10 @@ from memtrain.errors import LaunchError
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.streamed.layer_pass import FIX, run_streamed
 from memtrain.trainers.model.streamed.row_slices import slices_of
+from memtrain.trainers.model.streamed.tokenwise import TokenwiseForward
+
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+"""What transformers' decoders call the norm after their layers."""
 
 Hooks = Callable[[], AbstractContextManager[Any]]
 """What surrounds the saving of a layer's input."""
@@ -44,7 +48,7 @@ class StreamedForward:
 
 
 def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontext, *, keep: int = 0) -> None:
-    """Run all decoder layers of `model` in slices of `slice_tokens` tokens, with and without gradients.
+    """Run all decoder layers of `model`, and the norm after them, in slices, with and without gradients.
 
     `hooks` surround the saving of the layers' inputs, but for those of the last `keep` layers. A second call
     replaces the first; 0 tokens: layers run as their class has them.
@@ -56,11 +60,34 @@ def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontex
         raise LaunchError(
             f"the layers of {type(model).__name__} cannot be streamed", "memory.streamed_layers", FIX
         )
-    for layer in layers:
-        vars(layer).pop("forward", None)
+    norms = final_norms(model, layers)
+    for module in (*layers, *norms):
+        vars(module).pop("forward", None)
     if not slice_tokens:
         return
+    for norm in norms:
+        norm.forward = TokenwiseForward(norm, slice_tokens)
     for number, layer in enumerate(layers):
         own_hooks = hooks if number < len(layers) - keep else nullcontext
         # The instance's attribute goes before the class's method; hooks of the module stay around it.
         layer.forward = StreamedForward(layer, slice_tokens, own_hooks)
+
+
+def final_norms(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The norm after the layers, by the names that transformers gives it; none where it has another."""
+    own = set(map(id, layers))
+    holders = [
+        module
+        for module in model.modules()
+        if any(
+            isinstance(child, nn.ModuleList) and id(child[0]) in own
+            for child in module.children()
+            if len(list(child.children()))
+        )
+    ]
+    return [
+        norm
+        for holder in holders
+        for name in FINAL_NORMS
+        if isinstance(norm := getattr(holder, name, None), nn.Module)
+    ]

@@ -26,6 +26,7 @@ from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.loading.neftune import add_noise
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.offloader import Offloader
+from memtrain.trainers.model.streamed.apply import stream_layers
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.step import DistributedStep
@@ -136,6 +137,7 @@ def reference_of(
         return without_adapter(scorer, model)
     assert copy is not None, "These settings hold a reference beside the policy."
     copy.requires_grad_(False).eval()
+    stream_layers(copy, settings.slice_tokens)
     held = scorer_of(copy, "lm", settings).eval()
     cast(Any, held).context = cast(Any, scorer).context
     lay_frozen(held, settings)

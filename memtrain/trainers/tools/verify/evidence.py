@@ -22,6 +22,7 @@ from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.offload.offloader import Offloader
+from memtrain.trainers.model.streamed.apply import StreamedForward
 from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.tools.verify.record import Side
 
@@ -175,6 +176,11 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
         "smaller_micro_batch": Trace(ran.micro_batches > 1, is_cut, "several micro-batches"),
         "activation_checkpointing": Trace(ran.layer_passes > 1.5, True, "layers that are computed twice"),
         "checkpoint_every_n": Trace(ran.layer_passes > 1, True, "layers that are computed twice"),
+        "streamed_layers": Trace(
+            ran.layer_passes > 1,
+            tokens > settings.slice_tokens * ran.micro_batches,
+            "layers in several parts",
+        ),
         "boundary_offloading": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
         "full_offloading": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
         "chunked_loss": Trace(
@@ -218,9 +224,11 @@ def offloader_of(built: Built) -> Offloader | None:
     """What moves the activations of a side's model; None where nothing is moved."""
     for layer in built.model.modules():
         run: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
-        owner = getattr(run, "__self__", None)
-        if isinstance(owner, Offloader):
-            return owner
+        forward = vars(layer).get("forward")
+        streamed = forward.hooks if isinstance(forward, StreamedForward) else None
+        for owner in (getattr(one, "__self__", None) for one in (run, streamed)):
+            if isinstance(owner, Offloader):
+                return owner
     return None
 
 

@@ -1,0 +1,53 @@
+"""What streamed layers cannot be with, where a recipe asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from memtrain.memory.rules.attention import AttentionChoice, model_facts
+from memtrain.memory.rules.context_parallel import NOT_SLICED, SLICED
+from memtrain.memory.rules.ledger import DecisionLog
+
+PATH = "memory.streamed_layers"
+
+
+def mixing_layers(config: Mapping[str, object]) -> str | None:
+    """Why layers of a model cannot be cut into slices; None where they can."""
+    own = cast(tuple[str, ...], model_facts(config)["own_layers"])
+    return f"the model's {', '.join(own)} layers carry state from one token to the next" if own else None
+
+
+def refuse_streaming(
+    ledger: DecisionLog, choice: AttentionChoice, config: Mapping[str, object], processes: int
+) -> None:
+    """Note everything that `memory.streamed_layers: on` cannot be with."""
+    recipe = ledger.asked.recipe
+    if recipe.memory.streamed_layers != "on" and "streamed_layers" not in recipe.memory.use:
+        return
+    if choice.backend not in SLICED:
+        others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in SLICED)
+        ledger.refuse(
+            f"streamed layers under {choice.backend} attention: {NOT_SLICED}"
+            f"{f' ({others})' if others else ''}",
+            PATH,
+            f"let rows lie end to end (length.padding_free: true) under {', '.join(SLICED)} attention, or "
+            f"set {PATH}: off",
+        )
+    mixed = mixing_layers(config)
+    if mixed is not None:
+        ledger.refuse(f"streamed layers: {mixed}", PATH, "remove it for this model")
+    if recipe.cluster.sharing > 1:
+        ledger.refuse(
+            "streamed layers with context parallelism: a process holds two pieces of each row, and slices of "
+            "these were never tried",
+            PATH,
+            "set it to off, or cluster.context_parallel: 1",
+        )
+    if processes > 1 and recipe.cluster.engine not in ("auto", "ddp"):
+        ledger.refuse(
+            f"streamed layers with {recipe.cluster.engine}: slices of layers whose weights are gathered were "
+            "never tried",
+            PATH,
+            "set it to off, or cluster.engine: ddp",
+        )

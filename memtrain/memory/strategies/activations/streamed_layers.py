@@ -1,0 +1,65 @@
+"""Streamed layers: each layer goes over a long row in slices, both ways, and keeps its input alone.
+
+When: one long row is what does not fit, because of one layer's intermediates over all its tokens. Saves: what
+a layer holds while it is recomputed, but for one slice of it and a few tensors of the row: input, gradients
+of input and output, keys and values with their gradients. Costs: as much as checkpointing, and queries, keys
+and values of a layer once more; the shorter the slices the more kernels. Exact: attention takes the keys
+before a slice whole, gradients of keys are summed in float32; dropout draws its numbers by slice. Refused:
+with attention that tells no log-sum-exp, for models whose layers mix tokens outside attention, with weights
+in shards, and with context parallelism.
+
+Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/streamed_layers.py,
+`streamed_backward`.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.streamed_layers import mixing_layers
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.recipes.recipe import Recipe
+
+SLICES = (32_768, 8_192, 2_048)
+"""Tokens of a slice that the search tries: below 2,048 kernels are too short to fill a GPU. Taste."""
+
+
+def wish(recipe: Recipe) -> StrategyRequest:
+    """Open unless the recipe says it, or says what is kept of a layer."""
+    memory = recipe.memory
+    if memory.streamed_layers != "auto":
+        return "on" if memory.streamed_layers == "on" else "off"
+    is_said = memory.activation_checkpointing != "auto" or memory.checkpoint_every != "auto"
+    return "off" if is_said else "auto"
+
+
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
+    """Slices of the length that the recipe names, or of those that divide the longest sequence."""
+    asked = case.recipe.memory.slice_tokens
+    if asked != "auto":
+        return ({"slice_tokens": asked},)
+    longest = max(case.facts.profile.longest, default=0)
+    shorter = tuple(tokens for tokens in SLICES if 2 * tokens <= longest)
+    must = case.recipe.memory.streamed_layers == "on" or STRATEGY.name in case.recipe.memory.use
+    return tuple({"slice_tokens": tokens} for tokens in shorter or (SLICES[-1:] if must else ()))
+
+
+def refusal(case: StrategyContext) -> str | None:
+    """Layers through which tokens reach each other beside attention."""
+    return mixing_layers(case.facts.config)
+
+
+STRATEGY = Strategy(
+    name="streamed_layers",
+    axis="checkpointing",
+    says="each layer goes over a row in slices, and keeps its input alone",
+    saves="what a layer holds while it is recomputed, but for one slice of it",
+    costs="as checkpointing, and queries, keys and values once more",
+    is_exact=True,
+    is_used=lambda settings: settings.slice_tokens > 0,
+    wish=wish,
+    use_keys=lambda recipe: {"memory.streamed_layers": "on"},
+    never_keys=lambda recipe: {"memory.streamed_layers": "off"},
+    changes=changes,
+    without={"slice_tokens": 0, "offload": "none"},
+    refusal=refusal,
+)
