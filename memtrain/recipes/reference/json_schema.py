@@ -101,8 +101,9 @@ switches. Tags, merge keys and doubled keys are refused; so is an unknown key, w
 - `extends: other.yaml` lays this file over another (a path beside it, or the name of a shipped recipe), key
   by key; lists and single values are replaced.
 - On the command line `section.key=value` overrides the file; `data.train.0.weight=2` reaches into a list.
-- `${optim.lr}` is the value of another key, `${.lr}` of one beside it, `${oc.env:NAME,default}` an
-  environment variable (read as if it stood in the file); `\\${` is a plain `${`.
+- `${...}` is read by OmegaConf's grammar: `${optim.lr}` is the value of another key, `${.lr}` of one beside
+  it, `${oc.select:key,default}` of one that may be absent, `${oc.env:NAME,default}` an environment variable
+  (read as if it stood in the file), `${oc.decode:text}` what a text spells; `\\${` is a plain `${`.
 - A path in a recipe is taken from the folder in which the command runs.
 """
 

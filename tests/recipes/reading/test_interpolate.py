@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import time
 
 import pytest
@@ -5,7 +7,7 @@ from omegaconf import OmegaConf
 
 from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.yaml_reader import read_yaml
-from memtrain.recipes.reading.yaml_tree import Faults, Mapping, plain
+from memtrain.recipes.reading.yaml_tree import Faults, Mapping, Place, find, plain
 
 
 def after(text: str) -> tuple[object, list[str]]:
@@ -38,6 +40,21 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "a: ${oc.env:MEMTRAIN_TEST_NOT_SET,fallback}",
         "a: 'run-${oc.env:MEMTRAIN_TEST_LR}'",
         "a: ${oc.env:${b}, x}\nb: MEMTRAIN_TEST_NOT_SET",
+        "a: '\\\\${b}'\nb: 1",
+        "a: 'x\\${b} ${b}'\nb: 1",
+        "a: ${[b].c}\nb: {c: 1}",
+        "a: ${b[c]}\nb: {c: 1}",
+        "a: ${ b }\nb: 2",
+        "a: ${b.${c}}\nb: {d: 5}\nc: d",
+        "a: ${${c}}\nb: {d: 5}\nc: b.d",
+        "a: \"${oc.env:MEMTRAIN_TEST_NOT_SET,'a, b'}\"",
+        "a: ${oc.env:MEMTRAIN_TEST_NOT_SET,null}",
+        "a: ${oc.env:MEMTRAIN_TEST_NOT_SET,/data/x-1.5}",
+        "a: ${oc.select:nope,3}",
+        "a: ${oc.select:b.c,3}\nb: {c: x}",
+        "a: {b: '${oc.select:.c,3}', c: 4}",
+        "a: \"${oc.decode:'[1, 2.5, {x:y}]'}\"",
+        "a: ${oc.decode:${oc.env:MEMTRAIN_TEST_LR}}",
     ],
 )
 def test_values_are_what_omegaconf_makes_of_them(text: str):
@@ -67,6 +84,13 @@ def test_a_variable_that_is_the_whole_value_is_read_as_yaml():
             "a: the environment variable MEMTRAIN_TEST_NOT_SET is not set",
         ),
         ("a: ${other:x}", "a: ${other:...} is not known"),
+        ("a: ${oc.coerce:os.path,x}", "a: ${oc.coerce:...} is not known"),
+        ("a: ${oc.env:}", "a: ${oc.env:} has no arguments"),
+        ("a: ${oc.env:A,b,c}", "a: ${oc.env:A,b,c} has 3 arguments"),
+        ("a: ${oc.select:b,1}\nb: ${nope}", "a: ${nope}: the recipe does not write nope"),
+        ("a: " + "${" * 30 + "b" + "}" * 30, "a: more than 20 ${...} inside each other"),
+        ("a: " + "${b}" * 2600 + "\nb: x", "a: comes to more than 10,000 letters"),
+        ("a: " + "${b}" * 2400 + "\nb: xxxxx", "a: comes to more than 10,000 letters"),
         ("a: ${", "a: ${ is not closed in '${'"),
         ("a: ${b c}", "a: ${b c} is no key and no variable"),
         ("a: x${b}\nb: {c: 1}", "a: ${b} is a section or a list, it cannot stand inside text"),
@@ -74,6 +98,31 @@ def test_a_variable_that_is_the_whole_value_is_read_as_yaml():
 )
 def test_a_value_that_cannot_be_replaced_is_told(text: str, what: str):
     assert what in after(text)[1]
+
+
+def test_a_section_that_is_referred_to_keeps_its_places():
+    faults = Faults()
+    tree = read_yaml("a: ${b}\nb:\n  c: 1\nd: x-${b.c}", "my.yaml", faults)
+    assert isinstance(tree, Mapping)
+    made = interpolated(tree, faults)
+    assert str(place_of(made, "a", "c")) == "my.yaml:3:3"
+    assert str(place_of(made, "d")) == "my.yaml:4:1"
+
+
+def place_of(tree: Mapping, *path: str) -> Place:
+    found = find(tree, path)
+    assert found is not None
+    return found[0]
+
+
+def test_omegaconf_is_imported_for_recipes_with_references_only():
+    code = (
+        "import sys\nfrom memtrain.recipes.reading.load import load_text\n"
+        "text = 'method: sft\\nmodel: {path: m}\\ndata: {train: d.jsonl}\\nrun_dir: '\n"
+        "load_text(text + 'x', 'a.yaml')\nassert 'omegaconf' not in sys.modules\n"
+        "load_text(text + '${model.path}', 'a.yaml')\nassert 'omegaconf' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_switch_inside_text_is_spelt_as_yaml_has_it():
