@@ -156,6 +156,12 @@ def test_configurations_are_made_in_one_place_that_lets_no_model_choose_code():
     assert len(found) == 1, found
 
 
+def test_ranks_send_each_other_no_pickles():
+    """docs/security.md: torch's collectives for objects unpickle what they are sent."""
+    collectives = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
+    assert not [name_of(path) for path in FILES if collectives.search(path.read_text())]
+
+
 def test_the_tree_in_the_readme_says_the_purposes_of_the_modules():
     """A line `  path/file.py   words` of a README tree must be the first words of that module's docstring."""
     readme = (ROOT / "README.md").read_text()

@@ -51,6 +51,7 @@ def main() -> int:
     # Torch is imported only here: until the worker listens, signals wait.
     from memtrain.trainers.loop import worker
 
+    _meet()
     code = worker.main()
     let_signals_pass()
     if code != EXIT_SAVED:
@@ -60,6 +61,22 @@ def main() -> int:
         saved.parent.mkdir(exist_ok=True)
         saved.touch()
     return 0
+
+
+def _meet() -> None:
+    """Ranks of one node meet on its loopback interface; of several, the main one says where."""
+    from memtrain.trainers.run.loopback import LOOPBACK, listen_on_loopback
+
+    num_nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if num_nodes == 1:
+        os.environ["MASTER_ADDR"] = LOOPBACK
+        listen_on_loopback()
+    elif os.environ["RANK"] == "0":
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        print(
+            f"the ranks of {num_nodes} nodes meet at {place}, and at ports that the system chooses",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+from memtrain.trainers.run.rank_messages import from_bytes, to_bytes
 
 Item = TypeVar("Item")
 
@@ -56,20 +59,40 @@ class Ranks:
         return self.max({"flag": float(flag)})["flag"] > 0
 
     def gather(self, item: Item) -> list[Item]:
-        """The item of every rank, by rank, on every rank."""
+        """The item of every rank, by rank, on every rank; of what rank_messages.py can send."""
         if self.world == 1:
             return [item]
-        items: list[Any] = [None] * self.world
-        dist.all_gather_object(items, item)
-        return items
+        mine = self._message(to_bytes(item))
+        size = torch.tensor([len(mine)], dtype=torch.int64, device=self.device)
+        sizes = [torch.empty_like(size) for _ in range(self.world)]
+        dist.all_gather(sizes, size)
+        lengths = [int(one) for one in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
+        padded[: len(mine)] = mine
+        messages = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(messages, padded)
+        return [self._item(one[:length]) for one, length in zip(messages, lengths, strict=True)]
 
     def broadcast(self, item: Item) -> Item:
         """The item of the main rank."""
         if self.world == 1:
             return item
-        items: list[Any] = [item]
-        dist.broadcast_object_list(items, src=0, device=self.device)
-        return items[0]
+        message = self._message(to_bytes(item) if self.is_main else b"")
+        size = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, src=0)
+        if not self.is_main:
+            message = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        dist.broadcast(message, src=0)
+        return item if self.is_main else self._item(message)
+
+    def _message(self, raw: bytes) -> torch.Tensor:
+        """uint8 [bytes] where it is sent from."""
+        message = torch.empty(len(raw), dtype=torch.uint8)
+        message.numpy()[:] = np.frombuffer(raw, np.uint8)
+        return message.to(self.device)
+
+    def _item(self, message: torch.Tensor) -> Any:
+        return from_bytes(message.cpu().numpy().tobytes())
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
