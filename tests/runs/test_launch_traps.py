@@ -105,7 +105,7 @@ def test_the_launch_files_are_as_they_are_printed(runs, monkeypatch, said: tuple
         "export TOKENIZERS_PARALLELISM=false",
         "export ACCELERATE_USE_CPU=true",
         f"cd {shlex.quote(str(Path.cwd()))}",
-        f"exec {sys.executable} -m memtrain.trainers.run.loopback --config_file {place}/accelerate.yaml "
+        f"exec {sys.executable} -m memtrain.trainers.runtime.loopback --config_file {place}/accelerate.yaml "
         f"-m memtrain.trainers.loop.worker {place}/plan.json",
     ]
     config = yaml.safe_load((folder / "accelerate.yaml").read_text())

@@ -120,5 +120,5 @@ def argv(topology: Topology, run_dir: Path, python: str) -> Sequence[str]:
     worker = ["-m", "memtrain.trainers.loop.worker", str(run_dir / PLAN_FILE)]
     if topology.engine is Engine.ALONE:
         return [python, *worker]
-    launch = ["-m", "memtrain.trainers.run.loopback", "--config_file", str(run_dir / ACCELERATE_FILE)]
+    launch = ["-m", "memtrain.trainers.runtime.loopback", "--config_file", str(run_dir / ACCELERATE_FILE)]
     return [python, *launch, *worker]

@@ -65,7 +65,7 @@ def main() -> int:
 
 def _meet() -> None:
     """Ranks of one node meet on its loopback interface; of several, the main one says where."""
-    from memtrain.trainers.run.loopback import LOOPBACK, listen_on_loopback
+    from memtrain.trainers.runtime.loopback import LOOPBACK, listen_on_loopback
 
     num_nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
     if num_nodes == 1:

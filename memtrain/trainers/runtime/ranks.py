@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from memtrain.trainers.run.rank_messages import from_bytes, to_bytes
+from memtrain.trainers.runtime.rank_messages import from_bytes, to_bytes
 
 Item = TypeVar("Item")
 

@@ -64,7 +64,7 @@ def test_a_worker_gets_the_plan_alone():
     assert argv(TWO_CPU, run, python) == [
         python,
         "-m",
-        "memtrain.trainers.run.loopback",
+        "memtrain.trainers.runtime.loopback",
         "--config_file",
         "runs/x/accelerate.yaml",
         "-m",

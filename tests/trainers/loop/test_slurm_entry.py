@@ -71,3 +71,18 @@ def test_a_signal_after_the_work_is_done_does_not_spoil_it(task):
 def test_other_codes_are_the_workers(task, tmp_path: Path):
     assert [task(0, code) for code in (0, 4)] == [0, 4]
     assert not (tmp_path / SAVED_FILE).exists()
+
+
+@pytest.mark.parametrize("num_nodes", ["1", "2"])
+def test_ranks_of_one_node_meet_on_loopback_and_those_of_several_say_where(
+    task, num_nodes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    met: list[bool] = []
+    monkeypatch.setattr("memtrain.trainers.runtime.loopback.listen_on_loopback", lambda: met.append(True))
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", num_nodes)
+    assert task(0, 0) == 0
+    if num_nodes == "1":
+        assert (met, os.environ["MASTER_ADDR"]) == ([True], "127.0.0.1")
+    else:
+        assert (met, os.environ["MASTER_ADDR"]) == ([], "n1")
+        assert "the ranks of 2 nodes meet at n1:20012" in capsys.readouterr().out

@@ -16,8 +16,8 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.checkpoints.checkpoint import Save, newest_complete, save_checkpoint
 from memtrain.trainers.checkpoints.manifest import FileEntry, facts_of
 from memtrain.trainers.online.generation.protocol import Sample
-from memtrain.trainers.run.rank_messages import LENGTH, from_bytes, to_bytes
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.runtime.rank_messages import LENGTH, from_bytes, to_bytes
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 
 

@@ -68,9 +68,7 @@ def listen_on_loopback() -> None:
     """
     for name in MEETINGS:
         module: Any = import_module(name)
-        assert module.TCPStore in (TCPStore, loopback_store), (
-            f"{module.__name__} makes its stores another way"
-        )
+        assert module.TCPStore in (TCPStore, loopback_store), f"{name} makes its stores another way"
         module.TCPStore = loopback_store
     os.environ.update(GLOO_SOCKET_IFNAME=interface(), NCCL_SOCKET_IFNAME=interface())
 
