@@ -40,11 +40,12 @@ FILLED_IN: dict[str, list[str]] = {
 FROM_ELSEWHERE = (
     "METHODS[recipe.method].trainer",
     "name",
+    "module",
     "package",
     "MODULE",
     "f'deepspeed.runtime.zero.{name}'",
 )
-"""Modules that a table of methods, a recipe or another package names; the first are tested below."""
+"""Modules that a table of methods, a recipe, a message or a package names; the first are tested below."""
 
 
 @cache

@@ -53,7 +53,7 @@ def test_ranks_with_another_package_are_named(runs, never_built, monkeypatch, pa
             setattr(engine, package, SimpleNamespace(__version__="0.0"))
         plain(plan, ranks)
 
-    monkeypatch.setattr(worker, "shake_hands", check_same_plan_on_ranks)
+    monkeypatch.setattr(worker, "check_same_plan_on_ranks", check_same_plan_on_ranks)
     ranks = runs.fork_ranks("run", 2)
     assert [rank.wait() for rank in ranks] == [LaunchError.exit_code] * 2
     assert f"rank 1 has another {package} than rank 0" in ranks[0].said

@@ -110,7 +110,8 @@ def _put_together(node: Any, parts: list[bytes]) -> Any:
     if kind == "dict":
         return {_put_together(key, parts): _put_together(item, parts) for key, item in inside}
     if kind == "record":
-        return _record(*inside, parts)
+        module, name, said = inside
+        return _record(module, name, said, parts)
     number, dtype, shape = inside
     raw = bytearray(parts[number])
     if kind == "array":

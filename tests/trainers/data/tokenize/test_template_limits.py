@@ -8,7 +8,7 @@ import pytest
 
 from memtrain.errors import DataError
 from memtrain.recipes.formats.fields import BadRow
-from memtrain.trainers.data import template_limits
+from memtrain.trainers.data.tokenize import template_limits
 from memtrain.trainers.data.tokenize.render import Rendering, conversation
 
 CHAT = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"})
