@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from memtrain.errors import DataError, LaunchError
+from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers.build import engine
 from memtrain.trainers.loop import worker
 
@@ -97,6 +98,7 @@ def test_the_launch_files_are_as_they_are_printed(runs, monkeypatch, said: tuple
     assert ended.code == 0, ended.err
     folder = runs.folder / "run"
     place = shlex.quote(str(folder))
+    digest = read_plan(folder / "plan.json").digest()
     assert (folder / "launch.sh").read_text().splitlines() == [
         "#!/usr/bin/env bash",
         f"# {words}",
@@ -106,7 +108,7 @@ def test_the_launch_files_are_as_they_are_printed(runs, monkeypatch, said: tuple
         "export ACCELERATE_USE_CPU=true",
         f"cd {shlex.quote(str(Path.cwd()))}",
         f"exec {sys.executable} -m memtrain.trainers.runtime.loopback --config_file {place}/accelerate.yaml "
-        f"-m memtrain.trainers.loop.worker {place}/plan.json",
+        f"-m memtrain.trainers.loop.worker {place}/plan.json --plan-digest {digest}",
     ]
     config = yaml.safe_load((folder / "accelerate.yaml").read_text())
     assert (config["distributed_type"], config["num_processes"], config["use_cpu"]) == ("MULTI_GPU", 2, False)
@@ -116,3 +118,57 @@ def test_the_launch_files_are_as_they_are_printed(runs, monkeypatch, said: tuple
         made = json.loads((folder / "deepspeed.json").read_text())
         assert made["zero_optimization"]["stage"] == 2
     assert f"{place}/launch.sh runs it" in ended.out.replace("\n", " ")
+
+
+def test_a_second_start_between_the_launcher_and_its_ranks_changes_nothing(runs, monkeypatch):
+    """The ranks are about to be started, and none of them has the folder yet."""
+    plan = runs.folder / "run" / "plan.json"
+    told: list[str] = []
+
+    def run_agent(words, environment, *rest):
+        before = plan.read_bytes()
+        second = runs.fork("run", *TWO, "optim.lr=1e-4")
+        assert second.wait() == LaunchError.exit_code, second.said
+        told.append(second.said)
+        assert plan.read_bytes() == before
+        assert read_plan(plan, words[-1]).recipe.optim.lr == 3e-3
+
+    monkeypatch.setattr("memtrain.cli.launch.elastic_agent.run_agent", run_agent)
+    runs.run("run", *TWO)
+    assert f"process {os.getpid()} on" in told[0]
+    assert not (runs.folder / "run" / ".lock").exists()
+
+
+def test_a_rank_takes_no_plan_but_the_one_it_was_started_for(runs, never_built, monkeypatch):
+    folder = runs.folder / "run"
+    assert runs.run("run", *TWO, "--dry-run").code == 0
+    digest = read_plan(folder / "plan.json").digest()
+    plain = worker.main
+
+    def main() -> int:
+        sys.argv += ["--plan-digest", digest]
+        return plain()
+
+    monkeypatch.setattr(worker, "main", main)
+    ranks = runs.fork_ranks("run", 2, "optim.lr=1e-4")
+    assert [rank.wait() for rank in ranks] == [LaunchError.exit_code] * 2
+    assert "plan.json is not the plan that this process was started for" in ranks[0].said
+
+
+def test_a_plan_that_is_replaced_while_the_ranks_meet_is_not_trained(runs, never_built, monkeypatch):
+    """Ranks that were started by hand read the plan, meet, and take the folder only then."""
+    folder = runs.folder / "run"
+    plain = worker.make_accelerator
+
+    def meet(settings):
+        made = plain(settings)
+        text = (folder / "plan.json").read_text()
+        (folder / "plan.json").write_text(text.replace('"lr": 0.003', '"lr": 0.004'))
+        return made
+
+    monkeypatch.setattr(worker, "make_accelerator", meet)
+    ranks = runs.fork_ranks("run", 2)
+    assert ranks[0].wait() == LaunchError.exit_code, ranks[0].said
+    assert "plan.json was replaced while this run began" in ranks[0].said
+    assert ranks[1].wait() != 0
+    assert not (folder / ".lock").exists()

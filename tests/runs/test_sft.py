@@ -65,6 +65,7 @@ def test_a_run_folder_has_everything(runs):
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
         "final",
+        "final.json",
         "launch.sh",
         "log.txt",
         "metrics.jsonl",
@@ -134,7 +135,6 @@ def test_a_dry_run_starts_nothing_and_its_script_does(runs, curve_of):
     assert ended.code == 0
     assert "Nothing was started" in ended.out
     assert {path.name for path in folder.iterdir()} == {
-        "checkpoints",
         "launch.sh",
         "plan.json",
         "recipe.yaml",
@@ -268,5 +268,5 @@ def test_a_plan_that_the_disk_refuses_is_one_error(runs):
     (runs.folder / "run" / "recipe.yaml").mkdir(parents=True)
     ended = runs.run("run")
     assert ended.code == 5
-    assert "the plan cannot be written" in ended.err
+    assert "recipe.yaml is a folder" in ended.err
     assert "Traceback" not in ended.err

@@ -75,26 +75,29 @@ def run_recipe(
     from memtrain.cli.launch.local import recipe_yaml, start, write_files
     from memtrain.cli.launch.summary import print_end, print_plan, reading_progress
     from memtrain.cli.plan.check_rewards import check_rewards
-    from memtrain.cli.plan.make_plan import make_plan
-    from memtrain.trainers.checkpoints.run_state import is_over
+    from memtrain.cli.plan.make_plan import make_plan, run_folder_of
+    from memtrain.trainers.checkpoints.run_state import is_over, lost_model
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.trackers import check_trackers
     from memtrain.trainers.runtime.atomic_files import disk_fault
 
     check_trackers(loaded.recipe.log.trackers)
     check_rewards(loaded)
-    with reading_progress() as progress:
-        planned = make_plan(loaded, run_dir=run_dir, progress=progress, keeps=resume)
-    plan = planned.plan
-    check_rewards(loaded, plan.data)
-    folder = RunFolder(Path(plan.run_dir))
+    folder = RunFolder(Path(run_folder_of(loaded, run_dir)))
+    # From the first look at the folder to the last word in it: two starts must not see each other's half.
     with folder.open_for_run() as lock:
+        with reading_progress() as progress:
+            planned = make_plan(loaded, run_dir=run_dir, progress=progress, keeps=resume)
+        plan = planned.plan
+        check_rewards(loaded, plan.data)
         if resume and is_over(folder, plan):
             say(
                 f"The run in {whole(folder.path)} is over; nothing was done. Its model: {whole(folder.final)}"
             )
             say("To make it anew: --no-resume, or another --run-dir.")
             return folder.path
+        if resume and (lost := lost_model(folder)):
+            say(f"The run was made to its end, but in {whole(folder.final)} {lost}: it is written again.")
         print_plan(planned)
         try:
             folder.recipe.write_text(recipe_yaml(plan.recipe))
@@ -106,5 +109,5 @@ def run_recipe(
             say(f"Nothing was started. The plan is in {whole(folder.plan)}; {whole(script)} runs it.")
             return folder.path
         start(plan, folder, lock, resume=resume)
-    print_end(folder)
+        print_end(folder)
     return folder.path

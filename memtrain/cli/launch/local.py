@@ -22,7 +22,8 @@ from memtrain.memory.estimate.sharded.zero_config import CONFIG_FILE, zero_confi
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.run_folder.folder import RunFolder, RunLock
+from memtrain.trainers.run.lock import OWNER, RunLock
+from memtrain.trainers.run_folder.folder import RunFolder
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -34,7 +35,7 @@ def write_files(plan: Plan, run_dir: Path) -> Path:
     """Write `launch.sh` beside the plan, and the configurations of accelerate and DeepSpeed where used."""
     topology = Topology.of(plan.settings)
     words = [f"export {name}={shlex.quote(value)}" for name, value in environment(topology).items()]
-    line = shlex.join(argv(topology, run_dir, sys.executable))
+    line = shlex.join(argv(topology, run_dir, sys.executable, plan.digest()))
     script = run_dir / "launch.sh"
     # Paths in the plan may be relative to where the command was given.
     words.append(f"cd {shlex.quote(str(Path.cwd()))}")
@@ -51,7 +52,7 @@ def write_files(plan: Plan, run_dir: Path) -> Path:
 
 
 def start(plan: Plan, folder: RunFolder, lock: RunLock, *, resume: bool) -> None:
-    """Run the plan to its end. Several processes take the lock over from this one: they are what writes.
+    """Run the plan to its end, in a folder that is locked. Several processes are told by whom.
 
     Raises: MemtrainError of every kind, from this process or from the launched ones.
     """
@@ -59,14 +60,14 @@ def start(plan: Plan, folder: RunFolder, lock: RunLock, *, resume: bool) -> None
     if topology.engine is not Engine.ALONE:
         from memtrain.cli.launch.elastic_agent import run_agent
 
-        lock.close()
-        words = [*argv(topology, folder.path, sys.executable), *([] if resume else ["--no-resume"])]
-        run_agent(words, environment(topology), folder, topology.num_processes)
+        words = [*argv(topology, folder.path, sys.executable, plan.digest())]
+        given = environment(topology) | {OWNER: lock.owner.model_dump_json()}
+        grace_s = plan.recipe.cluster.stop_grace_s
+        run_agent(
+            [*words, *([] if resume else ["--no-resume"])], given, folder, topology.num_processes, grace_s
+        )
         return
-    from memtrain.trainers.loop.worker import LOCKED, work
+    from memtrain.trainers.loop.worker import work
 
-    os.environ.update(environment(topology) | {LOCKED: "1"})
-    try:
-        work(plan, resume=resume)
-    finally:
-        del os.environ[LOCKED]
+    os.environ.update(environment(topology))
+    work(plan, resume=resume, is_locked=True)

@@ -42,6 +42,8 @@ class Job:
     """Where the script and the logs lie; absolute."""
     runs: tuple[Path, ...]
     """Run folder of each job of an array, or of the only one; absolute."""
+    digests: tuple[str, ...]
+    """Of the plan of each run: a job that waits must not train what has replaced it."""
     here: Path
     """Working folder: paths in a plan may be relative to it."""
     python: str
@@ -82,6 +84,7 @@ def sbatch_text(job: Job) -> str:
         script=shlex.quote(str(job.script)),
         options=_options(job),
         runs=[shlex.quote(str(run)) for run in job.runs],
+        digests=job.digests,
         python=shlex.quote(job.python),
         max_restarts=job.asked.max_restarts,
         setup=job.asked.setup,

@@ -20,7 +20,8 @@ from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.reading.sweep import folder_name, sweep
 from memtrain.recipes.sections.slurm import Slurm
 from memtrain.trainers.protocols.events import SaveEvent, StepEvent
-from memtrain.trainers.run_folder.folder import RunFolder, read_owner
+from memtrain.trainers.run.lock import read_owner
+from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.metrics import read_metrics
 
 
@@ -91,6 +92,7 @@ def _submission(loaded: LoadedRecipe, asked: Slurm, above: Path, planned: list[P
         topology=Topology.of(plans[0].settings, asked.nodes),
         folder=above,
         runs=runs,
+        digests=tuple(plan.digest() for plan in plans),
         here=Path.cwd(),
         python=asked.python or sys.executable,
         lead_s=lead,

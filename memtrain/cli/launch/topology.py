@@ -115,9 +115,12 @@ def environment(topology: Topology) -> dict[str, str]:
     return given
 
 
-def argv(topology: Topology, run_dir: Path, python: str) -> Sequence[str]:
-    """The command that runs the plan of a run folder on one node; it can be run by hand."""
-    worker = ["-m", "memtrain.trainers.loop.worker", str(run_dir / PLAN_FILE)]
+def argv(topology: Topology, run_dir: Path, python: str, digest: str) -> Sequence[str]:
+    """The command that runs the plan of a run folder on one node; it can be run by hand.
+
+    `digest`: of the plan, without which the processes do nothing.
+    """
+    worker = ["-m", "memtrain.trainers.loop.worker", str(run_dir / PLAN_FILE), "--plan-digest", digest]
     if topology.engine is Engine.ALONE:
         return [python, *worker]
     launch = ["-m", "memtrain.trainers.runtime.loopback", "--config_file", str(run_dir / ACCELERATE_FILE)]

@@ -64,7 +64,7 @@ def make_plan(
     check_model(recipe.model, config, METHODS[recipe.method].head)
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
     facts = replace(facts, history=read_history())
-    folder = run_dir or recipe.run_dir or str(Path("runs") / loaded.path.stem)
+    folder = run_folder_of(loaded, run_dir)
     begun = begun_in(Path(folder)) if keeps else None
     resolved = resolve(asked, facts) if begun is None else resolve_again(asked, facts, begun)
     plan = Plan(
@@ -79,6 +79,11 @@ def make_plan(
         versions=versions(),
     )
     return Planned(plan, resolved.case.facts.rows_of(plan.settings))
+
+
+def run_folder_of(loaded: LoadedRecipe, asked: str | None) -> str:
+    """The folder of a run: the one that is asked for, the recipe's, or one of the recipe's name."""
+    return asked or loaded.recipe.run_dir or str(Path("runs") / loaded.path.stem)
 
 
 def facts_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -152,19 +153,37 @@ class Plan(Section):
     def write(self, folder: Path) -> Path:
         """Write `plan.json` into `folder` and return its path."""
         path = folder / PLAN_FILE
-        path.write_text(self.model_dump_json(indent=1) + "\n")
+        path.write_text(self._text())
         return path
 
+    def digest(self) -> str:
+        """Digest of the file that `write` makes: processes that are started for this plan take no other."""
+        return _digest(self._text().encode())
 
-def read_plan(path: Path) -> Plan:
-    """The plan in a `plan.json`.
+    def _text(self) -> str:
+        return self.model_dump_json(indent=1) + "\n"
 
-    Raises: LaunchError when there is none, or it was written by another version of memtrain.
+
+def _digest(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+
+
+def read_plan(path: Path, digest: str = "") -> Plan:
+    """The plan in a `plan.json`, which must have this digest where one is given.
+
+    Raises: LaunchError when there is none, it is another one, or of another version of memtrain.
     """
     if not path.is_file():
         raise LaunchError(f"there is no plan at {path}", fix="run the training command; it writes plan.json")
+    raw = path.read_bytes()
+    if digest and _digest(raw) != digest:
+        raise LaunchError(
+            "plan.json is not the plan that this process was started for: another start has replaced it",
+            where=str(path),
+            fix="run the training command again; one run folder is for one run",
+        )
     try:
-        return Plan.model_validate_json(path.read_text())
+        return Plan.model_validate_json(raw)
     except ValueError as error:
         raise LaunchError(
             f"plan.json does not fit this version of memtrain: {error}",

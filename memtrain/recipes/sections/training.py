@@ -136,6 +136,10 @@ class Cluster(Section):
     `parameters`: shards of weights, gradients and states (fsdp2, zero3). Less device memory, much slower
     steps. `auto`: what makes the run fit, where nothing else does."""
 
+    stop_grace_s: PositiveInt = 600
+    """Seconds without a sign of life from any process after which a run of several that was asked to stop is
+    killed: one of them hangs, and the others wait for it. What is computed or saved counts as a sign."""
+
     slurm: Slurm | None = None
     """The job that `memtrain slurm` writes and submits."""
 

@@ -23,6 +23,7 @@ from memtrain.trainers.checkpoints.manifest import (
     Manifest,
     fault_of,
     file_entry,
+    is_of_another_version,
     read_manifest,
 )
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -260,7 +261,7 @@ def _prune(checkpoints: Path, newest: int, keep: int, keep_best: bool) -> None:
     if keep_best and (losses := _eval_losses(course)):
         kept.add(min(losses, key=lambda item: item[0])[1])
     for path in steps.values():
-        if path not in kept:
+        if path not in kept and not is_of_another_version(path):
             _remove(path)
 
 

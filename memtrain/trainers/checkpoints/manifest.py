@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.recipes.sections.base import Section
@@ -14,6 +15,10 @@ from memtrain.recipes.sections.base import Section
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 DIGEST_BYTES = 16
+
+
+class OtherVersion(ValueError):
+    """A manifest that another version of memtrain has written: not damaged, and not understood."""
 
 
 class FileEntry(Section):
@@ -97,20 +102,37 @@ def file_entry(folder: Path, file: Path) -> FileEntry:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
-    Raises: ValueError when there is none, or it cannot be read.
+    Raises: OtherVersion when it is not one of this version; ValueError when there is none, or it is damaged.
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise ValueError(f"it has no {MANIFEST_FILE}: it was never finished")
     try:
-        manifest = Manifest.model_validate_json(path.read_text())
+        said = json.loads(path.read_bytes())
     except ValueError:
-        raise ValueError(f"its {MANIFEST_FILE} is damaged, or of another version of memtrain") from None
+        raise ValueError(f"its {MANIFEST_FILE} is damaged") from None
+    found = said.get("format") if isinstance(said, dict) else None
+    if found != FORMAT:
+        raise OtherVersion(f"its format is {found}; this version of memtrain reads {FORMAT}")
+    try:
+        manifest = Manifest.model_validate_json(json.dumps(said))
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise OtherVersion(f"this version of memtrain does not know its {MANIFEST_FILE} ({key})") from None
     if manifest != manifest.sealed():
         raise ValueError(f"its {MANIFEST_FILE} is not what was written (its checksum differs)")
-    if manifest.format != FORMAT:
-        raise ValueError(f"its format is {manifest.format}; this version of memtrain reads {FORMAT}")
     return manifest
+
+
+def is_of_another_version(folder: Path) -> bool:
+    """Whether a checkpoint is one that this version does not understand: never removed unasked."""
+    try:
+        read_manifest(folder)
+    except OtherVersion:
+        return True
+    except ValueError:
+        return False
+    return False
 
 
 def fault_of(folder: Path) -> str:

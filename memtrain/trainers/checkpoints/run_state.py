@@ -2,34 +2,87 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from memtrain.errors import Fault, ResumeError
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.checkpoints.checkpoint import complete_steps
-from memtrain.trainers.checkpoints.manifest import CheckpointFacts, read_manifest
+from memtrain.trainers.checkpoints.checkpoint import Found, complete_steps
+from memtrain.trainers.checkpoints.manifest import (
+    CheckpointFacts,
+    OtherVersion,
+    is_of_another_version,
+    read_manifest,
+)
 from memtrain.trainers.checkpoints.resume import check_resumable
+from memtrain.trainers.run.final import final_fault, read_final
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
+
+WAYS_OUT = (
+    "go on with the version of memtrain that wrote them, or leave them here and choose another --run-dir; "
+    "--no-resume removes them and begins anew"
+)
 
 
 def is_over(folder: RunFolder, plan: Plan) -> bool:
-    """Whether the run that `plan` describes was made to its end.
+    """Whether the run that `plan` describes was made to its end, and its model is there.
 
-    Looks at manifests only: the worker verifies the files.
+    Looks at manifests only: the worker verifies the files. A run whose checkpoints were removed to save space
+    is known by its model.
 
-    Raises: ResumeError when the folder holds checkpoints of another run.
+    Raises: ResumeError when the folder holds another run, or checkpoints of another version.
     """
-    newest = newest_facts(folder)
-    if newest is None:
-        return False
-    check_resumable(newest, plan)
     status = folder.read_status()
     is_done = status is not None and status.state is RunState.DONE
-    return is_done and newest.step == plan.settings.max_steps and folder.final.is_dir()
+    facts = newest_facts(folder)
+    if facts is None and is_done:
+        final = read_final(folder)
+        facts = final.facts if final is not None and not final_fault(folder) else None
+    if facts is None:
+        return False
+    check_resumable(facts, plan)
+    return is_done and facts.step == plan.settings.max_steps and not final_fault(folder)
+
+
+def lost_model(folder: RunFolder) -> str:
+    """Why the model of a run that was made to its end is not what was written; empty where it is, or the run
+    was not."""
+    status = folder.read_status()
+    return final_fault(folder) if status is not None and status.state is RunState.DONE else ""
+
+
+def refuse_unread(found: Found) -> None:
+    """Raise ResumeError where a run would begin anew beside its checkpoints, or before another version's.
+
+    What was not understood is never removed, and a run that goes on removes later checkpoints.
+    """
+    is_lost = found.checkpoint is None
+    unread = [one for one in found.rejected if is_lost or is_of_another_version(one.path)]
+    faults = [
+        Fault(f"{one.path.name} cannot be used: {one.reason}", str(one.path), WAYS_OUT) for one in unread
+    ]
+    if faults:
+        raise ResumeError(faults)
 
 
 def newest_facts(folder: RunFolder) -> CheckpointFacts | None:
-    """What the newest checkpoint of a folder says of its run; None where none can be read."""
+    """What the newest checkpoint of a folder says of its run; None where there is none.
+
+    Damaged ones are passed over while an older one can be read.
+
+    Raises: ResumeError when none can be read, or one of another version is newer than all that can.
+    """
+    faults: list[Fault] = []
     for path in reversed(complete_steps(folder.checkpoints).values()):
         try:
             return read_manifest(path).facts
-        except ValueError:
-            continue
+        except OtherVersion as error:
+            raise ResumeError(f"{path.name} cannot be read: {error}", str(path), WAYS_OUT) from None
+        except ValueError as error:
+            faults.append(_unusable(path, error))
+    if faults:
+        raise ResumeError(faults)
     return None
+
+
+def _unusable(path: Path, reason: object) -> Fault:
+    return Fault(f"{path.name} cannot be used: {reason}", str(path), WAYS_OUT)

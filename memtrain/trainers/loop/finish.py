@@ -11,6 +11,7 @@ from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.checkpoint import best_complete
+from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.checkpoints.snapshot import load_weights
 from memtrain.trainers.loop.final_scores import check_final_scores
 from memtrain.trainers.loop.loop import Run
@@ -21,6 +22,7 @@ from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, va
 from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.online.generation.backend import stop_tokens
 from memtrain.trainers.protocols.events import FinalEvent, MemoryEvent, NoteEvent
+from memtrain.trainers.run.final import note_final
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.report.model_card import write_card
 from memtrain.trainers.run_folder.report.report import REHEARSAL
@@ -39,18 +41,20 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
             load_weights(best, built.scorer, run.ranks)
             best_step = best.manifest.facts.step
     tell_other_peaks(run)
-    remember_peaks(run)
     state = built.spread.gather(built.model)
     scorer, gather = built.scorer, built.spread.gather
     value_state = gather(value_of(scorer)) if isinstance(scorer, ValueScorer) else None
+    if run.ranks.is_main:
+        # Before all else: whatever fails after this, the model is there.
+        save_final(built.model, built.tokenizer, folder.final, state)
+        if isinstance(scorer, ValueScorer):
+            save_value(scorer, built.tokenizer, folder.final, value_state)
     # Every rank writes the same words: with weights in shards no rank can do it alone.
     written = sample(run, built) if run.ranks.is_main or built.spread.is_sharded else ""
     other_scores = _other_scores(run, built)
     if not run.ranks.is_main:
         return
-    save_final(built.model, built.tokenizer, folder.final, state)
-    if isinstance(scorer, ValueScorer):
-        save_value(scorer, built.tokenizer, folder.final, value_state)
+    remember_peaks(run)
     if other_scores:
         run.tell(NoteEvent(step=run.position.step, text=other_scores))
     run.tell(
@@ -64,6 +68,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         )
     )
     write_card(folder)
+    note_final(folder, facts_of(run.plan, step=run.position.step))
 
 
 def _other_scores(run: Run, built: Built) -> str:
@@ -94,12 +99,16 @@ def remember_peaks(run: Run) -> None:
     both = [name for name, num_bytes in measured.items() if num_bytes]
     if not run.ranks.is_main or not both:
         return
-    note_run(
-        prediction.kind,
-        predicted_bytes=max(predicted[name] for name in both),
-        measured_bytes=max(measured[name] for name in both),
-        is_rehearsed=any(name.startswith(REHEARSAL) for name in seen),
-    )
+    try:
+        note_run(
+            prediction.kind,
+            predicted_bytes=max(predicted[name] for name in both),
+            measured_bytes=max(measured[name] for name in both),
+            is_rehearsed=any(name.startswith(REHEARSAL) for name in seen),
+        )
+    except OSError as error:
+        text = f"the measured peaks are not kept for later plans: {error.strerror}"
+        run.tell(NoteEvent(step=run.position.step, text=text))
 
 
 def sample(run: Run, built: Built) -> str:

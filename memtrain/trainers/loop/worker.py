@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +17,7 @@ import psutil
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from memtrain.errors import EXIT_OUR_FAULT, Interrupted, MemtrainError
+from memtrain.errors import EXIT_OUR_FAULT, Interrupted, LaunchError, MemtrainError
 from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build.components import Built, build, has_dropout
@@ -34,14 +35,14 @@ from memtrain.trainers.checkpoints.checkpoint import (
     remove_checkpoints,
 )
 from memtrain.trainers.checkpoints.resume import check_resumable
-from memtrain.trainers.checkpoints.run_state import is_over
+from memtrain.trainers.checkpoints.run_state import is_over, refuse_unread
 from memtrain.trainers.checkpoints.snapshot import restore
 from memtrain.trainers.loop.exit_status import record_exit
 from memtrain.trainers.loop.finish import finish
 from memtrain.trainers.loop.loop import Run, train
 from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.loop.oom.preflight import rehearse
-from memtrain.trainers.loop.oom.recover import Recovery
+from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
 from memtrain.trainers.loop.rank_failures import LAUNCHED, note_fault
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
@@ -49,6 +50,7 @@ from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.memory_meter.resized_storages import counting_mode
 from memtrain.trainers.model.heads.build import configure_loss
 from memtrain.trainers.model.loading.load import local_device
+from memtrain.trainers.model.loading.save import try_final
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_steps
 from memtrain.trainers.optim.in_backward import InBackward
@@ -58,18 +60,21 @@ from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.position import TrainState
+from memtrain.trainers.run.lock import RunLock
+from memtrain.trainers.run.pulse import Family, Pulse
 from memtrain.trainers.run_folder.event_sinks import EventSinks, open_teller
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
 
-LOCKED = "MEMTRAIN_RUN_LOCKED"
-"""Set by a launcher that works in its own process and holds the lock of the run folder."""
+GONE = "the launcher of this run is gone: saving, to be continued by the same command"
 
 
-def work(plan: Plan, *, resume: bool = True) -> None:
+def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Family | None = None) -> None:
     """Run `plan` on this rank, from its newest checkpoint where there is one.
+
+    `is_locked`: the caller holds the folder. `family`: who started this rank; it stops when they are gone.
 
     Raises: MemtrainError of every kind; Interrupted when asked to stop, after saving.
     """
@@ -80,23 +85,22 @@ def work(plan: Plan, *, resume: bool = True) -> None:
         ranks = replace(ranks_of(accelerator), num_sharing=plan.settings.context_parallel)
         check_same_plan_on_ranks(plan, ranks)
         folder = RunFolder(Path(plan.run_dir))
-        if ranks.is_main and LOCKED not in os.environ:
-            stack.enter_context(folder.open_for_run())
-        stop = stack.enter_context(StopRequest())
+        if ranks.is_main and not is_locked:
+            stack.enter_context(_take_folder(folder, plan, family))
+        stop = stack.enter_context(StopRequest(family.is_gone if family is not None else None))
         position = TrainState()
         stack.enter_context(record_exit(folder, ranks, position))
-        found = _look_for_checkpoint(folder, ranks, resume=resume)
-        notes = check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
+        found, notes = _look_for_checkpoint(folder, plan, ranks, resume=resume)
         _stop_before_loading(ranks, stop, folder)
         built = build(plan, make_spread(plan.settings))
         engine = _take_up(plan, found, built, position, ranks)
         teller = stack.enter_context(open_teller(plan, folder, ranks, position))
         _tell_start(teller, plan, built, found, notes, position)
+        _try_final(built, folder, teller, position, is_main=ranks.is_main)
         recovery = _recovery(plan, built, position, teller)
         watch = _watch(plan, built, teller.tell, ranks, position)
         online = online_steps(plan, built, ranks, watch, teller, position, found.checkpoint)
-        if online is not None:
-            stack.callback(online.generating.close)
+        stack.callback(lambda: online.generating.close() if online is not None else None)
         run = Run(
             plan=plan,
             model=built.scorer,
@@ -111,12 +115,10 @@ def work(plan: Plan, *, resume: bool = True) -> None:
             device=local_device(plan.settings),
             tell=teller.tell,
             watch=watch,
-            is_asked_to_stop=lambda: stop.asked,
+            is_asked_to_stop=_asked(stop, teller, position),
             saver=_open_saver(stack, plan, folder, built, ranks, teller, online),
             recovery=recovery,
-            post_mortem=lambda spent: post_mortem(
-                spent, plan, recovery.settings, built.model, built.optimizer, step=position.step
-            ),
+            post_mortem=_explained(plan, recovery, built, position),
             follower=built.follower,
             judge=online.evaluate if online is not None else None,
             position=position,
@@ -134,6 +136,47 @@ def _steps(plan: Plan, built: Built) -> Steps:
     return Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle)
 
 
+def _take_folder(folder: RunFolder, plan: Plan, family: Family | None) -> RunLock:
+    """The right to write the run folder, whose plan is still this one.
+
+    Raises: LaunchError when another process has it, or has had it meanwhile.
+    """
+    launcher = family.launcher if family is not None else None
+    lock = folder.open_for_run() if launcher is None else folder.join_for_run(launcher)
+    if read_plan(folder.plan) != plan:
+        lock.close()
+        raise LaunchError(
+            "plan.json was replaced while this run began",
+            where=str(folder.plan),
+            fix="run the training command again; one run folder is for one run",
+        )
+    return lock
+
+
+def _explained(
+    plan: Plan, recovery: Recovery, built: Built, position: TrainState
+) -> Callable[[Exhausted], MemtrainError]:
+    """Says why memory ran out, and what would help."""
+
+    def explained(spent: Exhausted) -> MemtrainError:
+        return post_mortem(spent, plan, recovery.settings, built.model, built.optimizer, step=position.step)
+
+    return explained
+
+
+def _asked(stop: StopRequest, teller: EventSinks, position: TrainState) -> Callable[[], bool]:
+    """Whether this rank is to stop, told once where nobody is left who would hear why."""
+    told: list[str] = []
+
+    def asked() -> bool:
+        if stop.is_alone and not told:
+            told.append(GONE)
+            teller.tell(NoteEvent(step=position.step, text=GONE))
+        return stop.asked
+
+    return asked
+
+
 def _stop_before_loading(ranks: Ranks, stop: StopRequest, folder: RunFolder) -> None:
     if ranks.any(stop.asked):
         raise Interrupted(
@@ -143,13 +186,18 @@ def _stop_before_loading(ranks: Ranks, stop: StopRequest, folder: RunFolder) -> 
         )
 
 
-def _look_for_checkpoint(folder: RunFolder, ranks: Ranks, *, resume: bool) -> Found:
+def _look_for_checkpoint(
+    folder: RunFolder, plan: Plan, ranks: Ranks, *, resume: bool
+) -> tuple[Found, list[str]]:
+    """The checkpoint to go on from, and what to tell of it. Raises: ResumeError."""
     if ranks.is_main:
         mend_checkpoints(folder)
         if not resume:
             remove_checkpoints(folder)
     ranks.barrier()
-    return newest_complete(folder)
+    found = newest_complete(folder)
+    refuse_unread(found)
+    return found, check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
 
 
 def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks: Ranks) -> DistributedStep:
@@ -176,6 +224,14 @@ def _tell_start(
     if built.why_whole:
         said.append(f"each process loaded the whole model before it was cut: {built.why_whole}")
     for text in said:
+        teller.tell(NoteEvent(step=position.step, text=text))
+
+
+def _try_final(
+    built: Built, folder: RunFolder, teller: EventSinks, position: TrainState, *, is_main: bool
+) -> None:
+    """Save the model without its weights before a step is made: what would refuse at the end refuses now."""
+    for text in try_final(built.model, built.tokenizer, folder.path) if is_main else ():
         teller.tell(NoteEvent(step=position.step, text=text))
 
 
@@ -253,21 +309,30 @@ def _watch(
 
 
 def main() -> int:
-    """Entry point of a launched process: the plan's path is its only argument. The exit code."""
+    """Entry point of a launched process: the plan's path, and what `cli/launch` adds. The exit code."""
     # A launcher stops all ranks when one fails: they must live to leave word, and to save.
     hold_signals()
-    folder = RunFolder(Path(sys.argv[1]).parent)
+    words = ArgumentParser()
+    words.add_argument("plan", type=Path)
+    words.add_argument("--plan-digest", default="")
+    words.add_argument("--no-resume", dest="resume", action="store_false")
+    asked = words.parse_args()
+    folder = RunFolder(asked.plan.parent)
     rank = int(os.environ.get("RANK", "0"))
-    resume = "--no-resume" not in sys.argv
+    pulse = Pulse(folder, rank) if LAUNCHED in os.environ else None
     try:
-        plan = read_plan(folder.plan)
-        if resume and is_over(folder, plan):
+        plan = read_plan(folder.plan, asked.plan_digest)
+        if asked.resume and is_over(folder, plan):
             print(f"the run in {folder.path} is over; its model is in {folder.final}")
             return 0
-        work(plan, resume=resume)
+        if pulse is not None:
+            pulse.start()
+        work(plan, resume=asked.resume, family=Family.of_this_process(os.environ))
     except Exception as error:
         return _told(folder, rank, error)
     finally:
+        if pulse is not None:
+            pulse.stop()
         _leave_process_group()
     return 0
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import socket
+import errno
+import stat
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-
-import psutil
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.base import Section
+from memtrain.trainers.run.lock import Owner, RunLock, join_lock, take_lock
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
+
+TRIES = 20
+"""Times that a folder is made again which another process removes at that moment. Taste."""
 
 
 class RunState(StrEnum):
@@ -40,65 +39,6 @@ class Status(Section):
     """Seconds since 1970 when this was written."""
     message: str = ""
     """Why it failed, in one sentence."""
-
-
-class Owner(Section):
-    """The process that writes a run folder, as the lock file names it."""
-
-    pid: int
-    host: str
-    started: float
-    """When the process started, seconds since 1970: its number may have been given to a new process."""
-    job: str
-    """SLURM job, or empty: a job that is queued again is the same owner on another host."""
-
-    def is_alive(self) -> bool:
-        """Whether it still runs; a process of another host is taken for alive."""
-        if self.host != socket.gethostname():
-            return not self.job or self.job != os.environ.get("SLURM_JOB_ID")
-        try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
-        except psutil.NoSuchProcess:
-            return False
-
-
-def this_process() -> Owner:
-    """The owner that this process is."""
-    return Owner(
-        pid=os.getpid(),
-        host=socket.gethostname(),
-        started=psutil.Process().create_time(),
-        job=os.environ.get("SLURM_JOB_ID", ""),
-    )
-
-
-class RunLock:
-    """The right to write a run folder, until `close`. A context manager."""
-
-    def __init__(self, path: Path, owner: Owner) -> None:
-        self.path = path
-        self.owner = owner
-
-    def close(self) -> None:
-        """Give the folder back; no effect when another process has taken it over."""
-        if read_owner(self.path) == self.owner:
-            self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def read_owner(path: Path) -> Owner | None:
-    """The owner that a lock file names; None for no file, or one that a dying process left unfinished."""
-    try:
-        return Owner.model_validate_json(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +78,11 @@ class RunFolder:
         return self.path / "final"
 
     @property
+    def final_list(self) -> Path:
+        """What `final/` holds (final.py)."""
+        return self.path / "final.json"
+
+    @property
     def trackers(self) -> Path:
         """Folder of the trackers that write files (TensorBoard)."""
         return self.path / "trackers"
@@ -172,16 +117,52 @@ class RunFolder:
 
         Raises: LaunchError when it cannot be made or written, or a living process has it.
         """
+        self._refuse_strangers()
         doing = f"the run folder {self.path} cannot be used"
-        if self.path.exists() and not self.path.is_dir():
-            raise LaunchError(
-                f"{doing}: it is a file", where=str(self.path), fix="move it, or choose another run_dir"
-            )
+        for is_last in (*[False] * TRIES, True):
+            missing = [one for one in (self.checkpoints, self.path, *self.path.parents) if not one.exists()]
+            try:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                return take_lock(self.lock, self.path, made=missing)
+            except OSError as error:
+                # A last owner that has just removed the empty folder gives ENOENT.
+                if error.errno != errno.ENOENT or is_last:
+                    raise disk_fault(error, doing, self.path) from None
+        raise AssertionError("The last try returns or raises.")
+
+    def join_for_run(self, launcher: Owner) -> RunLock:
+        """Hold the folder together with the launcher that took it.
+
+        Raises: LaunchError when the launcher has it no more, or the disk refuses.
+        """
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            return _take_lock(self.lock, self.path)
+            return join_lock(self.lock, self.path, launcher)
         except OSError as error:
-            raise disk_fault(error, doing, self.path) from None
+            raise disk_fault(error, f"the run folder {self.path} cannot be used", self.path) from None
+
+    def _refuse_strangers(self) -> None:
+        """Raise LaunchError where a file stands in the place of a folder, or a folder in that of a file."""
+        folders = (self.path, self.checkpoints, self.final, self.trackers, self.faults)
+        files = (
+            self.recipe,
+            self.plan,
+            self.launch,
+            self.metrics,
+            self.report,
+            self.status,
+            self.log,
+            self.lock,
+            self.final_list,
+        )
+        wanted = dict.fromkeys(folders, "folder") | dict.fromkeys(files, "file")
+        for path, kind in wanted.items():
+            found = _kind_of(path)
+            if found not in ("", kind):
+                raise LaunchError(
+                    f"the run folder {self.path} cannot be used: {path.name} is a {found}",
+                    where=str(path),
+                    fix=f"move {path} away, or choose another run_dir",
+                )
 
     def write_status(self, state: RunState, step: int, message: str = "") -> None:
         """Write `status.json` whole.
@@ -195,30 +176,19 @@ class RunFolder:
             raise disk_fault(error, "the status of the run cannot be written", self.status) from None
 
     def read_status(self) -> Status | None:
-        """How the run stands, or None when it has not begun. One that says `running` may have been killed."""
+        """How the run stands, or None when it has not begun, or says it in no words of this version.
+
+        One that says `running` may have been killed.
+        """
         try:
-            return Status.model_validate_json(self.status.read_text(), strict=False)
-        except FileNotFoundError:
+            return Status.model_validate_json(self.status.read_text(errors="replace"), strict=False)
+        except (FileNotFoundError, ValueError):
             return None
 
 
-def _take_lock(path: Path, folder: Path) -> RunLock:
-    # The guard makes "is the owner dead" and "then it is mine" one act. It is not the lock itself: children
-    # of a fork would hold it after their parent's death, and it could not be shown to the user.
-    guard = os.open(folder, os.O_RDONLY)
+def _kind_of(path: Path) -> str:
+    """`file` or `folder`; empty where there is nothing. In one look: another process may be making it."""
     try:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        owner = read_owner(path)
-        if owner is not None and owner.is_alive():
-            raise LaunchError(
-                f"process {owner.pid} on {owner.host} is running in {folder}",
-                where=str(path),
-                fix=f"wait for it, stop it (kill {owner.pid}), or choose another run_dir"
-                if owner.host == socket.gethostname()
-                else f"if that process is gone, remove {path}; or choose another run_dir",
-            )
-        mine = this_process()
-        write_whole(path, json.dumps(mine.model_dump()) + "\n")
-    finally:
-        os.close(guard)
-    return RunLock(path, mine)
+        return "folder" if stat.S_ISDIR(path.stat().st_mode) else "file"
+    except OSError:
+        return ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,7 +64,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with self._shown():
+                self._bar.stop()
 
     def stepped(self, event: StepEvent | Mapping[str, Any]) -> None:
         """Tell one step."""
@@ -76,7 +78,8 @@ class Progress:
         told = self._told(step)
         if self._bar is not None and self._task is not None:
             counted = f"step {step.step}/{self.total_steps}"
-            self._bar.update(self._task, completed=step.step, description=counted, told=told)
+            with self._shown():
+                self._bar.update(self._task, completed=step.step, description=counted, told=told)
         is_due = step.step % self.every_steps == 0 or step.step in (self.first_step + 1, self.total_steps)
         if is_due:
             self._line(f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {told}", True)
@@ -108,7 +111,16 @@ class Progress:
             with open(self._log, "a") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
         if self.is_shown and not (is_step and self._bar is not None):
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with self._shown():
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """A terminal that was closed, or a reader that is gone, ends what is shown and not the run."""
+        try:
+            yield
+        except OSError:
+            self.is_shown = False
 
 
 def duration(seconds: float) -> str:

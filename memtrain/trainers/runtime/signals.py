@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is how SLURM announces the end of a job's time, where it is asked to."""
+
+
+def asking() -> tuple[signal.Signals, ...]:
+    """The signals that ask to stop; with SIGHUP of a closed terminal, where `nohup` lets it through."""
+    is_out = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return ASKED if is_out else (*ASKED, signal.SIGHUP)
 
 
 _early: list[int] = []
@@ -19,7 +26,7 @@ def hold_signals() -> None:
 
     By handlers and not by a mask: a mask is of one thread, and the kernel gives the signal to another.
     """
-    for one in ASKED:
+    for one in asking():
         signal.signal(one, lambda number, frame: _early.append(number))
 
 
@@ -28,32 +35,39 @@ def let_signals_pass() -> None:
 
     Python's own handlers are gone before the process is.
     """
-    for one in ASKED:
+    for one in asking():
         signal.signal(one, signal.SIG_IGN)
 
 
 class StopRequest:
     """Whether this process was asked to stop. A context manager: the handlers before it come back.
 
-    The first SIGTERM, SIGINT or SIGUSR1 is remembered. A second SIGINT kills at once, as if nothing had been
+    The first of them is remembered (`asking`). A second SIGINT kills at once, as if nothing had been
     caught; a second of the others changes nothing, because launchers send them to every process while the
     state is saved. Signals that `hold_signals` kept waiting are heard on entry.
     With several ranks, `Ranks.any(request.asked)` makes them stop at the same step.
+    `is_alone`: whether who started this process has gone, which asks to stop as a signal does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_alone: Callable[[], bool] | None = None) -> None:
         self.signal: signal.Signals | None = None
         """The signal that asked, or None."""
+        self._is_alone = is_alone
         self._interrupts = 0
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
     @property
     def asked(self) -> bool:
         """Whether to save and exit."""
-        return self.signal is not None
+        return self.signal is not None or self.is_alone
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether who started this process has gone."""
+        return self._is_alone is not None and self._is_alone()
 
     def __enter__(self) -> StopRequest:
-        self._before = {one: signal.signal(one, self._on_signal) for one in ASKED}
+        self._before = {one: signal.signal(one, self._on_signal) for one in asking()}
         while _early:
             self._on_signal(_early.pop(0), None)
         return self

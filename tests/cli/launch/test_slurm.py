@@ -31,6 +31,7 @@ ONE = Job(
     topology=Topology(num_nodes=1, processes_per_node=1, device="cuda", threads=8),
     folder=Path("/runs/my"),
     runs=(Path("/runs/my"),),
+    digests=("0123abcd",),
     here=Path("/elsewhere"),
     python="/env/bin/python",
     lead_s=120,
@@ -57,6 +58,7 @@ MANY = replace(
     ),
     topology=Topology(num_nodes=2, processes_per_node=8, device="cuda", threads=6),
     runs=(Path("/runs/my/seed=0"), Path("/runs/my/it's 100%")),
+    digests=("0123abcd", "4567cdef"),
     folder=Path("/runs/my 100%"),
     lead_s=600,
 )

@@ -58,10 +58,17 @@ def test_the_environment_says_threads_allocator_and_network():
     }
 
 
-def test_a_worker_gets_the_plan_alone():
+def test_a_worker_gets_the_plan_and_its_digest():
     run, python = Path("runs/x"), "/env/bin/python"
-    assert argv(ALONE, run, python) == [python, "-m", "memtrain.trainers.loop.worker", "runs/x/plan.json"]
-    assert argv(TWO_CPU, run, python) == [
+    assert argv(ALONE, run, python, "0123abcd") == [
+        python,
+        "-m",
+        "memtrain.trainers.loop.worker",
+        "runs/x/plan.json",
+        "--plan-digest",
+        "0123abcd",
+    ]
+    assert argv(TWO_CPU, run, python, "0123abcd") == [
         python,
         "-m",
         "memtrain.trainers.runtime.loopback",
@@ -70,4 +77,6 @@ def test_a_worker_gets_the_plan_alone():
         "-m",
         "memtrain.trainers.loop.worker",
         "runs/x/plan.json",
+        "--plan-digest",
+        "0123abcd",
     ]

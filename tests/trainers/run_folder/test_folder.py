@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.run_folder import folder as folder_module
-from memtrain.trainers.run_folder.folder import RunFolder, RunState, read_owner
+from memtrain.trainers.run import lock
+from memtrain.trainers.run.lock import read_owner
+from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
 
 def test_a_new_folder_is_made_with_all_above_it(tmp_path: Path):
@@ -44,16 +44,6 @@ def test_a_killed_owner_is_taken_over(tmp_path: Path):
         assert lock.owner.pid == os.getpid() != left.pid
 
 
-def test_a_number_given_to_another_process_is_not_the_owner(tmp_path: Path):
-    folder = RunFolder(tmp_path)
-    lock = folder.open_for_run()
-    older = lock.owner.model_copy(update={"started": psutil.Process().create_time() - 100})
-    folder.lock.write_text(older.model_dump_json())
-    folder.open_for_run()
-    lock.close()
-    assert not folder.lock.exists()
-
-
 def test_a_lock_of_another_host_holds_unless_the_job_was_queued_again(tmp_path: Path, monkeypatch):
     folder = RunFolder(tmp_path)
     away = folder.open_for_run().owner.model_copy(update={"host": "elsewhere", "job": "17"})
@@ -82,7 +72,7 @@ def test_a_lock_that_was_taken_over_is_not_removed_by_its_old_owner(tmp_path: Pa
 @pytest.mark.parametrize("name", ["taken", "taken/run"])
 def test_a_file_in_the_way_is_said(tmp_path: Path, name: str):
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(LaunchError, match="it is a file|Not a directory"):
+    with pytest.raises(LaunchError, match="is a file|Not a directory"):
         RunFolder(tmp_path / name).open_for_run()
     assert (tmp_path / "taken").read_text() == "mine"
 
@@ -92,13 +82,36 @@ def test_a_file_in_the_way_is_said(tmp_path: Path, name: str):
     [(errno.EROFS, "read-only"), (errno.EACCES, "permissions"), (errno.ENOSPC, "free some")],
 )
 def test_a_disk_that_refuses_is_explained(tmp_path: Path, monkeypatch, number: int, said: str):
-    def refuse(path: Path, data: str) -> None:
-        raise OSError(number, os.strerror(number), str(path))
+    def refuse(file: int) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path))
 
-    monkeypatch.setattr(folder_module, "write_whole", refuse)
+    monkeypatch.setattr(lock.os, "fsync", refuse)
     with pytest.raises(LaunchError, match=said) as caught:
         RunFolder(tmp_path).open_for_run()
     assert os.strerror(number) in caught.value.text()
+
+
+@pytest.mark.parametrize(
+    "name", ["status.json", "metrics.jsonl", "plan.json", "log.txt", "report.html", ".lock"]
+)
+def test_a_folder_in_the_place_of_a_file_is_said(tmp_path: Path, name: str):
+    (tmp_path / name).mkdir()
+    with pytest.raises(LaunchError, match=f"{name} is a folder"):
+        RunFolder(tmp_path).open_for_run()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "final"])
+def test_a_file_in_the_place_of_a_folder_is_said(tmp_path: Path, name: str):
+    (tmp_path / name).write_text("")
+    with pytest.raises(LaunchError, match=f"{name} is a file"):
+        RunFolder(tmp_path).open_for_run()
+
+
+@pytest.mark.parametrize("text", ["", "\udce9 not even text", '{"state": "on holiday"}', "[1, 2"])
+def test_a_status_in_no_words_of_ours_is_none(tmp_path: Path, text: str):
+    folder = RunFolder(tmp_path)
+    folder.status.write_text(text, errors="surrogateescape")
+    assert folder.read_status() is None
 
 
 def test_status_is_replaced_whole(tmp_path: Path):
@@ -114,7 +127,19 @@ def test_status_is_replaced_whole(tmp_path: Path):
 
 
 def test_what_the_command_line_shows_loads_no_torch():
-    modules = ["disk", "events", "folder", "metrics", "progress", "report", "report_html", "card", "signals"]
+    modules = [
+        "disk",
+        "events",
+        "folder",
+        "lock",
+        "metrics",
+        "pulse",
+        "progress",
+        "report",
+        "report_html",
+        "card",
+        "signals",
+    ]
     code = f"import sys; {'; '.join(f'import memtrain.trainers.run_folder.{name}' for name in modules)}; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

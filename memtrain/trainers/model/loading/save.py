@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.loading.scoring_pad import scores_sequences, with_scoring_pad
+from memtrain.trainers.model.generation_config import storable
 from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
 from memtrain.trainers.runtime.deepspeed_import import name_device
 
 MOST_BYTES = 50 * 10**9
 """Bytes of one file of weights: transformers' own limit."""
+
+TRIED = ".final-tried-"
+"""How the folder is called in which a save is tried."""
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -62,8 +69,9 @@ def save_final(
                 model.save_pretrained(str(unfinished), save_embedding_layers=False, **given)
                 _save_generation(model.get_base_model(), unfinished)
             else:
-                model.save_pretrained(unfinished, max_shard_size=max_shard_bytes, **given)
-                _save_configs(model, tokenizer, unfinished)
+                with _storable_generation(model) as generation:
+                    model.save_pretrained(unfinished, max_shard_size=max_shard_bytes, **given)
+                _save_configs(model, generation, tokenizer, unfinished)
         tokenizer.save_pretrained(unfinished)
         _refuse_empty(unfinished, least)
         shutil.rmtree(folder, ignore_errors=True)
@@ -102,9 +110,15 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 def _save_generation(model: nn.Module, folder: Path) -> None:
     """Where an adapter learnt another end than its model's configuration says: what generation stops at."""
+    if _ends_otherwise(model):
+        made, _ = storable(model)
+        assert made is not None, "What ends otherwise has such a configuration."
+        made.save_pretrained(folder)
+
+
+def _ends_otherwise(model: nn.Module) -> bool:
     generation, config = getattr(model, "generation_config", None), getattr(model, "config", None)
-    if generation is not None and generation.eos_token_id != getattr(config, "eos_token_id", None):
-        generation.save_pretrained(folder)
+    return generation is not None and generation.eos_token_id != getattr(config, "eos_token_id", None)
 
 
 def stop_at(model: PreTrainedModel, token_id: int) -> None:
@@ -121,13 +135,59 @@ def _add_end(generation: Any, token_id: int) -> None:
         generation.eos_token_id = [*ends, token_id] if ends else token_id
 
 
-def _save_configs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def try_final(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, run_dir: Path
+) -> list[str]:
+    """Save the model once without its weights, and remove it: all that can refuse at the end refuses now.
+
+    Returns what of its configuration will be saved otherwise than it was read, in words.
+
+    Raises: LaunchError when the disk refuses, or transformers does.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    adapted = [name for name in names if "lora_" in name]
+    stub = {(adapted or names)[0]: torch.zeros(1)}
+    try:
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        told = storable(base)[1] if base is model or _ends_otherwise(base) else []
+        with TemporaryDirectory(dir=run_dir, prefix=TRIED) as place:
+            save_final(model, tokenizer, Path(place) / "final", stub)
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, NotImplementedError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise LaunchError(
+            f"the model could not be saved at the end of the run: {lines[0]}",
+            "model.path",
+            "mend its configuration files; nothing was trained",
+        ) from error
+    return told
+
+
+@contextmanager
+def _storable_generation(model: PreTrainedModel) -> Iterator[GenerationConfig | None]:
+    """The model has a generation configuration that transformers writes, inside."""
+    made, _ = storable(model)
+    if made is None:
+        yield None
+        return
+    given = model.generation_config
+    model.generation_config = made
+    try:
+        yield made
+    finally:
+        model.generation_config = given
+
+
+def _save_configs(
+    model: PreTrainedModel,
+    generation: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> None:
     """The configurations of a model that is to be used, not trained: with its cache and the special
     tokens."""
     config = deepcopy(model.config)
     config.use_cache = True
     # A model that scores sequences writes none, and has no such configuration.
-    generation = deepcopy(getattr(model, "generation_config", None))
     configs: list[Any] = [config] if generation is None else [config, generation]
     for one in configs:
         for name in SPECIAL:
