@@ -18,8 +18,8 @@ import psutil
 from memtrain.cli.launch.hang import HangWatch
 from memtrain.errors import Interrupted, LaunchError
 from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, correct_status, root_fault
-from memtrain.trainers.run.lock import ticks_of
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.lock import ticks_of
 from memtrain.trainers.runtime.signals import asking
 
 AGENT_SPEAKS = "torch/distributed/elastic/"

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.loop.rank_failures import correct_status
-from memtrain.trainers.run.pulse import pulse_file
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.pulse import pulse_file
 
 TELL_AFTER_S = 600.0
 """Silence of all ranks that is told. Taste: more than a read of large weights from a slow disk takes."""
 
 
 class HangWatch:
-    """Follows the signs of life that ranks leave (run/pulse.py)."""
+    """Follows the signs of life that ranks leave (run_folder/pulse.py)."""
 
     def __init__(
         self,

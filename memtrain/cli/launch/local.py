@@ -22,8 +22,8 @@ from memtrain.memory.estimate.sharded.zero_config import CONFIG_FILE, zero_confi
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.run.lock import OWNER, RunLock
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.lock import OWNER, RunLock
 
 
 def recipe_yaml(recipe: Recipe) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from memtrain.cli.launch.slurm_queue import has_slurm, job_state, read_record
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.trainers.protocols.events import EvalEvent, StepEvent
-from memtrain.trainers.run.lock import read_owner
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.lock import read_owner
 from memtrain.trainers.run_folder.metrics import read_metrics
 
 

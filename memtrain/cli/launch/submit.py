@@ -20,8 +20,8 @@ from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.reading.sweep import folder_name, sweep
 from memtrain.recipes.sections.slurm import Slurm
 from memtrain.trainers.protocols.events import SaveEvent, StepEvent
-from memtrain.trainers.run.lock import read_owner
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.lock import read_owner
 from memtrain.trainers.run_folder.metrics import read_metrics
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from memtrain.errors import Fault, ResumeError
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.checkpoints.checkpoint import Found, complete_steps
+from memtrain.trainers.checkpoints.final_model import final_fault, read_final
 from memtrain.trainers.checkpoints.manifest import (
     CheckpointFacts,
     OtherVersion,
@@ -14,7 +15,6 @@ from memtrain.trainers.checkpoints.manifest import (
     read_manifest,
 )
 from memtrain.trainers.checkpoints.resume import check_resumable
-from memtrain.trainers.run.final import final_fault, read_final
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
 WAYS_OUT = (

@@ -11,6 +11,7 @@ from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.checkpoint import best_complete
+from memtrain.trainers.checkpoints.final_model import note_final
 from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.checkpoints.snapshot import load_weights
 from memtrain.trainers.loop.final_scores import check_final_scores
@@ -22,7 +23,6 @@ from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, va
 from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.online.generation.backend import stop_tokens
 from memtrain.trainers.protocols.events import FinalEvent, MemoryEvent, NoteEvent
-from memtrain.trainers.run.final import note_final
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.report.model_card import write_card
 from memtrain.trainers.run_folder.report.report import REHEARSAL

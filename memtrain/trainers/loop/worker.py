@@ -60,10 +60,10 @@ from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.position import TrainState
-from memtrain.trainers.run.lock import RunLock
-from memtrain.trainers.run.pulse import Family, Pulse
 from memtrain.trainers.run_folder.event_sinks import EventSinks, open_teller
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.lock import RunLock
+from memtrain.trainers.run_folder.pulse import Family, Pulse
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of

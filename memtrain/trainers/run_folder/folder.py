@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.base import Section
-from memtrain.trainers.run.lock import Owner, RunLock, join_lock, take_lock
+from memtrain.trainers.run_folder.lock import Owner, RunLock, join_lock, take_lock
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TRIES = 20
@@ -79,7 +79,7 @@ class RunFolder:
 
     @property
     def final_list(self) -> Path:
-        """What `final/` holds (final.py)."""
+        """What `final/` holds (checkpoints/final_model.py)."""
         return self.path / "final.json"
 
     @property

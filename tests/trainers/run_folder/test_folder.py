@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.run import lock
-from memtrain.trainers.run.lock import read_owner
+from memtrain.trainers.run_folder import lock
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.lock import read_owner
 
 
 def test_a_new_folder_is_made_with_all_above_it(tmp_path: Path):

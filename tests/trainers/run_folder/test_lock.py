@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.run.lock import Owner, read_owner, this_process, ticks_of
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.lock import Owner, read_owner, this_process, ticks_of
 
 
 @pytest.fixture
@@ -25,7 +25,9 @@ def other():
 @pytest.fixture
 def dead() -> Owner:
     """A process that has ended."""
-    code = "from memtrain.trainers.run.lock import this_process; print(this_process().model_dump_json())"
+    code = (
+        "from memtrain.trainers.run_folder.lock import this_process; print(this_process().model_dump_json())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return Owner.model_validate_json(done.stdout)
 

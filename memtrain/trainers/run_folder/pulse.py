@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from memtrain.trainers.run.lock import OWNER, Owner
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.lock import OWNER, Owner
 
 EVERY_S = 1.0
 """Seconds between two looks. Taste: far below any time that a person waits."""
