@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memtrain.errors import LaunchError
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
@@ -19,6 +20,7 @@ from memtrain.trainers.model.offload.activations import apply_checkpointing_and_
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.model.streamed.apply import stream_layers
+from memtrain.trainers.model.streamed.check import verify_streamed
 
 TinyModel = Callable[..., Any]
 
@@ -223,3 +225,30 @@ def test_a_tensor_that_is_not_known_to_be_cut_is_refused(tiny_llama: TinyModel):
     ids = torch.zeros(1, layout.num_tokens, dtype=torch.int64)
     with pytest.raises(LaunchError, match="`per_token`, a tensor that is not known to be cut"):
         model(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False, per_token=ids)
+
+
+def test_a_kernel_that_stands_in_a_norm_stays_there(tiny_llama: TinyModel):
+    model = tiny_llama()
+    norm = model.model.norm
+    own = norm.forward
+    norm.forward = lambda x: 2 * own(x)
+    set_attention(model, "cpu")
+    loss, gradients = step(model, ROWS["packed"])
+    stream_layers(model, 24)
+    found, streamed = step(model, ROWS["packed"])
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert error(streamed, gradients) < TOLERANCE[torch.float32]
+    stream_layers(model, 0)
+    assert step(model, ROWS["packed"])[0] == loss
+
+
+def test_layers_that_mix_tokens_outside_attention_are_found_at_the_start(tiny_llama: TinyModel):
+    model = tiny_llama()
+    set_attention(model, "cpu")
+    stream_layers(model, 4096)
+    assert verify_streamed(model, AttentionBackend.CPU) < 1e-5
+    mlp = model.model.layers[1].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: own(x) + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+    with pytest.raises(LaunchError, match="layers in slices are not the layers in one piece"):
+        verify_streamed(model, AttentionBackend.CPU)

@@ -131,7 +131,7 @@ class Settings(Section):
     """Optimizer states wait in host memory and travel to the device for the step, some at a time."""
     rehearse: bool = False
     """The heaviest batch is tried before the first step."""
-    recovery: tuple[Literal["split", "checkpointing", "offloading", "loss_tile"], ...] = ()
+    recovery: tuple[Literal["split", "slices", "checkpointing", "offloading", "loss_tile"], ...] = ()
     """What may be done when memory runs out during the run; nothing: the run ends."""
 
     @property

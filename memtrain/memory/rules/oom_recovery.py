@@ -7,13 +7,15 @@ from typing import Literal
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
+from memtrain.memory.rules.context_parallel import SLICED
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.sections.memory import StrategyName
 from memtrain.recipes.sections.methods.preference import Dpo
 
-RecoveryStep = Literal["split", "checkpointing", "offloading", "loss_tile"]
+RecoveryStep = Literal["split", "slices", "checkpointing", "offloading", "loss_tile"]
 
 SAID_BY: dict[RecoveryStep, tuple[str, object]] = {
+    "slices": ("memory.streamed_layers", "off"),
     "checkpointing": ("memory.activation_checkpointing", "off"),
     "offloading": ("memory.activation_offloading", "off"),
     "loss_tile": ("memory.loss", "full"),
@@ -22,6 +24,7 @@ SAID_BY: dict[RecoveryStep, tuple[str, object]] = {
 
 STRATEGY_OF: dict[RecoveryStep, StrategyName] = {
     "split": "smaller_micro_batch",
+    "slices": "streamed_layers",
     "checkpointing": "activation_checkpointing",
     "offloading": "boundary_offloading",
     "loss_tile": "chunked_loss",
@@ -74,7 +77,8 @@ def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoverySt
     for rung, (path, value) in SAID_BY.items():
         section, key = path.split(".")
         is_ruled_out = ledger.asked.said(path) and getattr(getattr(recipe, section), key) == value
-        if not is_ruled_out and STRATEGY_OF[rung] not in recipe.memory.never:
+        can_slice = rung != "slices" or settings.attention in SLICED
+        if not is_ruled_out and can_slice and STRATEGY_OF[rung] not in recipe.memory.never:
             rungs.append(rung)
     words = f"when memory runs out, a step is made again: {', '.join(rungs) or 'by nothing that is allowed'}"
     ledger.decide("recover", "on", words, "memory.recover")

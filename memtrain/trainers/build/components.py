@@ -40,6 +40,7 @@ from memtrain.trainers.model.loading.neftune import add_noise
 from memtrain.trainers.model.loading.save import stop_at
 from memtrain.trainers.model.loading.sharded_load import is_empty, made_in_parts
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
+from memtrain.trainers.model.streamed.check import verify_streamed
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.method import Method, TracksPolicy
@@ -107,6 +108,8 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
         _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
     _verify_scores(scorer, settings)
     _verify_rows(model, plan)
+    if settings.slice_tokens:
+        verify_streamed(model, AttentionBackend(settings.attention))
     scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "heads")
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)

@@ -26,6 +26,12 @@ from memtrain.trainers.runtime.ranks import Ranks
 Ints = NDArray[np.int64]
 Made = TypeVar("Made")
 
+LEAST_SLICE_TOKENS = 256
+"""Shortest slice of a streamed layer that is tried; below, kernels have hardly any work. Taste."""
+
+FIRST_SLICE_TOKENS = 4096
+"""Slices of layers that were not streamed before. Taste."""
+
 LEAST_TILE_BYTES = MIB
 """Smallest tile of logits that is tried; below, launches take all the time. Taste."""
 
@@ -248,10 +254,14 @@ def next_strategy(settings: Settings) -> str | None:
 
 def with_strategy(settings: Settings, name: str) -> Settings:
     """The settings with one more strategy on."""
+    if name == "slices":
+        shorter = max(LEAST_SLICE_TOKENS, settings.slice_tokens // 2)
+        tokens = shorter if settings.slice_tokens else FIRST_SLICE_TOKENS
+        return settings.model_copy(update={"slice_tokens": tokens, "checkpoint_every": 0})
     if name == "checkpointing":
         return settings.model_copy(update={"checkpoint_every": 1})
     if name == "offloading":
-        kind = "boundaries" if settings.checkpoint_every else "all"
+        kind = "boundaries" if settings.checkpoint_every or settings.slice_tokens else "all"
         return settings.model_copy(update={"offload": kind})
     if settings.loss == "full":
         return settings.model_copy(update={"loss": "chunked"})
@@ -262,8 +272,14 @@ def with_strategy(settings: Settings, name: str) -> Settings:
 def _can(settings: Settings, name: str) -> bool:
     if name not in settings.recovery:
         return False
+    if name == "slices":
+        # Whole layers are checkpointed first: as much less memory for short rows, and no slower.
+        is_next = settings.checkpoint_every == 1 or "checkpointing" not in settings.recovery
+        if not settings.slice_tokens:
+            return is_next and settings.offload != "all"
+        return settings.slice_tokens > LEAST_SLICE_TOKENS
     if name == "checkpointing":
-        return settings.checkpoint_every != 1 and settings.offload == "none"
+        return settings.checkpoint_every != 1 and not settings.slice_tokens and settings.offload == "none"
     if name == "offloading":
         return settings.offload == "none"
     return settings.loss == "full" or (
@@ -272,6 +288,7 @@ def _can(settings: Settings, name: str) -> bool:
 
 
 OOM_STEPS: dict[str, Callable[[Settings], str]] = {
+    "slices": lambda settings: f"layers go in slices of {settings.slice_tokens:,} tokens from now on",
     "checkpointing": lambda settings: "every layer is checkpointed from now on",
     "offloading": lambda settings: "activations wait in host memory from now on",
     "loss_tile": lambda settings: f"the loss takes tiles of {gib(settings.loss_tile_bytes)} from now on",

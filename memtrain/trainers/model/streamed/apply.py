@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from memtrain.trainers.model.streamed.tokenwise import TokenwiseForward
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
 """What transformers' decoders call the norm after their layers."""
 
+Forward = Callable[..., Any]
+
 Hooks = Callable[[], AbstractContextManager[Any]]
 """What surrounds the saving of a layer's input."""
 
@@ -31,12 +33,21 @@ class StreamedForward:
     layer: nn.Module
     slice_tokens: int
     hooks: Hooks = nullcontext
+    before: Forward | None = None
+    """What stood in the instance in place of the class's method: a kernel's."""
+
+    def plain(self, *inputs: Any, **arguments: Any) -> Any:
+        """The layer as it is without slices."""
+        if self.before is not None:
+            return self.before(*inputs, **arguments)
+        # Looked up at the call: FSDP2 changes a module's class.
+        return type(self.layer).forward(self.layer, *inputs, **arguments)
 
     def __call__(self, x_BTW: Tensor, *others: Any, **arguments: Any) -> Any:
         """The layer's output."""
         layout = arguments.get("layout")
-        if not isinstance(layout, Layout):
-            return type(self.layer).forward(self.layer, x_BTW, *others, **arguments)
+        if not isinstance(layout, Layout) or not self.slice_tokens:
+            return self.plain(x_BTW, *others, **arguments)
         if others:
             what = (
                 f"{type(self.layer).__name__} gets arguments without names, which cannot be cut into slices"
@@ -44,7 +55,7 @@ class StreamedForward:
             raise LaunchError(what, "memory.streamed_layers", FIX)
         slices = slices_of(layout, self.slice_tokens)
         with self.hooks() if torch.is_grad_enabled() else nullcontext():
-            return run_streamed(self.layer, slices, x_BTW, arguments)
+            return run_streamed(self.layer, self.plain, slices, x_BTW, arguments)
 
 
 def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontext, *, keep: int = 0) -> None:
@@ -62,15 +73,37 @@ def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontex
         )
     norms = final_norms(model, layers)
     for module in (*layers, *norms):
-        vars(module).pop("forward", None)
+        own = vars(module).get("forward")
+        if isinstance(own, StreamedForward | TokenwiseForward):
+            del module.forward
+            if own.before is not None:
+                module.forward = own.before
     if not slice_tokens:
         return
     for norm in norms:
-        norm.forward = TokenwiseForward(norm, slice_tokens)
+        norm.forward = TokenwiseForward(norm, slice_tokens, vars(norm).get("forward"))
     for number, layer in enumerate(layers):
         own_hooks = hooks if number < len(layers) - keep else nullcontext
         # The instance's attribute goes before the class's method; hooks of the module stay around it.
-        layer.forward = StreamedForward(layer, slice_tokens, own_hooks)
+        layer.forward = StreamedForward(layer, slice_tokens, own_hooks, vars(layer).get("forward"))
+
+
+@contextmanager
+def other_slices(model: nn.Module, slice_tokens: int) -> Iterator[None]:
+    """Whatever of `model` is streamed goes in slices of another length inside; with 0 in one piece."""
+    streamed = [
+        own
+        for module in model.modules()
+        if isinstance(own := vars(module).get("forward"), StreamedForward | TokenwiseForward)
+    ]
+    before = [own.slice_tokens for own in streamed]
+    try:
+        for own in streamed:
+            own.slice_tokens = slice_tokens
+        yield
+    finally:
+        for own, tokens in zip(streamed, before, strict=True):
+            own.slice_tokens = tokens
 
 
 def final_norms(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -79,11 +112,7 @@ def final_norms(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module
     holders = [
         module
         for module in model.modules()
-        if any(
-            isinstance(child, nn.ModuleList) and id(child[0]) in own
-            for child in module.children()
-            if len(list(child.children()))
-        )
+        if any(isinstance(child, nn.ModuleList) and own & set(map(id, child)) for child in module.children())
     ]
     return [
         norm

@@ -38,6 +38,8 @@ class LayerPass:
     """One layer on one row: what its slices are computed from, beside the layer's input."""
 
     layer: nn.Module
+    plain: Callable[..., Any]
+    """The layer's forward pass over a whole row."""
     slices: tuple[RowSlice, ...]
     arguments: Mapping[str, Any]
     """The layer's arguments for the whole row."""
@@ -97,8 +99,7 @@ class LayerPass:
 
     def _output_of(self, x_BSW: Tensor, part: RowSlice, keys: LayerKeys) -> Tensor:
         """The plain layer on one slice."""
-        forward: Callable[..., Any] = type(self.layer).forward
-        out = forward(self.layer, x_BSW, **sliced(self.arguments, part, keys))
+        out = self.plain(x_BSW, **sliced(self.arguments, part, keys))
         return _hidden(out, self.layer)
 
     def _note_state(self, x_BTW: Tensor) -> None:
@@ -134,10 +135,14 @@ class StreamedLayer(torch.autograd.Function):
 
 
 def run_streamed(
-    layer: nn.Module, slices: tuple[RowSlice, ...], x_BTW: Tensor, arguments: Mapping[str, Any]
+    layer: nn.Module,
+    plain: Callable[..., Any],
+    slices: tuple[RowSlice, ...],
+    x_BTW: Tensor,
+    arguments: Mapping[str, Any],
 ) -> Tensor:
     """The layer's output for a row; in the graph where gradients are enabled."""
-    one_pass = LayerPass(layer, slices, arguments)
+    one_pass = LayerPass(layer, plain, slices, arguments)
     if not torch.is_grad_enabled():
         return one_pass.forward(x_BTW)
     out: Tensor = StreamedLayer.apply(one_pass, x_BTW, *trained_weights(layer))

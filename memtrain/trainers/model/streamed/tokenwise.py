@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,12 @@ class TokenwiseForward:
 
     module: nn.Module
     slice_tokens: int
+    before: Callable[..., Any] | None = None
+    """What stood in the instance in place of the class's method: a kernel's."""
 
     def __call__(self, x_BTW: Tensor) -> Tensor:
         """The module's output; keeps its input for the backward pass."""
-        if x_BTW.dim() != 3 or x_BTW.shape[1] <= self.slice_tokens:
+        if not self.slice_tokens or x_BTW.dim() != 3 or x_BTW.shape[1] <= self.slice_tokens:
             return self.plain(x_BTW)
         if not torch.is_grad_enabled():
             return self.output(x_BTW)
@@ -31,7 +33,9 @@ class TokenwiseForward:
         return out
 
     def plain(self, x_BTW: Tensor) -> Tensor:
-        """The class's own."""
+        """The module as it is without slices."""
+        if self.before is not None:
+            return self.before(x_BTW)
         return type(self.module).forward(self.module, x_BTW)
 
     def output(self, x_BTW: Tensor) -> Tensor:
