@@ -45,8 +45,6 @@ def print_plan(planned: Planned) -> None:
     say(rows_words(planned.profile.report))
     for sentence in plan.data.words():
         say(sentence)
-    for note in plan.data.notes:
-        say(f"Data {note}.")
     typer.echo()
     print_table(
         ("setting", "value", "why"),

@@ -131,9 +131,11 @@ def facts_of_question(
         length = f"{recipe.length.max_length:,} tokens"
         return facts, f"The data was not read ({why}): every {kind} is taken to have {length}."
     from memtrain.cli.plan.make_plan import facts_of
+    from memtrain.cli.plan.recipe_lines import at_their_lines
     from memtrain.trainers.data.store.prepare import prepare
 
-    data = prepare(recipe, progress=progress)
+    with at_their_lines(question.loaded):
+        data = prepare(recipe, progress=progress)
     facts = facts_of(recipe, data, question.looked.config, question.hardware, question.presumed)
     return facts, " ".join(data.words())
 

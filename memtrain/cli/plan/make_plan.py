@@ -12,6 +12,7 @@ from typing import Any
 import memtrain
 from memtrain.cli.plan.keep_plan import begun_in, resolve_again
 from memtrain.cli.plan.model_shape import shape_for
+from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import PlannerInputs
@@ -59,9 +60,10 @@ def make_plan(
 
     asked = honoured(SourcedRecipe(loaded.recipe, loaded.where))
     recipe = asked.recipe
-    data = prepare(recipe, progress=progress)
-    config = model_config(recipe.model)
-    check_model(recipe.model, config, METHODS[recipe.method].head)
+    with at_their_lines(loaded):
+        data = prepare(recipe, progress=progress)
+        config = model_config(recipe.model)
+        check_model(recipe.model, config, METHODS[recipe.method].head)
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
     facts = replace(facts, history=read_history())
     folder = run_folder_of(loaded, run_dir)

@@ -122,8 +122,9 @@ class PreparedData(Section):
     """Where rows are conversations: what ends a turn."""
 
     def words(self) -> list[str]:
-        """What is learnt of the rows, and what ends their turns, in sentences."""
+        """What is learnt of the rows, what ends their turns, and what has no effect, in sentences."""
         said = [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
+        said += [f"data {note}" for note in self.notes]
         return [f"{one[0].upper()}{one[1:]}." for one in said if one]
 
     @property

@@ -12,6 +12,8 @@ NEEDS = ("ids",)
 READS = ("ids", "labels")
 PARTS = ("ids",)
 NOT_LEARNT = -100
+MOST_ID = 2**31 - 1
+"""Largest token id that a store holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,11 @@ def parse(row: Row, names: Names) -> Ids:
     ids = whole_numbers(value_at(row, names.ids), names.ids)
     if not ids:
         raise BadRow(f"column '{names.ids}' is empty", "remove the row, or set data.on_bad_row: skip")
-    if min(ids) < 0:
-        raise BadRow(f"column '{names.ids}' holds the id {min(ids)}", "a token id is never below zero")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token <= MOST_ID:
+            raise BadRow(
+                f"column '{names.ids}' holds the id {shown(token)}", f"a token id is 0 to {MOST_ID:,}"
+            )
     if row.get(names.labels) is None:
         return Ids(ids, None)
     labels = whole_numbers(row[names.labels], names.labels)
@@ -40,7 +45,7 @@ def parse(row: Row, names: Names) -> Ids:
     for position, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (token, NOT_LEARNT):
             raise BadRow(
-                f"'{names.labels}'[{position}] is {label}, but the token there is {token}",
+                f"'{names.labels}'[{position}] is {shown(label)}, but the token there is {token}",
                 f"a label is the token's own id, or {NOT_LEARNT} where it is not learnt; not shifted",
             )
     return Ids(ids, labels)

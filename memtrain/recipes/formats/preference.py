@@ -18,7 +18,7 @@ from memtrain.recipes.formats.fields import (
     Names,
     Row,
     Tool,
-    number_at,
+    margin_at,
     refuse_switched_off,
     same_kind,
     text_or_messages_at,
@@ -56,7 +56,7 @@ def parse(row: Row, names: Names) -> Preference:
         )
     for answer, column in ((chosen, names.chosen), (rejected, names.rejected)):
         refuse_switched_off(answer, column)
-    margin, tools = number_at(row, names.margin), tools_at(row, names.tools)
+    margin, tools = margin_at(row, names.margin), tools_at(row, names.tools)
     given = template_kwargs_at(row)
     if row.get(names.prompt) is None:
         return Preference(*common_beginning(chosen, rejected), margin, tools, template_kwargs=given)

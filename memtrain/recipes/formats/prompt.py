@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any, cast
+from uuid import UUID
 
 from memtrain.recipes.formats.fields import (
     TEMPLATE_KWARGS,
@@ -32,14 +37,59 @@ class Prompt(Example):
 
 
 def parse(row: Row, names: Names) -> Prompt:
-    """The prompt of a row, with every other column as it stands.
+    """The prompt of a row, with every other column that has a JSON form; dates and decimals become text.
 
-    Raises: BadRow when the prompt is missing or empty.
+    A column without one (bytes) is left out: `unused_columns` names it.
+    Raises: BadRow when the prompt is missing or empty, or a column holds half a character.
     """
     prompt = text_or_messages_at(row, names.prompt)
     if not prompt:
         raise BadRow(f"column '{names.prompt}' is empty", "remove the row, or set data.on_bad_row: skip")
     given = template_kwargs_at(row)
     taken = (names.prompt, names.tools, TEMPLATE_KWARGS)
-    columns = {column: value for column, value in row.items() if column not in taken}
+    columns: dict[str, Any] = {}
+    for column, value in row.items():
+        if column not in taken:
+            with suppress(TypeError):
+                columns[text_of(column)] = json_form(value)
     return Prompt(prompt, tools_at(row, names.tools), columns, template_kwargs=given)
+
+
+def json_form(value: Any) -> Any:
+    """A value as rewards are given it: what JSON has as it stands, dates in ISO 8601, durations in seconds,
+    decimals in their digits.
+
+    Raises: TypeError for what has no such form; BadRow for half a character.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return text_of(value)
+    if isinstance(value, Mapping):
+        given = cast(Mapping[Any, Any], value)
+        return {text_of(str(key)): json_form(one) for key, one in given.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_form(one) for one in cast(Sequence[Any], value)]
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, (Decimal, UUID)):
+        return str(value)
+    raise TypeError(f"no JSON form of {type(value).__name__}")
+
+
+def text_of(text: str) -> str:
+    """The text, if it has a UTF-8 form.
+
+    Raises: BadRow when it has none.
+    """
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise BadRow(
+                f"the text holds {half}, half of a character pair", "mend the file's escapes"
+            ) from None
+    return text

@@ -47,6 +47,14 @@ class LoadedRecipe:
         found = find(self.tree, path_of(key))
         return "default" if found is None else str(found[0])
 
+    def nearest(self, key: str) -> str:
+        """`where` of a dotted key, or of the nearest section or list above it that is written."""
+        path = path_of(key)
+        for length in range(len(path), 0, -1):
+            if found := find(self.tree, path[:length]):
+                return str(found[0])
+        return "default"
+
 
 def load_recipe(
     path_or_name: str, overrides: Sequence[str] = (), *, method: str | None = None

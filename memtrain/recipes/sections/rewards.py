@@ -137,7 +137,7 @@ class Rewards(Section):
     in the metrics."""
 
     on_nan: Literal["error", "zero", "skip"] = "error"
-    """The same for a reward that is not a finite number. `None` is no fault: it means no verdict."""
+    """The same for a reward that is not a finite number, or beyond 1e12. `None` is no fault: no verdict."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Rewards:

@@ -10,7 +10,7 @@ import importlib.metadata
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,7 +206,10 @@ def work_of(
 
     Raises: DataError when a source or its first row cannot be used as declared.
     """
-    found = tuple(look_into(source, data, allowed) for source in sources)
+    key = "data.eval" if sources is data.eval else "data.train"
+    found = tuple(
+        look_into(source, data, allowed, f"{key}[{number}]") for number, source in enumerate(sources)
+    )
     kind = kind_of(found, allowed)
     rendering = rendering_of(data, tokenizer, kind, found)
     readings = tuple(one.reading for one in found for _ in one.streams)
@@ -219,19 +222,23 @@ def store_folder(data: Data, made_of: dict[str, Any]) -> Path:
     return cache_dir(data.cache_dir) / "tokens" / key_of(made_of)
 
 
-def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
-    """A source with its streams, and its format from its first row.
+def look_into(source: Source, data: Data, allowed: Sequence[Format], key: str) -> Found:
+    """A source with its streams, and its format from its first row; `key` is its place in the recipe.
 
     Raises: DataError when there are no rows, or they fit no format the method can use.
     """
     declared = source.format if source.format != "auto" else data.format
     source = source.model_copy(update={"text_unit": source.text_unit or data.text_unit})
-    located = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
+    try:
+        located = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
+    except DataError as error:
+        faults = (replace(one, where=key) if one.where == "data" else one for one in error.faults)
+        raise DataError(tuple(faults)) from None
     columns = source.columns if source.columns is not None else data.columns
     if source.source.startswith("builtin:"):
         columns = Columns()
     for stream in located.streams:
-        for line, row in itertools.islice(stream.read(), SKIPPED_SHOWN):
+        for line, row in stream.read():
             where = f"{stream.name}:{line}"
             if isinstance(row, BadRow):
                 if data.on_bad_row == "skip":
@@ -240,7 +247,7 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format]) -> Found:
             form, names = detect(row, columns, declared, allowed, where)
             reading = Reading(form.name, names, template_kwargs(data, source), is_chat(form, row, names))
             return Found(source, located.streams, reading, located.notes)
-    raise DataError(*no_rows(source, located.streams))
+    raise DataError(*no_rows(source, located.streams, key))
 
 
 def is_chat(form: Form, row: Row, names: Names) -> bool:
@@ -252,13 +259,13 @@ def is_chat(form: Form, row: Row, names: Names) -> bool:
     return form.name == "messages" or not isinstance(getattr(example, "prompt", ""), str)
 
 
-def no_rows(source: Source, streams: Sequence[Stream]) -> tuple[str, str, str]:
+def no_rows(source: Source, streams: Sequence[Stream], key: str) -> tuple[str, str, str]:
     """What, where and fix for a source without a row."""
     if len(streams) == 1:
         return f"there are no rows in '{streams[0].name}'", streams[0].name, "the file is empty: give another"
     return (
         f"there are no rows in the {len(streams)} files of '{source.source}'",
-        "data",
+        key,
         "give files with rows",
     )
 

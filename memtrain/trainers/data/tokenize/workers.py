@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from memtrain.errors import DataError
 from memtrain.recipes.formats import unpaired
 from memtrain.recipes.formats.detect import FORMS
 from memtrain.recipes.formats.fields import BadRow, Example, Names
 from memtrain.recipes.formats.ids import Ids
 from memtrain.recipes.formats.preference import Preference
-from memtrain.recipes.formats.prompt import Prompt
+from memtrain.recipes.formats.prompt import Prompt, text_of
 from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
@@ -126,7 +127,7 @@ class Tokenizing:
                 rendering = self._rendering(places[at][0], example)
                 own = () if isinstance(example, Ids) else render(example, rendering)
                 for piece in own:
-                    check_text(piece.text)
+                    text_of(piece.text)
                 again = partial(_texts, rendering)
                 seen.unused[at].update(unrendered_fields(example, [piece.text for piece in own], again))
                 pieces += own
@@ -165,17 +166,6 @@ class Tokenizing:
 
 def _texts(rendering: Rendering, example: Example) -> list[str]:
     return [piece.text for piece in render(example, rendering)]
-
-
-def check_text(text: str) -> None:
-    """Raise BadRow for text that has no UTF-8 form."""
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise BadRow(f"the text holds {half}, half of a character pair", "mend the file's escapes") from None
 
 
 def check_learnt(learnt: Iterable[tuple[int, int]], num_tokens: int, rendering: Rendering) -> None:
@@ -262,23 +252,34 @@ def row_chars(row: Any) -> int:
 
 
 def tokenized(rows: Iterable[tuple[int, Line]], job: Job, processes: int) -> Iterator[Tokenized]:
-    """The batches of `rows`, tokenized, in their order, whatever the number of processes."""
+    """The batches of `rows`, tokenized, in their order, whatever the number of processes.
+
+    Raises: DataError when one of several processes is killed.
+    """
     if processes == 1:
         work = Tokenizing(job)
         for batch in batches(rows):
             yield work(batch)
         return
     from concurrent.futures import Future, ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (job,)) as pool:
-        waiting: deque[Future[Tokenized]] = deque()
-        for batch in batches(rows):
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * processes:
+    try:
+        with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (job,)) as pool:
+            waiting: deque[Future[Tokenized]] = deque()
+            for batch in batches(rows):
+                waiting.append(pool.submit(_work, batch))
+                if len(waiting) > 2 * processes:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            f"one of the {processes} processes that tokenize was killed, or ended",
+            "data.processes",
+            "the system kills processes when memory runs out: lower data.processes",
+        ) from None
 
 
 _own: list[Tokenizing] = []

@@ -28,6 +28,8 @@ __all__ = ["Answer", "Scores", "score"]
 
 OURS = Path(__file__).parents[3]
 """The package, whose own lines are not where a reward fails."""
+MOST_REWARD = 1e12
+"""Larger ones are taken as not finite: sums of their squares leave float32. Taste: none is meant so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def _values(
         elif isinstance(value, Mapping):
             for name, number in value.items():
                 if name != "score" and isinstance(number, Real):
-                    reported.setdefault(str(name), []).append(float(number))
+                    reported.setdefault(str(name), []).append(as_float(number))
             if "score" not in value:
                 raise DataError(
                     f"reward '{function.label}' returned a mapping without 'score' for completion {index}",
@@ -143,7 +145,7 @@ def _values(
                 )
             value = value["score"]
         number = _number(value, function, index)
-        if not math.isfinite(number) and value is not None and outcome.error is None:
+        if not abs(number) <= MOST_REWARD and value is not None and outcome.error is None:
             num_nans += 1
             number = _by_policy(rewards.on_nan, "on_nan", f"returned {number}", function, index, None)
         values.append(number)
@@ -160,7 +162,15 @@ def _number(value: Any, function: Function, index: int) -> float:
             _place(function),
             "return a number, None for no verdict, or a mapping with a number under 'score'",
         )
-    return float(value)
+    return as_float(value)
+
+
+def as_float(number: Real) -> float:
+    """The number as a float, infinite where it is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _by_policy(

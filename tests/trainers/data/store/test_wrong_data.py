@@ -1,14 +1,20 @@
 """Wrong data files: one clear error each, with the file and the line, and never a traceback."""
 
 import gzip
+import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from memtrain.cli.plan.make_plan import make_plan
 from memtrain.errors import DataError
+from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.store.prepare import prepare
 from memtrain.trainers.data.store.token_store import TokenStore
+from memtrain.trainers.data.tokenize import workers
 
 GOOD = b'{"prompt": "a", "completion": "b"}\n'
 JSONL_FIX = "mend the row, or set data.on_bad_row: skip to leave such rows out"
@@ -229,6 +235,13 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         "{file}:1",
         "keep one of the two",
     ),
+    "an id beyond 64 bits": (
+        "d.jsonl",
+        b'{"input_ids": [1, 99999999999999999999]}\n',
+        "column 'input_ids' holds the id 99999999999999999999",
+        "{file}:1",
+        "a token id is 0 to 2,147,483,647",
+    ),
     "an id that the tokenizer has not": (
         "d.jsonl",
         b'{"input_ids": [1, 2, 5000]}\n',
@@ -294,3 +307,56 @@ def test_a_file_of_bad_rows_only_is_an_error(tmp_path):
     path.write_bytes(b'{"prompt": "", "completion": ""}\n' * 3)
     with pytest.raises(DataError, match="all 3 rows are bad, the first: .*d.jsonl:1: 'prompt' and"):
         prepare(recipe_of(path, tmp_path / "cache", on_bad_row="skip"))
+
+
+@pytest.mark.parametrize(
+    "margin", ["1e300", "-10001", "NaN", "Infinity", "9" * 400, '"1e300"'], ids=lambda text: text[:8]
+)
+def test_an_absurd_margin_is_refused_where_it_is_read(tmp_path, margin):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": ' + margin + "}\n")
+    data = {"train": str(path), "cache_dir": str(tmp_path)}
+    recipe = Recipe.model_validate({"method": "reward", "model": {"path": "builtin:tiny"}, "data": data})
+    with pytest.raises(DataError) as error:
+        prepare(recipe)
+    assert error.value.faults[0].what.endswith("not a number from -10,000 to 10,000")
+    assert error.value.faults[0].where == f"{path}:1"
+
+
+def test_bad_rows_before_the_first_good_one_are_skipped_however_many(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b"{\n" * 50 + GOOD)
+    split = prepare(recipe_of(path, tmp_path / "cache", on_bad_row="skip")).train
+    assert (split.num_rows, split.num_skipped) == (1, 50)
+
+
+def test_a_tokenizing_process_that_is_killed_is_an_error(tmp_path, monkeypatch):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(GOOD * 10)
+    batches = workers.batches
+
+    def then_killed(rows: Any) -> Iterator[Any]:
+        yield from batches(rows)
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    monkeypatch.setattr(workers, "batches", then_killed)
+    with pytest.raises(DataError) as error:
+        prepare(recipe_of(path, tmp_path / "cache", processes=2))
+    assert error.value.text() == (
+        "error: one of the 2 processes that tokenize was killed, or ended\n"
+        "   at: data.processes\n"
+        "  try: the system kills processes when memory runs out: lower data.processes"
+    )
+    assert not list((tmp_path / "cache").glob("tokens/[!.]*"))
+
+
+def test_a_missing_file_names_the_line_of_the_recipe(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "method: sft\nmodel: {path: builtin:tiny}\n"
+        "data:\n  train:\n    - builtin:arithmetic\n    - gone.jsonl\n"
+    )
+    with pytest.raises(DataError) as error:
+        make_plan(load_recipe(str(recipe)))
+    assert error.value.faults[0].where == f"{recipe}:6:7 (data.train[1])"

@@ -58,6 +58,12 @@ def undecided(completion):
 def short(completions):
     return [1.0]
 
+def absurd(completion):
+    return 1e300
+
+def huge(completion):
+    return 10 ** 400
+
 def words(completion):
     return "good"
 
@@ -186,6 +192,13 @@ def test_a_hanging_call_says_how_long_was_waited(reward_file):
 def test_a_timeout_of_the_functions_own_is_told_as_such(reward_file):
     with pytest.raises(DataError, match="raised TimeoutError: the judge is busy"):
         scored(reward_file, "own_timeout", "a")
+
+
+def test_a_reward_beyond_reason_is_a_fault_as_nan_is(reward_file):
+    for name in ("absurd", "huge"):
+        with pytest.raises(DataError, match=r"returned (1e\+300|inf)"):
+            scored(reward_file, name, "a")
+        assert scored(reward_file, name, "a", on_nan="zero").value_RF.tolist() == [[0.0]]
 
 
 def test_none_is_no_verdict_and_nan_a_fault(reward_file):
