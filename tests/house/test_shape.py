@@ -7,12 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "memtrain").rglob("*.py"))
 LIGHT = ("recipes", "memory", "cli")
-PAGES = [path for path in FILES if "\nSTRATEGY = " in path.read_text()]
 
 
 def name_of(path: Path) -> str:
@@ -29,33 +26,41 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
+TEXTS = {name_of(path): path.read_text() for path in FILES}
+TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
+
+
 def floor_of(path: Path) -> str:
     parts = path.relative_to(ROOT / "memtrain").parts
     return parts[0] if len(parts) > 1 else ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_says_one_thing_in_under_400_lines(path: Path):
-    assert len(path.read_text().splitlines()) < 400
+def test_a_file_says_one_thing_in_under_400_lines():
+    lines = {name: len(text.splitlines()) for name, text in TEXTS.items()}
+    assert not {name: count for name, count in lines.items() if count >= 400}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_functions_are_under_60_lines_and_constructors_under_40(path: Path):
-    tree = ast.parse(path.read_text())
+def test_functions_are_under_60_lines_and_constructors_under_40():
     limits = {"__init__": 40}
-    long = {node.name: length(node) for node in functions(tree) if length(node) >= limits.get(node.name, 60)}
+    long = {
+        f"{name}:{node.lineno} {node.name}": length(node)
+        for name, tree in TREES.items()
+        for node in functions(tree)
+        if length(node) >= limits.get(node.name, 60)
+    }
     assert not long
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_first_line_of_a_module_is_its_purpose(path: Path):
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring
-    assert docstring.splitlines()[0].endswith((".", "?"))
+def test_the_first_line_of_a_module_is_its_purpose():
+    silent = [
+        name
+        for name, tree in TREES.items()
+        if not (ast.get_docstring(tree) or "").partition("\n")[0].endswith((".", "?"))
+    ]
+    assert not silent
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if floor_of(path) in LIGHT], ids=name_of)
-def test_no_torch_above_a_function_in_the_light_floors(path: Path):
+def test_no_torch_above_a_function_in_the_light_floors():
     heavy = {
         "torch",
         "transformers",
@@ -66,13 +71,15 @@ def test_no_torch_above_a_function_in_the_light_floors(path: Path):
         "deepspeed",
         "liger_kernel",
     }
-    imported: set[str] = set()
-    for node in top_level(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            imported.add(node.module.split(".")[0])
-    assert not imported & heavy
+    found: list[str] = []
+    for path in FILES:
+        if floor_of(path) not in LIGHT:
+            continue
+        for node in top_level(TREES[name_of(path)]):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            found += [f"{name_of(path)}: {name}" for name in names if name.split(".")[0] in heavy]
+    assert not found
 
 
 def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -103,9 +110,10 @@ def test_the_light_floors_are_imported_whole_without_torch():
     assert told.returncode == 0, told.stderr
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_every_memory_strategy_names_its_source(path: Path):
-    assert re.search(r"^\s*Source: \S", path.read_text(), re.MULTILINE)
+def test_every_memory_strategy_names_its_source():
+    pages = {name: text for name, text in TEXTS.items() if "\nSTRATEGY = " in text}
+    assert len(pages) > 20
+    assert not [name for name, text in pages.items() if not re.search(r"^\s*Source: \S", text, re.MULTILINE)]
 
 
 def test_every_loss_names_its_source():
@@ -114,7 +122,7 @@ def test_every_loss_names_its_source():
     for path in FILES:
         if not name_of(path).startswith("memtrain/trainers/losses/"):
             continue
-        tree = ast.parse(path.read_text())
+        tree = TREES[name_of(path)]
         for node in functions(tree):
             told = (ast.get_docstring(node) or "") + (ast.get_docstring(tree) or "")
             if node.name.endswith("_loss") and not node.name.startswith("_") and "Source: " not in told:
@@ -122,18 +130,16 @@ def test_every_loss_names_its_source():
     assert not silent
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_left_unfinished(path: Path):
-    text = path.read_text()
-    assert "raise NotImplementedError" not in text
-    assert not re.search(r"\b(FIXME|XXX|TODO(?!\())", text)
+def test_nothing_is_left_unfinished():
+    unfinished = re.compile(r"raise NotImplementedError|\b(FIXME|XXX|TODO(?!\())")
+    assert not [name for name, text in TEXTS.items() if unfinished.search(text)]
 
 
 def test_every_public_function_says_what_comes_out():
     silent = [
         f"{name_of(path)}:{node.lineno} {node.name}"
         for path in FILES
-        for node in ast.parse(path.read_text()).body
+        for node in TREES[name_of(path)].body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not ast.get_docstring(node)
     ]
     assert not silent
@@ -143,7 +149,7 @@ def test_imports_are_absolute():
     relative = [
         f"{name_of(path)}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(TREES[name_of(path)])
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not relative
