@@ -13,54 +13,15 @@ from dataclasses import dataclass
 
 from memtrain.memory.hardware.calibration import folder, versions, write_whole
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.settings import MARKS, Settings
 
 BOUND = 0.1
 """Most that a prediction is corrected by. Taste: beyond, something else is wrong, and is not to be hidden."""
 KEPT = 5
 """Runs of a kind that are remembered; the one that needed most counts."""
 FILE = "runs.json"
-KIND = (
-    *("device", "num_processes", "context_parallel", "context_by", "engine", "shard_offload", "loads_shards"),
-    *("checkpoint_layout", "background_save", "dtype", "attention", "liger", "adapter", "quantize"),
-    *("padding_free", "shared_prompts", "sampler", "sampler_sleep", "gather_weights", "reference", "value"),
-    *("checkpoint_every", "offload", "offload_keep", "slice_tokens", "loss", "optimizer", "master_weights"),
-    *("in_backward", "optimizer_offload"),
-)
+KIND = tuple(name for name, mark in MARKS.items() if not mark.not_of_kind)
 """Settings that change which tensors are there, or where: runs that differ in one of them err apart."""
-
-NOT_OF_THE_KIND = {
-    "threads": "threads of the CPU hold no tensors",
-    "zero_bucket": "a size, given by the model; whether there is one is the engine's",
-    "max_length": "a size of the rows",
-    "truncation": "which rows and tokens are kept",
-    "max_prompt": "a size of the rows",
-    "max_completion": "a size of the rows",
-    "group_prompts": "how many answers share a prompt; that they share one is shared_prompts",
-    "packing": "how full the rows are; that they lie end to end is padding_free's",
-    "documents_see_each_other": "where attention looks, not what it keeps",
-    "positions_by_row": "which positions padding has, not how many",
-    "sampler_bytes": "a size, beside the tensors of the run",
-    "sampler_keys_bytes": "a part of sampler_bytes",
-    "sampler_context": "a size, of another process",
-    "rollout_rows": "a size of the rollout",
-    "pass_factor": "a size of the passes without gradients",
-    "pad_to_multiple_of": "a size of the rows",
-    "group_by_length": "the order of the rows",
-    "batch_rows": "a size of the step",
-    "batch_tokens": "a size of the step",
-    "micro_rows": "a size of the micro-batch",
-    "micro_tokens": "a size of the micro-batch",
-    "max_steps": "how long the run is",
-    "offload_disk": "the folder of what host memory has no room for; no prediction of a peak reads it",
-    "offload_host_bytes": "a size, in host memory; no prediction of a peak reads it",
-    "loss_tile_bytes": "a size of the loss",
-    "expandable_segments": "the allocator's slack, which is beside the peak",
-    "beside_bytes": "what the device needs beside tensors, and so beside the peak",
-    "rehearse": "told of every run that is noted: one that did not rehearse only raises a prediction",
-    "recovery": "what may change later; the peak is that of the plan until then",
-}
-"""All other settings, each with the reason why runs that differ in it correct one another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,136 +2,185 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from memtrain.recipes.sections.base import Section
 from memtrain.recipes.sections.length import Packing, RowLimits, Truncation
 from memtrain.recipes.sections.model import Adapter
 
+Resumed = Literal[
+    "bits",
+    "sums",
+    "recipe",
+    "length",
+    "train.batch_rows",
+    "train.batch_tokens",
+    "model.dtype",
+    "generate.backend",
+]
+"""The meaning of another value for a run that goes on: the same numbers bit for bit; sums in another order;
+another run, told by the recipe's own key; a run of another length; or another run, told by the named key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What the rest of memtrain has to know of a setting, said once where it stands."""
+
+    resumed: Resumed
+    not_of_kind: str = ""
+    """Why runs that differ in it correct one another's predictions; empty: they err apart, it changes which
+    tensors are there, or where."""
+
 
 class Settings(Section):
     """What a run does, with nothing left open. Made by the resolver, never changed."""
 
-    device: Literal["cpu", "cuda"]
+    device: Annotated[Literal["cpu", "cuda"], Mark("sums")]
     """Kind of device of every process."""
-    num_processes: int
+    num_processes: Annotated[int, Mark("sums")]
     """Processes over all nodes (the world size)."""
-    threads: int
+    threads: Annotated[int, Mark("sums", "threads of the CPU hold no tensors")]
     """CPU threads of one process."""
-    context_parallel: int = 1
+    context_parallel: Annotated[int, Mark("sums")] = 1
     """Processes that hold each row together, a slice each."""
-    context_by: Literal["keys", "heads"] = "keys"
+    context_by: Annotated[Literal["keys", "heads"], Mark("sums")] = "keys"
     """What those send each other in attention; of no meaning with one."""
 
-    engine: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = "ddp"
+    engine: Annotated[Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"], Mark("sums")] = "ddp"
     """What several processes share; of no meaning with one."""
-    shard_offload: Literal["none", "optimizer", "parameters"] = "none"
+    shard_offload: Annotated[Literal["none", "optimizer", "parameters"], Mark("bits")] = "none"
     """Shards that wait in host memory between their uses."""
-    loads_shards: bool = False
+    loads_shards: Annotated[bool, Mark("bits")] = False
     """Each process reads its own rows of the model's files; else the whole model, before it is cut."""
-    zero_bucket: int = 0
+    zero_bucket: Annotated[
+        int, Mark("sums", "a size, given by the model; whether there is one is the engine's")
+    ] = 0
     """Numbers that DeepSpeed reduces, or gathers, at once; 0: it is not used."""
-    checkpoint_layout: Literal["full", "sharded"] = "full"
+    checkpoint_layout: Annotated[Literal["full", "sharded"], Mark("bits")] = "full"
     """Who writes checkpoints: the main process whole weights, or each its shards."""
-    background_save: bool = False
+    background_save: Annotated[bool, Mark("bits")] = False
     """What is saved is copied into host memory, and written from there while the run goes on."""
 
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Mark("model.dtype")]
     """Precision of the weights and of the computation."""
-    attention: Literal["cpu", "cuda", "flash", "flex", "dense", "stock"]
+    attention: Annotated[Literal["cpu", "cuda", "flash", "flex", "dense", "stock"], Mark("sums")]
     """Attention back end; `stock` is transformers' own on padded rows."""
-    liger: bool
+    liger: Annotated[bool, Mark("sums")]
     """Liger kernels for norms, SwiGLU and RoPE."""
-    adapter: Adapter | None
+    adapter: Annotated[Adapter | None, Mark("recipe")]
     """The adapter that is trained, or none."""
-    quantize: Literal["none", "4bit", "8bit"]
+    quantize: Annotated[Literal["none", "4bit", "8bit"], Mark("recipe")]
     """How the frozen weights are stored."""
 
-    max_length: int | None
+    max_length: Annotated[int | None, Mark("recipe", "a size of the rows")]
     """Longest sequence in tokens."""
-    truncation: Truncation
+    truncation: Annotated[Truncation, Mark("recipe", "which rows and tokens are kept")]
     """What a longer row loses: its end, its start, or all."""
-    max_prompt: int | None = None
+    max_prompt: Annotated[int | None, Mark("recipe", "a size of the rows")] = None
     """Longest prompt in tokens; where completions are written, with the room that they need."""
-    max_completion: int | None = None
+    max_completion: Annotated[int | None, Mark("recipe", "a size of the rows")] = None
     """Longest answer of the data in tokens."""
-    group_prompts: bool = False
+    group_prompts: Annotated[
+        bool, Mark("recipe", "how many answers share a prompt; that they share one is shared_prompts")
+    ] = False
     """Rows with the same prompt share a sequence."""
-    packing: Packing
+    packing: Annotated[
+        Packing, Mark("recipe", "how full the rows are; that they lie end to end is padding_free's")
+    ]
     """How rows fill sequences of `max_length`."""
-    documents_see_each_other: bool
+    documents_see_each_other: Annotated[bool, Mark("recipe", "where attention looks, not what it keeps")]
     """Packed rows of one sequence attend to each other."""
-    padding_free: bool
+    padding_free: Annotated[bool, Mark("sums")]
     """Rows of a micro-batch lie end to end in one sequence."""
-    positions_by_row: bool = False
+    positions_by_row: Annotated[bool, Mark("recipe", "which positions padding has, not how many")] = False
     """Positions of padding stay at those of the row's last token, so that they tell each row's length."""
-    shared_prompts: bool = False
+    shared_prompts: Annotated[bool, Mark("sums")] = False
     """A prompt is computed once for all its answers, in one flattened row."""
-    sampler: Literal["none", "native", "transformers", "vllm", "vllm_server"] = "none"
+    sampler: Annotated[
+        Literal["none", "native", "transformers", "vllm", "vllm_server"], Mark("generate.backend")
+    ] = "none"
     """Who writes completions; none: the method writes no completions."""
-    sampler_bytes: int = 0
+    sampler_bytes: Annotated[int, Mark("sums", "a size, beside the tensors of the run")] = 0
     """Memory of a device that a vLLM process of the run fills while it writes; 0: there is none."""
-    sampler_keys_bytes: int = 0
+    sampler_keys_bytes: Annotated[int, Mark("sums", "a part of sampler_bytes")] = 0
     """Of these, for keys and values."""
-    sampler_context: int = 0
+    sampler_context: Annotated[int, Mark("sums", "a size, of another process")] = 0
     """Longest prompt with its completion that the process is made for, in tokens."""
-    sampler_sleep: Literal["none", "level1", "level2"] = "none"
+    sampler_sleep: Annotated[Literal["none", "level1", "level2"], Mark("bits")] = "none"
     """What the process gives back while the policy trains."""
-    gather_weights: bool = True
+    gather_weights: Annotated[bool, Mark("bits")] = True
     """Weights in shards are gathered once for a rollout; else layer by layer in every pass that writes."""
-    rollout_rows: int = 0
+    rollout_rows: Annotated[int, Mark("sums", "a size of the rollout")] = 0
     """Completions that one rank writes at a time."""
-    pass_factor: int = 1
+    pass_factor: Annotated[int, Mark("sums", "a size of the passes without gradients")] = 1
     """So many times larger are micro-batches without gradients over completions."""
-    reference: Literal["none", "copy", "adapter_off", "precomputed", "synced"] = "none"
+    reference: Annotated[Literal["none", "copy", "adapter_off", "precomputed", "synced"], Mark("sums")] = (
+        "none"
+    )
     """Where the log-probs of the reference model come from."""
-    value: Literal["none", "shared", "own"] = "none"
+    value: Annotated[Literal["none", "shared", "own"], Mark("recipe")] = "none"
     """The value model: none; a second head on the policy; or a model of its own."""
-    pad_to_multiple_of: int | None
-    group_by_length: bool
+    pad_to_multiple_of: Annotated[int | None, Mark("recipe", "a size of the rows")]
+    group_by_length: Annotated[bool, Mark("recipe", "the order of the rows")]
 
-    batch_rows: int | None
+    batch_rows: Annotated[int | None, Mark("train.batch_rows", "a size of the step")]
     """Rows of one optimizer step over all ranks, or None when said in tokens."""
-    batch_tokens: int | None
+    batch_tokens: Annotated[int | None, Mark("train.batch_tokens", "a size of the step")]
     """Tokens of one optimizer step over all ranks, or None when said in rows."""
-    micro_rows: int
+    micro_rows: Annotated[int, Mark("sums", "a size of the micro-batch")]
     """Most rows of one micro-batch of one rank."""
-    micro_tokens: int | None
+    micro_tokens: Annotated[int | None, Mark("sums", "a size of the micro-batch")]
     """Most tokens of one micro-batch of one rank; None: only rows count."""
-    max_steps: int
+    max_steps: Annotated[int, Mark("length", "how long the run is")]
     """Optimizer steps of the whole run."""
 
-    checkpoint_every: int
+    checkpoint_every: Annotated[int, Mark("bits")]
     """Activation checkpointing of every n-th layer; 0 is off."""
-    slice_tokens: int = 0
+    slice_tokens: Annotated[int, Mark("sums")] = 0
     """Tokens of the slices in which each layer goes over a row, forward and backward; 0: the whole row."""
-    offload: Literal["none", "boundaries", "all"]
+    offload: Annotated[Literal["none", "boundaries", "all"], Mark("bits")]
     """Activations that wait in host memory: none, the checkpointed layer inputs, or every saved tensor."""
-    offload_keep: int = 0
+    offload_keep: Annotated[int, Mark("bits")] = 0
     """Last checkpointed layers whose inputs stay on the device."""
-    offload_disk: str | None = None
+    offload_disk: Annotated[
+        str | None,
+        Mark("bits", "the folder of what host memory has no room for; no prediction of a peak reads it"),
+    ] = None
     """Folder for offloaded activations that host memory has no room for."""
-    offload_host_bytes: int | None = None
+    offload_host_bytes: Annotated[
+        int | None, Mark("bits", "a size, in host memory; no prediction of a peak reads it")
+    ] = None
     """Most host memory of a process for them; the oldest go to the folder. None: no limit."""
-    loss: Literal["chunked", "full", "liger"]
-    loss_tile_bytes: int
+    loss: Annotated[Literal["chunked", "full", "liger"], Mark("sums")]
+    loss_tile_bytes: Annotated[int, Mark("sums", "a size of the loss")]
 
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"]
-    master_weights: bool
+    optimizer: Annotated[
+        Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"],
+        Mark("recipe"),
+    ]
+    master_weights: Annotated[bool, Mark("recipe")]
     """Float32 copies of the weights in the optimizer."""
-    expandable_segments: bool
+    expandable_segments: Annotated[bool, Mark("bits", "the allocator's slack, which is beside the peak")]
     """CUDA caching allocator with expandable segments."""
 
-    beside_bytes: int | None = None
+    beside_bytes: Annotated[
+        int | None, Mark("bits", "what the device needs beside tensors, and so beside the peak")
+    ] = None
     """What the device needs beside tensors, as measured here; None: typical values."""
-    in_backward: bool = False
+    in_backward: Annotated[bool, Mark("bits")] = False
     """Each weight is stepped in the backward pass as soon as its gradient is whole, which is then freed."""
-    optimizer_offload: bool = False
+    optimizer_offload: Annotated[bool, Mark("bits")] = False
     """Optimizer states wait in host memory and travel to the device for the step, some at a time."""
-    rehearse: bool = False
+    rehearse: Annotated[
+        bool,
+        Mark("bits", "told of every run that is noted: one that did not rehearse only raises a prediction"),
+    ] = False
     """The heaviest batch is tried before the first step."""
-    recovery: tuple[Literal["split", "slices", "checkpointing", "offloading", "loss_tile"], ...] = ()
+    recovery: Annotated[
+        tuple[Literal["split", "slices", "checkpointing", "offloading", "loss_tile"], ...],
+        Mark("bits", "what may change later; the peak is that of the plan until then"),
+    ] = ()
     """What may be done when memory runs out during the run; nothing: the run ends."""
 
     @property
@@ -144,3 +193,12 @@ class Settings(Section):
     def num_replicas(self) -> int:
         """Into how many parts the rows of a step are dealt: processes, or groups of those that share rows."""
         return self.num_processes // self.context_parallel
+
+
+def mark_of(name: str) -> Mark:
+    """The mark of a setting."""
+    return next(one for one in Settings.model_fields[name].metadata if isinstance(one, Mark))
+
+
+MARKS: dict[str, Mark] = {name: mark_of(name) for name in Settings.model_fields}
+"""The mark of every setting, by its name."""

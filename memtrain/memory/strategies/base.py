@@ -67,6 +67,17 @@ def never_refused(case: StrategyContext) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Conflict:
+    """A thing that no run has together with a strategy."""
+
+    other: str
+    """The thing in words, or the name of another strategy."""
+    reason: str
+    when: Callable[[Settings], bool] | None = None
+    """Settings that have it; None: those that use the strategy named in `other`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to spend less memory."""
 
@@ -94,6 +105,8 @@ class Strategy:
     """The settings of the run without it where that has other sequences: they alone price nothing."""
     refusal: Callable[[StrategyContext], str | None] = never_refused
     """Why it cannot be used here, whatever else is chosen; None when it can."""
+    conflicts: tuple[Conflict, ...] = ()
+    """The things that it cannot be with."""
 
     @property
     def plain(self) -> Updates:

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from memtrain.errors import Fault, ResumeError
 from memtrain.memory.plan.plan import Plan
-from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.settings import MARKS, Settings
 from memtrain.trainers.checkpoints.manifest import CheckpointFacts, data_fingerprint, device_name
 
 FREE_KEYS = (
@@ -52,81 +52,20 @@ RESOLVED_KEYS = (
 )
 """Recipe keys that the plan resolves (`auto`, or a default): the settings are compared in their place."""
 
-FREE_SETTINGS = (
-    "checkpoint_every",
-    "offload",
-    "offload_keep",
-    "offload_disk",
-    "offload_host_bytes",
-    "beside_bytes",
-    "expandable_segments",
-    "in_backward",
-    "optimizer_offload",
-    "rehearse",
-    "recovery",
-    "sampler_sleep",
-    "shard_offload",
-    "loads_shards",
-    "gather_weights",
-    "checkpoint_layout",
-    "background_save",
-)
+FREE_SETTINGS = tuple(name for name, mark in MARKS.items() if mark.resumed == "bits")
 """Settings that give the same numbers bit for bit."""
 
-ROUNDING_SETTINGS = (
-    "device",
-    "num_processes",
-    "context_parallel",
-    "context_by",
-    "engine",
-    "zero_bucket",
-    "threads",
-    "attention",
-    "liger",
-    "padding_free",
-    "shared_prompts",
-    "reference",
-    "rollout_rows",
-    "pass_factor",
-    "sampler_bytes",
-    "sampler_keys_bytes",
-    "sampler_context",
-    "micro_rows",
-    "micro_tokens",
-    "slice_tokens",
-    "loss",
-    "loss_tile_bytes",
-)
+ROUNDING_SETTINGS = tuple(name for name, mark in MARKS.items() if mark.resumed == "sums")
 """Settings that only change the order of sums. Source: threads 1 -> 2 differ after two steps; measured on a
 2-core CPU with torch 2.13, a tiny Llama, float32."""
 
-RECIPE_SETTINGS = (
-    "value",
-    "adapter",
-    "quantize",
-    "max_length",
-    "truncation",
-    "max_prompt",
-    "max_completion",
-    "group_prompts",
-    "packing",
-    "documents_see_each_other",
-    "pad_to_multiple_of",
-    "group_by_length",
-    "optimizer",
-    "master_weights",
-)
+RECIPE_SETTINGS = tuple(name for name, mark in MARKS.items() if mark.resumed == "recipe")
 """Settings that say again what the recipe says; the recipe's key is the one that is named."""
 
 STATE_KEYS = ("method", "model", "optim.kind", "optim.master_weights")
 """Keys, or sections, that decide the shapes of the saved state: never waived."""
 
-SETTING_NAMES = {
-    "batch_rows": "train.batch_rows",
-    "batch_tokens": "train.batch_tokens",
-    "dtype": "model.dtype",
-    "sampler": "generate.backend",
-}
+SETTING_NAMES = {name: mark.resumed for name, mark in MARKS.items() if "." in mark.resumed}
 """Settings that must not differ, by the recipe key that says them. `max_steps` has a rule of its own."""
 
 

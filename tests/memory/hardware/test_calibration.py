@@ -12,7 +12,6 @@ from memtrain.memory.hardware.peak_history import (
     BOUND,
     EMPTY,
     KIND,
-    NOT_OF_THE_KIND,
     History,
     kind_of_run,
     note_run,
@@ -20,7 +19,7 @@ from memtrain.memory.hardware.peak_history import (
 )
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
-from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.settings import Mark, Settings
 from memtrain.memory.plan.units import GIB, MIB
 
 SHAPE = shape_of(
@@ -134,9 +133,14 @@ def test_the_kind_of_a_run_is_its_strategies_and_not_its_size(make_settings):
     assert kind_of_run(settings, SHAPE, "dpo") != kind
 
 
-def test_every_setting_is_of_the_kind_of_a_run_or_says_why_not():
-    assert sorted((*KIND, *NOT_OF_THE_KIND)) == sorted(Settings.model_fields)
-    assert all(NOT_OF_THE_KIND.values())
+def test_every_setting_has_one_mark():
+    """It says where the setting stands whether runs that differ in it correct one another, and may go on."""
+    marks = {
+        name: sum(isinstance(one, Mark) for one in field.metadata)
+        for name, field in Settings.model_fields.items()
+    }
+    assert set(marks.values()) == {1}
+    assert set(KIND) < set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("name", KIND)

@@ -195,6 +195,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+PAIRS.sort(key=lambda pair: list(STRATEGIES).index(pair[0]))  # stable: a page's own stay in its order
 PAIR_IDS = [f"{number}-{pair.strategy}-{pair.other}" for number, pair in enumerate(EXCLUSIONS)]
 
 

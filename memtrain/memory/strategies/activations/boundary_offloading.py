@@ -13,7 +13,14 @@ tests/equal/test_checkpointing_and_offloading_are_exact.py.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, on_off
+from memtrain.memory.strategies.base import (
+    Conflict,
+    Strategy,
+    StrategyContext,
+    StrategyRequest,
+    Updates,
+    on_off,
+)
 from memtrain.recipes.recipe import Recipe
 
 
@@ -59,4 +66,11 @@ STRATEGY = Strategy(
     changes=changes,
     without={"offload": "none", "offload_keep": 0},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "layers that keep everything",
+            "only checkpointed layers keep their input alone; full_offloading moves what the others keep",
+            when=lambda settings: settings.checkpoint_every == 0 and not settings.slice_tokens,
+        ),
+    ),
 )

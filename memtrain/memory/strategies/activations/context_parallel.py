@@ -13,8 +13,9 @@ DeepSpeed Ulysses, arXiv:2309.14509, section 3.1 (heads).
 
 from __future__ import annotations
 
-from memtrain.memory.rules.context_parallel import context_faults
-from memtrain.memory.strategies.base import Strategy, StrategyContext
+from memtrain.memory.plan.engine_kinds import ZERO
+from memtrain.memory.rules.context_parallel import NOT_SLICED, NOT_WITH_LIGER, SLICED, context_faults
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext
 
 
 def refusal(case: StrategyContext) -> str | None:
@@ -36,4 +37,17 @@ STRATEGY = Strategy(
     never_keys=lambda recipe: {"cluster.context_parallel": 1},
     without={"context_parallel": 1},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "attention that is flex, dense or stock",
+            NOT_SLICED,
+            when=lambda settings: settings.attention not in SLICED,
+        ),
+        Conflict("liger_loss", NOT_WITH_LIGER),
+        Conflict(
+            "DeepSpeed's ZeRO",
+            "slices of rows and DeepSpeed's shards were never tried together",
+            when=lambda settings: settings.engine in ZERO,
+        ),
+    ),
 )

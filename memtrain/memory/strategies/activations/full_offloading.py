@@ -11,9 +11,17 @@ tests/equal/test_checkpointing_and_offloading_are_exact.py.
 
 from __future__ import annotations
 
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.activations.boundary_offloading import refusal
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, on_off
+from memtrain.memory.strategies.base import (
+    Conflict,
+    Strategy,
+    StrategyContext,
+    StrategyRequest,
+    Updates,
+    on_off,
+)
 from memtrain.recipes.recipe import Recipe
 
 
@@ -43,4 +51,20 @@ STRATEGY = Strategy(
     changes=changes,
     without={"offload": "none"},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "activation_checkpointing",
+            "a checkpointed layer keeps its input alone: boundary_offloading moves that",
+        ),
+        Conflict(
+            "checkpoint_every_n",
+            "tensors computed again would be moved again; boundary_offloading moves the layer's input",
+        ),
+        Conflict("streamed_layers", "a streamed layer keeps its input alone: boundary_offloading moves that"),
+        Conflict(
+            "weights in shards",
+            "what a layer saves would take the gathered weights along to the host",
+            when=is_sharded,
+        ),
+    ),
 )

@@ -10,7 +10,7 @@ Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy)
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, Updates
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, Updates
 from memtrain.recipes.recipe import HAS_ANSWERS
 
 
@@ -44,4 +44,5 @@ STRATEGY = Strategy(
     changes=changes,
     without={"loss": "full"},
     refusal=refusal,
+    conflicts=(Conflict("shared_prompts", "Liger's kernel is cross-entropy of single rows"),),
 )

@@ -15,8 +15,9 @@ Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/s
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.context_parallel import NOT_SLICED, SLICED
 from memtrain.memory.rules.streamed_layers import mixing_layers
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
 SLICES = (32_768, 8_192, 2_048)
@@ -62,4 +63,19 @@ STRATEGY = Strategy(
     changes=changes,
     without={"slice_tokens": 0, "offload": "none"},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "attention that is flex, dense or stock",
+            NOT_SLICED,
+            when=lambda settings: settings.attention not in SLICED,
+        ),
+        Conflict(
+            "context_parallel", "a process holds two pieces of each row, and slices of these were never tried"
+        ),
+        Conflict(
+            "weights, gradients or moments in shards",
+            "slices of layers whose weights are gathered were never tried",
+            when=lambda settings: settings.num_processes > 1 and settings.engine != "ddp",
+        ),
+    ),
 )

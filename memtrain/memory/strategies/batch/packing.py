@@ -12,7 +12,7 @@ al. 2024, arXiv:2404.10830.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Strategy, StrategyContext
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext
 from memtrain.recipes.recipe import HAS_ANSWERS
 
 
@@ -38,4 +38,11 @@ STRATEGY = Strategy(
     never_keys=lambda recipe: {"length.packing": "none"},
     padded={"packing": "none", "documents_see_each_other": False},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "padded rows",
+            "packed rows are kept apart by their place in one flattened sequence",
+            when=lambda settings: not settings.padding_free,
+        ),
+    ),
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 
 
@@ -50,4 +50,9 @@ STRATEGY = Strategy(
     never_keys=lambda recipe: keys_of(recipe, is_shared=False),
     padded={"shared_prompts": False},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "padded rows", "a padded row holds one answer", when=lambda settings: not settings.padding_free
+        ),
+    ),
 )

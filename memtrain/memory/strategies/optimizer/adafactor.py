@@ -16,4 +16,5 @@ STRATEGY = other_optimizer(
     says="second moments as a row and a column for each matrix",
     saves="nearly all of the moments",
     costs="another optimizer, with other weights at the end",
+    in_shards="it needs whole matrices, and a rank has some of their rows",
 )

@@ -17,4 +17,5 @@ STRATEGY = other_optimizer(
     saves="half of bfloat16 moments, three quarters of float32 ones",
     costs="moments are rounded to 256 levels",
     refusal=without_bitsandbytes,
+    in_shards="8-bit states of shards were never tried",
 )

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, never_refused
+from memtrain.memory.strategies.base import (
+    Conflict,
+    Strategy,
+    StrategyContext,
+    StrategyRequest,
+    Updates,
+    never_refused,
+)
 from memtrain.recipes.recipe import Recipe
 
 
@@ -24,9 +32,13 @@ def other_optimizer(
     says: str,
     saves: str,
     costs: str,
+    in_shards: str,
     refusal: Callable[[StrategyContext], str | None] = never_refused,
 ) -> Strategy:
-    """The optimizer `kind` in place of the recipe's: on when the recipe names it, else only where allowed."""
+    """The optimizer `kind` in place of the recipe's: on when the recipe names it, else only where allowed.
+
+    `in_shards`: the reason why it steps no weights in shards.
+    """
 
     def wish(recipe: Recipe) -> StrategyRequest:
         return "on" if recipe.optim.kind == kind else "allow"
@@ -47,4 +59,5 @@ def other_optimizer(
         changes=changes,
         without={"optimizer": "adamw"},
         refusal=refusal,
+        conflicts=(Conflict("weights in shards", in_shards, when=is_sharded),),
     )

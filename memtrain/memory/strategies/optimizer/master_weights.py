@@ -12,7 +12,7 @@ Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 
 
@@ -46,4 +46,16 @@ STRATEGY = Strategy(
     use_keys=lambda recipe: {"optim.master_weights": True},
     never_keys=lambda recipe: {"optim.master_weights": False},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "an adapter alone",
+            "adapters are float32 already",
+            when=lambda settings: settings.adapter is not None and not settings.adapter.modules_to_save,
+        ),
+        Conflict(
+            "float32 weights",
+            "the weights are float32 already",
+            when=lambda settings: settings.dtype == "float32",
+        ),
+    ),
 )

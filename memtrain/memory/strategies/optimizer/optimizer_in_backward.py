@@ -10,7 +10,7 @@ Source: Lv et al. 2023, arXiv:2306.09782 (LOMO), section 3.1; ours keeps AdamW's
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Strategy, StrategyContext, on_off
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, on_off
 
 
 def refusal(case: StrategyContext) -> str | None:
@@ -40,4 +40,20 @@ STRATEGY = Strategy(
     never_keys=lambda recipe: {"optim.in_backward": "off"},
     without={"in_backward": False},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "several processes",
+            "gradients are summed over the processes before they are used",
+            when=lambda settings: settings.num_processes > 1,
+        ),
+        Conflict(
+            "several micro-batches",
+            "gradients of several micro-batches are summed before they are used",
+            when=lambda settings: (
+                settings.micro_tokens is not None
+                or settings.batch_rows is None
+                or settings.micro_rows * settings.num_processes < settings.batch_rows
+            ),
+        ),
+    ),
 )

@@ -10,8 +10,9 @@ Source: Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); here the update itself
 
 from __future__ import annotations
 
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, Updates, on_off
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, Updates, on_off
 
 WITH_MOMENTS = ("adamw", "muon")
 """Optimizers whose moments are worth moving."""
@@ -45,4 +46,25 @@ STRATEGY = Strategy(
     changes=changes,
     without={"optimizer_offload": False},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "moments that are not moved",
+            "paged and 8-bit moments have a place of their own; sgd and adafactor have hardly any",
+            when=lambda settings: settings.optimizer not in ("adamw", "muon"),
+        ),
+        Conflict(
+            "optimizer_in_backward",
+            "moments travel in buckets after the backward pass; in backward each weight wants its own",
+        ),
+        Conflict(
+            "DeepSpeed's ZeRO",
+            "it steps flat parts of weights; cluster.offload: optimizer moves their states",
+            when=uses_zero,
+        ),
+        Conflict(
+            "shards that wait on the host",
+            "the states wait there with them",
+            when=lambda settings: settings.shard_offload != "none",
+        ),
+    ),
 )

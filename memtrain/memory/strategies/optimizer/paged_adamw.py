@@ -17,4 +17,5 @@ STRATEGY = other_optimizer(
     saves="the moments, on the host under pressure",
     costs="page faults in the step; float32 moments on the host",
     refusal=without_bitsandbytes,
+    in_shards="paged states of shards were never tried",
 )

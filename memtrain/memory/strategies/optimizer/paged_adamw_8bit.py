@@ -17,4 +17,5 @@ STRATEGY = other_optimizer(
     saves="the moments, on the host under pressure",
     costs="moments are rounded to 256 levels; page faults in the step",
     refusal=without_bitsandbytes,
+    in_shards="8-bit states of shards were never tried",
 )

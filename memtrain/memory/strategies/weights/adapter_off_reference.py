@@ -10,7 +10,7 @@ tests/equal/test_preferences_are_exact.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Strategy, StrategyContext
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext
 from memtrain.memory.strategies.weights import precomputed_reference
 
 
@@ -34,4 +34,11 @@ STRATEGY = Strategy(
     never_keys=lambda recipe: precomputed_reference.keys_of(recipe, "precomputed"),
     without={"reference": "copy"},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "every weight trained",
+            "there is no adapter to switch off",
+            when=lambda settings: settings.adapter is None,
+        ),
+    ),
 )

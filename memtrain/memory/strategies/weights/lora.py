@@ -9,9 +9,10 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 
 from __future__ import annotations
 
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
 
@@ -41,4 +42,11 @@ STRATEGY = Strategy(
     never_keys=lambda recipe: {"model.adapter": None},
     changes=changes,
     without={"adapter": None, "quantize": "none"},
+    conflicts=(
+        Conflict(
+            "DeepSpeed's ZeRO in bfloat16",
+            "it would round an adapter that is trained in float32",
+            when=lambda settings: uses_zero(settings) and settings.dtype == "bfloat16",
+        ),
+    ),
 )

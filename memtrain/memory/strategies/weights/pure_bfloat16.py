@@ -12,9 +12,10 @@ Source: Zamirai et al. 2020, arXiv:2010.06192, section 3 (weight updates rounded
 
 from __future__ import annotations
 
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.memory.strategies.optimizer.master_weights import refusal
 from memtrain.recipes.recipe import Recipe
 
@@ -42,4 +43,9 @@ STRATEGY = Strategy(
     changes=changes,
     without={"master_weights": True},
     refusal=refusal,
+    conflicts=(
+        Conflict(
+            "DeepSpeed's ZeRO", "it keeps float32 copies of bfloat16 weights in any case", when=uses_zero
+        ),
+    ),
 )

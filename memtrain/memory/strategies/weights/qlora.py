@@ -9,9 +9,10 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, section 3.
 
 from __future__ import annotations
 
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.memory.strategies.optimizer.base import without_bitsandbytes
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
@@ -45,4 +46,14 @@ STRATEGY = Strategy(
     changes=changes,
     without={"quantize": "none"},
     refusal=without_bitsandbytes,
+    conflicts=(
+        Conflict(
+            "every weight trained",
+            "quantized weights are rounded once and get no gradient",
+            when=lambda settings: settings.adapter is None,
+        ),
+        Conflict(
+            "weights in shards", "quantized weights cannot be cut into shards of their rows", when=is_sharded
+        ),
+    ),
 )
