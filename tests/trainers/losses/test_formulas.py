@@ -40,7 +40,8 @@ VOCAB, LENGTHS = 7, [3, 2, 4, 1]
 N = sum(LENGTHS)
 ENDS = np.cumsum(LENGTHS).tolist()
 SPANS = [range(end - length, end) for end, length in zip(ENDS, LENGTHS, strict=True)]
-NORMS = Norms(num_answers=4, num_tokens=N, rollout_tokens=N, max_tokens=5)
+NORMS = Norms(num_answers=6, num_tokens=17, rollout_tokens=20, max_tokens=5)
+"""Of a step that is larger than this micro-batch."""
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -129,11 +130,11 @@ def test_grpo_divides_by_tokens_and_scores_at_the_sampling_temperature():
             ratio = math.exp(logp(0.7)[n] - OLD[n])
             expected += surrogate(ratio, advantage, 0.1, 0.2) + 0.3 * (math.exp(-d) + d - 1)
     made = method.loss(Scorer(), micro(), denominator=1.0, want_stats=False).value
-    assert made.item() == pytest.approx(expected / N, rel=1e-6)
+    assert made.item() == pytest.approx(expected / 20, rel=1e-6)
 
 
 def test_grpo_of_a_first_update_has_the_gradient_of_reinforce_at_that_temperature():
-    """At ratio 1: d loss / d logit_v = -A (1[v = target] - p_v) / T over the number of tokens."""
+    """At ratio 1: d loss / d logit_v = -A (1[v = target] - p_v) / T over the rollout's tokens."""
     method = grpo.method(recipe("grpo", Grpo(), temperature=0.7))
     model = Scorer()
     method.loss(model, micro(old_N=None), denominator=1.0, want_stats=True).value.backward()
@@ -141,7 +142,7 @@ def test_grpo_of_a_first_update_has_the_gradient_of_reinforce_at_that_temperatur
     advantage_N1 = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))[
         :, None
     ]
-    expected = -advantage_N1 * (nn.functional.one_hot(TARGETS, VOCAB) - p_NV) / 0.7 / N
+    expected = -advantage_N1 * (nn.functional.one_hot(TARGETS, VOCAB) - p_NV) / 0.7 / 20
     assert model.logits.grad is not None
     torch.testing.assert_close(model.logits.grad, expected, rtol=1e-6, atol=1e-9)
 
@@ -156,7 +157,7 @@ def test_grpo_corrects_for_the_sampler_token_by_token():
             weight = min(max(math.exp(OLD[n] - SAMPLER[n]), 0.9), 1.1)
             expected += weight * surrogate(math.exp(logp(0.7)[n] - OLD[n]), advantage, 0.2, 0.2)
     made = method.loss(Scorer(), micro(), denominator=1.0, want_stats=False).value
-    assert made.item() == pytest.approx(expected / N, rel=1e-6)
+    assert made.item() == pytest.approx(expected / 20, rel=1e-6)
 
 
 def test_rloo_weighs_whole_answers():
@@ -168,7 +169,7 @@ def test_rloo_weighs_whole_answers():
         ratio = math.exp(sum(logp(0.7)[n] - OLD[n] for n in span))
         expected += surrogate(ratio, advantage, 0.1, 0.1)
     made = method.loss(Scorer(), micro(), denominator=1.0, want_stats=True).value
-    assert made.item() == pytest.approx(expected / 4, rel=1e-6)
+    assert made.item() == pytest.approx(expected / 6, rel=1e-6)
 
 
 def test_ppo_scores_at_the_sampling_temperature_and_learns_values():
@@ -185,15 +186,15 @@ def test_ppo_scores_at_the_sampling_temperature_and_learns_values():
         expected += 0.1 * 0.5 * max((value - target) ** 2, (near - target) ** 2)
         expected -= 0.01 * -sum(p * math.log(p) for p in p_NV[n])
     made = method.loss(Scorer(), given, denominator=1.0, want_stats=True).value
-    assert made.item() == pytest.approx(expected / N, rel=1e-6)
+    assert made.item() == pytest.approx(expected / 17, rel=1e-6)
 
 
 def test_online_dpo_scores_at_the_temperature_that_its_completions_were_written_at():
     """-log sigmoid(beta ((log p_w - log q_w) - (log p_l - log q_l))), at T = 0.7, over the pairs."""
     method = online_dpo.method(recipe("online_dpo", OnlineDpo(beta=0.4), temperature=0.7))
-    method.num_pairs = 2.0
+    method.num_pairs = 3.0
     scores = [sum(logp(0.7)[n] - REFERENCE[n] for n in span) for span in SPANS]
-    expected = sum(math.log1p(math.exp(-0.4 * (scores[i] - scores[i + 1]))) for i in (0, 2)) / 2
+    expected = sum(math.log1p(math.exp(-0.4 * (scores[i] - scores[i + 1]))) for i in (0, 2)) / 3
     made = method.loss(Scorer(), micro(), denominator=1.0, want_stats=True).value
     assert made.item() == pytest.approx(expected, rel=1e-6)
 
@@ -264,6 +265,14 @@ def test_rloo_takes_the_divergence_off_the_reward():
     window = weighed(method, [1.0, 0.5, 2.0])
     assert window.advantage_A.tolist() == pytest.approx(expected, rel=1e-6)
     assert method.kl == pytest.approx((-0.5 + 0 + 2.75) / 3)
+
+
+def test_rloo_clips_rewards_before_the_divergence_is_taken_off():
+    """Rewards 1, 0.5 and 2 in [0.75, 1.25]: 1, 0.75 and 1.25."""
+    method = rloo.method(recipe("rloo", Rloo(beta=0.2, reward_clip=(0.75, 1.25))))
+    net = [r - 0.2 * kl for r, kl in zip([1.0, 0.75, 1.25], [-0.5, 0.0, 2.75], strict=True)]
+    expected = [x - (sum(net) - x) / 2 for x in net]
+    assert weighed(method, [1.0, 0.5, 2.0]).advantage_A.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("masks", [False, True])

@@ -14,6 +14,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.optim import master_weights as optim_master
 from memtrain.trainers.optim.build import build_optimizer, clip_gradients, parameter_groups
+from memtrain.trainers.optim.step import set_rate
 
 SETTINGS = Settings(
     device="cpu", num_processes=1, threads=1, dtype="float32", attention="stock", liger=False, adapter=None,
@@ -140,11 +141,11 @@ def test_master_weights_keep_updates_that_bfloat16_rounds_away():
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon"])
 def test_master_weights_are_the_float32_run_rounded(tiny_llama: TinyModel, monkeypatch, kind: str):
-    """Whatever the bucket size: here every parameter is a bucket of its own."""
+    """Whatever the bucket size (here every parameter is a bucket of its own), with decay and a schedule."""
     monkeypatch.setattr(optim_master, "MASTER_BUCKET", 1)
     half = tiny_llama().bfloat16()
     full = copy.deepcopy(half).float()
-    recipe = Optim(kind=kind)
+    recipe = Optim(kind=kind, weight_decay=0.1)
     optimizer = build_optimizer(half, recipe, settings_of(kind, master_weights=True))
     reference = build_optimizer(full, recipe, settings_of(kind))
     for step in range(3):
@@ -152,8 +153,9 @@ def test_master_weights_are_the_float32_run_rounded(tiny_llama: TinyModel, monke
         for p, q in zip(half.parameters(), full.parameters(), strict=True):
             p.grad = torch.randn(p.shape).bfloat16()
             q.grad = p.grad.float()
-        optimizer.step()
-        reference.step()
+        for one in (optimizer, reference):
+            set_rate(one, recipe.lr / (step + 1))
+            one.step()
     for p, q in zip(half.parameters(), full.parameters(), strict=True):
         assert torch.equal(p, q.bfloat16())
 

@@ -114,6 +114,10 @@ class Offloader:
         self._oldest: deque[weakref.ref[Block]] = deque()
         self._writing: deque[tuple[StoredBlock, Tensor]] = deque()
 
+    def travel_by(self, engine: CopyEngine) -> None:
+        """Copy by another engine from now on; nothing may be under way."""
+        self._engine, self.pool = engine, HostPool(engine)
+
     def run_recomputed(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         """A checkpointed layer: its inputs travel and nothing else, as hooks of the checkpoint see the
         rest."""

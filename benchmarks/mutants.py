@@ -1,0 +1,293 @@
+"""Defects planted one by one: does a test notice each of them, and `memtrain verify` those within its claim?
+
+    python benchmarks/mutants.py                      # all of benchmarks/mutants.toml, tests and verify
+    python benchmarks/mutants.py --only kl --no-verify
+    python benchmarks/mutants.py --check              # every snippet is there, once; nothing is run
+
+A defect is a text that stands once in memtrain/ and what stands in its place. It is found where a named test
+file fails that passes without it. One process imports what is heavy (torch, transformers), and forks for each
+defect; memtrain is imported in the fork alone, from a copy of the tree in which the defect stands. A text
+that is gone, or stands twice, ends everything: the list is wrong then, not the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_suffix(".toml")
+RESULT = Path(__file__).parent / "results" / "mutants.json"
+LIMIT_S = 400
+"""A defect may make a loop endless. The slowest file takes a fifth of this on a busy machine."""
+FAILED, PASSED = 1, 0
+"""Exit codes of pytest; of `memtrain verify` too."""
+HEAVY = ("torch", "transformers", "peft", "numpy", "pytest", "hypothesis", "tokenizers", "pydantic", "typer")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One planted defect."""
+
+    name: str
+    area: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+    """Names of test files, without ending, and without folder but the first one in tests/ where two have a
+    name."""
+    verify: str | None
+    """The recipe by which `memtrain verify` must find it; None where it is beyond its claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was seen of a defect."""
+
+    name: str
+    area: str
+    file: str
+    tests: str
+    """`found`, `survived`, `broken` (the tests could not be collected), `endless`."""
+    first_failure: str
+    verify: str
+    """The same; empty where it is not asked."""
+    seconds: float
+
+
+def read_list(path: Path = LIST) -> tuple[list[Mutant], dict[str, list[str]]]:
+    """(the defects, the recipes of `memtrain verify` by name)."""
+    given = tomllib.loads(path.read_text(encoding="utf-8"))
+    mutants = [
+        Mutant(one["name"], one["area"], one["before"], one["after"], tuple(one["tests"]), one.get("verify"))
+        for one in given["mutant"]
+    ]
+    names = [one.name for one in mutants]
+    assert len(set(names)) == len(names), "Two defects have one name."
+    return mutants, given["verify"]
+
+
+def place_of(mutant: Mutant, tree: Path) -> Path:
+    """The one file that the defect's text stands in.
+
+    Raises: SystemExit where there is none, or it stands more than once.
+    """
+    places = [
+        (path, count)
+        for path in sorted((tree / "memtrain").rglob("*.py"))
+        if (count := path.read_text(encoding="utf-8").count(mutant.before))
+    ]
+    if len(places) != 1 or places[0][1] != 1:
+        said = ", ".join(f"{path.relative_to(tree)} ({count})" for path, count in places) or "nowhere"
+        raise SystemExit(f"{mutant.name}: its text stands {said}:\n{mutant.before}")
+    return places[0][0]
+
+
+def test_files(names: Sequence[str], tree: Path) -> list[str]:
+    """The test files of these names. Raises: SystemExit where there is not one of a name."""
+    files: list[str] = []
+    for given in names:
+        floor, _, name = given.rpartition("/")
+        found = sorted((tree / "tests" / floor).rglob(f"{name}.py"))
+        if len(found) != 1:
+            raise SystemExit(f"there are {len(found)} test files {name}.py in tests/{floor}")
+        files.append(str(found[0].relative_to(tree)))
+    return files
+
+
+def copy_tree(folder: Path) -> Path:
+    """A copy of what tests need, without compiled files: a stale one would hide a defect."""
+    tree = folder / "tree"
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", "runs", "*.egg-info")
+    for name in ("memtrain", "tests", "configs", "benchmarks", "docs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+@contextmanager
+def planted(mutant: Mutant, tree: Path) -> Iterator[Path]:
+    """The tree with the defect in it."""
+    path = place_of(mutant, tree)
+    sound = path.read_text(encoding="utf-8")
+    path.write_text(sound.replace(mutant.before, mutant.after), encoding="utf-8")
+    try:
+        yield path
+    finally:
+        path.write_text(sound, encoding="utf-8")
+
+
+def in_fork(tree: Path, log: Path, arguments: Sequence[str], *, is_verify: bool) -> int | None:
+    """Exit code of pytest, or of `memtrain verify`, on the tree; None where it did not end in time."""
+    log.write_text("")
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        code = 70
+        try:
+            code = _run(tree, arguments, is_verify=is_verify)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 70
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def _run(tree: Path, arguments: Sequence[str], *, is_verify: bool) -> int:
+    """Inside the fork: memtrain is imported for the first time, from the tree."""
+    assert not any(name.split(".")[0] == "memtrain" for name in sys.modules), "memtrain is imported already."
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path.insert(0, str(tree))
+    if is_verify:
+        from memtrain.cli.app import run
+
+        return run(list(arguments))
+    import pytest
+
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-n", "0", *MARKED, *arguments]))
+
+
+MARKED = ("-m", "not slow and not gpu and not slurm and not vllm", "--hypothesis-seed=0", "--tb=line")
+"""The fast tests, by the same examples every time."""
+
+
+def outcome(code: int | None) -> str:
+    """What an exit code says of a defect."""
+    if code is None:
+        return "endless"
+    return {FAILED: "found", PASSED: "survived"}.get(code, "broken")
+
+
+def first_failure(log: Path) -> str:
+    """The first test that failed."""
+    match = re.search(r"^FAILED \S*?([^/\s]+\.py::[^ \n]+)", log.read_text(errors="replace"), re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def check_sound(tree: Path, log: Path, files: Sequence[str], recipes: dict[str, list[str]]) -> None:
+    """Raise SystemExit where a test file, or a recipe of `memtrain verify`, fails without any defect."""
+    for file in files:
+        if in_fork(tree, log, [file], is_verify=False) != PASSED:
+            raise SystemExit(f"{file} fails without a defect:\n{log.read_text(errors='replace')[-2000:]}")
+    for name, arguments in recipes.items():
+        if in_fork(tree, log, ["verify", *arguments], is_verify=True) != PASSED:
+            raise SystemExit(
+                f"verify {name} fails without a defect:\n{log.read_text(errors='replace')[-2000:]}"
+            )
+
+
+def look_for(mutant: Mutant, tree: Path, log: Path, recipes: dict[str, list[str]]) -> Found:
+    """Plant one defect, run its tests, and `memtrain verify` where it is asked."""
+    started = time.monotonic()
+    with planted(mutant, tree) as path:
+        tests = outcome(in_fork(tree, log, test_files(mutant.tests, tree), is_verify=False))
+        failure = first_failure(log)
+        seen = ""
+        if mutant.verify is not None and recipes:
+            code = in_fork(tree, log, ["verify", *recipes[mutant.verify]], is_verify=True)
+            seen = outcome(code) if code in (FAILED, PASSED, None) else "found"
+    file = str(path.relative_to(tree))
+    return Found(mutant.name, mutant.area, file, tests, failure, seen, round(time.monotonic() - started, 1))
+
+
+def facts() -> dict[str, Any]:
+    """Where and of what the result was made."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    import torch
+
+    return {
+        "command": " ".join(["python", "benchmarks/mutants.py", *sys.argv[1:]]),
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    """Plant the defects that are asked for, and write what was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="defects whose name or area matches this expression")
+    parser.add_argument("--check", action="store_true", help="look for the texts, and run nothing")
+    parser.add_argument("--no-verify", action="store_true", help="run the tests alone")
+    parser.add_argument("--no-sound", action="store_true", help="do not run the tests without a defect first")
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
+    given = parser.parse_args()
+    mutants, recipes = read_list()
+    chosen = [one for one in mutants if re.search(given.only, one.name) or re.search(given.only, one.area)]
+    for one in chosen:
+        place_of(one, ROOT)
+        test_files(one.tests, ROOT)
+    if given.check:
+        print(f"{len(chosen)} defects, each in one place")
+        return
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for name in HEAVY:
+        __import__(name)
+    asked = {} if given.no_verify else {one.verify: recipes[one.verify] for one in chosen if one.verify}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        tree, log = copy_tree(Path(place)), Path(place) / "log"
+        if not given.no_sound:
+            check_sound(tree, log, test_files(sorted({t for one in chosen for t in one.tests}), tree), asked)
+        found: list[Found] = []
+        for one in chosen:
+            found.append(look_for(one, tree, log, asked))
+            made = found[-1]
+            print(
+                f"{made.tests:9} {made.verify:9} {made.seconds:6.1f} s  {made.name}  {made.first_failure}",
+                flush=True,
+            )
+    _write(given.output, found)
+
+
+def _write(output: Path, found: Sequence[Found]) -> None:
+    asked = [one for one in found if one.verify]
+    said = facts() | {
+        "defects": len(found),
+        "found_by_tests": sum(one.tests == "found" for one in found),
+        "within_verify": len(asked),
+        "found_by_verify": sum(one.verify == "found" for one in asked),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    made = said | {"each": [{name: getattr(one, name) for name in Found.__slots__} for one in found]}
+    output.write_text(json.dumps(made, indent=1) + "\n")
+    print(json.dumps(said))
+    missed = [one.name for one in found if one.tests != "found" or one.verify not in ("", "found")]
+    if missed:
+        raise SystemExit(f"not found: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
