@@ -29,7 +29,7 @@ from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model
-from memtrain.trainers.data.packing.by_method import Laid, sequences_of
+from memtrain.trainers.data.packing.by_method import LaidEpochs, sequences_of
 from memtrain.trainers.data.packing.step_order import BatchSize, count_steps
 from memtrain.trainers.data.store.prepare import prepare
 
@@ -187,7 +187,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def _counter(recipe: Recipe, sequences: Laid) -> Callable[[int | None, int | None, float], int]:
+def _counter(recipe: Recipe, sequences: LaidEpochs) -> Callable[[int | None, int | None, float], int]:
     def count(rows: int | None, tokens: int | None, epochs: float) -> int:
         updates = recipe.online.updates_per_rollout if recipe.online is not None else 1
         return updates * count_steps(
@@ -197,6 +197,7 @@ def _counter(recipe: Recipe, sequences: Laid) -> Callable[[int | None, int | Non
             seed=recipe.train.seed,
             shuffle=recipe.train.shuffle,
             group_by_length=recipe.length.group_by_length,
+            epoch_ptr=sequences.epoch_ptr,
         )
 
     return count

@@ -96,6 +96,20 @@ class LengthProfile(Section):
         return min(most, sum(self.most_learnt[:sequences]))
 
 
+def joined_profile(profiles: Sequence[LengthProfile]) -> LengthProfile:
+    """Several epochs as one: the first one's rows, and what is heaviest in any of them."""
+    first = profiles[0]
+    return first.model_copy(
+        update={
+            "longest": longest_first(length for one in profiles for length in one.longest),
+            "longest_piece": max(one.longest_piece for one in profiles),
+            "most_learnt": longest_first(length for one in profiles for length in one.most_learnt),
+            "learnt_share": max(one.learnt_share for one in profiles),
+            "rows_per_sequence": max(one.rows_per_sequence for one in profiles),
+        }
+    )
+
+
 def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:
     """The NUM_LONGEST longest, longest first."""
     return tuple(sorted((int(length) for length in lengths), reverse=True)[:NUM_LONGEST])

@@ -58,7 +58,8 @@ class Source(Section):
 
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of this source in the mixture, relative to the others: rows are sampled (never just the first
-    ones); above one pass, rows repeat. Not given anywhere: every row of every source once."""
+    ones), other ones in every epoch (of eight epochs; then again); above one pass, rows repeat. Not given
+    anywhere: every row of every source once."""
 
     limit: PositiveInt | None = None
     """Use at most this many rows, sampled with the seed."""

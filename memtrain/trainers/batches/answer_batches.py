@@ -18,6 +18,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.batches.token_batches import data_event
 from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
+from memtrain.trainers.data.packing.epochs import laid_epochs
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.protocols.events import DataEvent
 
@@ -32,14 +33,25 @@ class AnswerFeed:
     """
 
     def __init__(
-        self, store: TokenStore, rows: Ints, recipe: Recipe, settings: Settings, *, pad_id: int
+        self,
+        store: TokenStore,
+        rows: Ints,
+        recipe: Recipe,
+        settings: Settings,
+        *,
+        pad_id: int,
+        later: Sequence[Ints] = (),
     ) -> None:
         self.store = store
         self.rows = rows
         self.settings = settings
         self.pad_id = pad_id
-        self.sequences: AnswerSequences = lay_out_answers(
-            store, rows, settings.row_limits, is_shared=settings.shared_prompts
+        self.sequences: AnswerSequences
+        self.sequences, self.epoch_ptr = laid_epochs(
+            lambda some: lay_out_answers(store, some, settings.row_limits, is_shared=settings.shared_prompts),
+            rows,
+            later,
+            len,
         )
         self.reference_IK: Floats | None = None
         """Log-probs of the reference, once they are computed before training."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.collate import MicroBatch, nothing
 from memtrain.trainers.batches.token_batches import data_event
+from memtrain.trainers.data.packing.epochs import laid_epochs
 from memtrain.trainers.data.packing.prompt_rows import lay_out_prompts
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.protocols.events import DataEvent
@@ -24,13 +26,26 @@ class PromptFeed:
     """Rows that are a prompt: sequence s is prompt s, and weighs 1."""
 
     def __init__(
-        self, store: TokenStore, rows: Ints, recipe: Recipe, settings: Settings, *, pad_id: int
+        self,
+        store: TokenStore,
+        rows: Ints,
+        recipe: Recipe,
+        settings: Settings,
+        *,
+        pad_id: int,
+        later: Sequence[Ints] = (),
     ) -> None:
         self.store = store
         self.rows = rows
         self.settings = settings
         self.pad_id = pad_id
-        self.prompts = lay_out_prompts(store, rows, settings.row_limits, each=recipe.generation.completions)
+        each = recipe.generation.completions
+        self.prompts, self.epoch_ptr = laid_epochs(
+            lambda some: lay_out_prompts(store, some, settings.row_limits, each=each),
+            rows,
+            later,
+            lambda prompts: len(prompts.row),
+        )
 
     @property
     def tokens(self) -> Ints:

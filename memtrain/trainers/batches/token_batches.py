@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -10,6 +12,7 @@ from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
+from memtrain.trainers.data.packing.epochs import laid_epochs
 from memtrain.trainers.data.packing.token_rows import Sequences, Spans, lay_out
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.protocols.events import DataEvent
@@ -21,13 +24,23 @@ class TokenFeed:
     """Rows of learnt tokens (SFT): sequence s weighs its learnt tokens."""
 
     def __init__(
-        self, store: TokenStore, rows: Ints, recipe: Recipe, settings: Settings, *, pad_id: int
+        self,
+        store: TokenStore,
+        rows: Ints,
+        recipe: Recipe,
+        settings: Settings,
+        *,
+        pad_id: int,
+        later: Sequence[Ints] = (),
     ) -> None:
         self.store = store
         self.rows = rows
         self.settings = settings
         self.pad_id = pad_id
-        self.sequences: Sequences = lay_out(store.lengths, spans_of(store), rows, settings.row_limits)
+        self.sequences: Sequences
+        self.sequences, self.epoch_ptr = laid_epochs(
+            lambda some: lay_out(store.lengths, spans_of(store), some, settings.row_limits), rows, later, len
+        )
 
     @property
     def tokens(self) -> Ints:

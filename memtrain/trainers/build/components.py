@@ -20,7 +20,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.collate import nothing
-from memtrain.trainers.data.sources.splits import choose_rows
+from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.distributed.context_parallel import shared
@@ -243,8 +243,8 @@ def build_feeds(plan: Plan, make_feed: Callable[..., Feed], pad_id: int) -> tupl
     """(training rows, held-out rows or None) as feeds of the method."""
     recipe, data = plan.recipe, plan.data
     store = TokenStore.open(data.train.folder)
-    chosen = choose_rows(recipe.data, store, recipe.train.seed)
-    train = make_feed(store, chosen.train, recipe, plan.settings, pad_id=pad_id)
+    chosen = choose_rows(recipe.data, store, recipe.train.seed, epochs_of(recipe.train))
+    train = make_feed(store, chosen.train, recipe, plan.settings, pad_id=pad_id, later=chosen.later)
     if data.eval is not None:
         other = TokenStore.open(data.eval.folder)
         rows = np.arange(other.num_rows)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.data.packing.epochs import of_epoch
 from memtrain.trainers.data.packing.step_order import BatchSize, Epoch, make_epoch, micro_batches
 from memtrain.trainers.protocols.events import DataEvent
 from memtrain.trainers.protocols.method import Batch
@@ -20,6 +21,9 @@ Ints = NDArray[np.int64]
 
 class Feed(Protocol):
     """Rows of one split as sequences that can enter the model."""
+
+    epoch_ptr: Ints
+    """[E + 1] where the sequences of each epoch begin that has rows of its own."""
 
     @property
     def tokens(self) -> Ints:
@@ -126,15 +130,16 @@ class Steps:
 
     def _make(self, number: int) -> Epoch:
         if self._current is None or self._current[0] != number:
+            first, end = of_epoch(self.feed.epoch_ptr, number)
             made = make_epoch(
-                self.feed.tokens,
+                self.feed.tokens[first:end],
                 BatchSize(self.settings.batch_rows, self.settings.batch_tokens),
                 seed=self.seed,
                 epoch=number,
                 shuffle=self.shuffle,
                 group_by_length=self.settings.group_by_length,
             )
-            self._current = (number, made)
+            self._current = (number, Epoch(made.order + first, made.step_ptr))
         return self._current[1]
 
 

@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from memtrain.trainers.batches.collate import MicroBatch, nothing
+from memtrain.trainers.data.packing.step_order import BatchSize, count_steps
 from memtrain.trainers.protocols.events import DataEvent
 from memtrain.trainers.protocols.feed import Steps, eval_micro_batches
 
@@ -12,6 +15,7 @@ class Lengths:
     def __init__(self, *tokens: int) -> None:
         self.tokens = np.array(tokens, np.int64)
         self.weights = self.tokens - 1
+        self.epoch_ptr = np.array([0, len(tokens)])
 
     @property
     def learnt(self) -> np.ndarray:
@@ -67,3 +71,22 @@ def test_ranks_share_a_step_and_its_denominator(steps: Steps):
 def test_evaluation_takes_every_sequence_once(steps: Steps):
     dealt = [eval_micro_batches(steps.feed, steps.settings, rank=rank, num_ranks=3) for rank in range(3)]
     assert sorted(int(i) for rank in dealt for micro in rank for i in micro) == list(range(10))
+
+
+def test_an_epoch_with_rows_of_its_own_takes_its_own_sequences():
+    """Sequences 0 to 3 are the first epoch's, 4 to 6 the second's; the third begins again."""
+    feed = SimpleNamespace(
+        tokens=np.full(7, 5), weights=np.full(7, 4), learnt=np.full(7, 4), epoch_ptr=np.array([0, 4, 7])
+    )
+    settings = SimpleNamespace(
+        batch_rows=2, batch_tokens=None, group_by_length=False, micro_rows=2, micro_tokens=None
+    )
+    steps = Steps(feed, settings, seed=0, shuffle=True)  # type: ignore[arg-type]
+    made = [steps.work(step, rank=0, num_ranks=1) for step in range(6)]
+    assert [work.epoch for work in made] == [0, 0, 1, 1, 2, 2]
+    seen = [np.sort(np.concatenate([made[i].sequences, made[i + 1].sequences])).tolist() for i in (0, 2, 4)]
+    assert seen == [[0, 1, 2, 3], [4, 5, 6], [0, 1, 2, 3]]
+    count = count_steps(
+        feed.tokens, BatchSize(2, None), epochs=3, seed=0, shuffle=True, epoch_ptr=feed.epoch_ptr
+    )
+    assert count == 6

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.memory.plan.length_profile import LengthProfile
+from memtrain.memory.plan.length_profile import LengthProfile, joined_profile
 from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.trainers.data.packing.answer_rows import lay_out_answers
 from memtrain.trainers.data.packing.prompt_rows import lay_out_completions
 from memtrain.trainers.data.packing.token_rows import Spans, lay_out
-from memtrain.trainers.data.sources.splits import Chosen, choose_rows
+from memtrain.trainers.data.sources.splits import Chosen, choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 
 Ints = NDArray[np.int64]
@@ -35,17 +36,32 @@ class Laid(Protocol):
         ...
 
 
-def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) -> Laid:
+@dataclass(frozen=True, slots=True)
+class LaidEpochs:
+    """The sequences of all epochs that have rows of their own."""
+
+    tokens: Ints
+    profile: LengthProfile
+    epoch_ptr: Ints
+    """[E + 1] where each epoch begins."""
+
+
+def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) -> LaidEpochs:
     """The training rows as the workers will lay them out; with prompts computed once, or once an answer.
 
     Raises: DataError when none of them is left, or none of the held-out rows.
     """
     store = TokenStore.open(data.train.folder)
-    chosen = choose_rows(recipe.data, store, recipe.train.seed)
+    chosen = choose_rows(recipe.data, store, recipe.train.seed, epochs_of(recipe.train))
     lay: Callable[[TokenStore, Ints, Recipe, bool], Laid] = (
         _completions if recipe.online is not None else _answers if recipe.method in HAS_ANSWERS else _tokens
     )
-    laid = lay(store, chosen.train, recipe, shares_prompts)
+    epochs = [lay(store, rows, recipe, shares_prompts) for rows in (chosen.train, *chosen.later)]
+    laid = LaidEpochs(
+        tokens=np.concatenate([one.tokens for one in epochs]),
+        profile=joined_profile([one.profile for one in epochs]),
+        epoch_ptr=np.cumsum([0, *(len(one.tokens) for one in epochs)]),
+    )
     if not laid.profile.report.num_sequences:
         raise DataError(*_none_left(chosen.train, recipe, "rows"))
     held = held_out_of(recipe, data, store, chosen)

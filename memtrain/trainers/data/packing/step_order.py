@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrain.trainers.data.packing.epochs import of_epoch
+
 Ints = NDArray[np.int64]
 
 GROUPED_STEPS = 50
@@ -83,18 +85,29 @@ def _grouped(order: Ints, tokens: Ints, size: BatchSize) -> Ints:
 
 
 def count_steps(
-    tokens: Ints, size: BatchSize, *, epochs: float, seed: int, shuffle: bool, group_by_length: bool = False
+    tokens: Ints,
+    size: BatchSize,
+    *,
+    epochs: float,
+    seed: int,
+    shuffle: bool,
+    group_by_length: bool = False,
+    epoch_ptr: Ints | None = None,
 ) -> int:
-    """Optimizer steps of `epochs` passes; a part of a pass is that part of its steps, rounded up."""
+    """Optimizer steps of `epochs` passes; a part of a pass is that part of its steps, rounded up.
+
+    `epoch_ptr`: where the sequences of each epoch begin that has rows of its own; None: all have the same.
+    """
+    bounds = epoch_ptr if epoch_ptr is not None else np.array([0, len(tokens)])
     whole = int(epochs)
     part = epochs - whole
     total = 0
     for epoch in range(whole + (part > 0)):
-        made = make_epoch(
-            tokens, size, seed=seed, epoch=epoch, shuffle=shuffle, group_by_length=group_by_length
-        )
+        first, end = of_epoch(bounds, epoch)
+        own = tokens[first:end]
+        made = make_epoch(own, size, seed=seed, epoch=epoch, shuffle=shuffle, group_by_length=group_by_length)
         total += made.num_steps if epoch < whole else int(np.ceil(part * made.num_steps))
-        if size.rows is not None and epoch == 0:
+        if size.rows is not None and epoch == 0 and len(bounds) == 2:
             return whole * made.num_steps + int(np.ceil(part * made.num_steps))
     return total
 

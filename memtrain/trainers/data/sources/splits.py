@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.recipes.sections.data import Data
+from memtrain.recipes.sections.training import Train
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
@@ -40,13 +42,24 @@ class Chosen:
     """Numbers of rows in a store."""
 
     train: Ints
-    """Rows of one epoch, in order; a row of a small source may be there several times."""
+    """Rows of the first epoch, in order; a row of a small source may be there several times."""
     eval: Ints
     """Rows set aside, never among `train`."""
+    later: tuple[Ints, ...] = ()
+    """Rows of each later epoch that draws others, as many as the first has. The epochs after them begin
+    again with the first."""
 
 
-def choose_rows(data: Data, store: Sourced, seed: int) -> Chosen:
-    """The rows of an epoch and the held-out rows: a pure function, the same in every process."""
+MOST_EPOCHS = 8
+"""Epochs that draw rows of their own, of a mixture; and LAID_ROWS, what they may come to together. Taste."""
+LAID_ROWS = 20_000_000
+
+
+def choose_rows(data: Data, store: Sourced, seed: int, epochs: int = 1) -> Chosen:
+    """The rows of `epochs` epochs and the held-out rows: a pure function, the same in every process.
+
+    Only a mixture with weights that takes a part of a source draws others in every epoch.
+    """
     prompts = store.prompts if data.held_out else None
     train, held_out = split_rows(store.num_rows, data.held_out, seed, prompts)
     weights = [source.weight for source in data.train]
@@ -56,7 +69,16 @@ def choose_rows(data: Data, store: Sourced, seed: int) -> Chosen:
     is_train = np.zeros(store.num_rows, np.bool_)
     is_train[train] = True
     rows = [own[is_train[own]] for own in map(store.rows_of_source, range(len(weights)))]
-    return Chosen(mixed(rows, given, seed), held_out)
+    wanted = max(1, min(epochs, MOST_EPOCHS, LAID_ROWS // max(1, len(train))))
+    first, *later = (mixed(rows, given, seed, epoch) for epoch in range(wanted))
+    if later and all(np.array_equal(first, one) for one in later):
+        later = []
+    return Chosen(first, held_out, tuple(later))
+
+
+def epochs_of(train: Train) -> int:
+    """Epochs that a run may begin: as many as draw rows of their own, where only its steps are said."""
+    return MOST_EPOCHS if train.max_steps is not None else math.ceil(train.epochs or 1)
 
 
 def split_rows(num_rows: int, fraction: float, seed: int, prompts: Hashes | None = None) -> tuple[Ints, Ints]:
@@ -95,11 +117,13 @@ def span_hashes(ids: NDArray[np.int32], starts: Ints, ends: Ints) -> Hashes:
     return np.array(digests, np.uint64)
 
 
-def mixed(rows: list[Ints], weights: list[float], seed: int) -> Ints:
+def mixed(rows: list[Ints], weights: list[float], seed: int, epoch: int = 0) -> Ints:
     """Rows of several sources in the given shares: as many in all as there are rows.
 
     Every source is used in whole passes and one sampled part of a pass; so that no row of a source is there
-    twice more often than another. A share is rounded to whole rows, the largest remainders up.
+    twice more often than another. The part goes on, in every epoch, where it ended in the one before: over
+    the epochs too, no row is drawn twice more often than another. A share is rounded to whole rows, the
+    largest remainders up.
     """
     total = sum(len(own) for own in rows)
     shares = np.array([weight if len(own) else 0.0 for own, weight in zip(rows, weights, strict=True)])
@@ -110,5 +134,6 @@ def mixed(rows: list[Ints], weights: list[float], seed: int) -> Ints:
     for number, (own, count) in enumerate(zip(rows, counts.tolist(), strict=True)):
         passes, rest = divmod(count, len(own)) if len(own) else (0, 0)
         order = np.random.default_rng([seed, number]).permutation(len(own))
-        chosen += [own] * passes + [own[np.sort(order[:rest])]]
+        drawn = order[(epoch * rest + np.arange(rest)) % max(1, len(own))]
+        chosen += [own] * passes + [own[np.sort(drawn)]]
     return np.concatenate(chosen)

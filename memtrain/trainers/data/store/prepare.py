@@ -20,7 +20,12 @@ from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, Form, detect
 from memtrain.recipes.formats.fields import BadRow, Names, Row
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Columns, Data, Format, Source
-from memtrain.trainers.data.chat import (
+from memtrain.trainers.data.sources.readers import Line
+from memtrain.trainers.data.sources.sources import Stream, locate, sampled
+from memtrain.trainers.data.sources.splits import choose_rows
+from memtrain.trainers.data.store.cache import cache_dir, kept, key_of
+from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
+from memtrain.trainers.data.tokenize.chat import (
     check_template_kwargs,
     specials_of,
     template_kwargs,
@@ -28,11 +33,6 @@ from memtrain.trainers.data.chat import (
     trained_words,
     turn_end_of,
 )
-from memtrain.trainers.data.sources.readers import Line
-from memtrain.trainers.data.sources.sources import Stream, locate, sampled
-from memtrain.trainers.data.sources.splits import choose_rows
-from memtrain.trainers.data.store.cache import cache_dir, kept, key_of
-from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
 from memtrain.trainers.data.tokenize.chat_templates import MARKS, training_template
 from memtrain.trainers.data.tokenize.render import Rendering
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of

@@ -25,7 +25,7 @@ from memtrain.recipes.formats.prompt_completion import PromptCompletion
 from memtrain.recipes.formats.text import Text
 from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.tokenize.template_limits import check_length, within_limits
-from memtrain.trainers.data.turns import CharSpan, learnt_spans, shown
+from memtrain.trainers.data.tokenize.turns import CharSpan, learnt_spans, shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,11 @@ class PolicyFeed:
         self._tokens: Ints = np.zeros(0, np.int64)
 
     @property
+    def epoch_ptr(self) -> Ints:
+        """All answers are of one rollout."""
+        return np.array([0, len(self.tokens)], np.int64)
+
+    @property
     def tokens(self) -> Ints:
         """Tokens that each answer puts into the model; a shared prompt counts for its first answer."""
         return self._tokens

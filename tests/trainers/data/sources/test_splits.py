@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.trainers.data.sources.splits import mixed, span_hashes, split_rows
+from memtrain.recipes.sections.data import Data
+from memtrain.trainers.data.sources.splits import choose_rows, mixed, span_hashes, split_rows
 
 
 @settings(max_examples=50)
@@ -80,3 +81,37 @@ def test_no_row_of_a_source_is_there_twice_more_often_than_another(sources, seed
             assert counts.max() - counts.min() <= 1
             assert counts.sum() == pytest.approx(weight / total * sum(sizes), abs=1)
     assert len(chosen) == sum(sizes)
+
+
+def test_a_source_that_is_taken_in_part_gives_other_rows_in_every_epoch():
+    """Ten rows and ten, weights 1 and 3: 5 of the first, 15 of the second (a pass, and 5 more)."""
+    rows = [np.arange(10), np.arange(10, 20)]
+    epochs = [mixed(rows, [1.0, 3.0], 0, epoch) for epoch in range(4)]
+    firsts = [set(epoch[epoch < 10].tolist()) for epoch in epochs]
+    assert [len(one) for one in firsts] == [5] * 4
+    assert firsts[0] | firsts[1] == set(range(10)), "two epochs see every row once"
+    assert firsts[2] == firsts[0]
+    counts = np.bincount(np.concatenate(epochs[:2]), minlength=20)
+    assert counts.tolist() == [1] * 10 + [3] * 10
+
+
+class Two:
+    """Two sources of 60 and 40 rows."""
+
+    num_rows = 100
+    prompts = None
+
+    def rows_of_source(self, source: int) -> np.ndarray:
+        return np.arange(60) if source == 0 else np.arange(60, 100)
+
+
+def test_epochs_are_drawn_only_where_they_differ():
+    weighted = Data(train=({"source": "a", "weight": 1.0}, {"source": "b", "weight": 1.0}))
+    made = choose_rows(weighted, Two(), 0, epochs=3)
+    assert len(made.later) == 2
+    assert all(len(one) == len(made.train) for one in made.later)
+    assert not np.array_equal(made.train, made.later[0])
+    assert choose_rows(weighted, Two(), 0).later == ()
+    assert choose_rows(Data(train=({"source": "a"}, {"source": "b"})), Two(), 0, epochs=3).later == ()
+    whole = Data(train=({"source": "a", "weight": 60.0}, {"source": "b", "weight": 40.0}))
+    assert choose_rows(whole, Two(), 0, epochs=3).later == (), "whole passes are alike"

@@ -13,7 +13,7 @@ from memtrain.memory.plan.plan import TurnEnd
 from memtrain.recipes.formats.fields import Messages
 from memtrain.recipes.sections.data import Data, Source
 from memtrain.trainers.data.tokenize.render import Rendering, conversation
-from memtrain.trainers.data.turns import turn_end
+from memtrain.trainers.data.tokenize.turns import turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
