@@ -41,7 +41,10 @@ class MemtrainError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, what: str | Sequence[Fault], where: str = "", fix: str = "") -> None:
-        self.faults: tuple[Fault, ...] = (Fault(what, where, fix),) if isinstance(what, str) else tuple(what)
+        faults = (Fault(what, where, fix),) if isinstance(what, str) else what
+        self.faults: tuple[Fault, ...] = tuple(
+            Fault(sayable(one.what), sayable(one.where), sayable(one.fix)) for one in faults
+        )
         super().__init__(self.text())
 
     def __reduce__(self) -> tuple[type[MemtrainError], tuple[tuple[Fault, ...]]]:
@@ -89,10 +92,22 @@ class OutOfMemory(MemtrainError):
     exit_code = 7
 
 
+class Diverged(MemtrainError):
+    """The loss, or the norm of the gradient, is no finite number any more: nothing more can be learnt."""
+
+    exit_code = 8
+
+
 class Interrupted(MemtrainError):
     """The run was asked to stop and has saved its state."""
 
     exit_code = EXIT_SAVED
+
+
+def sayable(text: str) -> str:
+    """The text with halves of surrogate pairs spelled out: they have no UTF-8 form, no file and no terminal
+    takes them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 MOST_WORDS = 2000
@@ -110,7 +125,6 @@ def words_of(error: BaseException) -> str:
         return type(error).__name__
     if len(said) > MOST_WORDS:
         said = f"{said[:MOST_WORDS]} ... ({len(said) - MOST_WORDS:,} more letters)"
-    # Half of a surrogate pair has no UTF-8 form: no file and no terminal takes it.
-    said = said.encode("utf-8", "backslashreplace").decode()
+    said = sayable(said)
     # A KeyError says nothing but the key.
     return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said.rstrip(".")

@@ -60,6 +60,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
     Command("merge", "merge:merge", "Fold the adapter of a run into its base model."),
     Command("export", "export:export", "Write the model of a checkpoint in the Hugging Face format."),
+    Command("clean", "clean:clean", "Remove what killed processes left half-written in a run folder."),
     Command("doctor", "doctor:doctor", "Say what is installed and what of it really works here."),
 )
 """Every verb, in the order of `memtrain --help`."""

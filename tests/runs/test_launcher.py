@@ -51,7 +51,7 @@ def test_two_launched_processes_have_the_losses_of_one(runs, curve_of):
 def test_what_ends_the_ranks_is_told_once_with_its_exit_code(runs):
     process = begin(runs, "run", "optim.lr=1e38", "optim.max_grad_norm=null", *TWO)
     said = ended(runs, "run", process)
-    assert process.returncode == 1
+    assert process.returncode == 8
     assert said.count("the loss is nan") == 1
     assert said.startswith("error: the loss is nan")
     assert "Traceback" not in said

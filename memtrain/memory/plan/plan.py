@@ -154,7 +154,7 @@ class Plan(Section):
     def write(self, folder: Path) -> Path:
         """Write `plan.json` into `folder` and return its path."""
         path = folder / PLAN_FILE
-        path.write_text(self._text())
+        path.write_text(self._text(), encoding="utf-8")
         return path
 
     def digest(self) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -88,23 +89,45 @@ def best_complete(folder: RunFolder) -> Found:
     return _first_sound(path for _, path in sorted(losses, key=lambda item: item[0]))
 
 
+def left_checkpoints(folder: RunFolder) -> list[Path]:
+    """What a kill left half-written or half-removed, or beside a checkpoint that has taken its place."""
+    asides = [path for path in folder.checkpoints.glob(".old-*") if _home_of(path).exists()]
+    return sorted([*asides, *folder.checkpoints.glob(".tmp-*"), *folder.checkpoints.glob(".gone-*")])
+
+
+def _home_of(aside: Path) -> Path:
+    return aside.with_name(aside.name.removeprefix(".old-"))
+
+
 def mend_checkpoints(folder: RunFolder) -> None:
-    """Remove what a kill left half-written or half-removed, and put back what it left aside."""
-    for aside in folder.checkpoints.glob(".old-*"):
-        home = folder.checkpoints / aside.name.removeprefix(".old-")
-        if home.exists():
-            shutil.rmtree(aside)
-        else:
-            aside.rename(home)
-    for kind in (".tmp-*", ".gone-*"):
-        for left in folder.checkpoints.glob(kind):
+    """Remove what a kill left half-written or half-removed, and put back what it left aside.
+
+    Raises: LaunchError when the disk refuses.
+    """
+    with _refused(folder, "what a killed process left of checkpoints cannot be removed"):
+        for left in left_checkpoints(folder):
             shutil.rmtree(left)
+        for aside in folder.checkpoints.glob(".old-*"):
+            aside.rename(_home_of(aside))
 
 
 def remove_checkpoints(folder: RunFolder) -> None:
-    """Remove every checkpoint: the run begins anew, and a kill must not go back to its old course."""
-    for path in complete_steps(folder.checkpoints).values():
-        _remove(path)
+    """Remove every checkpoint: the run begins anew, and a kill must not go back to its old course.
+
+    Raises: LaunchError when the disk refuses.
+    """
+    with _refused(folder, "the checkpoints of the run before cannot be removed"):
+        for path in complete_steps(folder.checkpoints).values():
+            _remove(path)
+
+
+@contextmanager
+def _refused(folder: RunFolder, doing: str) -> Iterator[None]:
+    """A disk that refuses becomes a LaunchError."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_fault(error, doing, Path(error.filename or folder.checkpoints)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +144,8 @@ class Save:
     facts: CheckpointFacts
     keep: int
     keep_best: bool = False
+    left: list[str] = field(default_factory=list)
+    """What could not be removed when it was finished, in words: the run goes on beside it."""
 
     @property
     def target(self) -> Path:
@@ -168,7 +193,7 @@ class Save:
         """Give it its name, and remove those no longer kept; the main rank does this."""
         files = tuple(sorted(entries, key=lambda entry: entry.name))
         _finish(self.unfinished, self.target, Manifest(facts=self.facts, files=files).sealed())
-        _prune(self.folder.checkpoints, self.facts.step, self.keep, self.keep_best)
+        self.left.extend(_prune(self.folder.checkpoints, self.facts.step, self.keep, self.keep_best))
 
     def fault(self, error: OSError) -> LaunchError:
         """What a user reads when the disk refuses."""
@@ -254,21 +279,33 @@ def _finish(unfinished: Path, target: Path, manifest: Manifest) -> None:
         shutil.rmtree(aside)
 
 
-def _prune(checkpoints: Path, newest: int, keep: int, keep_best: bool) -> None:
+def _prune(checkpoints: Path, newest: int, keep: int, keep_best: bool) -> list[str]:
+    """Remove what is no longer kept; what could not be removed and why, in words."""
     steps = complete_steps(checkpoints)
     course = {step: path for step, path in steps.items() if step <= newest}
     kept = set(list(course.values())[-keep:])
     if keep_best and (losses := _eval_losses(course)):
         kept.add(min(losses, key=lambda item: item[0])[1])
+    left: list[str] = []
     for path in steps.values():
-        if path not in kept and not is_of_another_version(path):
+        if path in kept or is_of_another_version(path):
+            continue
+        try:
             _remove(path)
+        except OSError as error:
+            left.append(f"{path.name} is no longer kept and cannot be removed: {error.strerror or error}")
+    return left
 
 
 def _remove(path: Path) -> None:
+    """Raises: OSError when it may not be removed: what is left of it keeps its name."""
     leaving = path.with_name(f".gone-{path.name}")
     path.rename(leaving)
-    shutil.rmtree(leaving)
+    try:
+        shutil.rmtree(leaving)
+    except OSError:
+        leaving.rename(path)
+        raise
 
 
 def _eval_losses(steps: Mapping[int, Path]) -> list[tuple[float, Path]]:

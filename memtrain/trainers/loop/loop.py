@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.errors import Interrupted, MemtrainError
+from memtrain.errors import Diverged, Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.loop.saver import Saver
@@ -65,7 +65,7 @@ def train(run: Run) -> None:
     """Make the steps that are left; nothing is being saved any more when they are made.
 
     Raises: Interrupted when asked to stop, after saving; OutOfMemory when nothing helps, after saving the
-    last whole step; MemtrainError when the loss is no number any more; LaunchError when the disk refuses.
+    last whole step; Diverged when the loss is no number any more; LaunchError when the disk refuses.
     """
     try:
         _steps_left(run)
@@ -130,7 +130,7 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
     _tell(run, work, totals, lr, time.perf_counter() - started)
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
         run.saver.settle()
-        raise MemtrainError(
+        raise Diverged(
             f"the loss is {totals['loss']}, the gradient norm {totals['grad_norm']} at step {work.step + 1}",
             where=run.plan.run_dir,
             fix="lower optim.lr, raise optim.warmup_ratio, or set model.dtype: float32; "

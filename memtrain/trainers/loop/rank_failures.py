@@ -7,7 +7,7 @@ import time
 import traceback
 
 import memtrain.errors
-from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError
+from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError, sayable
 from memtrain.recipes.sections.base import Section
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.report.final_status import tell_end
@@ -48,7 +48,7 @@ def note_fault(folder: RunFolder, rank: int, error: Exception) -> None:
         told = tuple((one.what, one.where, one.fix) for one in error.faults)
         fault = RankFault(rank=rank, time=time.time(), kind=type(error).__name__, faults=told)
     else:
-        trace = "".join(traceback.format_exception(error))
+        trace = sayable("".join(traceback.format_exception(error)))
         is_echo = any(word in trace for word in ECHOES)
         fault = RankFault(rank=rank, time=time.time(), kind="", trace=trace, is_echo=is_echo)
     folder.faults.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.checkpoints.pinned_copy import HostCopies
 from memtrain.trainers.checkpoints.snapshot import parts_of
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
-from memtrain.trainers.protocols.events import SaveEvent
+from memtrain.trainers.protocols.events import NoteEvent, SaveEvent
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.event_sinks import EventSinks
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -47,6 +47,8 @@ class Saver:
         self._held_s = 0.0
         """So long did the steps wait for the save that is under way."""
         self._waited_s = 0.0
+        self._left: list[str] = []
+        self._told: set[str] = set()
 
     @property
     def is_at_work(self) -> bool:
@@ -65,7 +67,7 @@ class Saver:
         facts = facts_of(self._plan, step=position.step, eval_loss=position.eval_loss)
         keep = self._plan.recipe.save
         self._step, self._began = position.step, time.perf_counter()
-        save = Save(self._folder, self._parts(position), facts, keep.keep, keep.keep_best)
+        save = Save(self._folder, self._parts(position), facts, keep.keep, keep.keep_best, self._left)
         if self._copies is None:
             save_checkpoint(save, self._ranks)
             self._held_s = time.perf_counter() - began
@@ -100,7 +102,11 @@ class Saver:
         self._background.close()
 
     def _tell(self, seconds: float) -> None:
-        """The checkpoint stands."""
+        """The checkpoint stands. What could not be removed is told once."""
+        for text in self._left:
+            if text not in self._told:
+                self._told.add(text)
+                self._teller.tell(NoteEvent(step=self._step, text=text))
         self._teller.tell(
             SaveEvent(step=self._step, seconds=seconds, held_s=self._held_s, waited_s=self._waited_s)
         )

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, sayable
 from memtrain.recipes.sections.base import Section
+from memtrain.trainers.run_folder.litter import remove_litter
 from memtrain.trainers.run_folder.lock import Owner, RunLock, join_lock, take_lock
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
@@ -113,7 +114,9 @@ class RunFolder:
         return self.path / ".lock"
 
     def open_for_run(self) -> RunLock:
-        """Make the folder and take it for this process. The lock of a dead process is taken over.
+        """Make the folder and take it for this process, without what killed processes left half-written.
+
+        The lock of a dead process is taken over.
 
         Raises: LaunchError when it cannot be made or written, or a living process has it.
         """
@@ -123,12 +126,24 @@ class RunFolder:
             missing = [one for one in (self.checkpoints, self.path, *self.path.parents) if not one.exists()]
             try:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
-                return take_lock(self.lock, self.path, made=missing)
+                lock = take_lock(self.lock, self.path, made=missing)
             except OSError as error:
                 # A last owner that has just removed the empty folder gives ENOENT.
                 if error.errno != errno.ENOENT or is_last:
                     raise disk_fault(error, doing, self.path) from None
+                continue
+            self._tidy(lock)
+            return lock
         raise AssertionError("The last try returns or raises.")
+
+    def _tidy(self, lock: RunLock) -> None:
+        """Remove what killed processes left here. Raises: LaunchError when the disk refuses."""
+        try:
+            remove_litter(self.path)
+        except OSError as error:
+            lock.close()
+            doing = "what a killed process left in the run folder cannot be removed"
+            raise disk_fault(error, doing, Path(error.filename or self.path)) from None
 
     def join_for_run(self, launcher: Owner) -> RunLock:
         """Hold the folder together with the launcher that took it.
@@ -169,7 +184,7 @@ class RunFolder:
 
         Raises: LaunchError when the disk refuses.
         """
-        status = Status(state=state, step=step, time=time.time(), message=message)
+        status = Status(state=state, step=step, time=time.time(), message=sayable(message))
         try:
             write_whole(self.status, status.model_dump_json(indent=1) + "\n")
         except OSError as error:

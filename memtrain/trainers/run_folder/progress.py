@@ -108,7 +108,7 @@ class Progress:
 
     def _line(self, text: str, is_step: bool) -> None:
         if self._log is not None:
-            with open(self._log, "a") as file:
+            with open(self._log, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
         if self.is_shown and not (is_step and self._bar is not None):
             with self._shown():

@@ -49,7 +49,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(unfinished, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            # Half of a surrogate pair, which no encoding has, is spelled out.
+            file.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_checkpoints import assert_usable, kill_at_every_moment, save, shorten, steps_of
+from made_checkpoints import assert_usable, kill_at_every_moment, parts_of, save, shorten, steps_of
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan
+from memtrain.trainers.checkpoints import checkpoint
 from memtrain.trainers.checkpoints.checkpoint import Save, best_complete, newest_complete, save_checkpoint
 from memtrain.trainers.checkpoints.manifest import facts_of, fault_of
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -161,3 +162,37 @@ def test_nothing_in_a_checkpoint_is_a_pickle(folder: RunFolder, make_plan: MakeP
         "optimizer.json",
         "optimizer.safetensors",
     }
+
+
+def test_a_checkpoint_that_may_not_be_removed_stays_whole_and_the_run_goes_on(
+    folder: RunFolder, make_plan: MakePlan, monkeypatch
+):
+    """Somebody has made it immutable, to keep it."""
+    save(folder, make_plan(), 1)
+    plain = checkpoint.shutil.rmtree
+
+    def rmtree(path: Path, **named: object) -> None:
+        if "step-000001" in str(path):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        plain(path, **named)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
+    made = Save(folder, parts_of(2), facts_of(make_plan(), step=2), keep=1)
+    save_checkpoint(made)
+    assert made.left == ["step-000001 is no longer kept and cannot be removed: Operation not permitted"]
+    assert steps_of(folder) == [1, 2]
+    assert fault_of(folder.checkpoints / "step-000001") == ""
+    with pytest.raises(LaunchError, match="the checkpoints of the run before cannot be removed"):
+        checkpoint.remove_checkpoints(folder)
+    assert 1 in steps_of(folder)
+
+
+def test_what_a_kill_left_and_may_not_be_removed_is_told(folder: RunFolder, monkeypatch):
+    (folder.checkpoints / ".gone-step-000001").mkdir()
+
+    def rmtree(path: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
+    with pytest.raises(LaunchError, match="what a killed process left of checkpoints cannot be removed"):
+        checkpoint.mend_checkpoints(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections import defaultdict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,15 +49,29 @@ class DiskTier:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        _remove_left(folder)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
         self.written_bytes = 0
 
     def write(self, host: Tensor) -> StoredBlock:
         """The file that will hold `host` (uint8, not to be changed until `is_written`)."""
-        handle, name = tempfile.mkstemp(dir=self._folder, prefix="activation-")
+        handle, name = tempfile.mkstemp(dir=self._folder, prefix=f"{_prefix()}{os.getpid()}-")
         os.close(handle)
         self.written_bytes += host.numel()
         return StoredBlock(Path(name), self._writer.submit(_write, Path(name), host))
+
+
+def _prefix() -> str:
+    """How the files of this machine's processes begin: the folder may be shared with other machines."""
+    return f"activation-{socket.gethostname()}-"
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the blocks of killed processes of this machine."""
+    for path in folder.glob(f"{_prefix()}*"):
+        pid = path.name.removeprefix(_prefix()).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
 
 
 class StoredBlock:

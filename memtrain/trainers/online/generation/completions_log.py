@@ -22,7 +22,7 @@ def cut_after(path: Path, step: int) -> None:
 
 def show(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Append some completions."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 

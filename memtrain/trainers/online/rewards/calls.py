@@ -16,6 +16,15 @@ class TookTooLong(Exception):
     """A call was not over at its deadline."""
 
 
+class Exited(Exception):
+    """A call wanted to end the process: `sys.exit`, or what stands for Ctrl-C."""
+
+    def __init__(self, error: BaseException) -> None:
+        said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else "KeyboardInterrupt"
+        super().__init__(f"wanted to end the process: {said}")
+        self.__traceback__ = error.__traceback__
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of one call: its value, or what it raised (`TookTooLong` at its deadline)."""
@@ -51,7 +60,7 @@ class Caller:
 
     async def _one(self, call: Call) -> Outcome:
         async with self.room:
-            waited = asyncio.ensure_future(call() if self.is_async else _in_thread(call))
+            waited = asyncio.ensure_future(_awaited(call) if self.is_async else _in_thread(call))
             # Not wait_for: a TimeoutError of the function's own would look like ours.
             done, _ = await asyncio.wait({waited}, timeout=self.timeout_s)
             if not done:
@@ -59,7 +68,7 @@ class Caller:
                 return Outcome(error=TookTooLong(f"took longer than {self.timeout_s:g} s"))
             error = waited.exception()
             if error is not None and not isinstance(error, Exception):
-                raise error
+                error = Exited(error)
             return Outcome(error=error) if error is not None else Outcome(value=waited.result())
 
 
@@ -82,6 +91,14 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
+async def _awaited(call: Call) -> Any:
+    """What an async call comes to. One that exits would end the event loop, and later calls never begin."""
+    try:
+        return await call()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise Exited(error) from error
+
+
 def _in_thread(call: Call) -> asyncio.Future[Any]:
     """A future of a call in a daemon thread: an executor's threads would be waited for at exit."""
     loop = asyncio.get_running_loop()
@@ -94,6 +111,8 @@ def _in_thread(call: Call) -> asyncio.Future[Any]:
     def work() -> None:
         try:
             value, set_it = call(), future.set_result
+        except (SystemExit, KeyboardInterrupt) as error:
+            value, set_it = Exited(error), future.set_exception
         except Exception as error:
             value, set_it = error, future.set_exception
         loop.call_soon_threadsafe(settle, set_it, value)

@@ -132,7 +132,7 @@ def _from_file(path: Path, where: str) -> ModuleType:
         sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(*_import_fault(str(path), error, where)) from error
     return module
 
@@ -142,11 +142,11 @@ def _from_package(name: str, where: str) -> ModuleType:
         sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(*_import_fault(name, error, where)) from error
 
 
-def _import_fault(what: str, error: Exception, where: str) -> tuple[str, str, str]:
+def _import_fault(what: str, error: BaseException, where: str) -> tuple[str, str, str]:
     return (
         f"'{what}' cannot be imported: {type(error).__name__}: {error}",
         where,

@@ -19,7 +19,7 @@ from torch import Tensor
 from memtrain.errors import DataError
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.online.rewards.answer import Answer
-from memtrain.trainers.online.rewards.calls import Outcome, TookTooLong, call_all
+from memtrain.trainers.online.rewards.calls import Exited, Outcome, TookTooLong, call_all
 from memtrain.trainers.online.rewards.early import Early, given_of
 from memtrain.trainers.online.rewards.functions import Function, arguments
 from memtrain.trainers.online.rewards.pairwise import won_shares
@@ -186,7 +186,9 @@ def _by_policy(
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, TookTooLong) else f"raised {type(error).__name__}: {error}"
+    return (
+        str(error) if isinstance(error, TookTooLong | Exited) else f"raised {type(error).__name__}: {error}"
+    )
 
 
 def _place(function: Function, error: Exception | None = None) -> str:

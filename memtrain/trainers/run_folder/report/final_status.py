@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from memtrain.errors import MemtrainError
+from memtrain.errors import MemtrainError, sayable
 from memtrain.trainers.run_folder.folder import RunFolder, RunState, Status
 from memtrain.trainers.run_folder.report.report_html import write_report
 
@@ -15,7 +15,7 @@ def tell_end(folder: RunFolder, state: RunState, step: int, message: str = "") -
 
     Raises: LaunchError when the disk refuses.
     """
-    ended = Status(state=state, step=step, time=time.time(), message=message)
+    ended = Status(state=state, step=step, time=time.time(), message=sayable(message))
     if state is RunState.DONE:
         # The report first: a run that is killed here is not over yet, and writes both when it goes on.
         write_report(folder, ended)

@@ -1,7 +1,11 @@
 """Offloading: bit-identical gradients in any order, recycled memory, and faults that are seen."""
 
 import copy
+import os
+import socket
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,3 +208,18 @@ def test_block_sizes_recur():
     assert [rounded(n) for n in (1000, 1024, 2**21 - 1, 2**21 + 1, 5 * 2**20)] == [
         1024, 1024, 2**21, 2**22, 6 * 2**20
     ]  # fmt: skip
+
+
+def test_blocks_of_a_killed_process_are_removed_and_those_of_others_stay(tmp_path: Path):
+    host = socket.gethostname()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    alive, elsewhere = f"activation-{host}-{os.getpid()}-abc", "activation-another-host-1-abc"
+    for name in (alive, elsewhere, f"activation-{host}-{gone.pid}-abc"):
+        (tmp_path / name).write_bytes(b"x")
+    tier = DiskTier(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive, elsewhere])
+    stored = tier.write(torch.arange(8, dtype=torch.uint8))
+    back = torch.empty(8, dtype=torch.uint8)
+    stored.read_into(back)
+    assert back.tolist() == list(range(8))

@@ -184,6 +184,62 @@ def test_a_call_that_hangs_is_left_at_its_deadline(reward_file, name):
     assert made.value_RF[1, 0] == 1.0
 
 
+EXITS = """
+import asyncio, sys
+
+def leaves(completion):
+    sys.exit(3) if completion == "b" else None
+    return 1.0
+
+async def leaves_async(completion):
+    await asyncio.sleep(0)
+    return leaves(completion)
+
+def all_leave(completions):
+    raise KeyboardInterrupt
+
+def says(completion):
+    raise ValueError("not \\udce9 a text")
+"""
+
+
+@pytest.fixture
+def exits(tmp_path: Path) -> Path:
+    path = tmp_path / "exits.py"
+    path.write_text(EXITS)
+    return path
+
+
+@pytest.mark.parametrize("name", ["leaves", "leaves_async"])
+def test_a_call_that_exits_is_told_as_that_and_later_calls_are_made(exits: Path, name: str):
+    """It was taken for one that hangs; an async one ended the loop that all later calls need."""
+    with pytest.raises(DataError) as caught:
+        scored(exits, name, "a", "b", timeout_s=30)
+    fault = caught.value.faults[0]
+    assert "wanted to end the process: sys.exit(3) (completion 1" in fault.what
+    assert fault.where.startswith(f"{exits}:")
+    made = scored(exits, name, "a", "b", "c", timeout_s=30, on_error="zero")
+    assert made.value_RF.flatten().tolist() == [1.0, 0.0, 1.0]
+
+
+def test_a_batched_call_that_interrupts_is_told(exits: Path):
+    with pytest.raises(DataError, match="wanted to end the process: KeyboardInterrupt"):
+        scored(exits, "all_leave", "a", timeout_s=30)
+
+
+def test_half_a_letter_in_an_error_is_spelled_out(exits: Path):
+    with pytest.raises(DataError) as caught:
+        scored(exits, "says", "a")
+    assert r"raised ValueError: not \udce9 a text" in caught.value.text()
+    caught.value.text().encode()
+
+
+def test_a_reward_file_that_exits_when_it_is_imported_is_told(tmp_path: Path):
+    (tmp_path / "leaves.py").write_text("raise SystemExit('no licence')")
+    with pytest.raises(RecipeError, match="cannot be imported: SystemExit: no licence"):
+        load_functions(Rewards.model_validate({"functions": [f"{tmp_path / 'leaves.py'}:score"]}))
+
+
 def test_a_hanging_call_says_how_long_was_waited(reward_file):
     with pytest.raises(DataError, match="took longer than 0.05 s"):
         scored(reward_file, "hangs", "a", timeout_s=0.05)

@@ -1,0 +1,62 @@
+"""What killed processes left half-written in a run folder, and its removal; no torch.
+
+Files are written beside their place under a name that says who writes, `.NAME.PID.tmp`, and renamed; folders
+in which something is only tried are named below. Checkpoints mend themselves (checkpoints/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from memtrain.trainers.run_folder.lock import ticks_of
+
+UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<pid>[0-9]+)\.tmp")
+TRIED = re.compile(r"\.(final-tried|rehearsal)-.+")
+"""Folders in which a save or a step is tried."""
+
+OTHERS = ("export", "merged")
+"""What other commands write into a run folder, beside a run: theirs while they live."""
+
+
+@dataclass(frozen=True, slots=True)
+class Litter:
+    """A file or a folder that nobody will finish."""
+
+    path: Path
+    num_bytes: int
+
+
+def litter_in(folder: Path) -> list[Litter]:
+    """What is left in a run folder by processes that are gone. The folder must be the caller's to write."""
+    found = sorted(path for path in folder.iterdir() if _is_left(path)) if folder.is_dir() else []
+    return [weighed(path) for path in found]
+
+
+def weighed(path: Path) -> Litter:
+    """A file or a folder with its bytes."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return Litter(path, sum(one.stat().st_size for one in files))
+
+
+def remove_litter(folder: Path) -> list[Litter]:
+    """Remove it, and return what it was.
+
+    Raises: OSError when the disk refuses.
+    """
+    found = litter_in(folder)
+    for one in found:
+        if one.path.is_dir() and not one.path.is_symlink():
+            shutil.rmtree(one.path)
+        else:
+            one.path.unlink()
+    return found
+
+
+def _is_left(path: Path) -> bool:
+    unfinished = UNFINISHED.fullmatch(path.name)
+    if unfinished is None:
+        return TRIED.fullmatch(path.name) is not None
+    return unfinished["name"] not in OTHERS or ticks_of(int(unfinished["pid"])) is None
