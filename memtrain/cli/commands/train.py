@@ -100,7 +100,7 @@ def run_recipe(
             say(f"The run was made to its end, but in {whole(folder.final)} {lost}: it is written again.")
         print_plan(planned)
         try:
-            folder.recipe.write_text(recipe_yaml(plan.recipe))
+            folder.recipe.write_text(recipe_yaml(plan))
             plan.write(folder.path)
             script = write_files(plan, folder.path)
         except OSError as error:

@@ -7,8 +7,10 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import cast
 
 import yaml
+from pydantic import JsonValue
 
 from memtrain.cli.launch.topology import (
     ACCELERATE_FILE,
@@ -21,14 +23,26 @@ from memtrain.cli.launch.topology import (
 from memtrain.memory.estimate.sharded.zero_config import CONFIG_FILE, zero_config
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
-from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.reading.environment import hidden
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, RunLock
 
 
-def recipe_yaml(recipe: Recipe) -> str:
-    """The recipe with every default written out: it can be run again by itself."""
-    return yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False, width=100)
+def recipe_yaml(plan: Plan) -> str:
+    """The recipe with every default written out: it can be run again by itself, where the environment
+    variables that it reads are set."""
+    given = _escaped(plan.recipe.model_dump(mode="json", exclude_none=True))
+    said = hidden(cast(dict[str, JsonValue], given), plan.environment)
+    return yaml.safe_dump(said, sort_keys=False, width=100)
+
+
+def _escaped(value: object) -> object:
+    """A value whose `${` are text when it is read again."""
+    if isinstance(value, dict):
+        return {key: _escaped(one) for key, one in cast(dict[str, object], value).items()}
+    if isinstance(value, list):
+        return [_escaped(one) for one in cast(list[object], value)]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def write_files(plan: Plan, run_dir: Path) -> Path:

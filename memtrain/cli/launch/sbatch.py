@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from memtrain.cli.launch.topology import Topology, environment
+from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import MIB
 from memtrain.recipes.sections.slurm import Slurm, seconds_of
 from memtrain.trainers.loop.rank_failures import LAUNCHED
@@ -70,7 +73,10 @@ def sbatch_text(job: Job) -> str:
 
     Source: rules of saving and queueing again measured against SLURM 22.05 on four virtual nodes
     (`make test-slurm`): what SLURM sends to whom at a time limit, a cancellation, a preemption and a failure.
+
+    Raises: LaunchError for names that would be lines of their own.
     """
+    _check_names(job)
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -130,8 +136,26 @@ def _options(job: Job) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    # sbatch splits its lines at blanks, and knows double quotes.
-    return f'"{value}"' if " " in value else value
+    # sbatch splits its lines at blanks and ends them at #; it knows quotes, and the backslash inside of them.
+    if not re.search(r"""[\s"'\\#]""", value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _check_names(job: Job) -> None:
+    """Refuse names that would be lines of their own in a script.
+
+    Raises: LaunchError.
+    """
+    for name in (job.name, job.folder, *job.runs, job.here, job.python):
+        if any(not letter.isprintable() for letter in str(name)):
+            raise LaunchError(
+                f"{json.dumps(str(name))} holds a line break or another control character, and no line of a "
+                "batch script can say it",
+                "run_dir",
+                "choose a folder whose path has none",
+            )
 
 
 def lead_s(

@@ -48,7 +48,7 @@ def standing_of(path: Path) -> Standing:
     from memtrain.trainers.checkpoints.checkpoint import complete_steps
 
     folder = RunFolder(path)
-    plan = read_plan(path / PLAN_FILE)
+    plan = read_plan(path / PLAN_FILE, reveals=False)
     events = read_metrics(folder.metrics)
     steps = [event for event in events if isinstance(event, StepEvent)]
     evals = [event for event in events if isinstance(event, EvalEvent)]

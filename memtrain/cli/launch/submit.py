@@ -42,7 +42,7 @@ class Submission:
             folder = RunFolder(run)
             _release(folder)
             with folder.open_for_run():
-                folder.recipe.write_text(recipe_yaml(planned.plan.recipe))
+                folder.recipe.write_text(recipe_yaml(planned.plan))
                 planned.plan.write(run)
         self.job.logs.mkdir(parents=True, exist_ok=True)
         self.job.script.write_text(sbatch_text(self.job))

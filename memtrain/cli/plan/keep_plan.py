@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.pinned_recipe import kept_pins
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.recipes.reading.environment import EnvironmentText, revealed
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run_folder.folder import RunFolder
 
@@ -68,12 +69,17 @@ class Begun:
     settings: Mapping[str, JsonValue]
 
 
-def begun_in(folder: Path) -> Begun | None:
-    """The run that a folder holds checkpoints of; None where it holds none that can be read."""
+def begun_in(folder: Path, environment: Sequence[EnvironmentText] = ()) -> Begun | None:
+    """The run that a folder holds checkpoints of; None where it holds none that can be read.
+
+    `environment`: texts of the recipe that goes on; a saved one with the same digest is the same text.
+    """
     from memtrain.trainers.checkpoints.run_state import newest_facts
 
     facts = newest_facts(RunFolder(folder))
-    return None if facts is None else Begun(facts.step, facts.recipe, facts.settings)
+    if facts is None:
+        return None
+    return Begun(facts.step, revealed(facts.recipe, environment, with_digest=True), facts.settings)
 
 
 def resolve_again(asked: SourcedRecipe, facts: PlannerInputs, begun: Begun) -> Resolved:

@@ -67,7 +67,7 @@ def make_plan(
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
     facts = replace(facts, history=read_history())
     folder = run_folder_of(loaded, run_dir)
-    begun = begun_in(Path(folder)) if keeps else None
+    begun = begun_in(Path(folder), loaded.environment) if keeps else None
     resolved = resolve(asked, facts) if begun is None else resolve_again(asked, facts, begun)
     plan = Plan(
         recipe=resolved.case.recipe,
@@ -79,6 +79,7 @@ def make_plan(
         prediction=resolved.prediction,
         plain=resolved.plain,
         versions=versions(),
+        environment=loaded.environment,
     )
     return Planned(plan, resolved.case.facts.rows_of(plan.settings))
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Literal
 
+from pydantic import JsonValue
+
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.reading.environment import EnvironmentText, hidden, read_again, revealed
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
 
@@ -150,6 +154,8 @@ class Plan(Section):
     """The same run without any memory strategy, for comparison."""
     versions: dict[str, str]
     """Versions of memtrain, torch, transformers and Python that made the plan."""
+    environment: tuple[EnvironmentText, ...] = ()
+    """Texts of the recipe that came from environment variables."""
 
     def write(self, folder: Path) -> Path:
         """Write `plan.json` into `folder` and return its path."""
@@ -162,17 +168,24 @@ class Plan(Section):
         return _digest(self._text().encode())
 
     def _text(self) -> str:
-        return self.model_dump_json(indent=1) + "\n"
+        said = self.model_dump(mode="json") | {"recipe": self.hidden_recipe()}
+        return json.dumps(said, indent=1) + "\n"
+
+    def hidden_recipe(self, *, with_digest: bool = False) -> dict[str, JsonValue]:
+        """The recipe as JSON, with no text that came from the environment: in every file this form stands."""
+        return hidden(self.recipe.model_dump(mode="json"), self.environment, with_digest=with_digest)
 
 
 def _digest(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
-def read_plan(path: Path, digest: str = "") -> Plan:
-    """The plan in a `plan.json`, which must have this digest where one is given.
+def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
+    """The plan in a `plan.json`, which must have this digest where one is given; what the recipe reads from
+    the environment is read again, if it `reveals`.
 
-    Raises: LaunchError when there is none, it is another one, or of another version of memtrain.
+    Raises: LaunchError when there is none, it is another one, or of another version of memtrain, or an
+    environment variable of its recipe is not set here.
     """
     if not path.is_file():
         raise LaunchError(f"there is no plan at {path}", fix="run the training command; it writes plan.json")
@@ -184,10 +197,17 @@ def read_plan(path: Path, digest: str = "") -> Plan:
             fix="run the training command again; one run folder is for one run",
         )
     try:
-        return Plan.model_validate_json(raw)
+        plan = Plan.model_validate_json(raw)
     except ValueError as error:
         raise LaunchError(
             f"plan.json does not fit this version of memtrain: {error}",
             where=str(path),
             fix="run the training command again; it makes a new plan",
         ) from None
+    if not plan.environment or not reveals:
+        return plan
+    texts = read_again(plan.environment, str(path))
+    recipe = revealed(plan.recipe.model_dump(mode="json"), texts)
+    return plan.model_copy(
+        update={"recipe": Recipe.model_validate_json(json.dumps(recipe)), "environment": texts}
+    )

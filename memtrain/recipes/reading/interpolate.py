@@ -11,18 +11,22 @@ from __future__ import annotations
 from memtrain.recipes.reading.yaml_tree import MAX_NODES, Faults, Items, Mapping, Node, count_nodes
 
 
-def interpolated(tree: Mapping, faults: Faults) -> Mapping:
-    """The tree with every `${...}` replaced; what cannot be replaced is noted in `faults`."""
+def interpolated(tree: Mapping, faults: Faults) -> tuple[Mapping, dict[str, str]]:
+    """(the tree with every `${...}` replaced, the environment variables that were read, with their text).
+
+    What cannot be replaced is noted in `faults`.
+    """
     if not any("${" in text for text in _texts(tree)):
-        return tree
+        return tree, {}
     # OmegaConf takes 0.1 s to import: only for recipes that need it.
     from memtrain.recipes.reading.references import Interpolation
 
-    result = Interpolation(tree, faults).node(tree, ())
+    interpolation = Interpolation(tree, faults)
+    result = interpolation.node(tree, ())
     if count_nodes(result) > MAX_NODES:
         faults.add(f"more than {MAX_NODES:,} keys and values after ${{...}}", tree.place, "write them out")
-        return tree
-    return result if isinstance(result, Mapping) else tree
+        return tree, {}
+    return (result if isinstance(result, Mapping) else tree), interpolation.variables
 
 
 def _texts(node: Node) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from memtrain.errors import Fault, RecipeError
+from memtrain.recipes.reading.environment import EnvironmentText, environment_texts, that_can_be_hidden
 from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
@@ -36,6 +37,8 @@ class LoadedRecipe:
     overrides: tuple[str, ...]
     tree: Mapping = field(repr=False)
     """Everything written: the file, the files it extends, and the overrides, with `${...}` replaced."""
+    environment: tuple[EnvironmentText, ...] = ()
+    """Its texts that came from environment variables, which are written nowhere."""
 
     @property
     def resolved(self) -> ReadOnly[str, object]:
@@ -111,11 +114,13 @@ def recipe_of_words(overrides: Sequence[str]) -> LoadedRecipe:
 def _loaded(
     tree: Mapping, path: Path, text: str, overrides: Sequence[str], method: str | None, faults: Faults
 ) -> LoadedRecipe:
-    tree = interpolated(apply_overrides(tree, overrides, faults), faults)
+    raw = apply_overrides(tree, overrides, faults)
+    tree, variables = interpolated(raw, faults)
     recipe = recipe_of(tree, faults, method)
     if recipe is None or faults:
         raise RecipeError(faults.in_order())
-    return LoadedRecipe(recipe, path, text, tuple(overrides), tree)
+    texts = environment_texts(raw, tree, variables) if variables else []
+    return LoadedRecipe(recipe, path, text, tuple(overrides), tree, that_can_be_hidden(recipe, texts))
 
 
 def _name(path: Path) -> str:
@@ -214,4 +219,23 @@ def _base_tree(
             (place, Fault(f"extends: {one.what}", one.where, one.fix)) for one in error.faults
         )
         return None
+    if _is_foreign(text, base, place, faults):
+        return None
     return _file_tree(text, base, _name(base), faults, (*above, base.resolve()))
+
+
+def _is_foreign(text: str, base: Path, place: Place, faults: Faults) -> bool:
+    """Whether a file that is extended is no recipe: then nothing of what stands in it is told."""
+    found = Faults()
+    root = read_yaml(text, _name(base), found)
+    own = {"extends", *Recipe.model_fields}
+    if isinstance(root, Mapping) and own & set(root.entries):
+        return False
+    lines = [one.line for one, _ in found.found if one.line]
+    at = f" (line {lines[0]} is not YAML)" if lines else ""
+    faults.add(
+        f"extends: {base} is no recipe{at}",
+        place,
+        "name a YAML file with keys of a recipe: `method:`, `model:`, `data:`",
+    )
+    return True

@@ -137,6 +137,8 @@ class Interpolation:
 
     def __init__(self, tree: Mapping, faults: Faults) -> None:
         self.tree, self.faults = tree, faults
+        self.variables: dict[str, str] = {}
+        """Environment variables that were read, with their text."""
         self.known: dict[Path, Node] = {}
         self.open: list[Path] = []
 
@@ -263,7 +265,10 @@ class Interpolation:
             )
         subject, default = arguments[0], arguments[1] if len(arguments) == 2 else None
         if name == "oc.env":
-            return _variable(str(subject.value), default, leaf.place, spelt)
+            found = _variable(str(subject.value), default, leaf.place, spelt)
+            if str(subject.value) in os.environ:
+                self.variables[str(subject.value)] = os.environ[str(subject.value)]
+            return found
         if name == "oc.decode":
             if not isinstance(subject.value, str):
                 return _Found(_as_node(subject.value, leaf.place), spelt)

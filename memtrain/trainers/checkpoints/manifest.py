@@ -68,7 +68,7 @@ def facts_of(plan: Plan, *, step: int, eval_loss: float | None = None) -> Checkp
     return CheckpointFacts(
         step=step,
         eval_loss=eval_loss,
-        recipe=plan.recipe.model_dump(mode="json"),
+        recipe=plan.hidden_recipe(with_digest=True),
         settings=plan.settings.model_dump(mode="json"),
         versions=plan.versions,
         data=data_fingerprint(plan.data),

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from memtrain.errors import Fault, ResumeError
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import MARKS, Settings
+from memtrain.recipes.reading.environment import revealed
 from memtrain.trainers.checkpoints.manifest import CheckpointFacts, data_fingerprint, device_name
 
 FREE_KEYS = (
@@ -99,7 +100,8 @@ def check_resumable(facts: CheckpointFacts, plan: Plan) -> list[str]:
 
 def _other_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
     asked_recipe = plan.recipe.model_dump(mode="json")
-    for one in differences(facts.recipe, asked_recipe):
+    saved_recipe = revealed(facts.recipe, plan.environment, with_digest=True)
+    for one in differences(saved_recipe, asked_recipe):
         if not is_below(one.key, FREE_KEYS + RESOLVED_KEYS):
             yield one
     asked = plan.settings.model_dump(mode="json")

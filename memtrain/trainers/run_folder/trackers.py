@@ -120,5 +120,5 @@ def flat_recipe(plan: Plan) -> dict[str, str | int | float | bool]:
         elif value is not None:
             flat[prefix] = str(value)
 
-    add("", plan.recipe.model_dump(mode="json"))
+    add("", plan.hidden_recipe())
     return flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from memtrain.cli.launch.slurm_exit import verdict
 from memtrain.cli.launch.slurm_nodes import Node, hardware_of, parse_nodes
 from memtrain.cli.launch.slurm_queue import JobRecord, parse_job, read_record
 from memtrain.cli.launch.topology import Topology
-from memtrain.errors import DataError, RecipeError
+from memtrain.errors import DataError, LaunchError, RecipeError
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.sections.slurm import Slurm
@@ -73,6 +74,47 @@ def test_the_script_is_as_it_was_read_and_agreed_to(name: str, job: Job):
 def test_the_script_is_bash(job: Job):
     done = subprocess.run(["bash", "-n"], input=sbatch_text(job), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+HOSTILE = (
+    "a b", "it's", 'say "x"', "$(touch owned)", "`touch owned`", "; touch owned #", "a#b", "back\\slash", "*",
+    "-n", "%j", "${HOME}", "a)b(", "!!", "é日本", "\\",
+)  # fmt: skip
+
+
+def hostile_job(name: str) -> Job:
+    return replace(ONE, folder=Path("/r") / name, runs=(Path("/r") / name,), here=Path("/h") / name,
+                   name=name, python=f"/env/{name}/python", says=name)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_is_one_word_of_the_script_and_runs_nothing(name: str, tmp_path: Path):
+    """What bash makes of it: the run and the python of the script, and no file `owned`."""
+    text = sbatch_text(hostile_job(name))
+    said = text.partition("max_restarts=")[0] + 'printf "%s\\n" "$run" "$python"\n'
+    done = subprocess.run(["bash"], input=said, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout.splitlines() == [f"/r/{name}", f"/env/{name}/python"], done.stderr
+    assert list(tmp_path.iterdir()) == []
+    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    plain = [line for line in sbatch_text(ONE).splitlines() if line.startswith("#SBATCH")]
+    assert len(options) == len(plain)
+
+
+@pytest.mark.parametrize("name", ["a", *HOSTILE])
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_shellcheck_finds_nothing_in_a_script_of_a_hostile_name(name: str):
+    done = subprocess.run(
+        ["shellcheck", "--shell=bash", "--severity=warning", "-"],
+        input=sbatch_text(hostile_job(name)), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\u2028", "\x00"])
+def test_a_line_break_in_a_name_is_refused(letter: str):
+    job = hostile_job(f"x{letter}touch owned")
+    with pytest.raises(LaunchError, match="holds a line break or another control character"):
+        sbatch_text(job)
 
 
 def test_the_lead_has_time_for_three_saves_and_two_steps():

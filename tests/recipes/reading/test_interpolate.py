@@ -14,7 +14,7 @@ def after(text: str) -> tuple[object, list[str]]:
     faults = Faults()
     tree = read_yaml(text, "my.yaml", faults)
     assert isinstance(tree, Mapping)
-    return plain(interpolated(tree, faults)), [fault.what for fault in faults.in_order()]
+    return plain(interpolated(tree, faults)[0]), [fault.what for fault in faults.in_order()]
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_a_section_that_is_referred_to_keeps_its_places():
     faults = Faults()
     tree = read_yaml("a: ${b}\nb:\n  c: 1\nd: x-${b.c}", "my.yaml", faults)
     assert isinstance(tree, Mapping)
-    made = interpolated(tree, faults)
+    made, _ = interpolated(tree, faults)
     assert str(place_of(made, "a", "c")) == "my.yaml:3:3"
     assert str(place_of(made, "d")) == "my.yaml:4:1"
 

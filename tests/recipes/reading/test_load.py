@@ -181,3 +181,26 @@ def test_interpolated_values_are_checked_at_their_line(folder: Path, monkeypatch
     assert told("my.yaml") == [("optim.lr: 'fast' is text; it must be a number above 0", "my.yaml:7:7")]
     monkeypatch.setenv("MEMTRAIN_TEST_LR", "3e-4")
     assert load_recipe("my.yaml").recipe.optim.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root:$6$secret:19000:0:99999:7:::\ndaemon:*:19000",
+        "- secret\n- other",
+        "secret",
+        "[default]\naws_secret = secret",
+        "password: secret\nuser: me",
+        "*secret: &x",
+        "\t secret: {",
+        "",
+    ],
+)
+def test_what_is_extended_and_is_no_recipe_is_never_shown(text: str, tmp_path: Path):
+    (tmp_path / "other").write_text(text)
+    (tmp_path / "r.yaml").write_text("extends: other\nmethod: sft\n")
+    with pytest.raises(RecipeError) as error:
+        load_recipe(str(tmp_path / "r.yaml"))
+    assert "secret" not in error.value.text()
+    assert "is no recipe" in error.value.text()
+    assert "r.yaml:1:" in error.value.faults[0].where

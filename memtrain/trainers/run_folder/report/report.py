@@ -111,7 +111,7 @@ def load_report(folder: RunFolder) -> Report:
     finals = [event for event in events if isinstance(event, FinalEvent)]
     return Report(
         name=folder.path.resolve().name,
-        plan=read_plan(folder.plan) if folder.plan.exists() else None,
+        plan=read_plan(folder.plan, reveals=False) if folder.plan.exists() else None,
         recipe_text=_text(folder.recipe),
         status=folder.read_status(),
         steps=tuple(event for event in events if isinstance(event, StepEvent)),
