@@ -9,6 +9,7 @@ from memtrain.memory.estimate.pricing import PlannerInputs, asks_of, predict, pr
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.plan import Plan, Prediction
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.strategies.base import StrategyGroup
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, used_in
 
@@ -18,7 +19,8 @@ class Stage:
     """Settings that change together: those that the plain run has in place of some strategies'."""
 
     name: str
-    strategies: tuple[str, ...]
+    members: StrategyGroup | tuple[str, ...]
+    """The strategies: a group, or their names."""
     unnamed: tuple[str, ...] = ()
     """Settings that belong to no strategy."""
     with_it: tuple[str, ...] = ()
@@ -28,24 +30,25 @@ class Stage:
     def fields(self) -> tuple[str, ...]:
         """Their names, without those of the stages that cannot be without this one."""
         others = {field for stage in STAGES if stage.name in self.with_it for field in stage.fields}
-        own = (field for name in self.strategies for field in STRATEGIES[name].plain)
+        own = (
+            field
+            for one in STRATEGIES.values()
+            if one.axis == self.members or one.name in self.members
+            for field in one.plain
+        )
         return tuple(dict.fromkeys(field for field in (*self.unnamed, *own) if field not in others))
 
 
 STAGES = (
     Stage("rows end to end", ("padding_free",), ("attention", "pad_to_multiple_of"), ("a prompt once",)),
     Stage("a prompt once", ("shared_prompts",)),
-    Stage("the reference", ("precomputed_reference", "adapter_off_reference")),
+    Stage("the reference", "reference"),
     Stage("Liger's kernels", (), ("liger",)),
-    Stage("the loss", ("chunked_loss", "liger_loss")),
-    Stage(
-        "checkpointing",
-        ("activation_checkpointing", "checkpoint_every_n", "streamed_layers"),
-        with_it=("offloading",),
-    ),
-    Stage("offloading", ("boundary_offloading", "full_offloading")),
-    Stage("optimizer states on the host", ("optimizer_offload",)),
-    Stage("steps in the backward pass", ("optimizer_in_backward",)),
+    Stage("the loss", "loss"),
+    Stage("checkpointing", "checkpointing", with_it=("offloading",)),
+    Stage("offloading", "offloading"),
+    Stage("optimizer states on the host", "states"),
+    Stage("steps in the backward pass", "backward"),
 )
 """In the order in which the waterfall goes down: what costs least first."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from memtrain.memory.strategies.base import Strategy
 from memtrain.memory.strategies.exclusions import EXCLUSIONS
@@ -21,37 +21,6 @@ learnt, and may be used where no exact plan fits). Which of them a plan takes, a
 
 LABELS = ("When", "Saves", "Costs", "Not exact", "Exact", "Refused")
 """What the page of a strategy says of it, each after its own word and a colon."""
-
-ON_A_CPU = "peak of a step on a CPU: [memory.md](memory.md#measured)"
-ON_A_GPU = "not yet: it needs a GPU"
-MEASURED: Mapping[str, str] = {
-    "padding_free": ON_A_CPU,
-    "packing": "[packing](benchmarks.md#packing)",
-    "shared_prompts": "[pairs](methods.md#the-prompt-once), [groups](methods.md#the-groups-prompt-once)",
-    "context_parallel": "[context-parallel.md](context-parallel.md#measured)",
-    "smaller_micro_batch": ON_A_CPU,
-    "activation_checkpointing": ON_A_CPU,
-    "checkpoint_every_n": ON_A_CPU,
-    "streamed_layers": "[streamed-layers.md](streamed-layers.md#measured)",
-    "boundary_offloading": f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
-    "full_offloading": f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
-    "chunked_loss": ON_A_CPU,
-    "optimizer_offload": ON_A_GPU,
-    "optimizer_in_backward": ON_A_CPU,
-    "precomputed_reference": ON_A_CPU,
-    "adapter_off_reference": ON_A_CPU,
-    "liger_loss": ON_A_GPU,
-    "adamw_8bit": ON_A_GPU,
-    "paged_adamw": ON_A_GPU,
-    "paged_adamw_8bit": ON_A_GPU,
-    "adafactor": ON_A_CPU,
-    "master_weights": ON_A_CPU,
-    "pure_bfloat16": ON_A_CPU,
-    "lora": ON_A_CPU,
-    "qlora": ON_A_GPU,
-    "shorter_sequences": "what each length loses and costs: [inspect-lengths.md](inspect-lengths.md)",
-}
-"""Where the figures of each strategy are."""
 
 
 def strategies_page() -> str:
@@ -124,7 +93,7 @@ def _section(strategy: Strategy, recipe: Recipe) -> list[str]:
         )
         or "nothing",
         "In the recipe": _keys(strategy, recipe),
-        "Measured": MEASURED[strategy.name],
+        "Measured": strategy.measured,
         "Source": source,
     }
     lines = [f"- **{label}**: {words.rstrip('.')}." for label, words in told.items()]

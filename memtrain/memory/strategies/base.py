@@ -38,6 +38,11 @@ Updates = Mapping[str, object]
 """New values of some settings."""
 
 
+ON_A_CPU = "peak of a step on a CPU: [memory.md](memory.md#measured)"
+ON_A_GPU = "not yet: it needs a GPU"
+"""Words of the manual for the places of the figures."""
+
+
 @dataclass(frozen=True, slots=True)
 class StrategyContext:
     """What a strategy is judged on."""
@@ -88,6 +93,8 @@ class Strategy:
     """What it does, in a sentence without a full stop."""
     saves: str
     costs: str
+    measured: str
+    """The place of its figures, as the manual links it."""
     is_exact: bool
     """The same numbers as without it, up to the order of sums; else it changes what is learnt."""
     is_used: Callable[[Settings], bool]

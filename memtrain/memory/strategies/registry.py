@@ -1,72 +1,34 @@
-"""The list of memory strategies: a page each under memory/strategies."""
+"""The list of memory strategies: every page in the rooms of memory/strategies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import get_args
+
+from memtrain.memory import strategies
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.activations import (
-    activation_checkpointing,
-    boundary_offloading,
-    checkpoint_every_n,
-    chunked_loss,
-    context_parallel,
-    full_offloading,
-    liger_loss,
-    streamed_layers,
-)
 from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, no_forms
-from memtrain.memory.strategies.batch import (
-    packing,
-    padding_free,
-    shared_prompts,
-    shorter_sequences,
-    smaller_micro_batch,
-)
-from memtrain.memory.strategies.optimizer import (
-    adafactor,
-    adamw_8bit,
-    master_weights,
-    optimizer_in_backward,
-    optimizer_offload,
-    paged_adamw,
-    paged_adamw_8bit,
-)
-from memtrain.memory.strategies.weights import (
-    adapter_off_reference,
-    lora,
-    precomputed_reference,
-    pure_bfloat16,
-    qlora,
-)
+from memtrain.recipes.sections.memory import Changing, StrategyName
+
+ORDER = tuple(dict.fromkeys((*get_args(StrategyName), *get_args(Changing))))
+"""Names as a recipe may say them; exact ones first."""
+
+
+def _pages() -> Iterator[Strategy]:
+    """The strategy of every page of a room."""
+    for path in strategies.__path__:
+        for found in iter_modules([str(room) for room in Path(path).iterdir() if room.is_dir()]):
+            room = Path(getattr(found.module_finder, "path", "")).name
+            page = getattr(import_module(f"{strategies.__name__}.{room}.{found.name}"), "STRATEGY", None)
+            if isinstance(page, Strategy):
+                yield page
+
 
 STRATEGIES: dict[str, Strategy] = {
-    page.STRATEGY.name: page.STRATEGY
-    for page in (
-        padding_free,
-        packing,
-        shared_prompts,
-        context_parallel,
-        smaller_micro_batch,
-        activation_checkpointing,
-        checkpoint_every_n,
-        streamed_layers,
-        boundary_offloading,
-        full_offloading,
-        chunked_loss,
-        liger_loss,
-        optimizer_offload,
-        optimizer_in_backward,
-        precomputed_reference,
-        adapter_off_reference,
-        adamw_8bit,
-        paged_adamw,
-        paged_adamw_8bit,
-        adafactor,
-        master_weights,
-        pure_bfloat16,
-        lora,
-        qlora,
-        shorter_sequences,
-    )
+    page.name: page for page in sorted(_pages(), key=lambda page: ORDER.index(page.name))
 }
 """Every strategy by its name; exact ones first."""
 

@@ -12,7 +12,7 @@ and `layer_backward`.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
 
@@ -37,6 +37,7 @@ STRATEGY = Strategy(
     says="every layer keeps its input and computes the rest again",
     saves="all that a layer keeps but one tensor",
     costs="one more forward pass: 20-33 % of a step",
+    measured=ON_A_CPU,
     is_exact=True,
     is_used=lambda settings: settings.checkpoint_every == 1,
     wish=wish,

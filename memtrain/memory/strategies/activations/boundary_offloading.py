@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.base import (
+    ON_A_CPU,
+    ON_A_GPU,
     Conflict,
     Strategy,
     StrategyContext,
@@ -58,6 +60,7 @@ STRATEGY = Strategy(
     says="inputs of checkpointed layers wait in host memory",
     saves="one tensor of every checkpointed layer",
     costs="two copies over the bus for each; pinned host memory",
+    measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     is_exact=True,
     is_used=lambda settings: settings.offload == "boundaries",
     wish=wish,

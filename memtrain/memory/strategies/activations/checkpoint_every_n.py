@@ -10,7 +10,7 @@ Source: Chen et al. 2016, arXiv:1604.06174, section 4 (segments); the choice of 
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
 DISTANCES = (4, 2)
@@ -43,6 +43,7 @@ STRATEGY = Strategy(
     says="every n-th layer is checkpointed",
     saves="all but one tensor of what every n-th layer keeps",
     costs="the forward pass of every n-th layer again",
+    measured=ON_A_CPU,
     is_exact=True,
     is_used=lambda settings: settings.checkpoint_every > 1,
     wish=wish,

@@ -12,7 +12,7 @@ memtrain/memory/estimate/activations.py counts in `_chunked_head`.
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
 
@@ -33,6 +33,7 @@ STRATEGY = Strategy(
     says="LM head and loss in tiles, logits never held whole",
     saves="12-16 bytes for every token and word of the vocabulary",
     costs="one more product with a head that is trained in half precision",
+    measured=ON_A_CPU,
     is_exact=True,
     is_used=lambda settings: settings.loss == "chunked",
     wish=wish,

@@ -30,6 +30,7 @@ STRATEGY = Strategy(
     says="several processes hold each row together, a slice each; no document sees another",
     saves="activations, by the number of processes",
     costs="keys and values are gathered in every layer",
+    measured="[context-parallel.md](context-parallel.md#measured)",
     is_exact=True,
     is_used=lambda settings: settings.context_parallel > 1,
     wish=lambda recipe: "on" if recipe.cluster.sharing > 1 else "off",

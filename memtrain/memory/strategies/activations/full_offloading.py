@@ -15,6 +15,8 @@ from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.activations.boundary_offloading import refusal
 from memtrain.memory.strategies.base import (
+    ON_A_CPU,
+    ON_A_GPU,
     Conflict,
     Strategy,
     StrategyContext,
@@ -43,6 +45,7 @@ STRATEGY = Strategy(
     says="all that the layers keep waits in host memory",
     saves="all activations but those of the layers at work",
     costs="every kept byte crosses the bus twice; pinned host memory",
+    measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     is_exact=True,
     is_used=lambda settings: settings.offload == "all",
     wish=wish,

@@ -10,7 +10,7 @@ Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy)
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, Updates
+from memtrain.memory.strategies.base import ON_A_GPU, Conflict, Strategy, StrategyContext, Updates
 from memtrain.recipes.recipe import HAS_ANSWERS
 
 
@@ -36,6 +36,7 @@ STRATEGY = Strategy(
     says="LM head and cross-entropy in Liger's fused kernel",
     saves="whole logits",
     costs="the head's gradient is summed in half precision",
+    measured=ON_A_GPU,
     is_exact=False,
     is_used=lambda settings: settings.loss == "liger",
     wish=lambda recipe: "on" if recipe.memory.loss == "liger" else "allow",

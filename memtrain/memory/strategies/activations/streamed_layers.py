@@ -55,6 +55,7 @@ STRATEGY = Strategy(
     says="each layer goes over a row in slices, and keeps its input alone",
     saves="what a layer holds while it is recomputed, but for one slice of it",
     costs="as checkpointing, and queries, keys and values once more",
+    measured="[streamed-layers.md](streamed-layers.md#measured)",
     is_exact=True,
     is_used=lambda settings: settings.slice_tokens > 0,
     wish=wish,

@@ -31,6 +31,7 @@ STRATEGY = Strategy(
     says="several rows fill one sequence, and none attends to another",
     saves="padding, and sequences that are half empty",
     costs="a step is counted in packed sequences",
+    measured="[packing](benchmarks.md#packing)",
     is_exact=True,
     is_used=lambda settings: settings.packing != "none",
     wish=lambda recipe: "on" if recipe.length.packing != "none" else "off",

@@ -10,7 +10,7 @@ by tests/equal/test_packed_equals_alone.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Strategy, StrategyRequest
+from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 
 
@@ -26,6 +26,7 @@ STRATEGY = Strategy(
     says="rows of a micro-batch lie end to end, and none attends to another",
     saves="every activation of padding",
     costs="nothing",
+    measured=ON_A_CPU,
     is_exact=True,
     is_used=lambda settings: settings.padding_free,
     wish=wish,

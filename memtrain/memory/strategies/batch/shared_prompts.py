@@ -43,6 +43,7 @@ STRATEGY = Strategy(
     says="a prompt is computed once for all its answers",
     saves="the activations and the work of each repeated prompt",
     costs="nothing",
+    measured="[pairs](methods.md#the-prompt-once), [groups](methods.md#the-groups-prompt-once)",
     is_exact=True,
     is_used=lambda settings: settings.shared_prompts,
     wish=wish,

@@ -24,6 +24,7 @@ STRATEGY = Strategy(
     says="rows are cut at a lower max_length",
     saves="activations, in proportion",
     costs="what is cut is not learnt",
+    measured="what each length loses and costs: [inspect-lengths.md](inspect-lengths.md)",
     is_exact=False,
     is_used=lambda settings: False,
     wish=lambda recipe: "allow",

@@ -12,7 +12,7 @@ held by tests/runs/test_same_step.py.
 from __future__ import annotations
 
 from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest
+from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo
 
@@ -40,6 +40,7 @@ STRATEGY = Strategy(
     says="a step's rows pass through the model a few at a time",
     saves="activations, in proportion",
     costs="more launches, smaller products",
+    measured=ON_A_CPU,
     is_exact=True,
     is_used=lambda settings: settings.micro_tokens is not None or settings.micro_rows != settings.batch_rows,
     wish=wish,

@@ -9,6 +9,7 @@ Source: Dettmers et al. 2021, arXiv:2110.02861, section 2.
 
 from __future__ import annotations
 
+from memtrain.memory.strategies.base import ON_A_GPU
 from memtrain.memory.strategies.optimizer.base import other_optimizer, without_bitsandbytes
 
 STRATEGY = other_optimizer(
@@ -16,6 +17,7 @@ STRATEGY = other_optimizer(
     says="moments in 8 bits with a scale for each block",
     saves="half of bfloat16 moments, three quarters of float32 ones",
     costs="moments are rounded to 256 levels",
+    measured=ON_A_GPU,
     refusal=without_bitsandbytes,
     in_shards="8-bit states of shards were never tried",
 )

@@ -32,6 +32,7 @@ def other_optimizer(
     says: str,
     saves: str,
     costs: str,
+    measured: str,
     in_shards: str,
     refusal: Callable[[StrategyContext], str | None] = never_refused,
 ) -> Strategy:
@@ -52,6 +53,7 @@ def other_optimizer(
         says=says,
         saves=saves,
         costs=costs,
+        measured=measured,
         is_exact=False,
         is_used=lambda settings: settings.optimizer == kind,
         wish=wish,

@@ -12,7 +12,7 @@ Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest
+from memtrain.memory.strategies.base import ON_A_CPU, Conflict, Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 
 
@@ -40,6 +40,7 @@ STRATEGY = Strategy(
     says="float32 copies of half-precision weights take the updates",
     saves="nothing: the price of learning in bfloat16 what float32 learns",
     costs="8 bytes for each trained weight, with its moments",
+    measured=ON_A_CPU,
     is_exact=False,
     is_used=lambda settings: settings.master_weights,
     wish=wish,

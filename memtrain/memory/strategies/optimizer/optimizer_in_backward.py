@@ -10,7 +10,7 @@ Source: Lv et al. 2023, arXiv:2306.09782 (LOMO), section 3.1; ours keeps AdamW's
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, on_off
+from memtrain.memory.strategies.base import ON_A_CPU, Conflict, Strategy, StrategyContext, on_off
 
 
 def refusal(case: StrategyContext) -> str | None:
@@ -33,6 +33,7 @@ STRATEGY = Strategy(
     says="each weight is stepped as soon as its gradient is made",
     saves="the gradients of all weights but one",
     costs="a step that runs out of memory cannot be made again",
+    measured=ON_A_CPU,
     is_exact=True,
     is_used=lambda settings: settings.in_backward,
     wish=lambda recipe: on_off(recipe.optim.in_backward),

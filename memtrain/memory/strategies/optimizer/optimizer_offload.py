@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, Updates, on_off
+from memtrain.memory.strategies.base import ON_A_GPU, Conflict, Strategy, StrategyContext, Updates, on_off
 
 WITH_MOMENTS = ("adamw", "muon")
 """Optimizers whose moments are worth moving."""
@@ -38,6 +38,7 @@ STRATEGY = Strategy(
     says="moments wait in host memory and travel to the device for the step",
     saves="two numbers for each trained weight",
     costs="the moments cross the bus twice a step; host memory",
+    measured=ON_A_GPU,
     is_exact=True,
     is_used=lambda settings: settings.optimizer_offload,
     wish=lambda recipe: on_off(recipe.memory.optimizer_offload),

@@ -9,6 +9,7 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, section 3 (paged optimizers).
 
 from __future__ import annotations
 
+from memtrain.memory.strategies.base import ON_A_GPU
 from memtrain.memory.strategies.optimizer.base import other_optimizer, without_bitsandbytes
 
 STRATEGY = other_optimizer(
@@ -16,6 +17,7 @@ STRATEGY = other_optimizer(
     says="moments in memory that the driver moves to the host",
     saves="the moments, on the host under pressure",
     costs="page faults in the step; float32 moments on the host",
+    measured=ON_A_GPU,
     refusal=without_bitsandbytes,
     in_shards="paged states of shards were never tried",
 )

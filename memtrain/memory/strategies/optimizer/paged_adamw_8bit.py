@@ -9,6 +9,7 @@ Source: Dettmers et al. 2021, arXiv:2110.02861, and 2023, arXiv:2305.14314, sect
 
 from __future__ import annotations
 
+from memtrain.memory.strategies.base import ON_A_GPU
 from memtrain.memory.strategies.optimizer.base import other_optimizer, without_bitsandbytes
 
 STRATEGY = other_optimizer(
@@ -16,6 +17,7 @@ STRATEGY = other_optimizer(
     says="8-bit moments in memory that the driver moves to the host",
     saves="the moments, on the host under pressure",
     costs="moments are rounded to 256 levels; page faults in the step",
+    measured=ON_A_GPU,
     refusal=without_bitsandbytes,
     in_shards="8-bit states of shards were never tried",
 )

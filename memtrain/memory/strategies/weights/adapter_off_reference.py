@@ -10,7 +10,7 @@ tests/equal/test_preferences_are_exact.py.
 
 from __future__ import annotations
 
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext
+from memtrain.memory.strategies.base import ON_A_CPU, Conflict, Strategy, StrategyContext
 from memtrain.memory.strategies.weights import precomputed_reference
 
 
@@ -27,6 +27,7 @@ STRATEGY = Strategy(
     says="the policy without its adapter is the reference",
     saves="a second copy of the weights",
     costs="one more forward pass in every step",
+    measured=ON_A_CPU,
     is_exact=True,
     is_used=lambda settings: settings.reference == "adapter_off",
     wish=lambda recipe: precomputed_reference.wish_of(recipe, "adapter_off"),

@@ -12,7 +12,14 @@ from __future__ import annotations
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import (
+    ON_A_CPU,
+    Conflict,
+    Strategy,
+    StrategyContext,
+    StrategyRequest,
+    Updates,
+)
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
 
@@ -35,6 +42,7 @@ STRATEGY = Strategy(
     says="the weights are frozen, thin matrices beside them are trained",
     saves="gradients and moments of all weights",
     costs="less is learnt than by training every weight",
+    measured=ON_A_CPU,
     is_exact=False,
     is_used=lambda settings: settings.adapter is not None,
     wish=wish,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest
+from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference
 
@@ -52,6 +52,7 @@ STRATEGY = Strategy(
     says="the reference's log-probs in one pass before training",
     saves="a second copy of the weights, and its forward passes",
     costs="one forward pass over the data first",
+    measured=ON_A_CPU,
     is_exact=True,
     is_used=lambda settings: settings.reference == "precomputed",
     wish=lambda recipe: wish_of(recipe, "precomputed"),

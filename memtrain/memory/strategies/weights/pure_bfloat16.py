@@ -15,7 +15,14 @@ from __future__ import annotations
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import (
+    ON_A_CPU,
+    Conflict,
+    Strategy,
+    StrategyContext,
+    StrategyRequest,
+    Updates,
+)
 from memtrain.memory.strategies.optimizer.master_weights import refusal
 from memtrain.recipes.recipe import Recipe
 
@@ -36,6 +43,7 @@ STRATEGY = Strategy(
     says="weights and moments in bfloat16 alone",
     saves="8 bytes for each trained weight",
     costs="most updates at usual learning rates: rounding loses them",
+    measured=ON_A_CPU,
     is_exact=False,
     is_used=lambda settings: trains_half(settings.dtype, settings.adapter) and not settings.master_weights,
     wish=wish,

@@ -12,7 +12,14 @@ from __future__ import annotations
 from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import trains_half
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import (
+    ON_A_GPU,
+    Conflict,
+    Strategy,
+    StrategyContext,
+    StrategyRequest,
+    Updates,
+)
 from memtrain.memory.strategies.optimizer.base import without_bitsandbytes
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
@@ -38,6 +45,7 @@ STRATEGY = Strategy(
     says="frozen weights in 4 bits, thin matrices beside them are trained",
     saves="three quarters of the weights, gradients and moments of all",
     costs="weights are rounded, and widened for every product",
+    measured=ON_A_GPU,
     is_exact=False,
     is_used=lambda settings: settings.quantize != "none",
     wish=wish,
