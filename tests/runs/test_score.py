@@ -12,10 +12,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from memtrain.cli.commands.score import score
 from memtrain.cli.commands.train import run_recipe
 from memtrain.errors import DataError, LaunchError
+from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.recipes.sections.model import Model
+from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.loop import final_scores
 from memtrain.trainers.model.loading import save
+from memtrain.trainers.online.rewards.answer import Answer, Asked
+from memtrain.trainers.online.rewards.models import load_reward_model
+from memtrain.trainers.online.rewards.reading import read_reading
 from memtrain.trainers.tools.merge import merge_run
 
 RECIPE = """
@@ -215,3 +220,27 @@ def test_rows_without_an_answer_are_refused(model: str, folder: Path):
     with pytest.raises(DataError) as caught:
         scored(model, str(folder / "text.jsonl"), folder)
     assert "does not take" in caught.value.text()
+
+
+def test_a_judge_reads_conversations_at_the_place_that_was_learnt(folder: Path):
+    """The reward of a completion, online, is the score of the conversation with it: one place, one template.
+
+    The policy's tokens of the same conversation stand in its Answer, and are not what is read.
+    """
+    asked = [{"role": "user", "content": "Ana has 3 pens and buys 2. How many?"}]
+    said = ["5", "3 + 2 = 5 pens."]
+    rows = folder / "conversations.jsonl"
+    row = {"prompt": asked, "chosen": _said(said[0]), "rejected": _said(said[1])}
+    rows.write_text("\n".join([json.dumps(row)] * 8) + "\n")
+    words = [f"data.train=[{{source: {rows}}}]", "train.max_steps=1"]
+    final = trained(folder, "reward", *words, name="conversations")
+    assert read_reading(Path(final)).rows == "conversations"
+    (scores,) = scored(final, str(rows), folder)[:1]
+    plan = read_plan(Path(final).parent / PLAN_FILE)
+    judge = load_reward_model(RewardModel(path=final), plan.settings, model_type="qwen3")
+    answers = [Answer("", words, (5, 6), {}, (7,), asked=Asked(tuple(asked))) for words in said]
+    assert judge.scores(answers) == pytest.approx([scores["chosen"], scores["rejected"]], abs=1e-5)
+
+
+def _said(words: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": words}]

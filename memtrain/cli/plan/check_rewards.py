@@ -7,9 +7,11 @@ from dataclasses import replace
 from memtrain.errors import RecipeError
 from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.reading.load import LoadedRecipe
+from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.online.rewards.declared import declared_functions
 from memtrain.trainers.online.rewards.functions import check_columns
+from memtrain.trainers.online.rewards.reading import asked_of, reader_of
 
 
 def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> None:
@@ -23,7 +25,9 @@ def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> Non
     try:
         found = declared_functions(rewards)
         if data is not None:
-            check_columns(found, list(TokenStore.open(data.train.folder).columns(0)))
+            store = TokenStore.open(data.train.folder)
+            check_columns(found, list(store.columns(0)))
+            _check_models(rewards, store)
     except RecipeError as error:
         is_ours = "rewards.functions"
         raise RecipeError(
@@ -32,3 +36,12 @@ def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> Non
                 for one in error.faults
             ]
         ) from None
+
+
+def _check_models(rewards: Rewards, store: TokenStore) -> None:
+    """Raise RecipeError where a reward model cannot read the prompts as it read the rows of its training."""
+    asked = store.asked(0)
+    for number, one in enumerate(rewards.functions):
+        if one.model is not None and asked is not None:
+            where = f"rewards.functions.{number}.model"
+            reader_of(one.model).check(asked_of(asked), one.label, where)

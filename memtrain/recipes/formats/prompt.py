@@ -25,6 +25,8 @@ from memtrain.recipes.formats.json_text import template_kwargs_at, tools_at
 NEEDS = ("prompt",)
 READS = ("prompt", "tools")
 PARTS = ("prompt",)
+ASKED = "memtrain:asked"
+"""Key beside the columns of a stored row, under which its prompt stands as it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class Prompt(Example):
     prompt: str | Messages
     tools: tuple[Tool, ...]
     columns: dict[str, Any]
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What is stored beside its tokens: the columns, and under `ASKED` the prompt and its tools."""
+        return {**self.columns, ASKED: {"prompt": self.prompt, "tools": self.tools}}
 
 
 def parse(row: Row, names: Names) -> Prompt:

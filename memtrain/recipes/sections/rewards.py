@@ -21,14 +21,18 @@ class RewardModel(Section):
     """A trained reward model, as `memtrain reward` writes one: any sequence classifier with one number."""
 
     path: str
-    """Hub id or folder. Its tokenizer must be its own; where that is the policy's too, tokens are not made
-    again."""
+    """Hub id or folder, with its tokenizer. A conversation is written by the model's own chat template, and
+    strings end as its training's did: the score is read at the place that was learnt."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub; never the policy's."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of its weights. `auto`: the policy's."""
+
+    chat_template: str | None = None
+    """A Jinja file, or a shipped template by name, in place of its tokenizer's chat template: where that has
+    none."""
 
     max_length: PositiveInt | None = None
     """Longest prompt with completion that it reads, in tokens; longer ones lose their beginning. Not given:

@@ -72,6 +72,10 @@ class PromptFeed:
         """Other columns of its row."""
         return self.store.columns(int(self.prompts.row[prompt]))
 
+    def asked(self, prompt: int) -> dict[str, Any] | None:
+        """Prompt and tools of its row as they were read, whatever is kept of its tokens."""
+        return self.store.asked(int(self.prompts.row[prompt]))
+
     def micro_batch(self, sequences: Ints) -> MicroBatch:
         """Nothing: a prompt alone teaches nothing."""
         return nothing(pad_id=self.pad_id, is_flat=self.settings.padding_free)

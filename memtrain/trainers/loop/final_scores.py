@@ -75,7 +75,8 @@ def check_final_scores(built: Built, feed: AnswerFeed) -> FinalScores:
     rows = [row for item in feed.items_of(sequences).tolist() for row in feed.whole_rows(item)]
     base = base_model(built.model)
     embedding: Any = base.get_input_embeddings()
-    pad_id = with_scoring_pad(built.tokenizer, embedding.num_embeddings).pad_token_id
+    padded: Any = with_scoring_pad(built.tokenizer, embedding.num_embeddings)
+    pad_id: int | None = padded.pad_token_id
     if base is not built.model:
         # An adapter is loaded on its base, with the base's own configuration.
         pad_id = base.config.get_text_config().pad_token_id

@@ -16,10 +16,12 @@ from memtrain.trainers.build.components import build_model
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint, complete_steps, newest_complete
 from memtrain.trainers.checkpoints.manifest import fault_of, read_manifest
 from memtrain.trainers.checkpoints.row_shards import fill_from
+from memtrain.trainers.data.store.token_store import META_FILE, TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.reward_head import head_of_rewards
 from memtrain.trainers.model.loading.load import DTYPES
 from memtrain.trainers.model.loading.save import MOST_BYTES, refuse_to_overwrite, save_final
+from memtrain.trainers.online.rewards.reading import reading_of, write_reading
 from memtrain.trainers.run_folder.folder import RunFolder
 
 
@@ -69,6 +71,8 @@ def export_run(
     if not isinstance(model, PeftModel):
         model = model.to(DTYPES[to])  # pyright: ignore[reportArgumentType]
     save_final(model, tokenizer, output, max_shard_bytes=max_shard_bytes)
+    if METHODS[plan.recipe.method].head == "score" and (Path(plan.data.train.folder) / META_FILE).is_file():
+        write_reading(reading_of(TokenStore.open(plan.data.train.folder).meta), output)
     return Exported(
         output,
         checkpoint.manifest.facts.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import DTYPES, load_model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE
 from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final, stop_at
+from memtrain.trainers.online.rewards.reading import READING_FILE
 from memtrain.trainers.run_folder.folder import RunFolder
 
 
@@ -67,6 +69,8 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     adapted = load_adapter(base, str(folder.final))
     model, num_modules = fold(adapted, DTYPES[to])
     save_final(model, tokenizer, output)
+    if (folder.final / READING_FILE).is_file():
+        shutil.copy(folder.final / READING_FILE, output)
     return Merged(output, to, num_modules, plan.settings.quantize if plan.settings.quantize != "none" else "")
 
 

@@ -28,11 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
+from memtrain.recipes.formats.prompt import ASKED
 from memtrain.recipes.sections.base import Section
 from memtrain.trainers.data.sources.splits import HAS_PROMPTS, Hashes, span_hashes
 from memtrain.trainers.data.store.blocks import BLOCK_BYTES, CheckedFile, SummedFile, Sums
 
-VERSION = 2
+VERSION = 3
 """Of the layout. A store of another version is made again."""
 META_FILE = "meta.json"
 SUMS_FILE = "sums.bin"
@@ -350,6 +351,13 @@ class TokenStore:
 
     def columns(self, i: int) -> dict[str, Any]:
         """Other columns of row `i`; none where the format keeps none."""
+        return {name: value for name, value in self._kept(i).items() if name != ASKED}
+
+    def asked(self, i: int) -> dict[str, Any] | None:
+        """`prompt` and `tools` of row `i` as they were read; None where the format keeps none."""
+        return self._kept(i).get(ASKED)
+
+    def _kept(self, i: int) -> dict[str, Any]:
         if not self.meta.has_columns:
             return {}
         start, end = self._columns_ptr[i : i + 2].tolist()

@@ -156,7 +156,7 @@ class Tokenizing:
             return row_of_pair(own[0], own[1], example.margin, stream, line)
         one = own[0]
         if isinstance(example, Prompt):
-            return TokenRow(one.ids, (len(one.ids),), (), stream, line, columns=example.columns)
+            return TokenRow(one.ids, (len(one.ids),), (), stream, line, columns=example.kept)
         check_learnt(one.learnt, len(one.ids), self.job.rendering)
         cut = one.cut
         parts = (cut, len(one.ids) - cut) if len(self.parts) == 2 else (len(one.ids),)

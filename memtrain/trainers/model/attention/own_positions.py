@@ -111,13 +111,15 @@ def _by_row(module: nn.Module, kind: str, x: Tensor, position_BT: Tensor, layer_
     length_BT = row_lengths(position_BT)
     most = _most(module, kind, layer_type)
     original = cast(Tensor, getattr(module, _named(layer_type, "original_inv_freq")))
-    turned = _turned(module, original, x, position_BT, layer_type)
+    # A class that looks at the longest place itself (PhiMoE) finds that of a short row.
+    turned = _turned(module, original, x, position_BT.clamp(max=most - 1), layer_type)
     if kind == "longrope":
         longer = _frequencies(module, kind, most + 1, x.device, layer_type)
         return _picked(length_BT > most, _turned(module, longer, x, position_BT, layer_type), turned)
     for length in torch.unique(length_BT[length_BT > most]).tolist():
         own = _frequencies(module, kind, length, x.device, layer_type)
-        turned = _picked(length_BT == length, _turned(module, own, x, position_BT, layer_type), turned)
+        places_BT = position_BT.clamp(max=length - 1)
+        turned = _picked(length_BT == length, _turned(module, own, x, places_BT, layer_type), turned)
     return turned
 
 

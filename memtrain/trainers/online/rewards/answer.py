@@ -6,6 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from memtrain.recipes.formats.fields import Messages, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as its row says it, before any tokenizer and template."""
+
+    prompt: str | Messages
+    tools: tuple[Tool, ...] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -17,3 +27,5 @@ class Answer:
     columns: Mapping[str, Any]
     """Other columns of the row."""
     prompt_ids: tuple[int, ...] = ()
+    asked: Asked | None = None
+    """Its prompt as the row says it: what a reward model renders by its own template."""

@@ -11,31 +11,29 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 from memtrain.memory.estimate.auxiliary_models import READ_TOKENS, judge_settings
+from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
-from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.batches.answer_batch import Answer as AnswerIds
 from memtrain.trainers.batches.answer_batch import Group, collate_answers
-from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.locate import find_origin, read_config
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
 from memtrain.trainers.online.rewards.answer import Answer
+from memtrain.trainers.online.rewards.reading import Ids, RewardReader, model_of, reader_of
 from memtrain.trainers.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RewardJudge:
-    """A reward model with its tokenizer."""
+    """A reward model with its own tokenizer and chat template."""
 
     scorer: RewardScorer
-    tokenizer: PreTrainedTokenizerFast | None
-    """None: it is the policy's, and tokens are taken as they are."""
+    reader: RewardReader
     settings: Settings
     pad_id: int
     max_length: int | None
@@ -44,7 +42,7 @@ class RewardJudge:
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         """The reward of each answer, read at its last token. Prompts are read once for their answers."""
-        ids = [self._ids(answer) for answer in answers]
+        ids = [self._cut(*one) for one in self.reader.ids(answers)]
         order = sorted(range(len(ids)), key=lambda one: (-len(ids[one][0]) - len(ids[one][1]), one))
         if self.settings.shared_prompts:
             order = list(range(len(ids)))
@@ -57,23 +55,18 @@ class RewardJudge:
             self._asked([((self.pad_id,), (self.pad_id,))])
         return found
 
-    def _ids(self, answer: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(prompt, completion) as this model's tokens, cut at the beginning where they are too long."""
-        prompt, completion = answer.prompt_ids, answer.completion_ids
-        if self.tokenizer is not None:
-            prompt, completion = (
-                tuple(self.tokenizer.encode(text, add_special_tokens=False))
-                for text in (answer.prompt, answer.completion)
-            )
+    def _cut(self, prompt: Ids, completion: Ids) -> tuple[Ids, Ids]:
+        """The same, cut at the beginning where they are too long."""
         if self.max_length is not None:
             completion = completion[-self.max_length :]
             room = self.max_length - len(completion)
             prompt = prompt[len(prompt) - room :] if room < len(prompt) else prompt
+        if not completion:
+            # An empty string without an end token: the score is that of the prompt's last token.
+            prompt, completion = prompt[:-1], prompt[-1:]
         return prompt, completion
 
-    def _batches(
-        self, order: Sequence[int], ids: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-    ) -> list[list[int]]:
+    def _batches(self, order: Sequence[int], ids: Sequence[tuple[Ids, Ids]]) -> list[list[int]]:
         made: list[list[int]] = [[]]
         longest = 0
         for one in order:
@@ -84,7 +77,7 @@ class RewardJudge:
             made[-1].append(one)
         return [some for some in made if some]
 
-    def _asked(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[float]:
+    def _asked(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[float]:
         groups: list[Group] = []
         for prompt, members in groupby(pairs, key=lambda pair: pair[0]):
             written = tuple(
@@ -98,7 +91,7 @@ class RewardJudge:
             is_shared=self.settings.shared_prompts,
             is_flat=self.settings.padding_free,
             pad_id=self.pad_id,
-            by_row=True,
+            by_row=self.settings.positions_by_row,
         ).to(local_device(self.settings))
         with torch.no_grad():
             return self.scorer(batch.micro.model_inputs(), batch.last_A).cpu().tolist()
@@ -107,7 +100,6 @@ class RewardJudge:
 def load_reward_model(
     recipe: RewardModel,
     settings: Settings,
-    tokenizer: PreTrainedTokenizerFast,
     *,
     model_type: str,
     lay: Callable[[nn.Module], None] = lambda scorer: None,
@@ -119,10 +111,13 @@ def load_reward_model(
     lays its weights over the `ranks`.
     Raises: LaunchError when there is no such model, or it is no reward model.
     """
-    named = Model(path=recipe.path, revision=recipe.revision)
-    own = tokenizer_of(named)
-    is_alike = read_config(find_origin(recipe.path, recipe.revision)).model_type == model_type
-    plain = judge_settings(settings, recipe.dtype, is_alike=is_alike)
+    named = model_of(recipe)
+    reader = reader_of(recipe)
+    own = reader.tokenizer
+    config = read_config(find_origin(recipe.path, recipe.revision))
+    plain = judge_settings(settings, recipe.dtype, is_alike=config.model_type == model_type)
+    if reached(length_rules(config.to_dict()), None, "row") is not None:
+        plain = plain.model_copy(update={"shared_prompts": False, "positions_by_row": not plain.padding_free})
 
     def made() -> RewardScorer:
         model = load_model(named, plain, seed=0, vocab_size=len(own), head="score", is_new=False)
@@ -134,7 +129,7 @@ def load_reward_model(
     pad = own.pad_token_id
     return RewardJudge(
         scorer=scorer,
-        tokenizer=None if own.get_vocab() == tokenizer.get_vocab() else own,
+        reader=reader,
         settings=plain,
         pad_id=pad if isinstance(pad, int) else 0,
         max_length=recipe.max_length,

@@ -24,6 +24,7 @@ from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rewards.early import Early
 from memtrain.trainers.online.rewards.functions import Function, load_functions
 from memtrain.trainers.online.rewards.models import RewardJudge, load_reward_model
+from memtrain.trainers.online.rewards.reading import asked_of
 from memtrain.trainers.online.rewards.score import Answer, score
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.runtime.ranks import Ranks
@@ -116,7 +117,7 @@ class RewardScoring:
     def _answers(self, feed: PromptFeed, row: int, samples: Sequence[Sample]) -> list[Answer]:
         """The completions of one row with all that a reward may want to know."""
         ids, columns = feed.ids(row), feed.columns(row)
-        prompt = self._text(ids)
+        prompt, asked = self._text(ids), feed.asked(row)
         return [
             Answer(
                 prompt=prompt,
@@ -124,6 +125,7 @@ class RewardScoring:
                 completion_ids=sample.token_ids,
                 columns=columns,
                 prompt_ids=ids,
+                asked=None if asked is None else asked_of(asked),
             )
             for sample in samples
         ]
@@ -158,7 +160,6 @@ def build_judging(plan: Plan, built: Built, ranks: Ranks, say: Callable[[str], N
         function.label: load_reward_model(
             function.recipe.model,
             plan.settings,
-            built.tokenizer,
             model_type=model_type,
             lay=built.spread.lay_frozen,
             ranks=ranks,

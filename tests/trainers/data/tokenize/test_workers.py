@@ -1,5 +1,7 @@
 """Tokenizing: the tokenizer's own ids, spans that start where they should, pairs that share a prompt."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from memtrain.recipes.formats.fields import Names
+from memtrain.recipes.formats.prompt import ASKED
 from memtrain.trainers.data.tokenize.encode import Encoder
 from memtrain.trainers.data.tokenize.render import Piece, Rendering
 from memtrain.trainers.data.tokenize.tiny_tokenizer import FOLDER, training_texts
@@ -174,7 +177,9 @@ def test_labels_beside_ids_say_what_is_learnt():
 
 def test_prompts_keep_their_columns_and_learn_nothing():
     done = rows_of([{"prompt": "How many?", "answer": "#### 3"}], job("prompt"))
-    assert done.rows.columns == ['{"answer": "#### 3"}']
+    (kept,) = map(json.loads, done.rows.columns)
+    # The prompt as it was read too: reward models write it by their own template.
+    assert kept == {"answer": "#### 3", ASKED: {"prompt": "How many?", "tools": []}}
     assert done.rows.spans.tolist() == []
 
 

@@ -14,7 +14,7 @@ from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.online.rewards import models
-from memtrain.trainers.online.rewards.answer import Answer
+from memtrain.trainers.online.rewards.answer import Answer, Asked
 from memtrain.trainers.online.rewards.models import load_reward_model
 
 TINY = {
@@ -44,14 +44,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers() -> list[Answer]:
-    """Two prompts with two completions each, of different lengths."""
-    prompts = ((5, 6, 7, 8), (9, 10))
-    written = (((11, 12), (13,)), ((14, 15, 16), (17, 18)))
+    """Two prompts with two completions each, of different lengths: strings."""
+    written = {"Ana has 3 pens.": (" 3", " three of them"), "Hm": (" no", " yes, 12")}
     return [
-        Answer("", "", completion, {}, prompt)
-        for prompt, group in zip(prompts, written, strict=True)
+        Answer(prompt, completion, (1, 2), {}, (3,), asked=Asked(prompt))
+        for prompt, group in written.items()
         for completion in group
     ]
+
+
+def ids_of(answer: Answer) -> tuple[int, ...]:
+    """A row of the reward model's training: prompt and answer put together, and the end token."""
+    tokenizer = tokenizer_of(Model(path="builtin:tiny"))
+    return tuple(tokenizer.encode(answer.prompt + answer.completion + str(tokenizer.eos_token)))
 
 
 def alone(folder: Path, ids: tuple[int, ...]) -> float:
@@ -63,20 +68,17 @@ def alone(folder: Path, ids: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 def test_rewards_are_those_of_each_answer_alone(folder: Path, model_type: str):
     """As the policy's rows lie where it is alike (its prompts once), padded where it is another kind."""
-    tokenizer = tokenizer_of(Model(path="builtin:tiny"))
-    judge = load_reward_model(RewardModel(path=str(folder)), settings(), tokenizer, model_type=model_type)
-    assert judge.tokenizer is None
+    judge = load_reward_model(RewardModel(path=str(folder)), settings(), model_type=model_type)
     assert judge.settings.shared_prompts == (model_type == "qwen3")
-    expected = [alone(folder, answer.prompt_ids + answer.completion_ids) for answer in answers()]
+    expected = [alone(folder, ids_of(answer)) for answer in answers()]
     assert judge.scores(answers()) == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_is_too_long_loses_its_beginning(folder: Path):
-    tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     recipe = RewardModel(path=str(folder), max_length=4)
-    judge = load_reward_model(recipe, settings(), tokenizer, model_type="qwen3")
-    expected = [alone(folder, (7, 8, 11, 12)), alone(folder, (6, 7, 8, 13))]
-    assert judge.scores(answers()[:2]) == pytest.approx(expected, abs=1e-5)
+    judge = load_reward_model(recipe, settings(), model_type="qwen3")
+    expected = [alone(folder, ids_of(answer)[-4:]) for answer in answers()]
+    assert judge.scores(answers()) == pytest.approx(expected, abs=1e-5)
 
 
 def test_its_revision_precision_and_adapter_are_not_the_policys(
@@ -92,8 +94,7 @@ def test_its_revision_precision_and_adapter_are_not_the_policys(
 
     monkeypatch.setattr(models, "load_model", load)
     policy = settings(dtype="bfloat16", quantize="none", adapter={"r": 4})
-    tokenizer = tokenizer_of(Model(path="builtin:tiny"))
-    load_reward_model(RewardModel(path=str(folder), dtype="float32"), policy, tokenizer, model_type="llama")
+    load_reward_model(RewardModel(path=str(folder), dtype="float32"), policy, model_type="llama")
     ((recipe, loaded),) = seen
     assert recipe.revision is None
     assert (loaded.dtype, loaded.adapter, loaded.attention) == ("float32", None, "stock")
