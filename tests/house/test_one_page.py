@@ -1,0 +1,48 @@
+"""A strategy is one page: few files of the package name it. docs: CONTRIBUTING.md."""
+
+import re
+from pathlib import Path
+
+from memtrain.memory.strategies.registry import ORDER, STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+MOST = 6
+"""Files that may name a strategy: the recipe's key, its page, its formula, the code that does it, its proof."""
+
+ABOVE = {
+    "activation_checkpointing": 7,
+    "adafactor": 11,
+    "adamw_8bit": 11,
+    "context_parallel": 9,
+    "master_weights": 11,
+    "packing": 9,
+    "padding_free": 9,
+    "paged_adamw": 8,
+    "paged_adamw_8bit": 8,
+    "shared_prompts": 11,
+    "streamed_layers": 7,
+}
+"""Those that more files name, most of them as a field of Settings or a value of `optim.kind`: only ever fewer."""
+
+
+def files_that_name(strategy: str) -> list[str]:
+    """Package files with the name as a word of its own in quotes."""
+    quoted = re.compile(rf"""["']{strategy}["']""")
+    return [
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "memtrain").rglob("*.py"))
+        if quoted.search(path.read_text())
+    ]
+
+
+def test_few_files_name_a_strategy():
+    found = {name: files_that_name(name) for name in STRATEGIES}
+    assert not {name: files for name, files in found.items() if len(files) > ABOVE.get(name, MOST)}
+    assert {name for name, files in found.items() if len(files) > MOST} == set(ABOVE)
+
+
+def test_every_strategy_that_a_recipe_may_name_has_its_page():
+    assert list(STRATEGIES) == list(ORDER)
+    for name in STRATEGIES:
+        pages = list((ROOT / "memtrain/memory/strategies").rglob(f"{name}.py"))
+        assert len(pages) == 1, name
