@@ -1,4 +1,4 @@
-"""What the user is told: one kind of error a fault can have, each with its exit code."""
+"""Errors: one class for each kind of fault, with its exit code, its place and its mend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods: what `method:` may say, what each is, and where its trainer lives."""
+"""The registry of methods: names of `method:`, descriptions, and the module of each trainer."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from memtrain.memory.strategies.registry import ORDER, STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 MOST = 6
-"""Files that may name a strategy: the recipe's key, its page, its formula, the code that does it, its proof."""
+"""Files that may name a strategy: the recipe key, its page, its formula, its code, its proof."""
 
 ABOVE = {
     "activation_checkpointing": 7,
@@ -22,7 +22,7 @@ ABOVE = {
     "shared_prompts": 11,
     "streamed_layers": 7,
 }
-"""Those that more files name, most of them as a field of Settings or a value of `optim.kind`: only ever fewer."""
+"""Named by more, most of them as a field of Settings or a value of `optim.kind`: only ever fewer."""
 
 
 def files_that_name(strategy: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What ended the tasks of a job, in words and as an exit code: the last line of a batch script."""
+"""The end of a job's tasks, in words and as an exit code: the last line of a batch script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training command shows: how the data is read, the plan before the run, the end after it."""
+"""Output of a training command: reading the data, the plan before the run, the summary after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is made from, looked at without torch: the model's configuration, the data, the devices."""
+"""Inputs of a plan, found without torch: the model's configuration, the data, the devices."""
 
 from __future__ import annotations
 

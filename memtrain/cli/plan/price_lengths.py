@@ -1,4 +1,4 @@
-"""What the planner predicts of each max_length: peak memory and time of a step, for a recipe and a budget."""
+"""Predictions for each max_length: peak memory and time of a step, for a recipe and a budget."""
 
 from __future__ import annotations
 

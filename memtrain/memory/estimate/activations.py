@@ -1,4 +1,4 @@
-"""What one layer and the head keep for the backward pass, and the most they hold at once, in closed form.
+"""Activations in closed form: bytes that a layer and the head keep for the backward pass, and their peak.
 
 Source: derived from the modelling code of transformers 5.23 and the autograd formulas of torch 2.13, and held
 against traces of the same step by tests/trainers/tools/trace/test_trace.py. Letters: N tokens of a

@@ -1,4 +1,4 @@
-"""What attention takes where several processes hold a row together: gathered keys, or dealt-out heads."""
+"""Attention memory where several processes hold a row together: gathered keys, or exchanged heads."""
 
 # a: bytes of a number, N: tokens of one process, M: gathered tokens, Q and K: widths of queries and keys.
 

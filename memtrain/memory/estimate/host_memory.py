@@ -1,4 +1,4 @@
-"""Host memory of a plan: what waits there on purpose, and the refusal of a plan that would exhaust it."""
+"""Host memory of a plan: tensors that wait there, and the refusal of a plan that would exhaust it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the resolver knows beside the recipe, and what it predicts of settings under these facts."""
+"""Inputs of the planner beside the recipe, and the price of settings under them."""
 
 from __future__ import annotations
 

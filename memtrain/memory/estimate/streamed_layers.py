@@ -1,4 +1,4 @@
-"""What a streamed layer holds: a few tensors of the whole row, and the intermediates of one slice."""
+"""Memory of a streamed layer: a few tensors of the whole row, and the intermediates of one slice."""
 
 # a: bytes of a number, N: tokens of a micro-batch, n: tokens of a slice, W: model width, K: width of keys.
 

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what each strategy buys in memory and time, and why the others are left out."""
+"""Reasons of a plan: memory and time that each strategy buys, and why the others are left out."""
 
 from __future__ import annotations
 

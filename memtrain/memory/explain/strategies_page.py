@@ -1,4 +1,4 @@
-"""The page of all memory strategies, in Markdown: what each does, saves and costs, and what excludes what."""
+"""The page of all memory strategies, in Markdown: effects, savings, costs and exclusions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would fit in place of what did not: the fewest changes of a recipe with a low enough peak."""
+"""Suggestions where nothing fits: the fewest changes of a recipe with a low enough peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What methods that write completions add to a plan: who writes, how many at a time, and what keys need."""
+"""Generation in a plan: the sampler, completions at a time, and the memory of keys and values."""
 
 from __future__ import annotations
 

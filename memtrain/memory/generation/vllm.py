@@ -1,4 +1,4 @@
-"""What vLLM adds to a plan: memory of a process of its own, while it writes and while it sleeps."""
+"""vLLM in a plan: memory of its process while it writes and while it sleeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured on this machine, in a store of its own: a device's rates, and peaks of runs that ended.
+"""Measurements of this machine, kept in a store: rates of a device, and peaks of ended runs.
 
 Nothing needs it: without it a plan takes typical values, and says so. `MEMTRAIN_CALIBRATION` names another
 folder, or `off`.

@@ -1,4 +1,4 @@
-"""Peaks of runs that ended beside what was predicted of them, and what the next prediction learns from it.
+"""Measured peaks of ended runs beside their predictions, and the correction of the next prediction.
 
 A correction is a share of the predicted peak, bounded, told on a line of its own. A run that did not rehearse
 may never have met its heaviest batch: it says only how much more was needed, never how much less.

@@ -1,4 +1,4 @@
-"""What the code of well-known model families does that their config.json does not say."""
+"""Behaviour of well-known model families that their config.json does not say."""
 
 from __future__ import annotations
 

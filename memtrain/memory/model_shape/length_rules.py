@@ -1,4 +1,4 @@
-"""What of a model depends on how long its rows are: one list, read from config.json, that every rule asks."""
+"""Dependence of a model on the length of its rows: one list, read from config.json, that every rule asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan needs to know of the data: how many sequences, how long, and the heaviest of them."""
+"""The length profile of a dataset: number of sequences, their lengths, and the heaviest of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each engine would take: the best plan of each, as it was weighed, and those that were not weighed."""
+"""The best plan of each engine, as it was weighed, and the engines that were not weighed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from recipe and machine alone: each setting with its reason, each refusal with a fix."""
+"""Decisions from recipe and machine alone: each setting with its reason, each refusal with a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does so that memory does not end it: rehearsal, recovery, the step in the backward pass."""
+"""Survival of exhausted memory: preflight, recovery, the step in the backward pass."""
 
 from __future__ import annotations
 

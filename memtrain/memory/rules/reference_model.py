@@ -1,4 +1,4 @@
-"""What methods with answers add to a plan: prompts computed once, and where a reference comes from."""
+"""Rules of methods with answers: prompts computed once, and the source of reference log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows for a run where a model's numbers depend on the length of a row: positions, micro-batches."""
+"""Rules for models whose numbers depend on the length of a row: positions, micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What streamed layers cannot be with, where a recipe asks for them."""
+"""Refusals of streamed layers, where a recipe asks for them."""
 
 from __future__ import annotations
 

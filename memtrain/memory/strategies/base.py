@@ -1,4 +1,4 @@
-"""What a memory strategy says of itself: its name, what it changes, what it costs, where it is refused."""
+"""The form of a strategy's page: name, changes, price, refusals, conflicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with one value, and the best advice there is, in plain words."""
+"""Messages for one wrong value: the fault and the best advice, in plain words."""
 
 from __future__ import annotations
 

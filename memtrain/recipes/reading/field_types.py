@@ -1,4 +1,4 @@
-"""What each field of a recipe accepts, read from its type: in words, and step by step along a path."""
+"""Accepted values of each field of a recipe, read from its type: in words, and step by step along a path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tree -> Recipe, or everything that is wrong with it at once, in plain words, each with its line."""
+"""Validation: a tree to a recipe, or every fault of it at once, in plain words, each with its line."""
 
 from __future__ import annotations
 

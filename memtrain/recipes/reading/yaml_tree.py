@@ -1,4 +1,4 @@
-"""What a YAML file holds, with the place of every key and value: nodes, paths and faults."""
+"""The tree of a YAML file: nodes, paths and faults, with the place of every key and value."""
 
 from __future__ import annotations
 

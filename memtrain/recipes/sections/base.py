@@ -1,4 +1,4 @@
-"""What every recipe section is made of: strict, frozen, and documented field by field."""
+"""The base of every recipe section: strict, frozen, and documented field by field."""
 
 from __future__ import annotations
 

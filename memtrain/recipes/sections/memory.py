@@ -1,4 +1,4 @@
-"""The `memory:` section: what the plan may use, what it must keep under, and what the user pins."""
+"""The `memory:` section: allowed strategies, the budget, and the user's pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `rewards:` section: what judges the completions of the methods that write them."""
+"""The `rewards:` section: functions and models that judge completions."""
 
 from __future__ import annotations
 

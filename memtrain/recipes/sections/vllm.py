@@ -1,4 +1,4 @@
-"""The `generate.vllm:` section: where vLLM runs, what it may take, and what is done when it fails."""
+"""The `generate.vllm:` section: devices, memory, and the answer to failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page for those who come from TRL, in Markdown: every key, and what becomes of it."""
+"""The page for users of TRL, in Markdown: every key, with its counterpart."""
 
 from __future__ import annotations
 

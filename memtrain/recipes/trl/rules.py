@@ -1,4 +1,4 @@
-"""What becomes of one key of a TRL configuration: another key, nothing to say, or no counterpart."""
+"""Rules for one key of a TRL configuration: another key, nothing to say, or no counterpart."""
 
 from __future__ import annotations
 

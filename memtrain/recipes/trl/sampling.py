@@ -1,4 +1,4 @@
-"""Keys of TRL that say what writes the completions, and how its probabilities are corrected for."""
+"""Keys of TRL for the sampler, and for the correction of its probabilities."""
 
 from __future__ import annotations
 

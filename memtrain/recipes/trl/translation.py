@@ -1,4 +1,4 @@
-"""What has been read of a TRL configuration so far."""
+"""The state of a translation from TRL: keys read so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank builds from the plan: tokenizer, model, scorer, optimizer and feeds. Decides nothing."""
+"""Components that every rank builds from the plan: tokenizer, model, scorer, optimizer and feeds."""
 
 from __future__ import annotations
 

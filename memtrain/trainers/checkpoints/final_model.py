@@ -1,4 +1,4 @@
-"""What `final/` must hold: named beside it when it is written, looked at before a run is called over.
+"""The contents of `final/`: listed beside it when it is written, checked before a run is called over.
 
 Weights are known by their size. Texts may be changed by hand (a card, a template, how to sample): they must
 be there, and JSON must be whole. No checksum: weights would have to be read again each time.

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its run, its place in it, and the checksum of every file."""
+"""The manifest of a checkpoint: its run, its place in it, and the checksum of every file."""
 
 from __future__ import annotations
 

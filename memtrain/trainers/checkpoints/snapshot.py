@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a run goes on from it: trained weights, optimizer, position.
+"""The contents of a checkpoint, and the start of a run from it: trained weights, optimizer, position.
 
 Whole, written by the main rank; or in shards, each written by the rank that holds it. All hold the same
 numbers, and each is read by any number of ranks: a rank takes what it holds now from the files it is in

@@ -1,4 +1,4 @@
-"""What ended a rank, left in the run folder, because launchers hide it; no torch."""
+"""The failure of a rank, left in the run folder, because launchers hide it; no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run saves: what is written, who waits for it, and what is told of it."""
+"""Saves of a run: their moments, their waiting, and their events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each task of an srun does: signals held, its rank from SLURM's words, then the worker."""
+"""The entry of an srun task: signals held, its rank from SLURM's words, then the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every process of a run does with its plan: build, resume, train, save, report."""
+"""The worker: every process of a run builds, resumes, trains, saves and reports by its plan."""
 
 from __future__ import annotations
 

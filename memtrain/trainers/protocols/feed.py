@@ -1,4 +1,4 @@
-"""What a method feeds the loop: sequences with their weights, and the steps that are made of them."""
+"""The protocol of feeds: sequences with their weights, and the steps made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one training method brings to the loop; everything else is the loop's."""
+"""The protocol of a training method; everything else is the loop's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hears what happens in a run: the metrics, the terminal and the trackers, on the main rank."""
+"""Receivers of a run's events: the metrics, the terminal and the trackers, on the main rank."""
 
 from __future__ import annotations
 

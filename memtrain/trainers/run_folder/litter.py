@@ -1,4 +1,4 @@
-"""What killed processes left half-written in a run folder, and its removal; no torch.
+"""Half-written files that killed processes left in a run folder, and their removal; no torch.
 
 Files are written beside their place under a name that says who writes, `.NAME.PID.tmp`, and renamed; folders
 in which something is only tried are named below. Checkpoints mend themselves (checkpoints/checkpoint.py).

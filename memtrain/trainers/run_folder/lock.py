@@ -1,4 +1,4 @@
-"""Who may write a run folder: one process, with the launcher that started it; no torch.
+"""The lock of a run folder: one writer, with the launcher that started it; no torch.
 
 A process is known by its number, the ticks of the machine's own clock at its start, and the machine's boot:
 no step of the wall clock makes a living process look dead, or a dead one alive. Nothing can be asked of

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: one live line on a terminal, plain lines anywhere else; no torch."""
+"""Progress of a run: one live line on a terminal, plain lines anywhere else; no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other, as JSON and bytes: nothing in a message can run, whoever has sent it.
+"""Messages between ranks, as JSON and bytes: nothing in a message can run, whoever has sent it.
 
 torch's own collectives for objects pickle them, and to unpickle is to run what a stranger may have written.
 """

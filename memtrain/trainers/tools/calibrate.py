@@ -1,4 +1,4 @@
-"""What `memtrain calibrate` measures: rates of a device, and what it takes beside tensors.
+"""Measurements of `memtrain calibrate`: rates of a device, and its needs beside tensors.
 
 On a CPU: one thread's matrix products and memory, the allocator's granularity, the bytes of a process that
 has loaded what a run loads. On a GPU besides: context, workspaces, pinned copies, launches, a communicator,

@@ -1,4 +1,4 @@
-"""What works here: versions, devices, and every optional part run once, not merely looked for."""
+"""The doctor: versions, devices, and every optional part run once, not merely looked for."""
 
 from __future__ import annotations
 

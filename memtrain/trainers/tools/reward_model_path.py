@@ -1,4 +1,4 @@
-"""What `memtrain score MODEL` names: a reward model, an adapter of one, or the folder of a run."""
+"""The argument of `memtrain score`: a reward model, an adapter of one, or the folder of a run."""
 
 from __future__ import annotations
 

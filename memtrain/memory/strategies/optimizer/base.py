@@ -1,4 +1,4 @@
-"""What the strategies that stand in for the recipe's optimizer have in common."""
+"""Common parts of the strategies that replace the recipe's optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sections of methods that learn from their own completions have in common."""
+"""The common section of methods that learn from their own completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each max_length loses and costs: truncated, padded and packed by the code that training uses."""
+"""Losses and costs of each max_length: rows truncated, padded and packed by the code that training uses."""
 
 from __future__ import annotations
 

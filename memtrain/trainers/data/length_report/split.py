@@ -1,4 +1,4 @@
-"""What is counted beside the tokens of the rows: messages of conversations, answers beside prompts."""
+"""Counts beside the tokens of the rows: messages of conversations, answers beside prompts."""
 
 from __future__ import annotations
 

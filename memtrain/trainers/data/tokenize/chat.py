@@ -1,4 +1,4 @@
-"""What is known of a recipe's chat template before a row is read: its arguments, its marks, where turns end.
+"""Facts of a recipe's chat template before a row is read: its arguments, its marks, the ends of turns.
 
 No torch here.
 """

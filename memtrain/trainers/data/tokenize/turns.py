@@ -1,4 +1,4 @@
-"""What of a rendered conversation is learnt: single messages found in the text, and chosen by the recipe.
+"""The trained parts of a rendered conversation: single messages found in the text, chosen by the recipe.
 
 A template with generation marks says itself what the assistant says. Any other is asked for beginnings of the
 conversation: where each is the beginning of the whole text, messages lie between their ends. No torch here.

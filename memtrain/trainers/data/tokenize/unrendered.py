@@ -1,4 +1,4 @@
-"""What a row holds and its text does not: columns, fields of messages, contents that a template leaves out.
+"""Contents of rows that their text lacks: columns, fields of messages, parts that a template leaves out.
 
 A field of a message is found by rendering the row with and without it. No torch here.
 """

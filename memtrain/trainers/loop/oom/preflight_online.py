@@ -1,4 +1,4 @@
-"""What a rehearsal tries of a run that writes its completions: they are made up, as long as they may be.
+"""The preflight of a run that writes its completions: made-up ones of the greatest length.
 
 The longest prompts, completions of `generate.max_tokens` tokens, rewards that differ within each group;
 nothing is judged. Who writes completions in this process reads the prompts into keys of full length, and

@@ -1,4 +1,4 @@
-"""What is asked of an LM head for a set of tokens: their log-probs, or their weighted NLL."""
+"""Requests to an LM head for a set of tokens: their log-probs, or their weighted NLL."""
 
 # N scored tokens
 

@@ -1,4 +1,4 @@
-"""What policy losses are made of: importance ratios, KL estimates, and which tokens count."""
+"""Parts of policy losses: importance ratios, KL estimates, and the tokens that count."""
 
 # N scored tokens, answer after answer; A answers. logp: of the policy that learns; old: of the policy that
 # the update started from; sampler: as recorded while sampling.

@@ -1,4 +1,4 @@
-"""What a preference loss sees of a batch of pairs: log-probs of answers, their scores, and the knobs."""
+"""Inputs of a preference loss for a batch of pairs: log-probs of answers, their scores, and the knobs."""
 
 # B pairs
 

@@ -1,4 +1,4 @@
-"""What scores tokens, or answers, with a model: the scorer that a method's head and the settings ask for."""
+"""Scorers of tokens or answers: the one that a method's head and the settings ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to the activations of a model: kept, recomputed, made in slices, or moved to the host."""
+"""Treatment of a model's activations: kept, recomputed, made in slices, or moved to the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout has of its groups so far, kept while engines fail and are replaced."""
+"""The finished groups of a rollout, kept while engines fail and are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a generation back end is asked for and gives back: groups of completions of a prompt, by token ids."""
+"""The protocol of generation back ends: groups of completions of a prompt, by token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward model reads of a completion: written by its own chat template, tokenized as in its training.
+"""The input of a reward model: a completion in its own chat template, tokenized as in its training.
 
 A reward was learnt at the last token of rows that were rendered in one way: beginning-of-sequence token,
 turns, end of turn or end of text. A completion is rendered in the same way, from the messages of its row and

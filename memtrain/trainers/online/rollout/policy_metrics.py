@@ -1,4 +1,4 @@
-"""What policy methods tell: means over tokens, and how the sampler's log-probs differ from the trainer's."""
+"""Metrics of policy methods: means over tokens, and the sampler's log-probs beside the trainer's."""
 
 # N tokens of answers.
 

@@ -1,4 +1,4 @@
-"""What a method that learns from its own completions brings to the online loop."""
+"""The protocol of methods that learn from their own completions."""
 
 # A answers, N tokens of answers, F reward functions.
 

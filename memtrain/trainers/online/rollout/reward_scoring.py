@@ -1,4 +1,4 @@
-"""Who judges the completions of a run, on which rank, and what a person is shown of them."""
+"""Scoring of completions: the judges, their ranks, and the samples shown to a person."""
 
 # A answers, F reward functions.
 

@@ -1,4 +1,4 @@
-"""What really ran in a step: operators, kernels, and the trace of each strategy of the plan."""
+"""Evidence of a step: operators, kernels, and the trace of each strategy of the plan."""
 
 # V vocabulary
 

@@ -1,4 +1,4 @@
-"""What a step of one side gave: its loss, log-probs, gradients, and the weights after it."""
+"""The record of one side's step: its loss, log-probs, gradients, and the weights after it."""
 
 # N scored tokens (or answers, of a reward model)
 
