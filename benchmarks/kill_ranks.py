@@ -1,13 +1,15 @@
-"""Kills at random moments over methods, engines and ranks: does every run go on with the same bits?
+"""Kills over methods, engines, ranks and moments: does every run go on with the same bits, and leave nothing?
 
-    python benchmarks/kill_ranks.py [--kills 100] [--seed 0] [-o benchmarks/results/kill_ranks.json]
-        [--set save.background=true ...]
+    python benchmarks/kill_ranks.py [--kills 300] [--minutes 60] [--seed 0]
+        [-o benchmarks/results/kill_ranks.json] [--set save.background=true ...]
 
-For each kill a method, an engine, a number of ranks, one of them and a moment are drawn; that rank gets
-SIGKILL, the others end as they do, or are killed after some seconds as a launcher does where they wait for
-one that never came; the same run is begun again until it ends (it may be killed again).
-Its losses and gradient norms are compared, bit for bit, with those of a run that nobody killed. The file
-holds what was done so far: the same command goes on.
+Every method is run under every engine, in an order that is drawn; each run is killed again and again, at
+moments that are drawn (kill_moments.py): any time, all ranks at once, the launcher before or after it has
+started its ranks, and each step of saving, of the final save and of the last words. The other ranks end as
+they do, or are killed after some seconds as a launcher does. When the same command has let the run end, its
+losses, gradient norms, evaluations and final weights are compared, bit for bit, with those of a run that
+nobody killed, and the names in its folder too: half-written files must be gone. The file holds what was
+done so far: the same command goes on.
 """
 
 from __future__ import annotations
@@ -16,20 +18,23 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
-import signal
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import kill_moments as moments
 import warm_ranks as warm
 from many_ranks import ROOT, about
 
-OTHERS_S = 8.0
-"""Time that the others have to end."""
-AGAIN = 0.3
+AGAIN = 0.83
 """Share of the continued runs that are killed once more."""
+
+SMALL = ("memory.watch=false", "train.batch_rows=8", "data.train={source: builtin:arithmetic, limit: 40}")
+"""Said of every run, so that many are killed in little time."""
 
 
 def undisturbed(recipe: Path, method: str, asked: list[str], num_ranks: int, run: Path) -> float | None:
@@ -43,42 +48,80 @@ def undisturbed(recipe: Path, method: str, asked: list[str], num_ranks: int, run
     return time.monotonic() - began
 
 
-def killed(run: Path, num_ranks: int, lives_s: float, victim: int) -> bool:
-    """Begin or go on, and kill one rank after `lives_s`; False when the run had ended before."""
-    ranks = warm.start(run, num_ranks)
-    until = time.monotonic() + lives_s
-    while time.monotonic() < until:
-        time.sleep(0.002)
-    try:
-        os.kill(ranks[victim].pid, signal.SIGKILL)
-    except ProcessLookupError:
-        warm.wait(ranks)
-        return False
-    return -signal.SIGKILL in warm.wait(ranks, timeout_s=OTHERS_S)
+def found_in(run: Path) -> dict[str, Any]:
+    """What must be the same of two runs: what was learnt, and what lies in the folder."""
+    finals = sorted((run / "final").rglob("*.safetensors"))
+    return {
+        "curve": warm.curve(run),
+        "held out": [(line["step"], line["loss"]) for line in warm.lines(run, "eval")],
+        "weights": {str(path.relative_to(run)): path.read_bytes() for path in finals},
+        "names": sorted(
+            str(path.relative_to(run))
+            for path in run.rglob("*")
+            if path.is_file() and not path.name.startswith("rank-")
+        ),
+        "ends": len(warm.lines(run, "final")),
+    }
 
 
-def disturbed(case: dict[str, Any], moments: random.Random, run: Path, whole: Path, taken_s: float) -> None:
+def differences(run: Path, whole: Path) -> list[str]:
+    """What is not the same, in words."""
+    mine, other = found_in(run), found_in(whole)
+    told = [name for name in mine if name != "names" and mine[name] != other[name]]
+    left = sorted(set(mine["names"]) - set(other["names"]))
+    lost = sorted(set(other["names"]) - set(mine["names"]))
+    return told + [f"left: {name}" for name in left] + [f"lost: {name}" for name in lost]
+
+
+def disturbed(
+    case: dict[str, Any], words: list[str], draws: random.Random, run: Path, whole: Path, taken_s: float
+) -> None:
     """Kill a run, go on until it ends, and note in `case` what was found."""
-    kills: list[float] = []
+    kills: list[moments.Kill] = []
     num_ranks = case["ranks"]
-    while not kills or moments.random() < AGAIN:
-        lives_s = moments.uniform(0.0, taken_s)
-        if not killed(run, num_ranks, lives_s, moments.randrange(num_ranks)):
+    choices = [one for one in moments.MOMENTS if num_ranks > 1 or one not in moments.LAUNCHERS]
+    while not kills or draws.random() < AGAIN:
+        moment = draws.choice(choices)
+        if moment in moments.LAUNCHERS:
+            kill = moments.killed_launcher(words, run, num_ranks, moment, draws, taken_s)
+        else:
+            kill = moments.killed_ranks(run, num_ranks, moment, draws, taken_s)
+        if kill is None:
             break
-        kills.append(round(lives_s, 3))
+        kills.append(kill)
     ranks = warm.start(run, num_ranks)
     codes = warm.wait(ranks)
-    found, expected = warm.curve(run), warm.curve(whole)
-    case |= {"kills_after_s": kills, "of_s": round(taken_s, 3), "steps": len(expected)}
+    case["kills"] = [[one.moment, one.after_s] for one in kills]
+    case["of_s"] = round(taken_s, 2)
     case["ended"] = "done" if not any(codes) else ranks[0].said[-400:]
-    case["same_bits"] = found == expected
+    case["differs"] = differences(run, whole)
+
+
+def summed(told: dict[str, Any]) -> None:
+    """Count what was done."""
+    runs = told["runs"]
+    made = [moment for run in runs for moment, _ in run["kills"]]
+    told["kills"] = len(made)
+    told["runs_that_differ"] = sum(bool(run["differs"]) or run["ended"] != "done" for run in runs)
+    told["kills_by_moment"] = dict(sorted(Counter(made).items()))
+    told["kills_during_the_final_save"] = sum(one in moments.FINAL for one in made)
+    for name in ("method", "engine"):
+        counts = Counter(run[name] for run in runs for _ in run["kills"])
+        told[f"kills_by_{name}"] = dict(sorted(counts.items()))
+
+
+def cpu_s() -> float:
+    """Seconds that this process and the ones it has waited for took of a core."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def main() -> None:
-    """Kill until there are as many kills as asked for."""
+    """Kill until there are as many kills as asked for, or the time of a core is up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks/results/kill_ranks.json")
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--minutes", type=float, default=60.0, help="of one core, of this call")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default=",".join(warm.METHODS))
     parser.add_argument("--engines", default=",".join(warm.ENGINES))
@@ -86,20 +129,27 @@ def main() -> None:
     asked = parser.parse_args()
     told: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.exists() else {"runs": []}
     warm.warm_up()
+    moments.adopt_orphans()
     told |= about()
-    told["about"]["command"] = " ".join(
-        ["python benchmarks/kill_ranks.py", *(f"--set {one}" for one in asked.set)]
-    )
-    moments = random.Random(f"{asked.seed} {len(told['runs'])}")
+    said = [f"--kills {asked.kills}", f"--seed {asked.seed}", *(f"--set {one}" for one in asked.set)]
+    told["about"]["command"] = " ".join(["python benchmarks/kill_ranks.py", *said])
+    cpu_before_s = told.get("cpu_s", 0)
+    draws = random.Random(f"{asked.seed} {len(told['runs'])}")
     taken: dict[Path, float | None] = {}
+    cells: list[tuple[str, str]] = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         os.environ["MEMTRAIN_CACHE"] = f"{place}/cache"
-        while sum(len(run["kills_after_s"]) for run in told["runs"]) < asked.kills:
-            method, engine = moments.choice(asked.only.split(",")), moments.choice(asked.engines.split(","))
-            num_ranks = moments.choice((1, 2, 2, 3, 4)) if engine == "ddp" else moments.choice((2, 2, 4))
+        while len([1 for run in told["runs"] for _ in run["kills"]]) < asked.kills:
+            if cpu_s() > 60 * asked.minutes:
+                break
+            if not cells:
+                cells = [(one, other) for one in asked.only.split(",") for other in asked.engines.split(",")]
+                draws.shuffle(cells)
+            method, engine = cells.pop()
+            num_ranks = draws.choice((1, 2, 2, 3)) if engine == "ddp" else 2
             recipe = warm.write_recipe(folder, method)
-            overrides = warm.asked_for(engine, num_ranks)
+            overrides = [*warm.asked_for(engine, num_ranks), *SMALL]
             whole = folder / f"{method}-{engine.replace(' ', '-')}-{num_ranks}"
             if whole not in taken:
                 taken[whole] = undisturbed(recipe, method, overrides, num_ranks, whole)
@@ -108,16 +158,19 @@ def main() -> None:
                 continue
             run = folder / "killed"
             shutil.rmtree(run, ignore_errors=True)
+            words = warm.words(recipe, method, run, [*overrides, *asked.set])
             warm.plan(recipe, method, run, [*overrides, *asked.set])
             case: dict[str, Any] = {"method": method, "engine": engine, "ranks": num_ranks}
-            disturbed(case, moments, run, whole, taken_s)
-            if not case["kills_after_s"]:
+            disturbed(case, words, draws, run, whole, taken_s)
+            if not case["kills"]:
                 continue
             told["runs"].append(case)
-            told["kills"] = sum(len(one["kills_after_s"]) for one in told["runs"])
-            told["runs_that_differ"] = sum(not one["same_bits"] for one in told["runs"])
+            summed(told)
+            told["cpu_s"] = round(cpu_before_s + cpu_s())
             asked.output.write_text(json.dumps(told, indent=1) + "\n")
             print(json.dumps(case), flush=True)
+            if case["differs"] and (keep := os.environ.get("KEEP")):
+                shutil.copytree(run, Path(keep) / str(len(told["runs"])), dirs_exist_ok=True)
     if told["runs_that_differ"]:
         raise SystemExit("not the same")
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,26 +103,38 @@ def asked_for(engine: str, num_ranks: int) -> list[str]:
     return [f"cluster.processes={num_ranks}", f"cluster.engine={engine}"]
 
 
+def words(recipe: Path, method: str, run: Path, overrides: Sequence[str]) -> list[str]:
+    """The command that trains."""
+    return [method.replace("_", "-"), str(recipe), "--run-dir", str(run), *overrides]
+
+
 def plan(recipe: Path, method: str, run: Path, overrides: Sequence[str]) -> Planned:
     """Plan a run, as `memtrain METHOD RECIPE --dry-run` does."""
     from memtrain.__main__ import main
 
-    words = [method.replace("_", "-"), str(recipe), "--run-dir", str(run), *overrides, "--dry-run"]
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main(words)
+        code = main([*words(recipe, method, run, overrides), "--dry-run"])
     return Planned(code, err.getvalue())
 
 
-def start(run: Path, num_ranks: int) -> list[Rank]:
-    """The workers of a planned run."""
+def start(run: Path, num_ranks: int, prepare: Callable[[int], None] | None = None) -> list[Rank]:
+    """The workers of a planned run; each does `prepare` with its number first."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    return [_fork(run, number, num_ranks, port) for number in range(num_ranks)]
+    return [_fork(run, number, num_ranks, port, prepare) for number in range(num_ranks)]
 
 
-def _fork(run: Path, number: int, num_ranks: int, port: int) -> Rank:
+def write_into(output: Path) -> None:
+    """Let what this process says go into a file."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+
+
+def _fork(run: Path, number: int, num_ranks: int, port: int, prepare: Callable[[int], None] | None) -> Rank:
     output = run / f"rank-{number}.txt"
     pid = os.fork()
     if pid:
@@ -130,10 +142,7 @@ def _fork(run: Path, number: int, num_ranks: int, port: int) -> Rank:
     code = 99
     try:
         os.setsid()
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        write_into(output)
         from accelerate.state import AcceleratorState
 
         from memtrain.trainers.loop import worker
@@ -144,6 +153,8 @@ def _fork(run: Path, number: int, num_ranks: int, port: int) -> Rank:
             os.environ.update({key: str(value) for key, value in given.items()})
             os.environ["MASTER_ADDR"] = "127.0.0.1"
         sys.argv = ["worker", str(run / "plan.json")]
+        if prepare is not None:
+            prepare(number)
         code = worker.main()
     finally:
         sys.stdout.flush()
