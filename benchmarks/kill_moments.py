@@ -30,10 +30,10 @@ PLACES = {
     "writing the report": ("memtrain.trainers.run_folder.report.final_status", "write_report", 1),
     "saying that it is done": ("memtrain.trainers.loop.exit_status", "tell_end", 1),
 }
-"""Moment: module, function, and its first calls of a process that are let pass but for the last. `_refuse_empty`
-is entered when all files of the model are written and none has its name; first by the save that is tried."""
+"""Moment: module, function, and which of its calls in a process is the last one. `_refuse_empty` is entered
+when all files of the model are written and none has its name; first by the save that is tried."""
 
-FINAL = ("writing the final model", "naming the final model", "writing the card", "listing the final model")
+FINAL = tuple(list(PLACES)[4:8])
 """Those during the final save."""
 
 BY_TIME = ("any time", "all ranks at once")
