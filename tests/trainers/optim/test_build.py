@@ -78,6 +78,18 @@ def test_a_step_of_adamw_by_hand():
     assert model.bias.item() == pytest.approx(2.0 - 0.1 * 3 / 4)
 
 
+def test_two_steps_of_adamw_by_hand():
+    """betas 0.5, 0.75; gradients 1, 3: m = (0.25 + 1.5) / 0.75, v = (0.1875 + 2.25) / 0.4375."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 2.0)
+    optimizer = build_optimizer(model, Optim(lr=0.1, betas=(0.5, 0.75), weight_decay=0.0), SETTINGS)
+    for gradient in (1.0, 3.0):
+        model.weight.grad = torch.full((1, 1), gradient)
+        optimizer.step()
+    second = (0.25 + 1.5) / 0.75 / math.sqrt((0.1875 + 2.25) / 0.4375)
+    assert model.weight.item() == pytest.approx(2.0 - 0.1 - 0.1 * second, rel=1e-6)
+
+
 def test_muon_makes_the_update_orthogonal_and_as_large_as_adamws():
     """Singular values of a Newton-Schulz step lie in 0.7..1.2; AdamW's size is 0.2 sqrt(max(rows,
     columns))."""

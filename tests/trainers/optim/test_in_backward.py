@@ -92,5 +92,6 @@ def test_a_rehearsal_moves_nothing_and_makes_the_states(make_settings):
     with engine.rehearsing(True):
         model(torch.ones(2, WIDTH)).sum().backward()
     assert len(optimizer.state) == 2 * NUM_LAYERS
+    assert not any(state["exp_avg"].any() for state in optimizer.state.values()), "states of no gradient"
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())

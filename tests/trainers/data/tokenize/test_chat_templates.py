@@ -154,6 +154,7 @@ def test_the_completion_of_a_conversation_begins_after_the_generation_prompt():
     row = prompt_completion.parse({"prompt": [HI], "completion": [YO, BYE, CIAO]}, Names())
     (piece,) = render(row, rendering(shipped_text("chatml")))
     assert piece.text[piece.cut :].startswith("yo<|im_end|>")
+    assert piece.learnt == ((piece.cut, len(piece.text)),)
     (piece,) = render(row, rendering(shipped_text("chatml"), assistant_only=True))
     assert [piece.text[slice(*span)] for span in piece.learnt] == ["yo<|im_end|>", "ciao<|im_end|>"]
 
