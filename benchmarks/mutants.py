@@ -26,9 +26,9 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="look for the texts, and run nothing")
     parser.add_argument("--no-verify", action="store_true", help="run the tests alone")
     parser.add_argument("--no-sound", action="store_true", help="do not run the tests without a defect first")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that look side by side")
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     given = parser.parse_args()
     mutants, recipes = read_list()
@@ -258,18 +259,47 @@ def main() -> None:
         __import__(name)
     asked = {} if given.no_verify else {one.verify: recipes[one.verify] for one in chosen if one.verify}
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
-        tree, log = copy_tree(Path(place)), Path(place) / "log"
-        if not given.no_sound:
-            check_sound(tree, log, test_files(sorted({t for one in chosen for t in one.tests}), tree), asked)
+        parts = [Path(place) / str(number) for number in range(given.jobs)]
+        children: list[int] = []
+        for number, part in enumerate(parts):
+            part.mkdir()
+            child = os.fork()
+            if child == 0:
+                _work(part, chosen[number :: given.jobs], asked, is_sound=given.no_sound)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            raise SystemExit("a process ended before its defects were looked for")
+        made = {
+            one["name"]: Found(**one)
+            for part in parts
+            for one in json.loads((part / "found.json").read_text())
+        }
+    _write(given.output, [made[one.name] for one in chosen])
+
+
+def _work(part: Path, chosen: Sequence[Mutant], asked: dict[str, list[str]], *, is_sound: bool) -> NoReturn:
+    """What one process does: its share of the defects, in a copy of the tree of its own."""
+    code = 1
+    try:
+        tree, log = copy_tree(part), part / "log"
+        own = {one.verify for one in chosen}
+        if not is_sound:
+            files = test_files(sorted({test for one in chosen for test in one.tests}), tree)
+            check_sound(tree, log, files, {name: words for name, words in asked.items() if name in own})
         found: list[Found] = []
         for one in chosen:
-            found.append(look_for(one, tree, log, asked))
-            made = found[-1]
-            print(
-                f"{made.tests:9} {made.verify:9} {made.seconds:6.1f} s  {made.name}  {made.first_failure}",
-                flush=True,
-            )
-    _write(given.output, found)
+            made = look_for(one, tree, log, asked)
+            found.append(made)
+            seen = f"{made.tests:9} {made.verify:9} {made.seconds:6.1f} s  {made.name}  {made.first_failure}"
+            print(seen, flush=True)
+        (part / "found.json").write_text(json.dumps([asdict(one) for one in found]))
+        code = 0
+    except SystemExit as ended:
+        print(ended, flush=True)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def _write(output: Path, found: Sequence[Found]) -> None:
@@ -281,7 +311,7 @@ def _write(output: Path, found: Sequence[Found]) -> None:
         "found_by_verify": sum(one.verify == "found" for one in asked),
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    made = said | {"each": [{name: getattr(one, name) for name in Found.__slots__} for one in found]}
+    made = said | {"each": [asdict(one) for one in found]}
     output.write_text(json.dumps(made, indent=1) + "\n")
     print(json.dumps(said))
     missed = [one.name for one in found if one.tests != "found" or one.verify not in ("", "found")]

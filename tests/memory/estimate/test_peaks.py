@@ -8,12 +8,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from memtrain.memory.estimate.activations import layer_kept
-from memtrain.memory.estimate.peaks import PHASES, estimate
-from memtrain.memory.estimate.static import needed, static_bytes, usable
+from memtrain.memory.estimate.peaks import PHASES, estimate, step_moments
+from memtrain.memory.estimate.static import needed, reference_bytes, static_bytes, usable
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.generation.generation import generation_bytes
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB
+from memtrain.recipes.sections.generate import Generate
 from memtrain.recipes.sections.model import Adapter
 
 QWEN = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072}
@@ -174,3 +176,29 @@ def test_an_estimate_takes_well_under_a_millisecond():
     for _ in range(100):
         estimate(settings, LLAMA8, batch(2, 2048))
     assert (time.perf_counter() - start) / 100 < 0.003
+
+
+def test_the_last_layers_backward_pass_holds_the_heads_gradient_and_its_own_largest_one():
+    """Untied llama: the head's 128,256 x 4,096 and the layer's 14,336 x 4,096 in two bytes each."""
+    load = Workload(make(), LLAMA8, batch(1, 128))
+    moments = step_moments(load, has_state=True, accumulates=False)
+    held = [moment["gradients"] for moment in moments if "recomputation" in moment]
+    assert held[0] == 2 * (128256 * 4096 + 14336 * 4096)
+
+
+def test_a_reference_that_is_held_costs_its_weights():
+    """Another copy of the policy's weights without its adapter; nothing where the adapter is switched off."""
+    weights = 2 * QWEN06.num_parameters
+    for kind, expected in (("copy", weights), ("synced", weights), ("adapter_off", 0), ("none", 0)):
+        assert reference_bytes(make(reference=kind, adapter=LORA), QWEN06) == expected
+
+
+def test_keys_are_held_once_for_a_prompt_and_once_for_each_completion():
+    """A token: keys and values of 8 heads of 128 in 28 layers, 2 bytes: 114,688. Native: 2 prompts of 100
+    tokens and 16 completions of 50; else 16 of each."""
+    generate = Generate(completions=8, max_tokens=50)
+    token = 2 * 8 * 128 * 28 * 2
+    native = generation_bytes(make(sampler="native"), QWEN06, generate, prompt=100, rows=16)
+    assert native["keys and values"] == token * (2 * 100 + 16 * 50)
+    other = generation_bytes(make(sampler="transformers"), QWEN06, generate, prompt=100, rows=16)
+    assert other["keys and values"] == token * (16 * 100 + 16 * 50)
