@@ -115,7 +115,7 @@ MOST_WORDS = 2000
 
 
 def words_of(error: BaseException) -> str:
-    """What an error of another library says, in one line and to its end, or its kind where it says nothing.
+    """The message of another library's error, in one line and to its end, or its kind where the message is empty.
 
     Advice to run code of a model (`trust_remote_code`) is left out: memtrain never does.
     """

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method. `trainer` names its module as text, so that this floor imports nothing above it."""
+    """A method. `trainer` names its module as text, so that this floor imports nothing above."""
 
     name: str
     says: str

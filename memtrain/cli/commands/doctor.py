@@ -1,4 +1,4 @@
-"""`memtrain doctor`: what is installed, and what of it really works here."""
+"""`memtrain doctor`: installed parts, and the parts that really work here."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def logs(
 
 
 def grown(path: Path, lines: int, goes_on: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[str]:
-    """The last lines of a file, then what is added to it while `goes_on()` holds; it need not exist yet."""
+    """The last lines of a file, then each added line while `goes_on()` holds; the file need not exist yet."""
     at = 0
     while True:
         is_last = not goes_on()

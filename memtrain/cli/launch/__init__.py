@@ -1,1 +1,1 @@
-"""Launching: one process, accelerate, SLURM; what a run prints while it goes on."""
+"""Launching: one process, accelerate, SLURM; the summary of a run on the terminal."""

@@ -28,7 +28,7 @@ class Stage:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Their names, without those of the stages that cannot be without this one."""
+        """Names of the settings, without the ones of stages that depend on this stage."""
         others = {field for stage in STAGES if stage.name in self.with_it for field in stage.fields}
         own = (
             field
@@ -59,7 +59,7 @@ TIMED = ("passes", "first step", "steady step")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One plan to measure, and what is predicted of it."""
+    """A plan to measure, with its prediction."""
 
     name: str
     plan: Plan

@@ -188,7 +188,7 @@ def _beside(facts: PlannerInputs, settings: Settings) -> str:
 def _why_not(
     fault: DoesNotFit | RecipeError, asked: SourcedRecipe, facts: PlannerInputs, settings: Settings
 ) -> str:
-    """Why the earlier plan cannot be kept, with what it needs where that is it."""
+    """The reason why the earlier plan cannot be kept, with its need where memory is the reason."""
     if isinstance(fault, DoesNotFit):
         need = need_of(predict(settings, facts), settings)
         budget = training_budget(asked.recipe, facts, settings)

@@ -27,7 +27,7 @@ QUIET = ("device", "max_steps", "recover", "rehearse", "liger", "budget", "num_p
 
 
 def print_answer(made: Answer, *, explain: bool) -> None:
-    """The plan: whether it fits, who holds what when, and what each choice buys."""
+    """The plan: its fit, the owners of each phase, and the gain of each choice."""
     resolved, chosen = made.resolved, made.chosen
     name = recipe_name(made.question.loaded.path)
     say(f"{name} on {made.question.hardware.words()}: {_fits_words(made)}")

@@ -127,7 +127,7 @@ def layer_boundary(load: Workload) -> int:
 
 
 def layer_backward(load: Workload) -> int:
-    """Most that one layer holds during its backward pass, what it kept included.
+    """Peak of a layer during its backward pass, kept tensors included.
 
     In the MLP: everything kept, and the gradients of the product's two factors and of the residual stream
     (the product itself is gone by then; Liger writes them over the factors, and the product's own is there).
@@ -166,7 +166,7 @@ def layer_forward(load: Workload) -> int:
 
 
 def norm_backward(load: Workload) -> int:
-    """Most that the backward pass of one norm holds beside what it kept: three float32 copies and more."""
+    """Peak of a norm's backward pass beside its kept tensors: three float32 copies and more."""
     return load.N * load.shape.width * (12 + (3 if load.trains_all else 4) * load.a)
 
 

@@ -46,7 +46,7 @@ def blockwise_states(settings: Settings, shape: ModelShape) -> StateBytes:
 
 
 def trained_tensors(settings: Settings, shape: ModelShape) -> Iterator[tuple[int, int]]:
-    """(numbers of a tensor, how many such tensors there are) of what is trained."""
+    """(numbers of a tensor, count of such tensors) of the trained weights."""
     adapter = settings.adapter
     if adapter is None:
         maps = [(part.num_inputs * part.num_outputs, shape.num_layers) for part in shape.linears]

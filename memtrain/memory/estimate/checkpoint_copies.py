@@ -13,7 +13,7 @@ COPY = "checkpoint copy"
 
 
 def writes_shards(settings: Settings) -> bool:
-    """Whether each process writes what it holds; else the main one writes all."""
+    """Whether each process writes its own part; else the main process writes all."""
     return is_sharded(settings) and settings.checkpoint_layout == "sharded"
 
 

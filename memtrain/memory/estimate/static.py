@@ -234,5 +234,5 @@ def usable(budget_bytes: int, settings: Settings) -> int:
 
 
 def host_overhead(settings: Settings) -> int:
-    """Host memory of the training processes of one node beside what they keep there on purpose."""
+    """Host memory of a node's training processes beside the tensors kept there on purpose."""
     return settings.num_processes * (3 * GIB if settings.device == "cuda" else 0)

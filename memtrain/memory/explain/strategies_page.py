@@ -79,7 +79,7 @@ def _name(other: str) -> str:
 
 
 def _section(strategy: Strategy, recipe: Recipe) -> list[str]:
-    """What the page of a strategy says of it, what excludes it, and where it was measured."""
+    """The text of a strategy's page, its exclusions, and the place of its figures."""
     says, _, source = _said_of(strategy).partition(" Source: ")
     first = min(says.index(f"{label}: ") for label in LABELS if f"{label}: " in says)
     title = says[:first].strip().partition(": ")[2]

@@ -80,7 +80,7 @@ def suggestions(
 
 
 def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
-    """Changes that this run has not made yet: those that keep the numbers first, then those that do not."""
+    """Changes that this run has not made yet: exact changes first, then the others."""
     if settings.checkpoint_every != 1:
         yield _said("memory.activation_checkpointing", "on", {"checkpoint_every": 1})
     is_apart = settings.device == "cuda"

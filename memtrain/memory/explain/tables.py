@@ -46,7 +46,7 @@ def owner_table(prediction: Prediction, plain: Prediction) -> tuple[list[str], l
 
 
 def verdict(settings: Settings, prediction: Prediction) -> str:
-    """What the peak asks of one device, against its budget, in one sentence."""
+    """The peak of a device against its budget, in one sentence."""
     peak, extra = prediction.peak, overhead(settings)
     need = needed(peak.num_bytes, settings)
     parts = [f"{gib(peak.num_bytes)} of live tensors in the {peak.phase}"]

@@ -91,7 +91,7 @@ def with_generation(
 
 
 def _resting(prediction: Prediction) -> PhasePeak:
-    """What is there between two steps, without what is gathered to be saved."""
+    """Bytes between two steps, without the tensors gathered for a save."""
     saving = next(phase for phase in prediction.phases if phase.phase == "saving")
     return phase_peak("rest", {one.owner: one.num_bytes for one in saving.owners if one.owner != TO_SAVE})
 
@@ -148,7 +148,7 @@ def generation_bytes(
 def _with_vllm(
     ledger: DecisionLog, settings: Settings, prediction: Prediction, facts: PlannerInputs, resting: PhasePeak
 ) -> tuple[Settings, Prediction]:
-    """Completions of another process: this one holds what rests, and a bucket of weights on their way."""
+    """Completions of another process: this process holds its resting bytes and a bucket of weights on their way."""
     recipe = ledger.asked.recipe
     if settings.sampler == "vllm":
         settings = with_engine(ledger, settings, facts, resting.num_bytes)

@@ -83,7 +83,7 @@ class Hardware:
         return replace(self, num_devices=num_devices)
 
     def rates_of(self, threads: int, num_processes: int) -> Rates:
-        """What one of so many processes reaches: on a CPU with its threads, as far as there are cores.
+        """Rates that a process of so many reaches: on a CPU with its threads, as far as there are cores.
 
         `rates` of a CPU are those of all its cores together, but for bytes, which are those of one.
         """
@@ -215,7 +215,7 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> Hardware:
 
 
 def _calibrated(found: Hardware) -> Hardware:
-    """This machine with the rates that were measured on it, if they were. Those of a CPU are of one core."""
+    """This machine with its measured rates, where there are any. Rates of a CPU are of one core."""
     measured = measured_of(found.name)
     if measured is None:
         return found

@@ -97,7 +97,7 @@ class LengthProfile(Section):
 
 
 def joined_profile(profiles: Sequence[LengthProfile]) -> LengthProfile:
-    """Several epochs as one: the first one's rows, and what is heaviest in any of them."""
+    """Several epochs as one: the rows of the first, and the heaviest batch of any."""
     first = profiles[0]
     return first.model_copy(
         update={

@@ -75,7 +75,7 @@ class Prediction(Section):
 
 
 class PreparedSplit(Section):
-    """One tokenized split on disk and what is known of it."""
+    """A tokenized split on disk, with its facts."""
 
     folder: str
     """Folder of the token store."""
@@ -126,7 +126,7 @@ class PreparedData(Section):
     """Where rows are conversations: what ends a turn."""
 
     def words(self) -> list[str]:
-        """What is learnt of the rows, what ends their turns, and what has no effect, in sentences."""
+        """Sentences on the trained parts of rows, the ends of turns, and keys without effect."""
         said = [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
         said += [f"data {note}" for note in self.notes]
         return [f"{one[0].upper()}{one[1:]}." for one in said if one]

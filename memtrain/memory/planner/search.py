@@ -85,7 +85,7 @@ def space(
 
 
 def _along(axis: StrategyGroup, options: Iterable[Settings], case: StrategyContext) -> list[Settings]:
-    """Each option with each choice of one axis: what must be, or nothing, and what may be."""
+    """Each option with each choice of an axis: the required ones, or none, and the allowed ones."""
     here = [strategy for strategy in STRATEGIES.values() if strategy.axis == axis and is_searched(strategy)]
     wishes = {strategy.name: wish_of(strategy, case) for strategy in here}
     made: list[Settings] = []

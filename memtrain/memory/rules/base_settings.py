@@ -119,7 +119,7 @@ def _threads(recipe: Recipe, hardware: Hardware, processes: int) -> int:
 
 
 def _said(recipe: Recipe) -> dict[str, object]:
-    """The settings that say again what the recipe says; those of strategies are off until one is chosen."""
+    """Settings that repeat the recipe; settings of strategies are off until the search chooses."""
     return {
         "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",
         "shard_offload": first_form(recipe).offload,

@@ -22,7 +22,7 @@ class Micro:
 def decide_batch(
     ledger: DecisionLog, num_replicas: int, *, num_sharing: int = 1
 ) -> tuple[int | None, int | None]:
-    """(rows, tokens) of one optimizer step: exactly one of them is a number."""
+    """(rows, tokens) of an optimizer step: exactly one is a number."""
     train = ledger.asked.recipe.train
     if train.batch_tokens is not None:
         ledger.decide("batch_tokens", f"{train.batch_tokens:,}", "", "train.batch_tokens")

@@ -1,1 +1,1 @@
-"""Formats: one row of the user's file to one typed example, one file a format."""
+"""Formats: a row of the user's file to a typed example, a file each."""

@@ -1,4 +1,4 @@
-"""Reading one row of the user's file: text, messages, tools, and the sentence when one of them is wrong."""
+"""Reading a row of the user's file: text, messages, tools, and the sentence for a wrong value."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 
 
 class BadRow(ValueError):
-    """A row that cannot be used: what is wrong with it, and how to mend it."""
+    """A row that cannot be used: the fault, and the mend."""
 
     def __init__(self, what: str, fix: str = "") -> None:
         self.what = what
@@ -102,7 +102,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row, read and checked. Each format says what else it holds."""
+    """A row, read and checked. Each format adds its own fields."""
 
     template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any], kw_only=True)
     """The row's own arguments for the chat template."""

@@ -25,7 +25,7 @@ _NO = ("no", "off", "n", "false")
 
 
 def refusal(node: Node, annotation: Annotation) -> str:
-    """The value in hand and what it must be: `'cosin' is not one of constant, linear, cosine, wsd`."""
+    """The value in hand and the accepted ones: `'cosin' is not one of constant, linear, cosine, wsd`."""
     value, shown, legal = plain(node), _shown(node), describe(annotation)
     words = choices(annotation)
     if isinstance(value, str) and words and legal == describe_words(words):

@@ -42,7 +42,7 @@ class LoadedRecipe:
 
     @property
     def resolved(self) -> ReadOnly[str, object]:
-        """What is written, as bare values; defaults are not in it (`recipe.model_dump()` has them)."""
+        """Written keys as bare values, without defaults (`recipe.model_dump()` has them)."""
         return cast(dict[str, object], plain(self.tree))
 
     def where(self, key: str) -> str:

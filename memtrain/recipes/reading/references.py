@@ -133,7 +133,7 @@ class _Visitor(GrammarVisitor):
 
 
 class Interpolation:
-    """One pass over a tree; holds what is known already and what is being worked out (cycles)."""
+    """A pass over a tree, with the resolved references and the open ones (cycles)."""
 
     def __init__(self, tree: Mapping, faults: Faults) -> None:
         self.tree, self.faults = tree, faults
@@ -209,7 +209,7 @@ class Interpolation:
         return made.whole() if isinstance(made, _Found) else _as_node(made, leaf.place)
 
     def _of_key(self, name: str, leaf: Leaf, path: Path) -> _Found:
-        """What a key holds, at the leaf's place where it is one value."""
+        """The value of a key, at the leaf's place where it is a single value."""
         target = _target(name, path)
         found = self._look_up(target)
         if found is None:

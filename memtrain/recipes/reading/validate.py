@@ -111,7 +111,7 @@ class _Checked:
         return bare
 
     def is_meant(self, path: Path) -> bool:
-        """Whether advice was given on this key, or on one below it."""
+        """Whether advice was given on this key, or on a key below."""
         return any(f"{meant}.".startswith(f"{dotted(path)}.") for meant in self.meant)
 
     def value(self, node: Node, annotation: Annotation, path: Path) -> object:

@@ -41,7 +41,7 @@ def _value_words(section: type[Section], name: str, value: object) -> str:
 
 
 def _list_words(items: tuple[Section, ...]) -> str:
-    """Sections of a list on one line, each by what it says beyond the defaults."""
+    """Sections of a list on one line, each by its keys beyond the defaults."""
     told: list[str] = []
     for item in items:
         written = item.model_dump(exclude_defaults=True)

@@ -109,7 +109,7 @@ switches. Tags, merge keys and doubled keys are refused; so is an unknown key, w
 
 
 def reference_page() -> str:
-    """docs/recipe.md: every key, what it takes, its default, and what it does."""
+    """docs/recipe.md: every key with its values, default and effect."""
     blocks = [_PREFACE, _table("", Recipe)]
     blocks += [*_sections(Recipe, ""), _formats()]
     return "\n".join(blocks)

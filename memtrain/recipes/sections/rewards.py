@@ -40,7 +40,7 @@ class RewardModel(Section):
 
 
 class RewardFunction(Section):
-    """One reward: a function or a model, how much it counts, and what it is given."""
+    """A reward: a function or a model, with its weight and its arguments."""
 
     function: str | None = None
     """A built-in (`exact_answer`, `format`, `length`, `repetition`), `./file.py:name` or
@@ -120,7 +120,7 @@ def functions_of(value: object) -> object:
 
 
 class Rewards(Section):
-    """What judges completions: one function or several, and what happens when one fails."""
+    """The judges of completions: one function or several, and the answer to a failure."""
 
     functions: Annotated[tuple[RewardFunction, ...], BeforeValidator(functions_of), Field(min_length=1)]
     """One reward, or a list of them: a name, or a section each."""

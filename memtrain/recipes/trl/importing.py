@@ -1,4 +1,4 @@
-"""A file of TRL's -> the text of a recipe, what to tell about it, and what it still lacks."""
+"""A file of TRL's to the text of a recipe, with notes and missing keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Imported:
 
 
 def import_config(path: Path, method: str, processes: int | None) -> Imported:
-    """The recipe of a TRL configuration. `processes`: devices that it was run on; else what it says, or 1.
+    """The recipe of a TRL configuration. `processes`: devices of its run; else its own number, or 1.
 
     Raises: RecipeError when the file cannot be read.
     """

@@ -19,7 +19,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 
 
 class Background:
-    """The save that is under way, if there is one. The parts of a save must be this class's alone to read.
+    """The save under way, if any. Only this class reads the parts of a save.
 
     Whether one is under way (`is_open`) is the same on all ranks at every moment between two steps.
     """

@@ -100,7 +100,7 @@ def _home_of(aside: Path) -> Path:
 
 
 def mend_checkpoints(folder: RunFolder) -> None:
-    """Remove what a kill left half-written or half-removed, and put back what it left aside.
+    """Remove half-written or half-removed folders of a kill, and put back folders left aside.
 
     Raises: LaunchError when the disk refuses.
     """
@@ -190,7 +190,7 @@ class Save:
         return made
 
     def finish(self, entries: Iterable[FileEntry]) -> None:
-        """Give it its name, and remove those no longer kept; the main rank does this."""
+        """Name the new checkpoint, and remove the ones no longer kept; main rank only."""
         files = tuple(sorted(entries, key=lambda entry: entry.name))
         _finish(self.unfinished, self.target, Manifest(facts=self.facts, files=files).sealed())
         self.left.extend(_prune(self.folder.checkpoints, self.facts.step, self.keep, self.keep_best))

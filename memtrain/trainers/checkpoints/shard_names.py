@@ -17,7 +17,7 @@ def name_of(part: str, rank: int, world: int) -> str:
 
 
 def files_of(checkpoint: Checkpoint, part: str) -> list[str]:
-    """Names of the files of a part, in the order of the ranks that wrote them; none where it has no such.
+    """Names of the files of a part, in the order of the ranks that wrote them; empty without such files.
 
     Raises: ResumeError when it is in shards and some are missing.
     """

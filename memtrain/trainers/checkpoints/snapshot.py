@@ -134,7 +134,7 @@ def _place(model: nn.Module, ranks: Ranks | None) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """How this rank takes what it writes: whole or its rows; as it is, or as a copy in host memory."""
+    """The form of a rank's share of a save: whole or its rows; in place, or copied to host memory."""
 
     ranks: Ranks
     is_sharded: bool

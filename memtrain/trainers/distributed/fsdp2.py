@@ -71,7 +71,7 @@ def models_of(scorer: nn.Module) -> list[PreTrainedModel]:
 
 
 def _groups(base: PreTrainedModel) -> Iterator[list[nn.Module]]:
-    """What is gathered together, inner modules before those that hold them."""
+    """Modules gathered together, inner modules before their owners."""
     backbone, embedding = base.get_decoder(), base.get_input_embeddings()
     heads = [
         head for head in (base.get_output_embeddings(), getattr(base, "score", None)) if head is not None

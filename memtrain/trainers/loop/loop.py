@@ -139,7 +139,7 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
 
 
 def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
-    """Gradients of one step, summed over the ranks; the sums of this rank, `loss` among them.
+    """Gradients of a step, summed over the ranks; the sums of this rank, with `loss`.
 
     Raises: Exhausted, on every rank, when memory runs out whatever is done.
     """

@@ -98,7 +98,7 @@ class Saver:
         self._tell(self._background.ended - self._began)
 
     def close(self) -> None:
-        """Let one process end what it writes, whatever has ended the run."""
+        """Let a process finish its writing, whatever has ended the run."""
         self._background.close()
 
     def _tell(self, seconds: float) -> None:

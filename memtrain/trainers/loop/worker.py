@@ -72,7 +72,7 @@ GONE = "the launcher of this run is gone: saving, to be continued by the same co
 
 
 def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Family | None = None) -> None:
-    """Run `plan` on this rank, from its newest checkpoint where there is one.
+    """Run `plan` on this rank, from its newest checkpoint if any.
 
     `is_locked`: the caller holds the folder. `family`: who started this rank; it stops when they are gone.
 
@@ -211,7 +211,7 @@ def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks
 def _tell_start(
     teller: EventSinks, plan: Plan, built: Built, found: Found, notes: list[str], position: TrainState
 ) -> None:
-    """What became of the rows, or where the run goes on from, and what a reader must know of it."""
+    """The fate of the rows, or the step of the resumed run, with notes for the reader."""
     if not position.step:
         teller.tell(replace(built.train.told("train"), rows_skipped=plan.data.train.num_skipped))
         if built.eval is not None:
@@ -251,7 +251,7 @@ def _engine(plan: Plan, built: Built) -> DistributedStep:
 
 
 def _recovery(plan: Plan, built: Built, position: TrainState, teller: EventSinks) -> Recovery:
-    """What is done about memory that runs out, with what the run learnt before it was continued."""
+    """Recovery from exhausted memory, with the limits found before the run was resumed."""
 
     def treat(settings: Settings) -> None:
         for model in built.models:

@@ -117,7 +117,7 @@ class Muon(Optimizer):
         return [self._hidden] if self._rest is None else [self._hidden, self._rest]
 
     def _share(self) -> None:
-        """Let both parts work on this optimizer's groups and state, so that there is one of each to save."""
+        """Let both parts work on this optimizer's groups and state, so that a save has one of each."""
         for part, is_hidden in zip(self._parts(), (True, False), strict=False):
             part.param_groups = [group for group in self.param_groups if group[HIDDEN] == is_hidden]
             part.state = self.state

@@ -44,7 +44,7 @@ def forward_backward(
     want_stats: bool,
     seed_micro: Callable[[int], None] = lambda index: None,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradients of one step; the sums of this rank, `loss` among them, on the device.
+    """Accumulate the gradients of a step; the sums of this rank, with `loss`, on the device.
 
     Losses are divided by the denominator of the whole step, so their sum over micro-batches and ranks is the
     mean of one large batch. The caller finishes the exchange. No host synchronisation happens here.

@@ -114,7 +114,7 @@ class RunFolder:
         return self.path / ".lock"
 
     def open_for_run(self) -> RunLock:
-        """Make the folder and take it for this process, without what killed processes left half-written.
+        """Make the folder and take it for this process, without half-written files of killed processes.
 
         The lock of a dead process is taken over.
 

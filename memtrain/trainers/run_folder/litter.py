@@ -42,7 +42,7 @@ def weighed(path: Path) -> Litter:
 
 
 def remove_litter(folder: Path) -> list[Litter]:
-    """Remove it, and return what it was.
+    """Remove a leftover, and return its description.
 
     Raises: OSError when the disk refuses.
     """

@@ -32,7 +32,7 @@ class MetricsWriter:
             raise disk_fault(error, "the metrics cannot be written", path) from None
 
     def write(self, event: Event | Mapping[str, Any]) -> None:
-        """Append one event, or the fields that spell one; a step that is not given is the last one written.
+        """Append an event, or its fields; a missing step is the last written.
 
         Raises: LaunchError when the disk refuses.
         """

@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, and what they agree on."""
+"""The processes of a run: the rank of this process, and agreement between all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all of a run. Every method must be called by all of them, in one order."""
+    """This process among all of a run. Every rank must call every method, in the same order."""
 
     rank: int = 0
     """Which one this is, over all nodes."""

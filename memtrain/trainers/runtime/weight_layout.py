@@ -39,7 +39,7 @@ def full_of(tensor: Tensor) -> Tensor:
 
 
 def gathered_here(tensors: Sequence[Tensor], *, writes: bool = False) -> AbstractContextManager[None]:
-    """Weights of ZeRO's stage 3 are whole inside; what is written to them stays where it `writes`."""
+    """Weights of ZeRO's stage 3 are whole inside; writes to them stay where it `writes`."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     return deepspeed.zero.GatheredParameters(list(tensors), modifier_rank=0 if writes else None)

@@ -59,7 +59,7 @@ def of_cpu(name: str) -> Measured:
 
 
 def resident_of_a_run() -> int:
-    """Resident bytes of this process once it has loaded what a run loads."""
+    """Resident bytes of this process with everything loaded that a run loads."""
     import accelerate  # noqa: F401
     import peft  # noqa: F401
     import transformers

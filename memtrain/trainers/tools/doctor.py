@@ -26,7 +26,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One part: what it is, what came of running it, and the figure, the fault, or why it was not run."""
+    """A part: its name, the outcome of its trial, and the figure, the fault, or the reason why it was not run."""
 
     area: str
     """device, attention, quantization, optimizer, kernels"""
@@ -69,7 +69,7 @@ def examine() -> Examination:
 def run_check(
     area: str, name: str, package: str, check: Callable[[torch.device], str], device: str
 ) -> Finding:
-    """What came of one optional part: not here without its package or CUDA, else what running it gave."""
+    """The outcome of an optional part: missing without its package or CUDA, else the result of its trial."""
     if find_spec(package) is None:
         return Finding(area, name, Outcome.NOT_HERE, f"{package} is not installed")
     try:

@@ -24,7 +24,7 @@ from memtrain.trainers.run_folder.folder import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What was written, and what the user should know of it."""
+    """The written files, with notes for the user."""
 
     folder: Path
     dtype: str

@@ -142,7 +142,7 @@ def _in_head(cut: Groups) -> int:
 
 
 def _turns(load: Workload, cut: Groups, own: int, kept: tuple[int, int, int]) -> list[Turn]:
-    """The last layer, the one below it, and the first: what is kept shrinks, what is on its way changes."""
+    """The last layer, the layer below, and the first: kept bytes shrink, bytes on their way change."""
     everything, of_last, first = kept
     num_layers, every = load.shape.num_layers, load.settings.checkpoint_every
     after_head = _part(load, cut.head.gradients)

@@ -78,7 +78,7 @@ def bar_ends(largest: int) -> Ints:
 
 
 def bars(ordered: Ints, scale: float = 1.0) -> tuple[Bin, ...]:
-    """Bars from the one of the smallest value to the one of the largest, empty ones between them too."""
+    """Bars from the smallest value to the largest, empty bars included."""
     if not len(ordered):
         return ()
     ends = bar_ends(int(ordered[-1]))

@@ -41,7 +41,7 @@ USUAL_MICRO_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is inspected, and what it is wanted for."""
+    """The dataset to inspect, and the use of the answer."""
 
     dataset: str
     """As the user named it."""

@@ -104,7 +104,7 @@ class Faulty(Section):
 
 
 class Loss(Section):
-    """What one way of truncation loses. The fields are those of a training run's report."""
+    """The losses of a way of truncation, in the fields of a training run's report."""
 
     truncation: Literal["keep_start", "keep_end", "drop"]
     rows_cut: int
@@ -152,7 +152,7 @@ class Cost(Section):
 
 
 class Candidate(Section):
-    """One max_length: what it loses and what it costs."""
+    """A max_length with its losses and costs."""
 
     max_length: int
     rows_longer: int

@@ -43,7 +43,7 @@ Ints = NDArray[np.int64]
 
 
 class Stored(Section):
-    """What is in a store, and what made it."""
+    """The contents of a store, and their origin."""
 
     version: int
     format: str

@@ -69,7 +69,7 @@ def shipped_text(name: str) -> str:
 
 
 def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
-    """A template that writes what `own` writes and marks what the assistant says: itself, or a shipped one.
+    """A template with the text of `own` that marks the assistant's words: `own` itself, or a shipped template.
 
     `own` as it is, without marks, where no shipped one writes the same, but every turn can be found by the
     beginnings of a conversation.
@@ -134,7 +134,7 @@ def written(
     tools: tuple[Tool, ...],
     prompted: bool,
 ) -> str | None:
-    """What a template writes for a conversation; None where it refuses it."""
+    """The text of a template for a conversation; None where the template refuses."""
     rendering = Rendering(template, special_tokens, None, completion_only=False, assistant_only=False)
     try:
         return conversation(messages, tools, rendering, generation_prompt=prompted)[0]

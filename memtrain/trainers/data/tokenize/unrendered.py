@@ -165,7 +165,7 @@ def share_words(count: int, num_rows: int) -> str:
 
 
 def notes_of(store: TokenStore, method: str) -> Iterator[str]:
-    """What is to be told of the rows of a store: what was left out, and what has no effect."""
+    """Notes on the rows of a store: contents left out, and keys without effect."""
     meta = store.meta
     unused = dict(meta.unrendered)
     if method in HAS_NO_MARGIN and meta.format == "preference":

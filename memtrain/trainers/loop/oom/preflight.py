@@ -146,7 +146,7 @@ def _undone(run: Run) -> Iterator[None]:
 
 
 def _steps(run: Run, heaviest: Heaviest) -> None:
-    """A first step, after which the states are there, and one with them. A run that goes on has them."""
+    """A first step, which makes the states, and a second with them. A resumed run has its states."""
     work = step_of(
         run.steps.feed,
         heaviest.sequences,

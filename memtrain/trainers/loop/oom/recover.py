@@ -38,7 +38,7 @@ LEAST_TILE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one forward and backward pass takes: a micro-batch, or a part of one."""
+    """Input of a forward and backward pass: a micro-batch, or a part of one."""
 
     sequences: Ints
     micro: int
@@ -67,7 +67,7 @@ class Exhausted(Exception):
 
 @dataclass(slots=True)
 class Recovery:
-    """What is done about memory that ran out, and what was learnt from it.
+    """Recovery from exhausted memory, with the limits found so far.
 
     Every rank has one; they learn the same, because they agree on every failure of a step.
     """

@@ -18,7 +18,7 @@ from memtrain.trainers.losses.preference.pairs import PairKnobs, PairLogps
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """One preference loss and what it asks of the run."""
+    """A preference loss with its requirements."""
 
     per_pair: Callable[[PairLogps, PairKnobs], Tensor]
     needs_reference: bool = True

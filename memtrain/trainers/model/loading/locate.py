@@ -187,7 +187,7 @@ def adapter_of(origin: Origin) -> AdapterFacts | None:
 
 
 def unknown_type(model_type: str) -> str | None:
-    """What is wrong with a name that transformers does not know, with those near it; None where it does."""
+    """The fault of a name unknown to transformers, with near names; None for a known name."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type in CONFIG_MAPPING:

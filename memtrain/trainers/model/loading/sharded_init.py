@@ -185,7 +185,7 @@ class _Making(TorchDispatchMode):
         return made
 
     def _written(self, kept: Kept, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What is written to a weight, or to a view of it, is written to a whole one for a moment."""
+        """Writes to a weight, or to a view of it, go to a whole weight for a moment."""
         target: Tensor = args[0]
         mine = self.stretch(kept.shape)
         whole, own = self._whole(kept.shape.numel(), kept.dtype), kept.brought(mine)

@@ -136,7 +136,7 @@ class Offloader:
     # Forward: out.
 
     def pack(self, tensor: Tensor) -> Tensor | Saved:
-        """`tensor` itself when it stays, else what it is found again by."""
+        """`tensor` itself when it stays, else the handle of its copy."""
         if not self._is_worth_it(tensor):
             # The tensor itself would hold the node that saves its own output: a cycle that nothing frees.
             return tensor if tensor.is_leaf else tensor.detach()

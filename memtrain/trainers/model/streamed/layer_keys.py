@@ -17,7 +17,7 @@ class KeysKnown(Exception):  # noqa: N818 (says that all is well)
 
 
 class LayerKeys:
-    """What the slices of one layer leave for each other; there from the layer's first slice to its last.
+    """Shared state of a layer's slices, from the first slice to the last.
 
     Gradients are summed in float32 at least, in place: in half precision a key of an early token would lose
     what hundreds of later slices add to it.

@@ -35,7 +35,7 @@ FIX = "set memory.streamed_layers: off"
 
 @dataclass(slots=True, eq=False)
 class LayerPass:
-    """One layer on one row: what its slices are computed from, beside the layer's input."""
+    """A layer on a row: the inputs of its slices beside the layer's own input."""
 
     layer: nn.Module
     plain: Callable[..., Any]

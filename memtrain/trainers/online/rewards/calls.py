@@ -27,7 +27,7 @@ class Exited(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one call: its value, or what it raised (`TookTooLong` at its deadline)."""
+    """The outcome of a call: its value, or its exception (`TookTooLong` at its deadline)."""
 
     value: Any = None
     error: Exception | None = None

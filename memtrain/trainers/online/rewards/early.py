@@ -39,7 +39,7 @@ class Early:
         }
 
     def begin(self, number: int, answers: Sequence[Answer]) -> None:
-        """Begin what there is to ask about group `number`; one that was begun is not begun again."""
+        """Begin the questions about group `number`; a begun group is not begun again."""
         for function in self.functions:
             if function.label in self.callers:
                 self._begin(function, number, answers)

@@ -204,7 +204,7 @@ def looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, i
 
 
 def arguments(function: Function, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of one call: what it takes of `given`, renamed columns, and its args."""
+    """The keyword arguments of a call: its share of `given`, renamed columns, and its args."""
     renamed = {taken: given[column] for taken, column in function.recipe.columns.items()}
     everything = {**given, **renamed}
     taken = everything if function.takes_all else {k: v for k, v in everything.items() if k in function.takes}

@@ -61,7 +61,7 @@ def write_reading(reading: Reading, folder: Path) -> None:
 
 
 def read_reading(folder: Path) -> Reading:
-    """What stands beside a model; nothing is known where there is no such file, as on the hub."""
+    """The file beside a model; empty without such a file, as on the hub."""
     path = folder / READING_FILE
     return Reading.model_validate_json(path.read_text()) if path.is_file() else Reading()
 

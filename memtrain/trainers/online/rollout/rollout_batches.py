@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyMicro:
-    """What one forward pass over answers takes, and what their loss needs.
+    """Inputs of a forward pass over answers, and of their loss.
 
     advantage_A: float32. sampler_N, old_N, reference_N: float32 log-probs of their tokens, answer after
     answer; None where nothing asks for them. is_kept_N: bool, tokens that a top-entropy mask keeps.

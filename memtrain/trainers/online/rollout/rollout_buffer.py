@@ -24,7 +24,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """The completions of one rollout, and what is known of them."""
+    """The completions of a rollout, with their facts."""
 
     number: int
     """Which rollout of the run it is."""

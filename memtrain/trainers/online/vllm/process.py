@@ -162,7 +162,7 @@ class Process:
         return b"".join(parts)
 
     def _ending(self) -> str:
-        """By which signal it ended, or what it printed last."""
+        """The signal that ended the process, or its last line."""
         try:
             code = self.popen.wait(ENDING_S)
         except subprocess.TimeoutExpired:

@@ -151,7 +151,7 @@ class ServerSampler:
             )
 
     def _give_weights(self) -> None:
-        """Write a checkpoint, have it loaded, and forget what was computed with the one before.
+        """Write a checkpoint, have it loaded, and forget computations of the previous one.
 
         Raises: LaunchError when the server offers no such thing; Unanswered.
         """

@@ -37,7 +37,7 @@ REHEARSAL = "rehearsal: "
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run folder says, by kind. Any of it may be missing: a run can be looked at while it goes on."""
+    """Contents of a run folder, by kind. Any may be missing: a run can be read while it goes on."""
 
     name: str
     """Name of the run folder."""
@@ -57,7 +57,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Predicted and measured peak of one phase; one of them may be missing."""
+    """Predicted and measured peak of a phase; either may be missing."""
 
     phase: str
     predicted: PhasePeak | None

@@ -88,7 +88,7 @@ class Pool:
 
 @dataclass(slots=True)
 class CachingAllocator:
-    """The allocator of one device. `capacity` is what it may reserve; None: without limit."""
+    """The allocator of a device. `capacity`: most bytes to reserve; None: without limit."""
 
     capacity: int | None = None
     expandable: bool = True

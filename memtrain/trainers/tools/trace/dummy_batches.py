@@ -109,7 +109,7 @@ class DummyFeed:
 
     @property
     def weights(self) -> Ints:
-        """Items of each sequence: of the only one there is, for all of them."""
+        """Items of each sequence: the single sequence's, for all."""
         return np.full(2, self.micro.num_loss_tokens, np.int64)
 
     @property

@@ -43,7 +43,7 @@ def playing_ranks(settings: Settings) -> Iterator[None]:
 
 
 def lay_out(scorer: nn.Module, settings: Settings) -> list[nn.Parameter]:
-    """What this rank's optimizer steps: whole weights, or its rows of them, which are cut here."""
+    """Weights that this rank's optimizer steps: whole ones, or its rows, which are cut here."""
     if settings.num_processes > 1 and settings.engine == "fsdp2":
         lay_in_rows(scorer, settings)
         return list(own_shards(scorer).values())

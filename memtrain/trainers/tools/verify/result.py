@@ -27,7 +27,7 @@ class Check(Section):
 
 
 class Ran(Section):
-    """What one side ran, counted in one step."""
+    """The operations of one side, counted in a step."""
 
     attention: str
     attention_ops: dict[str, int]
