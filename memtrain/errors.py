@@ -115,7 +115,7 @@ MOST_WORDS = 2000
 
 
 def words_of(error: BaseException) -> str:
-    """The message of another library's error, in one line and to its end, or its kind where the message is empty.
+    """The message of another library's error, in one line and whole, or its kind where it is empty.
 
     Advice to run code of a model (`trust_remote_code`) is left out: memtrain never does.
     """

@@ -148,7 +148,7 @@ def generation_bytes(
 def _with_vllm(
     ledger: DecisionLog, settings: Settings, prediction: Prediction, facts: PlannerInputs, resting: PhasePeak
 ) -> tuple[Settings, Prediction]:
-    """Completions of another process: this process holds its resting bytes and a bucket of weights on their way."""
+    """Completions of another process: this one holds its resting bytes and a bucket of weights."""
     recipe = ledger.asked.recipe
     if settings.sampler == "vllm":
         settings = with_engine(ledger, settings, facts, resting.num_bytes)

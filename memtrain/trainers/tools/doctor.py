@@ -26,7 +26,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A part: its name, the outcome of its trial, and the figure, the fault, or the reason why it was not run."""
+    """A part: its name, the outcome of its trial, and the figure, the fault, or why it was not run."""
 
     area: str
     """device, attention, quantization, optimizer, kernels"""

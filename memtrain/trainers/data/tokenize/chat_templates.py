@@ -69,7 +69,7 @@ def shipped_text(name: str) -> str:
 
 
 def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
-    """A template with the text of `own` that marks the assistant's words: `own` itself, or a shipped template.
+    """A template with the text of `own` that marks the assistant's words: itself, or a shipped one.
 
     `own` as it is, without marks, where no shipped one writes the same, but every turn can be found by the
     beginnings of a conversation.

@@ -103,7 +103,7 @@ class KVCache:
             kept_value[first + index, :, : end - start] = value_KTD[:, start:end]
 
     def write(self, turn: int, key_RKD: Tensor, value_RKD: Tensor, at: Standing) -> Pair:
-        """Append a token's keys to every row; views [R, K, t, D] of all written keys, the new ones included."""
+        """Append a token's keys to every row; views [R, K, t, D] of all keys, the new ones too."""
         kept_key, kept_value = self.rows[turn]
         row_R = torch.arange(at.num_rows, device=key_RKD.device)
         kept_key[row_R, :, at.written_R] = key_RKD
