@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from memtrain.errors import EXIT_OUR_FAULT, MemtrainError
+from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError
+
+OF_A_NAME = {
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "the link leads to itself: give another name",
+    errno.EACCES: "check the permissions of the file and of the folders above it",
+    errno.EROFS: "give a folder that can be written",
+}
+"""Faults of the system that are of a name which was given, with the way out."""
 
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
@@ -35,10 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has left: nothing more can be said, and Python's flush at exit must not try.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in OF_A_NAME:
+            return _our_fault()
+        fault = LaunchError(f"{error.filename} cannot be used: {error.strerror}", fix=OF_A_NAME[error.errno])
+        print(fault.text(), file=sys.stderr)
+        return fault.exit_code
     except Exception:
-        print("this is a fault of memtrain, not of the recipe; please report what follows", file=sys.stderr)
-        traceback.print_exc()
-        return EXIT_OUR_FAULT
+        return _our_fault()
+
+
+def _our_fault() -> int:
+    """Say that it is ours, with the traceback of what is handled now; the exit code."""
+    print("this is a fault of memtrain, not of the recipe; please report what follows", file=sys.stderr)
+    traceback.print_exc()
+    return EXIT_OUR_FAULT
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from memtrain.recipes.reading.environment import EnvironmentText, environment_te
 from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
+from memtrain.recipes.reading.texts import check_texts, is_too_long
 from memtrain.recipes.reading.validate import recipe_of
 from memtrain.recipes.reading.yaml_reader import read_yaml
 from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Place, find, plain
@@ -116,6 +117,7 @@ def _loaded(
 ) -> LoadedRecipe:
     raw = apply_overrides(tree, overrides, faults)
     tree, variables = interpolated(raw, faults)
+    check_texts(tree, (), faults)
     recipe = recipe_of(tree, faults, method)
     if recipe is None or faults:
         raise RecipeError(faults.in_order())
@@ -200,6 +202,9 @@ def _base_tree(
     word: str, place: Place, path: Path, faults: Faults, above: tuple[Path, ...]
 ) -> Mapping | None:
     """The tree of the file that `extends: word` names: beside the extending file, else a shipped recipe."""
+    if is_too_long(word) or "\0" in word:
+        faults.add(f"extends: '{word[:40]}' is no name of a file", place, "name a recipe beside this one")
+        return None
     base = path.parent / Path(word).expanduser()
     if not base.exists() and word in shipped_names():
         base = configs_dir() / f"{word}.yaml"

@@ -21,8 +21,9 @@ from memtrain.recipes.reading.field_types import (
     section_of,
     takes_null,
 )
-from memtrain.recipes.reading.unknown_keys import unknown_key
+from memtrain.recipes.reading.unknown_keys import Unknown, unknown_key
 from memtrain.recipes.reading.yaml_tree import (
+    MOST_TOLD,
     Faults,
     Items,
     Leaf,
@@ -37,6 +38,8 @@ from memtrain.recipes.reading.yaml_tree import (
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.base import Section, parse_bytes
+
+UNTOLD = "unknown key"
 
 
 def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe | None:
@@ -97,7 +100,9 @@ class _Checked:
         for key, entry in node.entries.items():
             if key not in known:
                 if not (path == () and key in METHODS):
-                    unknown = unknown_key(key, section, path)
+                    # Advice is a search over every key: past what is told of one recipe there is none.
+                    is_told = len(self.faults.found) < MOST_TOLD
+                    unknown = unknown_key(key, section, path) if is_told else Unknown(UNTOLD, "", ())
                     self.faults.add(unknown.what, entry.place, unknown.fix)
                     self.meant.update(unknown.meant)
                 continue

@@ -9,6 +9,10 @@ from memtrain.errors import Fault
 MAX_NODES = 20_000
 """Keys and values a recipe may have, aliases counted as often as they are used (no billion laughs)."""
 
+MOST_TOLD = 50
+"""Faults of one recipe that are told; nobody reads more at once."""
+MEND_FIRST = "mend those above first"
+
 Scalar = None | bool | int | float | str
 
 
@@ -73,8 +77,8 @@ class Faults:
     found: list[tuple[Place, Fault]] = field(default_factory=list[tuple[Place, Fault]])
 
     def add(self, what: str, place: Place, fix: str = "") -> None:
-        """Note one fault."""
-        self.found.append((place, Fault(what, str(place), fix)))
+        """Note one fault, with the letters that nobody sees as their escapes."""
+        self.found.append((place, Fault(visible(what), visible(str(place)), visible(fix))))
 
     def __bool__(self) -> bool:
         return bool(self.found)
@@ -87,7 +91,20 @@ class Faults:
         ordered = sorted(
             self.found, key=lambda one: (one[0].line == 0, files[one[0].source], one[0].line, one[0].column)
         )
-        return list(dict.fromkeys(fault for _, fault in ordered))
+        told = list(dict.fromkeys(fault for _, fault in ordered))
+        if len(told) <= MOST_TOLD:
+            return told
+        rest = Fault(f"{len(told) - MOST_TOLD:,} more faults are not told", told[MOST_TOLD].where, MEND_FIRST)
+        return [*told[:MOST_TOLD], rest]
+
+
+def visible(text: str) -> str:
+    """The text with every letter that shows nothing, or steers a terminal, as its escape: `opt\\u200bim`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def dotted(path: Path) -> str:

@@ -50,7 +50,7 @@ def one_or_many(value: object) -> object:
     if isinstance(value, list):
         items: list[object] = value  # pyright: ignore[reportUnknownVariableType]
         return tuple(items)
-    if isinstance(value, (str, dict)):
+    if isinstance(value, (str, dict, int, float)):
         return (value,)  # pyright: ignore[reportUnknownVariableType]
     return value
 
