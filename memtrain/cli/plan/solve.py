@@ -28,8 +28,8 @@ from memtrain.memory.planner.search import price_all
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 
-MOST_LENGTH = 2**20
-"""Longest sequence that is tried for a model that says no limit of its own."""
+MOST_LENGTH = 2**23
+"""Longest sequence that is tried for a model without a table of positions. Taste."""
 
 SIZE_STEP = 128 * 2**20
 """Devices that differ by less are taken to be as large."""
@@ -69,21 +69,34 @@ def solution(what: str, question: Question, facts: PlannerInputs) -> Solution:
 
 def _max_length(question: Question, facts: PlannerInputs) -> Solution:
     asked, recipe = question.asked, question.asked.recipe
-    limit = canonical(question.looked.config).get("max_position_embeddings")
-    most = int(limit) if isinstance(limit, int) else MOST_LENGTH
+    table = facts.shape.num_positions
+    most = table or MOST_LENGTH
     found = longest_that_fits(asked, facts, most)
     if found is None:
         resolve(_at_length(asked, LENGTH_STEP), _laid_out(facts, LENGTH_STEP))
         raise AssertionError("The shortest length fits, and no length was found.")
     length = found.settings.max_length or 0
     words = [f"The longest max_length that fits {_place(question)} is {length:,} tokens{_how(found)}."]
-    if length + LENGTH_STEP > most:
-        words.append(f"It is the model's own limit ({most:,}).")
+    if table is not None and length + LENGTH_STEP > table:
+        words.append(f"The model has a table of {table:,} positions, and no more.")
+    words += _beyond_training(question, length)
     if recipe.length.max_length is not None and length < recipe.length.max_length:
         words.append(f"The recipe asks for {recipe.length.max_length:,}, which does not fit.")
     if not facts.is_guessed:
         words.append("Measured by the rows of the data: a length beyond the longest of them changes nothing.")
     return Solution("max_length", length, tuple(words), {"length.max_length": length})
+
+
+def _beyond_training(question: Question, length: int) -> list[str]:
+    """What rows need that are longer than those a model was trained on."""
+    trained = canonical(question.looked.config).get("max_position_embeddings")
+    if not isinstance(trained, int) or length <= trained:
+        return []
+    scaling = f"rope_scaling: {{rope_type: yarn, factor: {ceil(length / trained)}}}"
+    return [
+        f"The model was made for rows of {trained:,} tokens (max_position_embeddings); longer ones are "
+        f"planned alike, and need its positions scaled: {scaling} in its config.json."
+    ]
 
 
 def _micro_batch(question: Question, facts: PlannerInputs) -> Solution:

@@ -213,6 +213,17 @@ def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
     weight_gradient = a * shape.vocab_size * shape.width if trains_head else 0
     form = _full_head if load.settings.loss == "full" else _chunked_head
     kept, forward, backward, evaluation = form(load, trains_head)
+    if load.settings.slice_tokens:
+        # Seen in traces of streamed layers: the norm's output is gone once the rows are picked from it, and
+        # the picked rows are gone when their gradient is scattered.
+        return HeadBytes(
+            norm=layer_boundary(load),
+            kept=picked + kept,
+            forward=picked + max(rows, forward),
+            backward=max(picked + backward, weight_gradient + picked + rows),
+            evaluation=picked + max(rows, evaluation),
+            weight_gradient=weight_gradient,
+        )
     return HeadBytes(
         norm=norm_kept(load, shape.width, num_scales=1),
         kept=picked + kept,

@@ -37,7 +37,6 @@ from memtrain.memory.estimate.static import (
 )
 from memtrain.memory.estimate.streamed_layers import (
     final_norm_backward,
-    final_norm_kept,
     forward_of_layer,
     streamed_backward,
 )
@@ -138,9 +137,11 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         weight if accumulates else 0
     )
     inner = {"recomputation": backward}
+    final_backward = norm_backward(load)
     if settings.slice_tokens:
         # Gradients of a layer's weights are in its sums until its last slice is through.
         one_layer, weight, inner = one_layer + weight, 0, streamed_backward(load)
+        final_backward = final_norm_backward(load)
     in_last = before + waits if accumulates else waiting + weight
     in_first = before + waits
     if not accumulates:
@@ -152,13 +153,9 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         at_step = largest_trained(settings, shape) * (load.a if trains_all else 4)
         waiting = waits + at_step
         in_last, in_first, in_embedding = waiting, waiting, 0
-    final_kept, final_backward = head.norm, norm_backward(load)
-    if settings.slice_tokens:
-        final_kept, final_backward = final_norm_kept(load), final_norm_backward(load)
-    loss = {"gradients": before, "activations": kept + final_kept}
-    forward = layer_kept(load) + 2 * layer_boundary(load) + rotary(load) if is_away else 0
+    loss = {"gradients": before, "activations": kept + head.norm}
     return [
-        resting | {"gradients": before, "activations": forward},
+        resting | {"gradients": before, "activations": _in_forward(load)},
         resting | loss | {"logits": head.kept, "reference's pass": reference_pass(load, head)},
         resting | loss | {"logits": head.forward},
         resting | loss | {"logits": head.backward},
@@ -172,6 +169,15 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         _resting(load, has_state=True)
         | {"gradients": at_step, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
     ]
+
+
+def _in_forward(load: Workload) -> int:
+    """Activations in the forward pass where they are more than what is kept of it: they travel meanwhile."""
+    if load.settings.offload == "all":
+        return layer_kept(load) + 2 * layer_boundary(load) + rotary(load)
+    if load.settings.slice_tokens and load.settings.offload == "boundaries":
+        return forward_of_layer(load) + rotary(load)
+    return 0
 
 
 def offloaded_backward(load: Workload) -> int:
@@ -321,12 +327,10 @@ def _kept(load: Workload) -> tuple[int, int, int]:
 def _kept_streamed(load: Workload) -> tuple[int, int, int]:
     """The same where every layer goes over the row in slices: its input is all that it keeps.
 
-    What waits on the host is there while it is used, and the one before it is fetched meanwhile.
+    What waits on the host is there while it is used.
     """
     settings, count = load.settings, load.shape.num_layers
     boundary, tables = layer_boundary(load), rotary(load)
     if settings.offload == "none":
         return count * boundary + tables, 0, boundary + tables
-    stay = min(count, settings.offload_keep)
-    here = max(stay, min(2, count))
-    return here * boundary + tables, 0, boundary + tables
+    return max(1, min(count, settings.offload_keep)) * boundary + tables, 0, boundary + tables

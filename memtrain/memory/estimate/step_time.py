@@ -73,6 +73,9 @@ def step_time(
     again = forward if settings.reference in WITH_A_PASS else 0.0
     sent, waits = sending(settings, shape, rates), waiting(settings, shape, rates)
     passes = _passes_time(forward, computing - forward, copy, sent, waits, num_micros)
+    if settings.slice_tokens:
+        # A streamed layer's input is fetched when its turn comes: one waiting beside it is what a row costs.
+        passes += (1 - OVERLAP_LOSS) * min(computing - forward, copy)
     device = again + passes + gathering + sent.after + waits.after + waits.step
     stepping = 0.0 if waits.step else _overlapped(optimizer, states)
     seconds = _overlapped(device + stepping, launch)

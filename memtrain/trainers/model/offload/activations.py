@@ -67,6 +67,8 @@ def apply_checkpointing_and_offload(
         keeps=is_part_of(model),
         disk=disk_of(settings),
         host_limit_bytes=settings.offload_host_bytes or 0,
+        # A streamed layer takes long, and the input of a long row is much to hold beside it.
+        fetches_ahead=not settings.slice_tokens,
     )
     if slice_tokens:
         stream_layers(model, slice_tokens, offloader.hooks, keep=settings.offload_keep)

@@ -98,11 +98,13 @@ class Offloader:
         keeps: Callable[[Tensor], bool] = lambda tensor: False,
         disk: DiskTier | None = None,
         host_limit_bytes: int = 0,
+        fetches_ahead: bool = True,
     ) -> None:
         self.pool = HostPool(engine)
         self.traffic = Traffic()
         self._engine = engine
         self._keep_last = keep_last
+        self._fetches_ahead = fetches_ahead
         self.min_bytes = min_bytes
         """Storages below this many bytes stay."""
         self._keeps = keeps
@@ -201,7 +203,7 @@ class Offloader:
         block.uses -= 1
         if block.uses <= 0:
             self._drop_device(block)
-        before = block.previous() if block.previous is not None else None
+        before = block.previous() if block.previous is not None and self._fetches_ahead else None
         if before is not None and before.device is None and before.uses > 0:
             self._fetch(before)
         return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)

@@ -63,11 +63,12 @@ def _hidden_and_gradient(base: Any, inputs: dict[str, Any]) -> tuple[Tensor, Ten
 
     def begin_here(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
         leaves.append(embedded.detach().requires_grad_())
-        return leaves[-1]
+        return leaves[-1] * 1
 
     handle = base.get_input_embeddings().register_forward_hook(begin_here)
     try:
         with torch.enable_grad():
+            # No leaf: the gradient of a layer's input takes its place.
             hidden_TW = backbone_of(base)(**inputs, use_cache=False)[0][0]
             drawn = torch.randn(hidden_TW.shape, generator=torch.Generator().manual_seed(1))
             (gradient,) = torch.autograd.grad(hidden_TW, leaves[0], drawn.to(hidden_TW))

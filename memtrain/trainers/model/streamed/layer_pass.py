@@ -62,9 +62,13 @@ class LayerPass:
     def backward(
         self, x_BTW: Tensor, dy_BTW: Tensor, *, needs_dx: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of the input (None where it needs none), and of the layer's trained weights, in order."""
+        """Gradients of the input (None where it needs none), and of the layer's trained weights, in order.
+
+        The input's gradient takes the place of the input, slice by slice: nothing needs the input any more.
+        Should anything else have saved it, autograd finds it changed and says so.
+        """
         keys = LayerKeys(x_BTW.shape[1])
-        dx_BTW = torch.empty_like(x_BTW) if needs_dx else None
+        dx_BTW = x_BTW if needs_dx else None
         with restored(x_BTW.device, is_on=bool(self.states)):
             self._keys_again(x_BTW, keys)
             with WeightSums(self.layer) as sums:

@@ -69,7 +69,8 @@ class TokenwisePass(torch.autograd.Function):
         run: TokenwiseForward = ctx.run
         (x_BTW,) = ctx.saved_tensors
         (dy_BTW,) = grads
-        dx_BTW = torch.empty_like(x_BTW) if ctx.needs_input_grad[1] else None
+        # In the place of the input, which nothing needs any more.
+        dx_BTW = x_BTW if ctx.needs_input_grad[1] else None
         with WeightSums(run.module) as sums:
             for part in run.parts(x_BTW):
                 with torch.enable_grad():
