@@ -43,7 +43,7 @@ from memtrain.trainers.loop.loop import Run, train
 from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.loop.oom.preflight import rehearse
 from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
-from memtrain.trainers.loop.rank_failures import LAUNCHED, note_fault
+from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, note_fault
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
@@ -62,7 +62,7 @@ from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.event_sinks import EventSinks, open_teller
 from memtrain.trainers.run_folder.folder import RunFolder
-from memtrain.trainers.run_folder.lock import RunLock
+from memtrain.trainers.run_folder.lock import OWNER, RunLock
 from memtrain.trainers.run_folder.pulse import Family, Pulse
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
@@ -143,6 +143,8 @@ def _take_folder(folder: RunFolder, plan: Plan, family: Family | None) -> RunLoc
     """
     launcher = family.launcher if family is not None else None
     lock = folder.open_for_run() if launcher is None else folder.join_for_run(launcher)
+    # Every rank is here: what lies there is of an earlier start.
+    clear_faults(folder)
     if read_plan(folder.plan) != plan:
         lock.close()
         raise LaunchError(
@@ -319,7 +321,7 @@ def main() -> int:
     asked = words.parse_args()
     folder = RunFolder(asked.plan.parent)
     rank = int(os.environ.get("RANK", "0"))
-    pulse = Pulse(folder, rank) if LAUNCHED in os.environ else None
+    pulse = Pulse(folder, rank) if OWNER in os.environ else None
     try:
         plan = read_plan(folder.plan, asked.plan_digest)
         if asked.resume and is_over(folder, plan):

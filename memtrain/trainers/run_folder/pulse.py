@@ -78,8 +78,11 @@ class Pulse(threading.Thread):
                 self._path.write_text(f"{count} {_words(frame)}\n")
 
     def stop(self) -> None:
-        """Leave no more word."""
+        """Leave no more word, and none behind."""
         self._ended.set()
+        if self.is_alive():
+            self.join()
+        self._path.unlink(missing_ok=True)
 
 
 def pulse_file(folder: RunFolder, rank: int) -> Path:
