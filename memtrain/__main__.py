@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run(arguments)
     except MemtrainError as error:
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
         print(error.text(), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

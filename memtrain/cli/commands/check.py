@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
 from memtrain.cli.output.terminal import print_table, say, whole
 
+if TYPE_CHECKING:
+    from memtrain.recipes.reading.load import LoadedRecipe
+
 
 def check(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     every: Annotated[bool, typer.Option("--all", help="Show the keys left at their defaults too.")] = False,
+    rewrite: Annotated[
+        bool, typer.Option("--rewrite", help="Write today's names of keys into the file; comments stay.")
+    ] = False,
 ) -> None:
     """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
+    from memtrain.cli.output.previous_notes import read_recipe
     from memtrain.cli.plan.check_rewards import check_rewards
     from memtrain.memory.planner.use_and_never import honoured
     from memtrain.memory.rules.ledger import SourcedRecipe
-    from memtrain.recipes.reading.load import load_recipe
     from memtrain.recipes.reference.commented_yaml import settings
 
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = read_recipe(recipe, overrides or ())
     honoured(SourcedRecipe(loaded.recipe, loaded.where))
     check_rewards(loaded)
+    if rewrite:
+        loaded = _rewritten(loaded, overrides or ())
     shown = [one for one in settings(loaded) if every or one[2] != "default"]
     rows = [(key, value, whole(where)) for key, value, where in shown]
     say(f"{whole(loaded.path)} is a valid {loaded.recipe.method} recipe.")
+    in_files = [one for one in loaded.renamed if one.place.line]
+    if in_files:
+        words = "1 previous name" if len(in_files) == 1 else f"{len(in_files)} previous names"
+        say(f"{words} in it (see the notes): --rewrite writes today's, and keeps every comment.")
     say()
     print_table(("key", "value", "said at"), rows)
     if not every:
         say()
         say("Every other key has its default; --all shows them.")
+
+
+def _rewritten(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
+    """The recipe after today's names were written into its file, and into those that it extends.
+
+    Raises: RecipeError when a word cannot be replaced by itself, or a file cannot be written.
+    """
+    from memtrain.recipes.reading.load import load_recipe
+    from memtrain.recipes.reading.rewrite import rewrite
+
+    files = dict.fromkeys(one.place.source for one in loaded.renamed if one.place.line)
+    if not files:
+        say("No previous name is in it; nothing was written.")
+        return loaded
+    for file in files:
+        count = rewrite(Path(file), [one for one in loaded.renamed if one.place.source == file])
+        say(f"{whole(file)}: {count} name{'' if count == 1 else 's'} rewritten.")
+    return load_recipe(str(loaded.path), overrides)

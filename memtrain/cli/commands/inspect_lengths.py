@@ -180,8 +180,9 @@ def _loaded(words: _Words) -> LoadedRecipe:
 
     Raises: RecipeError when no data or no tokenizer is named, or a key is wrong.
     """
+    from memtrain.cli.output.previous_notes import read_recipe, say_renamed
     from memtrain.recipes.formats.detect import METHOD_FORMATS
-    from memtrain.recipes.reading.load import load_recipe, recipe_of_words
+    from memtrain.recipes.reading.load import recipe_of_words
     from memtrain.recipes.recipe import HAS_ANSWERS
 
     if words.method is not None and words.method not in METHOD_FORMATS:
@@ -199,7 +200,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
     if is_planned:
         given.append(f"method={words.method}")
     if words.recipe is not None:
-        return load_recipe(words.recipe, [*given, *words.overrides])
+        return read_recipe(words.recipe, [*given, *words.overrides])
     if words.dataset is None:
         raise RecipeError(
             "no data is named", fix="memtrain inspect-lengths DATASET, or --recipe RECIPE for its data"
@@ -212,7 +213,9 @@ def _loaded(words: _Words) -> LoadedRecipe:
     if words.model is None:
         given.append(f"model.path={json.dumps(words.tokenizer)}")
     base = [] if is_planned else ["method=sft"]  # Other methods need sections that no length depends on.
-    return recipe_of_words([*base, *given, *words.overrides])
+    loaded = recipe_of_words([*base, *given, *words.overrides])
+    say_renamed(loaded)
+    return loaded
 
 
 def _pricing(loaded: LoadedRecipe, words: _Words, budget: str | None) -> Pricing | None:

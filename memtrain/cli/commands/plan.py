@@ -65,16 +65,16 @@ def plan(
     run's own step.
     """
     from memtrain.cli.launch.summary import reading_progress
+    from memtrain.cli.output.previous_notes import read_recipe
     from memtrain.cli.plan.answer import answer, ask, facts_of_question, trace_answer
     from memtrain.cli.plan.answer import as_json as json_of
     from memtrain.memory.plan.units import read_size
-    from memtrain.recipes.reading.load import load_recipe
 
     words = list(overrides or [])
     num_bytes = None if budget is None else read_size(budget, "--budget")
     if num_bytes is not None:
         words.append(f"memory.budget={budget}")
-    question = ask(load_recipe(recipe, words), gpu, num_gpus, num_bytes)
+    question = ask(read_recipe(recipe, words), gpu, num_gpus, num_bytes)
     with reading_progress() as progress:
         facts, note = facts_of_question(question, reads_data=not without_data, progress=progress)
     if solve is not None:

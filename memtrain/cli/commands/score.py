@@ -25,6 +25,7 @@ def score(
 
     Keys of a recipe may follow as `section.key=value` (data.columns, length.max_length, cluster.device, ...).
     """
+    from memtrain.cli.output.previous_notes import say_renamed
     from memtrain.cli.plan.make_plan import model_config
     from memtrain.memory.hardware.devices import detect
     from memtrain.memory.rules.ledger import SourcedRecipe
@@ -37,6 +38,7 @@ def score(
     if not any(word.startswith("length.max_length=") for word in words):
         words.append("length.max_length=null")
     loaded = recipe_of_words(words)
+    say_renamed(loaded)
     hardware = detect(loaded.recipe.cluster.device)
     config = model_config(loaded.recipe.model)
     settings = scoring_settings(SourcedRecipe(loaded.recipe, loaded.where), hardware, config)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.cli.measure.variants import Variant, ablations, predicted_of, variant, waterfall
+from memtrain.cli.output.previous_notes import read_recipe
 from memtrain.cli.plan.make_plan import Planned, facts_of, make_plan, model_config
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.plan import Plan
-from memtrain.recipes.reading.load import load_recipe
 
 VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes."""
@@ -205,7 +205,7 @@ def _planned(recipe: str, overrides: list[str], place: Path, steps: int) -> tupl
     """One process's share of a recipe's plan, and what its predictions are made of."""
     from memtrain.trainers.tools.verify.plans import on_one_process
 
-    made = make_plan(load_recipe(recipe, overrides), run_dir=str(place / "run"))
+    made = make_plan(read_recipe(recipe, overrides), run_dir=str(place / "run"))
     return on_one_process(made.plan, steps=steps + 2), _facts(made)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import JsonValue
 
 from memtrain.errors import LaunchError
+from memtrain.memory.plan.previous_settings import renewed_recipe, renewed_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.reading.environment import EnvironmentText, hidden, read_again, revealed
 from memtrain.recipes.recipe import Recipe
@@ -180,6 +181,22 @@ def _digest(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
+def _renewed(raw: bytes) -> str | bytes:
+    """The text of a plan, its recipe and settings under today's names.
+
+    Raises: ValueError when it is no JSON.
+    """
+    said: object = json.loads(raw)
+    if not isinstance(said, dict):
+        return raw
+    plan = cast(dict[str, JsonValue], said)
+    for part, renewed in (("recipe", renewed_recipe), ("settings", renewed_settings)):
+        saved = plan.get(part)
+        if isinstance(saved, dict):
+            plan[part] = renewed(saved)
+    return json.dumps(plan)
+
+
 def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
     """The plan in a `plan.json`, which must have this digest where one is given; what the recipe reads from
     the environment is read again, if it `reveals`.
@@ -197,7 +214,7 @@ def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
             fix="run the training command again; one run folder is for one run",
         )
     try:
-        plan = Plan.model_validate_json(raw)
+        plan = Plan.model_validate_json(_renewed(raw))
     except ValueError as error:
         raise LaunchError(
             f"plan.json does not fit this version of memtrain: {error}",

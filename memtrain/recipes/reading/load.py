@@ -13,11 +13,22 @@ from memtrain.errors import Fault, RecipeError
 from memtrain.recipes.reading.environment import EnvironmentText, environment_texts, that_can_be_hidden
 from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
+from memtrain.recipes.reading.previous_names import renewed
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
 from memtrain.recipes.reading.texts import check_texts, is_too_long
 from memtrain.recipes.reading.validate import recipe_of
 from memtrain.recipes.reading.yaml_reader import read_yaml
-from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Place, find, plain
+from memtrain.recipes.reading.yaml_tree import (
+    Entry,
+    Faults,
+    Items,
+    Leaf,
+    Mapping,
+    Place,
+    Renaming,
+    find,
+    plain,
+)
 from memtrain.recipes.recipe import Recipe
 
 MAX_BYTES = 256 * 2**10
@@ -40,6 +51,8 @@ class LoadedRecipe:
     """Everything written: the file, the files it extends, and the overrides, with `${...}` replaced."""
     environment: tuple[EnvironmentText, ...] = ()
     """Its texts that came from environment variables, which are written nowhere."""
+    renamed: tuple[Renaming, ...] = ()
+    """The previous names that were read as today's, in the order of the lines."""
 
     @property
     def resolved(self) -> ReadOnly[str, object]:
@@ -116,13 +129,20 @@ def _loaded(
     tree: Mapping, path: Path, text: str, overrides: Sequence[str], method: str | None, faults: Faults
 ) -> LoadedRecipe:
     raw = apply_overrides(tree, overrides, faults)
-    tree, variables = interpolated(raw, faults)
-    check_texts(tree, (), faults)
+    replaced, variables = interpolated(raw, faults)
+    check_texts(replaced, (), faults)
+    # A value of an environment variable may be a previous word too.
+    tree = cast(Mapping, renewed(replaced, faults, is_final=True))
     recipe = recipe_of(tree, faults, method)
+    renamed = tuple(dict.fromkeys(faults.renamed))
     if recipe is None or faults:
-        raise RecipeError(faults.in_order())
-    texts = environment_texts(raw, tree, variables) if variables else []
-    return LoadedRecipe(recipe, path, text, tuple(overrides), tree, that_can_be_hidden(recipe, texts))
+        error = RecipeError(faults.in_order())
+        for one in renamed:
+            error.add_note(f"note: {one}")
+        raise error
+    texts = environment_texts(raw, replaced, variables) if variables else []
+    hidden = that_can_be_hidden(recipe, texts)
+    return LoadedRecipe(recipe, path, text, tuple(overrides), tree, hidden, renamed)
 
 
 def _name(path: Path) -> str:
@@ -175,6 +195,7 @@ def _file_tree(text: str, path: Path, name: str, faults: Faults, above: tuple[Pa
         kind = "a list" if isinstance(root, Items) else "a single value"
         faults.add(f"the file holds {kind}", root.place, "write keys: `method: sft`, `model:`, `data:`")
         return None
+    root = cast(Mapping, renewed(root, faults))
     if "extends" not in root.entries:
         return root
     entry = root.entries["extends"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from memtrain.recipes.reading.previous_names import renewed_override
 from memtrain.recipes.reading.yaml_reader import read_yaml
 from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Node, Path, Place, dotted
 
@@ -38,8 +39,9 @@ def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> 
         value = read_yaml(text, str(place), faults, fixed=place)
         if len(faults.found) > known:
             continue
-        path = path_of(key)
-        node = _with(tree, path, 0, value or Leaf(None, place, is_empty=True), place, faults)
+        value = value or Leaf(None, place, is_empty=True)
+        path, value = renewed_override(path_of(key), value, place, faults)
+        node = _with(tree, path, 0, value, place, faults)
         if isinstance(node, Mapping):
             tree = node
     return tree

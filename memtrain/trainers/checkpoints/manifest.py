@@ -10,6 +10,7 @@ import torch
 from pydantic import JsonValue, ValidationError
 
 from memtrain.memory.plan.plan import Plan, PreparedData
+from memtrain.memory.plan.previous_settings import renewed_recipe, renewed_settings
 from memtrain.recipes.sections.base import Section
 
 MANIFEST_FILE = "manifest.json"
@@ -100,7 +101,7 @@ def file_entry(folder: Path, file: Path) -> FileEntry:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """The manifest of a checkpoint, its recipe and settings under today's names.
 
     Raises: OtherVersion when it is not one of this version; ValueError when there is none, or it is damaged.
     """
@@ -121,7 +122,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise OtherVersion(f"this version of memtrain does not know its {MANIFEST_FILE} ({key})") from None
     if manifest != manifest.sealed():
         raise ValueError(f"its {MANIFEST_FILE} is not what was written (its checksum differs)")
-    return manifest
+    facts = manifest.facts
+    renewed = {"recipe": renewed_recipe(facts.recipe), "settings": renewed_settings(facts.settings)}
+    return manifest.model_copy(update={"facts": facts.model_copy(update=renewed)})
 
 
 def is_of_another_version(folder: Path) -> bool:

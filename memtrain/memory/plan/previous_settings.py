@@ -1,0 +1,34 @@
+"""Plans and checkpoints that were saved under previous names -> today's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from pydantic import JsonValue
+
+from memtrain.recipes.reading.previous_names import PREVIOUS_VALUES, renewed_json
+
+PREVIOUS_SETTINGS: dict[str, str] = {
+    "batch_rows": "batch_size",
+    "micro_rows": "micro_batch_size",
+}
+"""Fields of the settings: the previous name, and today's."""
+
+HOLD_VALUES: dict[str, str] = {}
+"""Settings whose value is the word of a recipe key."""
+
+
+def renewed_settings(saved: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Settings as they were saved, with today's names."""
+    made: dict[str, JsonValue] = {}
+    for name, value in saved.items():
+        new = PREVIOUS_SETTINGS.get(name, name)
+        words = PREVIOUS_VALUES.get(HOLD_VALUES.get(new, ""), {})
+        made[new] = words.get(value, value) if isinstance(value, str) else value
+    return made
+
+
+def renewed_recipe(saved: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """A recipe as it was saved, with today's names."""
+    return cast(dict[str, JsonValue], renewed_json(dict(saved)))
