@@ -70,7 +70,7 @@ method: {method}
 model: {{config: {model}, tokenizer: builtin:tiny}}
 data: {{train: {{source: builtin:arithmetic, limit: 24}}, cache_dir: {folder}/cache}}
 length: {{max_length: 160}}
-train: {{batch_rows: 6, max_steps: 2}}
+train: {{batch_size: 6, max_steps: 2}}
 memory: {{loss_tile: 32KiB}}
 cluster: {{device: cpu, threads: 1}}
 """

@@ -70,7 +70,7 @@ def tasks() -> list[Task]:
                 Task(f"attention-{name}", "point", "sft", size, (f"model.attention={name}",))
                 for name in ("flash", "cuda", "flex", "stock")
             ]
-        made.append(Task(f"context-{size}", "context", "sft", size, (LORA, "train.batch_rows=1")))
+        made.append(Task(f"context-{size}", "context", "sft", size, (LORA, "train.batch_size=1")))
         made += [
             Task(
                 f"offloading-{switch}-{size}",
@@ -227,7 +227,7 @@ def write_recipe(task: Task, folder: Path) -> Path:
         f"model: {{config: {config}, tokenizer: builtin:tiny, dtype: bfloat16}}",
         f"data: {{train: {rows}, cache_dir: {folder}/cache}}",
         "length: {max_length: 2048}",
-        f"train: {{batch_rows: {8 if task.method != 'grpo' else 32}, max_steps: 8}}",
+        f"train: {{batch_size: {8 if task.method != 'grpo' else 32}, max_steps: 8}}",
     ]
     if task.method == "grpo":
         lines += ["rewards: {functions: [{function: length}]}", "generate: {completions: 8, max_tokens: 256}"]

@@ -39,7 +39,7 @@ data:
   held_out: 0.05
 length: {{max_length: 512, packing: bfd_split}}
 optim: {{lr: 2e-3, schedule: cosine, warmup_steps: 4, weight_decay: 0.1, neftune_alpha: 5}}
-train: {{batch_rows: 8, micro_rows: 2, max_steps: 40}}
+train: {{batch_size: 8, micro_batch_size: 2, max_steps: 40}}
 eval: {{every_steps: 10}}
 save: {{every_steps: 4, keep_best: true}}
 cluster: {{device: cpu, processes: 1, threads: 1}}

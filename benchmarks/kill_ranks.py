@@ -33,7 +33,7 @@ from many_ranks import ROOT, about
 AGAIN = 0.83
 """Share of the continued runs that are killed once more."""
 
-SMALL = ("memory.watch=false", "train.batch_rows=8", "data.train={source: builtin:arithmetic, limit: 40}")
+SMALL = ("memory.watch=false", "train.batch_size=8", "data.train={source: builtin:arithmetic, limit: 40}")
 """Said of every run, so that many are killed in little time."""
 
 

@@ -140,8 +140,8 @@ def recipe_of(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "length": {"max_length": 1024},
         "optim": {"lr": job["lr"], "schedule": "constant", "warmup_steps": 0},
         "train": {
-            "batch_rows": job["batch_rows"],
-            "micro_rows": job["batch_rows"],
+            "batch_size": job["batch_size"],
+            "micro_batch_size": job["batch_size"],
             "max_steps": job["steps"],
             "shuffle": False,
         },
@@ -209,7 +209,7 @@ def trl_words(job: dict[str, Any]) -> dict[str, Any]:
     method = job["method"]
     words: dict[str, Any] = {
         "output_dir": str(Path(job["folder"]) / "trl"),
-        "per_device_train_batch_size": job["batch_rows"],
+        "per_device_train_batch_size": job["batch_size"],
         "gradient_accumulation_steps": 1,
         "gradient_checkpointing": False,
         "max_steps": job["steps"],

@@ -76,7 +76,7 @@ def job_of(case: str, size: str, folder: Path) -> dict[str, Any]:
         "method": method,
         "model": str(folder / (f"{size}-score" if method == "reward" else size)),
         "data": str(data),
-        "batch_rows": ROWS[method],
+        "batch_size": ROWS[method],
         "steps": steps,
         "lr": 1e-4,
         "fixed": "same" in case,
@@ -132,7 +132,7 @@ def compare(job: dict[str, Any], pythons: dict[str, str], folder: Path, repeats:
         "whole_s": lambda run: run["whole_s"],
         "peak_mib": lambda run: run["rss_growth_bytes"] / 2**20,
     }
-    told: dict[str, Any] = {key: job[key] for key in ("steps", "batch_rows", "fixed")}
+    told: dict[str, Any] = {key: job[key] for key in ("steps", "batch_size", "fixed")}
     for side in SIDES:
         told[side] = {
             name: round(statistics.median(map(figure, runs[side])), 4) for name, figure in figures.items()

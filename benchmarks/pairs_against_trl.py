@@ -229,7 +229,7 @@ def by_memtrain(folder: Path, overrides: list[str]) -> dict[str, Any]:
         "dpo": {"reference": "precomputed"},
         "memory": {"activation_checkpointing": "off", "watch": False},
         "optim": {"lr": LR, "schedule": "constant", "warmup_steps": 0},
-        "train": {"batch_rows": PAIRS, "micro_rows": PAIRS, "max_steps": STEPS, "shuffle": False},
+        "train": {"batch_size": PAIRS, "micro_batch_size": PAIRS, "max_steps": STEPS, "shuffle": False},
         "cluster": {"device": "cpu", "threads": 1},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))

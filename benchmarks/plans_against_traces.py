@@ -70,7 +70,7 @@ TRACED = ("load", "first step", "steady step", "evaluation", "passes", "saving")
 
 def recipe_of(form: dict[str, Any]) -> Recipe:
     """The recipe of a form; steps of 16 rows."""
-    said: dict[str, Any] = {"method": "sft", "length": {"max_length": 2048}, "train": {"batch_rows": 16}}
+    said: dict[str, Any] = {"method": "sft", "length": {"max_length": 2048}, "train": {"batch_size": 16}}
     said |= {"data": {"train": ["rows.jsonl"]}} | form
     said["model"] = {"path": "a/model", "liger": "off"} | form.get("model", {})
     return Recipe.model_validate(json_lists(said))

@@ -161,7 +161,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
         "generate": {"completions": count, "max_tokens": COMPLETION},
         "rewards": {"functions": "exact_answer"},
         "memory": {"activation_checkpointing": job["checkpointing"]},
-        "train": {"batch_rows": count, "micro_rows": count, "max_steps": 1},
+        "train": {"batch_size": count, "micro_batch_size": count, "max_steps": 1},
         "cluster": {"device": "cpu", "threads": 1},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
@@ -172,7 +172,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     samples = [[Sample(tuple(one), (-1.0,) * len(one), "length") for one in completions]]
     feed.window = new_window(0, [0], [0], [prompt], samples, 1)
     feed.window.advantage_A = np.resize(np.array([1.0, -1.0], np.float32), count)
-    (answers,) = feed.deal(np.arange(count), micro_rows=count, micro_tokens=None)
+    (answers,) = feed.deal(np.arange(count), micro_batch_size=count, micro_tokens=None)
     begun = time.process_time()
     with TensorPeak() as counted:
         made = forward_backward(

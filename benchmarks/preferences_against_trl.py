@@ -56,7 +56,7 @@ def main() -> None:
         "command": "python benchmarks/preferences_against_trl.py --trl PYTHON -o FILE",
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "steps": STEPS,
-        "batch_rows": BATCH,
+        "batch_size": BATCH,
         "lr": LR,
         "curves": curves,
     }
@@ -116,7 +116,7 @@ def by_memtrain(method: str, folder: Path) -> list[float]:
         "data": {"train": str(folder / f"{form_of(method)}.jsonl"), "cache_dir": str(folder / "cache")},
         "length": {"max_length": None},
         "optim": {"lr": LR, "schedule": "constant", "warmup_steps": 0},
-        "train": {"batch_rows": BATCH, "max_steps": STEPS, "shuffle": False},
+        "train": {"batch_size": BATCH, "max_steps": STEPS, "shuffle": False},
         "cluster": {"device": "cpu", "threads": 1},
     }
     path, run = folder / f"{method}.yaml", folder / f"run-{method}"

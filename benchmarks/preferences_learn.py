@@ -106,7 +106,7 @@ def sft_recipe(data: Path) -> dict[str, Any]:
             "held_out": 0.02,
         },
         "optim": {"lr": 2e-3},
-        "train": {"batch_rows": 8, "max_steps": STEPS["sft"]},
+        "train": {"batch_size": 8, "max_steps": STEPS["sft"]},
         "eval": {"at_start": True, "every_steps": STEPS["sft"]},
     }
     return SHARED | own
@@ -120,7 +120,7 @@ def recipe_of(method: str, seed: int, start: Path, data: Path) -> dict[str, Any]
         "model": {"path": str(start)},
         "data": {"train": {"source": str(source), "limit": 1400}, "held_out": 0.15},
         "optim": {"lr": LEARNING_RATES[method]},
-        "train": {"batch_rows": 16, "max_steps": STEPS[method], "seed": seed},
+        "train": {"batch_size": 16, "max_steps": STEPS[method], "seed": seed},
         "eval": {"at_start": True, "every_steps": STEPS[method] // 3},
     }
     return SHARED | own

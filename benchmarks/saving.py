@@ -30,7 +30,7 @@ model:
 data: {train: {source: builtin:arithmetic, limit: 400}}
 length: {max_length: 128}
 memory: {watch: false}
-train: {batch_rows: 8, max_steps: 20}
+train: {batch_size: 8, max_steps: 20}
 save: {every_steps: 5, keep: 2}
 cluster: {device: cpu, threads: 1}
 """

@@ -164,8 +164,8 @@ def compare(job: dict[str, Any], pythons: dict[str, str], folder: Path, repeats:
     return {
         "mode": job["mode"],
         "steps": job["steps"],
-        "batch_rows": job["batch_rows"],
-        "micro_rows": job["micro_rows"],
+        "batch_size": job["batch_size"],
+        "micro_batch_size": job["micro_batch_size"],
         "loss_first_last": [ours[0]["losses"][0], ours[0]["losses"][-1]],
         "largest_loss_difference": largest_gap(ours[0]["losses"], theirs[0]["losses"]),
         "largest_grad_norm_difference": largest_gap(ours[0]["grad_norms"], theirs[0]["grad_norms"]),
@@ -191,8 +191,8 @@ def job_of(mode: str, model: Path, data: Path, **changes: Any) -> dict[str, Any]
         "model": str(model),
         "data": str(data),
         "max_length": MAX_LENGTH,
-        "batch_rows": 8,
-        "micro_rows": 8,
+        "batch_size": 8,
+        "micro_batch_size": 8,
         "steps": 12,
         "lr": 1e-3,
         "seed": 0,
@@ -205,8 +205,8 @@ def job_of(mode: str, model: Path, data: Path, **changes: Any) -> dict[str, Any]
 
 def whole_epoch(job: dict[str, Any], python: str, folder: Path) -> dict[str, Any]:
     """With packing, a step takes every sequence: the two sides fill them in another order."""
-    probe = run_side("trl", python, job | {"steps": 1, "batch_rows": job["micro_rows"]}, folder)
-    return job | {"batch_rows": probe["sequences"]}
+    probe = run_side("trl", python, job | {"steps": 1, "batch_size": job["micro_batch_size"]}, folder)
+    return job | {"batch_size": probe["sequences"]}
 
 
 def record(out: Path, pythons: dict[str, str], folder: Path) -> None:
@@ -216,11 +216,13 @@ def record(out: Path, pythons: dict[str, str], folder: Path) -> None:
     write_rows(counting_rows(40), data, 40)
     cases = {}
     for mode in MODES:
-        job = job_of(mode, model, data, max_length=96, batch_rows=8, micro_rows=4, lr=3e-3)
+        job = job_of(mode, model, data, max_length=96, batch_size=8, micro_batch_size=4, lr=3e-3)
         if mode == "bfd":
-            job = whole_epoch(job | {"micro_rows": 2}, pythons["trl"], folder)
+            job = whole_epoch(job | {"micro_batch_size": 2}, pythons["trl"], folder)
         result = run_side("trl", pythons["trl"], job, folder)
-        named = {key: job[key] for key in ("mode", "max_length", "batch_rows", "micro_rows", "steps", "lr")}
+        named = {
+            key: job[key] for key in ("mode", "max_length", "batch_size", "micro_batch_size", "steps", "lr")
+        }
         cases[mode] = named | {key: result[key] for key in ("losses", "grad_norms", "sequences")}
     told = {"command": command(), "versions": result["versions"], "shape": RECORDED, "cases": cases}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -277,7 +279,7 @@ def main() -> None:
                     steps = 12 if size == "0.9M" else 5
                     job = job_of(mode, folder / size, data, steps=steps)
                     if mode == "bfd":
-                        fewer = {"micro_rows": 2, "steps": steps // 2}
+                        fewer = {"micro_batch_size": 2, "steps": steps // 2}
                         job = whole_epoch(job | fewer, pythons["trl"], folder)
                     told = {"model": size, "data": source} | compare(job, pythons, folder, asked.repeats)
                     told |= {"environment": environment(), "versions": run_versions(folder)}

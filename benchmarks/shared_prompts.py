@@ -96,7 +96,7 @@ def measured(folder: Path, prompt_share: float) -> dict[str, dict[str, float]]:
         "data": {"train": str(folder / "pairs.jsonl"), "cache_dir": str(folder / "cache")},
         "length": {"max_length": 4096},
         "memory": {"activation_checkpointing": "off"},
-        "train": {"batch_rows": 2, "micro_rows": 2, "max_steps": 1},
+        "train": {"batch_size": 2, "micro_batch_size": 2, "max_steps": 1},
         "cluster": {"device": "cpu", "threads": 1},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))

@@ -27,7 +27,7 @@ method: sft
 model: {{path: {folder}/model}}
 data: {{train: {folder}/rows.jsonl, cache_dir: {folder}/cache}}
 length: {{max_length: 256}}
-train: {{batch_rows: 4, max_steps: 1}}
+train: {{batch_size: 4, max_steps: 1}}
 cluster: {{device: cpu, threads: 1}}
 """
 TRL = """\

@@ -27,7 +27,7 @@ model:
 data: {{train: {{source: builtin:arithmetic, limit: 100}}, held_out: 0.1}}
 length: {{max_length: 128}}
 optim: {{lr: 3e-3}}
-train: {{batch_rows: 16, max_steps: 4}}
+train: {{batch_size: 16, max_steps: 4}}
 save: {{every_steps: 1, keep: 9}}
 cluster: {{device: cpu, threads: 1}}
 """

@@ -153,7 +153,7 @@ class Recipe(Section):
             )
         if self.train.batch_tokens is not None:
             raise ValueError(
-                f"{self.method} counts a step in completions; set train.batch_rows in place of batch_tokens"
+                f"{self.method} counts a step in completions; set train.batch_size in place of batch_tokens"
             )
         if self.generation.completions < 2 and self.method != "ppo":
             raise ValueError(

@@ -177,5 +177,5 @@ def test_our_side_of_the_comparison_learns_from_completions_that_are_made_up(
     job = methods.job_of("grpo, same completions", "0.9M", tmp_path)
     told = sides.run_memtrain(job | {"model": "builtin:tiny", "steps": 1, "folder": str(tmp_path)})
     assert len(told["losses"]) == len(told["cpu_s"]) == 1
-    most = job["batch_rows"] * job["max_tokens"]
+    most = job["batch_size"] * job["max_tokens"]
     assert most / 2 <= told["completion_tokens"] <= most

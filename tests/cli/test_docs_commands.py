@@ -25,7 +25,7 @@ model:
   tokenizer: builtin:tiny
 data: {train: {source: builtin:arithmetic, limit: 32}}
 length: {max_length: 128}
-train: {batch_rows: 16}
+train: {batch_size: 16}
 cluster: {threads: 1, slurm: {gpu: h100}}
 """
 

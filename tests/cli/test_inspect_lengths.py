@@ -126,7 +126,7 @@ def test_a_recipe_gives_data_tokenizer_and_length(rows, capsys, tmp_path):
         assert all(one["cost"]["fits"] for one in found["candidates"])
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "Who? ", "answer": "They."}\n')
-    found = json.loads(shown(capsys, str(other), "--recipe", str(recipe), "train.batch_rows=4", "--json"))
+    found = json.loads(shown(capsys, str(other), "--recipe", str(recipe), "train.batch_size=4", "--json"))
     assert (found["rows"], found["batch"]["rows"]) == (1, 4)
 
 

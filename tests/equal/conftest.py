@@ -17,7 +17,7 @@ method: {method}
 model: {{config: {model}, tokenizer: builtin:tiny}}
 data: {{train: {{source: builtin:arithmetic, limit: 12}}, cache_dir: {cache}}}
 length: {{max_length: 160}}
-train: {{batch_rows: 6, max_steps: 2}}
+train: {{batch_size: 6, max_steps: 2}}
 cluster: {{device: cpu, threads: 1}}
 """
 ONLINE = """

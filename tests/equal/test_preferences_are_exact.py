@@ -13,7 +13,7 @@ from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
 from memtrain.trainers.tools.verify.plans import built_side
 from memtrain.trainers.tools.verify.record import Side
 
-PLAIN = ("length.shared_prompts=false", "length.padding_free=false", "train.micro_rows=1")
+PLAIN = ("length.shared_prompts=false", "length.padding_free=false", "train.micro_batch_size=1")
 METHODS = ("dpo", "kto", "reward")
 
 MakePlan = Callable[..., Plan]
@@ -45,10 +45,10 @@ def assert_same(found: Step, expected: Step) -> None:
     "overrides",
     [
         (),
-        ("train.micro_rows=1",),
-        ("train.micro_rows=4",),
+        ("train.micro_batch_size=1",),
+        ("train.micro_batch_size=4",),
         ("length.shared_prompts=false",),
-        ("length.shared_prompts=false", "train.micro_rows=1"),
+        ("length.shared_prompts=false", "train.micro_batch_size=1"),
         ("length.shared_prompts=false", "length.padding_free=false"),
         ("length.pad_to_multiple_of=16",),
         ("model.attention=dense",),
@@ -97,7 +97,7 @@ def test_pairs_of_one_prompt_in_one_sequence_are_the_pairs_alone(plan_of: MakePl
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     data = f"data.train={tmp_path}/pairs.jsonl"
-    grouped = plan_of("dpo", data, "length.group_prompts=true", "train.batch_rows=2")
+    grouped = plan_of("dpo", data, "length.group_prompts=true", "train.batch_size=2")
     alone = plan_of("dpo", data, *PLAIN)
     assert_same(step_of(grouped, step=0), step_of(alone, step=0))
 
@@ -126,5 +126,5 @@ def test_the_losses_of_pairs_do_not_depend_on_the_micro_batch(plan_of: MakePlan,
 
 def test_a_loss_that_sorts_pairs_takes_the_step_whole(plan_of: MakePlan):
     plan = plan_of("dpo", "dpo.loss=aot")
-    assert (plan.settings.micro_rows, plan.settings.micro_tokens) == (6, None)
+    assert (plan.settings.micro_batch_size, plan.settings.micro_tokens) == (6, None)
     assert step_of(plan)[0] > 0

@@ -31,7 +31,7 @@ EVERYTHING = (
     "memory.loss_tile=32KiB",
     "memory.activation_checkpointing=on",
     "memory.activation_offloading=on",
-    "train.micro_rows=3",
+    "train.micro_batch_size=3",
 )
 
 
@@ -160,7 +160,7 @@ def test_an_update_that_is_wrong_alone_is_caught(plan_of: MakePlan, monkeypatch:
         parameter.grad.view(-1)[::10] = 0
         real(self, parameter)
 
-    plan = plan_of("sft", "optim.in_backward=on", "optim.max_grad_norm=null", "train.micro_rows=6")
+    plan = plan_of("sft", "optim.in_backward=on", "optim.max_grad_norm=null", "train.micro_batch_size=6")
     monkeypatch.setattr(InBackward, "_made", forgetful)
     assert "update" in failed(verify(plan))
 
@@ -193,7 +193,7 @@ def test_a_probe_that_sees_nothing_move_is_blind():
 
 
 def test_one_row_is_not_called_free_of_contamination(plan_of: MakePlan):
-    made = verify(plan_of("sft", "train.batch_rows=1"))
+    made = verify(plan_of("sft", "train.batch_size=1"))
     assert outcomes(made)["contamination"] == "not run"
     assert made.is_exact
 

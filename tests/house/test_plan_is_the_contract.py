@@ -18,7 +18,7 @@ SETTLED = (
     *("length", "row_limits", "cluster", "memory", "train.epochs", "train.max_steps"),
     *("model.dtype", "model.attention", "model.liger", "model.adapter", "model.quantize"),
     *("optim.kind", "optim.master_weights", "optim.in_backward", "save.layout", "save.background"),
-    *("train.batch_rows", "train.batch_tokens", "train.micro_rows", "train.micro_tokens"),
+    *("train.batch_size", "train.batch_tokens", "train.micro_batch_size", "train.micro_tokens"),
     *("generate.backend", "generate.gather_weights", "generate.rows"),
 )
 """Keys, and sections, that the plan decides or says again: their values are in Settings."""

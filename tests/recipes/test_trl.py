@@ -83,7 +83,7 @@ def test_the_shortest_configuration_is_a_whole_recipe_with_trls_defaults(method:
     recipe, made = recipe_of(method)
     assert recipe.method == method
     assert recipe.train.epochs == 3
-    assert recipe.train.batch_rows == 8
+    assert recipe.train.batch_size == 8
     assert recipe.train.seed == 42
     assert recipe.optim.schedule == "linear"
     assert recipe.optim.warmup_steps == 0
@@ -122,12 +122,12 @@ _READ_WITH = {
 
 def test_the_batch_is_that_of_all_devices():
     recipe, _ = recipe_of("sft", 4, per_device_train_batch_size=2, gradient_accumulation_steps=8)
-    assert recipe.train.batch_rows == 64
+    assert recipe.train.batch_size == 64
 
 
 def test_a_rollout_is_as_many_steps_as_it_was():
     recipe, _ = recipe_of("grpo", 2, gradient_accumulation_steps=2, steps_per_generation=8, num_generations=4)
-    assert recipe.train.batch_rows == 32
+    assert recipe.train.batch_size == 32
     assert recipe.grpo is not None
     assert recipe.grpo.steps_per_rollout == 4
 
@@ -195,7 +195,7 @@ def test_a_file_says_what_was_not_carried_over_and_where_it_came_from(tmp_path: 
     assert made.text.startswith("# From run.yaml, a configuration of TRL's sft")
     assert "# not carried over: torch_compile: true" in made.text
     recipe = load_text(made.text, "recipe.yaml").recipe
-    assert (recipe.optim.lr, recipe.length.packing, recipe.train.batch_rows) == (2e-4, "bfd", 16)
+    assert (recipe.optim.lr, recipe.length.packing, recipe.train.batch_size) == (2e-4, "bfd", 16)
     assert recipe.model.adapter is not None
     assert recipe.model.adapter.target_modules == ("q_proj", "v_proj")
 

@@ -30,7 +30,7 @@ data:
 length: {max_length: 128}
 memory: {watch: false}
 optim: {lr: 3e-3}
-train: {batch_rows: 8, max_steps: 6}
+train: {batch_size: 8, max_steps: 6}
 cluster: {device: cpu, processes: 1, threads: 1}
 """
 

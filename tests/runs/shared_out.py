@@ -16,7 +16,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "lora, checkpointed": ("sft", ("model.adapter={r: 4}", "memory.activation_checkpointing=on")),
     "packed and checkpointed": (
         "sft",
-        ("length.packing=bfd", "memory.activation_checkpointing=on", "train.micro_rows=2"),
+        ("length.packing=bfd", "memory.activation_checkpointing=on", "train.micro_batch_size=2"),
     ),
     "boundaries on the host": (
         "sft",
@@ -91,7 +91,7 @@ def write_online(runs, method: str) -> None:
     rewards = runs.folder / "rewards.py"
     rewards.write_text("def has_k(completion):\n    return float('k' in completion)\n")
     write_method(runs, method)
-    text = runs.recipe.read_text().replace("batch_rows: 8, max_steps: 6", "batch_rows: 16, max_steps: 3")
+    text = runs.recipe.read_text().replace("batch_size: 8, max_steps: 6", "batch_size: 16, max_steps: 3")
     text += f"generate: {{completions: 4, max_tokens: 8}}\nrewards: {{functions: [{rewards}:has_k]}}\n"
     runs.recipe.write_text(text)
 

@@ -26,7 +26,7 @@ ONLINE = (
 data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.1, cache_dir: {cache}}}
 length: {{max_length: 128}}
 generate: {{completions: 4, max_tokens: 10}}
-train: {{batch_rows: 16, max_steps: 4}}
+train: {{batch_size: 16, max_steps: 4}}
 eval: {{every_steps: 2}}
 save: {{every_steps: 1, keep: 20}}
 memory: {{watch: false}}

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 SAID = (
     *(WIDE % "false", "memory.activation_checkpointing=on", "memory.loss=chunked", "memory.loss_tile=256KiB"),
-    *("train.max_steps=3", "train.batch_rows=4", "train.micro_rows=1"),
+    *("train.max_steps=3", "train.batch_size=4", "train.micro_batch_size=1"),
 )
 
 

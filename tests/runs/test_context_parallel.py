@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-PACKED = ("length.packing=bfd", "train.batch_rows=4", "train.micro_rows=2", "train.max_steps=12")
+PACKED = ("length.packing=bfd", "train.batch_size=4", "train.micro_batch_size=2", "train.max_steps=12")
 STOPS = ("save.every_steps=3", "eval.every_steps=6")
 SAVED = ("memory.activation_checkpointing=on", "memory.activation_offloading=on", "memory.rehearse=on")
 SLICED = "cluster.context_parallel=2"
@@ -22,7 +22,7 @@ data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.2, cache_d
 length: {{max_length: 160}}
 memory: {{watch: false}}
 optim: {{lr: 1e-2}}
-train: {{batch_rows: 8, max_steps: 4}}
+train: {{batch_size: 8, max_steps: 4}}
 eval: {{every_steps: 2}}
 cluster: {{device: cpu, threads: 1, processes: 1}}
 """
@@ -69,7 +69,7 @@ def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch, by: str):
     Plain SGD, which hides no gradient that is some times too large.
     """
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    uneven = ("length.packing=bfd", "train.batch_rows=3", "train.micro_rows=1", "train.max_steps=3")
+    uneven = ("length.packing=bfd", "train.batch_size=3", "train.micro_batch_size=1", "train.max_steps=3")
     uneven += ("optim.kind=sgd", "optim.lr=0.5", "optim.max_grad_norm=null")
     ranks = runs.fork_ranks("four", 4, *uneven, SLICED, f"cluster.context_parallel_by={by}")
     assert [rank.wait() for rank in ranks] == [0] * 4, "\n".join(rank.said for rank in ranks)

@@ -12,7 +12,7 @@ from memtrain.memory.hardware.peak_history import History
 from memtrain.memory.plan.plan import read_plan
 from memtrain.memory.plan.units import GIB, MIB
 
-OPEN = ("train.batch_rows=16", "optim.schedule=constant", "optim.warmup_steps=0", "data.held_out=0")
+OPEN = ("train.batch_size=16", "optim.schedule=constant", "optim.warmup_steps=0", "data.held_out=0")
 TIGHT, ROOMY = 720 * MIB, 64 * GIB
 """Budgets of a small and of the usual micro-batch; a CPU run takes 0.8 of what is free."""
 
@@ -73,7 +73,7 @@ def test_free_memory_and_history_that_moved_leave_the_plan_and_every_bit(runs, c
 def test_a_place_with_other_cores_goes_on_with_the_same_threads_and_bits(
     runs, curve_of, here, before: int, now: int, words: str
 ):
-    said = (*OPEN, "cluster.threads=auto", "train.batch_rows=2", "train.max_steps=3")
+    said = (*OPEN, "cluster.threads=auto", "train.batch_size=2", "train.max_steps=3")
     here(ROOMY, cores=before)
     whole = runs.done("whole", *said)
     runs.done("run", *said, "train.max_steps=2")

@@ -12,8 +12,8 @@ from safetensors import safe_open
 HARD = (
     "length.packing=bfd_split",
     "model.adapter={r: 4, dropout: 0.1}",
-    "train.batch_rows=4",
-    "train.micro_rows=1",
+    "train.batch_size=4",
+    "train.micro_batch_size=1",
     "train.max_steps=18",
     "optim.schedule=cosine",
     "optim.warmup_steps=5",

@@ -89,10 +89,10 @@ def test_a_value_model_of_its_own_leaves_the_policys_trunk_alone(tmp_path: Path,
     ("method", "overrides"),
     [
         ("online_dpo", ("length.shared_prompts=false",)),
-        ("online_dpo", ("train.micro_rows=1",)),
+        ("online_dpo", ("train.micro_batch_size=1",)),
         ("online_dpo", ("length.padding_free=false",)),
         ("ppo", ("length.padding_free=false",)),
-        ("ppo", ("train.micro_rows=1",)),
+        ("ppo", ("train.micro_batch_size=1",)),
         ("ppo", ("memory.activation_checkpointing=on",)),
     ],
     ids=str,
@@ -115,7 +115,7 @@ SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "rloo"
 @pytest.mark.parametrize("method", ["ppo", *SLOWLY])
 def test_a_rehearsal_leaves_no_trace_in_the_numbers(method: str, tmp_path: Path, cache: Path):
     """Completions of full length are tried before step 1, and not one number of the run is another."""
-    given = ("train.max_steps=2", "memory.watch=true", "train.micro_rows=8", "eval.every_steps=2")
+    given = ("train.max_steps=2", "memory.watch=true", "train.micro_batch_size=8", "eval.every_steps=2")
     if method == "ppo":
         given = (*given, "ppo.kl_target=0.1")
     plain = run(tmp_path, method, cache, *given, "memory.rehearse=off", name="plain")

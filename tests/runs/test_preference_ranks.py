@@ -14,7 +14,7 @@ data: {{train: {{source: builtin:arithmetic, limit: 60}}, held_out: 0.2}}
 length: {{max_length: 160}}
 memory: {{watch: false}}
 optim: {{lr: 3e-3}}
-train: {{batch_rows: 7, micro_rows: 2, max_steps: {steps}}}
+train: {{batch_size: 7, micro_batch_size: 2, max_steps: {steps}}}
 eval: {{every_steps: 3}}
 cluster: {{device: cpu, processes: 1, threads: 1}}
 """

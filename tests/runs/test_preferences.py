@@ -18,7 +18,7 @@ RECIPE = (
     + """
 data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.2, cache_dir: {cache}}}
 length: {{max_length: 160}}
-train: {{batch_rows: 8, max_steps: 6}}
+train: {{batch_size: 8, max_steps: 6}}
 eval: {{every_steps: 3}}
 save: {{every_steps: 2}}
 """
@@ -270,7 +270,7 @@ def test_the_predicted_peak_is_the_measured_one(
         "eval.every_steps=null",
         "length.max_length=null",
         "train.max_steps=2",
-        "train.micro_rows=4",
+        "train.micro_batch_size=4",
         "model.config.hidden_size=96",
         "model.config.intermediate_size=256",
         "model.config.num_hidden_layers=3",

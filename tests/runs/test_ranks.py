@@ -13,7 +13,7 @@ from memtrain.trainers.loop import worker
 from memtrain.trainers.loop.rank_failures import root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
 
-LONG = ("train.max_steps=40", "save.every_steps=5", "eval.every_steps=10", "train.micro_rows=2")
+LONG = ("train.max_steps=40", "save.every_steps=5", "eval.every_steps=10", "train.micro_batch_size=2")
 
 
 def assert_same_curve(found: list[tuple], expected: list[tuple]) -> None:
@@ -74,7 +74,7 @@ def test_the_peak_is_that_of_the_rank_that_needed_most(runs, metrics, monkeypatc
 def test_more_ranks_than_rows_do_not_hang(runs, metrics):
     """Three rows on two ranks, one at a time, then a last step of one row."""
     ranks = runs.fork_ranks(
-        "run", 2, "data.train.limit=4", "data.held_out=0", "train.batch_rows=3", "train.micro_rows=1"
+        "run", 2, "data.train.limit=4", "data.held_out=0", "train.batch_size=3", "train.micro_batch_size=1"
     )
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
     assert [step["sequences"] for step in metrics(runs.folder / "run", "step")] == [3, 1] * 3

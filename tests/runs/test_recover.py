@@ -15,7 +15,7 @@ from memtrain.trainers.optim import atomic_step as optim_whole
 from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"
-SMALL = ("train.max_steps=4", "train.micro_rows=4", "train.batch_rows=8")
+SMALL = ("train.max_steps=4", "train.micro_batch_size=4", "train.batch_size=8")
 
 
 class Breaker(TorchDispatchMode):
@@ -228,7 +228,7 @@ data: {{train: {{source: builtin:arithmetic, limit: 40}}}}
 length: {{max_length: 128}}
 generate: {{completions: 4, max_tokens: 10}}
 rewards: {{functions: ["{rewards}:short"]}}
-train: {{batch_rows: 16, micro_rows: 8, max_steps: 3}}
+train: {{batch_size: 16, micro_batch_size: 8, max_steps: 3}}
 save: {{every_steps: 3}}
 log: {{every_steps: 1}}
 cluster: {{device: cpu, threads: 1, engine: ddp}}

@@ -12,7 +12,7 @@ from memtrain.trainers.loop.oom import recover
 from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"
-SMALL = ("train.max_steps=3", "train.micro_rows=4", "train.batch_rows=8", "memory.watch=true")
+SMALL = ("train.max_steps=3", "train.micro_batch_size=4", "train.batch_size=8", "memory.watch=true")
 KINDS = {
     "adamw": ("optim.weight_decay=0.1",),
     "adafactor": ("optim.kind=adafactor", "optim.weight_decay=0.1"),
@@ -20,7 +20,11 @@ KINDS = {
     "sgd": ("optim.kind=sgd",),
     "float32 copies": ("model.dtype=bfloat16", "optim.master_weights=true", "optim.weight_decay=0.1"),
     "adapter with dropout": ("model.adapter={kind: lora, r: 4, dropout: 0.2}",),
-    "step in the backward pass": ("optim.in_backward=on", "optim.max_grad_norm=null", "train.micro_rows=8"),
+    "step in the backward pass": (
+        "optim.in_backward=on",
+        "optim.max_grad_norm=null",
+        "train.micro_batch_size=8",
+    ),
     "offloaded states": ("memory.optimizer_offload=on",),
 }
 

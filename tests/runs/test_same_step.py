@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 ONE_STEP = (
     "data.train.limit=14",
     "data.held_out=0",
-    "train.batch_rows=14",
+    "train.batch_size=14",
     "train.max_steps=1",
     "optim.kind=sgd",
     "optim.lr=1.0",
@@ -23,14 +23,14 @@ ONE_STEP = (
 
 VARIANTS = {
     "padded": ("length.padding_free=false",),
-    "padded, one row at a time": ("length.padding_free=false", "train.micro_rows=1"),
+    "padded, one row at a time": ("length.padding_free=false", "train.micro_batch_size=1"),
     "padded to a multiple": ("length.pad_to_multiple_of=64",),
-    "one row at a time": ("train.micro_rows=1",),
-    "three rows at a time": ("train.micro_rows=3",),
+    "one row at a time": ("train.micro_batch_size=1",),
+    "three rows at a time": ("train.micro_batch_size=3",),
     "few tokens at a time": ("train.micro_tokens=200",),
     "packed": ("length.packing=bfd",),
-    "packed, one sequence at a time": ("length.packing=bfd", "train.micro_rows=1"),
-    "batch said in tokens": ("train.batch_rows=null", "train.batch_tokens=100000"),
+    "packed, one sequence at a time": ("length.packing=bfd", "train.micro_batch_size=1"),
+    "batch said in tokens": ("train.batch_size=null", "train.batch_tokens=100000"),
     "no checkpointing": ("memory.activation_checkpointing=off",),
     "every second layer": ("memory.checkpoint_every=2",),
     "offloaded": ("memory.activation_offloading=on",),
@@ -42,11 +42,11 @@ VARIANTS = {
 
 RANKS = {
     "two ranks": (2, ()),
-    "two ranks, accumulating": (2, ("train.micro_rows=2",)),
-    "two ranks, one of them with an empty micro-batch": (2, ("train.micro_rows=5",)),
+    "two ranks, accumulating": (2, ("train.micro_batch_size=2",)),
+    "two ranks, one of them with an empty micro-batch": (2, ("train.micro_batch_size=5",)),
     "two ranks, padded, one of them with an empty micro-batch": (
         2,
-        ("train.micro_rows=5", "length.padding_free=false"),
+        ("train.micro_batch_size=5", "length.padding_free=false"),
     ),
     "two ranks, packed": (2, ("length.packing=bfd",)),
 }

@@ -32,7 +32,7 @@ model:
 data: {{train: {{source: builtin:arithmetic, limit: 16}}, cache_dir: {folder}/cache}}
 length: {{max_length: 160}}
 optim: {{lr: 1e-2}}
-train: {{batch_rows: 8, max_steps: 2}}
+train: {{batch_size: 8, max_steps: 2}}
 cluster: {{device: cpu, threads: 1}}
 """
 ROWS = [("Ana has 3 pens. How many?", " 3"), ("Ben has 12 eggs and sells 2.", " 12 - 2 = 10"), ("Hm", " no")]

@@ -43,8 +43,8 @@ def test_losses_are_those_of_trl(runs, metrics, made: Path, mode: str):
         f"length.packing={'bfd' if mode == 'bfd' else 'none'}",
         f"optim.lr={case['lr']}",
         "optim.warmup_steps=0",
-        f"train.batch_rows={case['batch_rows']}",
-        f"train.micro_rows={case['micro_rows']}",
+        f"train.batch_size={case['batch_size']}",
+        f"train.micro_batch_size={case['micro_batch_size']}",
         f"train.max_steps={case['steps']}",
         "train.shuffle=false",
     )

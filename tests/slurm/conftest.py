@@ -30,7 +30,7 @@ length: {max_length: 128}
 memory: {watch: false}
 optim: {lr: 3e-3}
 # A job of one core may be planned otherwise than this machine: pinned, for equal bits.
-train: {batch_rows: 16, micro_tokens: 1024, max_steps: 200}
+train: {batch_size: 16, micro_tokens: 1024, max_steps: 200}
 save: {every_steps: 40}
 cluster:
   device: cpu

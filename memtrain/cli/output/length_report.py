@@ -147,7 +147,7 @@ def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:
         f"What each max_length loses ({own}; {what} lost with the others beside it)",
         _lost(found, own, other),
     )
-    batches = f"padding in micro-batches of {found.batch.micro_rows}"
+    batches = f"padding in micro-batches of {found.batch.micro_batch_size}"
     step = f"{found.batch.rows} rows" if found.batch.rows is not None else f"{found.batch.tokens:,} tokens"
     if found.candidates[0].packings:
         yield f"What it costs: {batches}; sequences and fill when packed", _room(found)

@@ -204,7 +204,9 @@ def passes_batch(resolved: Resolved) -> HeaviestBatch | None:
         return None
     settings, factor = resolved.settings, resolved.settings.pass_factor
     tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
-    larger = settings.model_copy(update={"micro_rows": factor * settings.micro_rows, "micro_tokens": tokens})
+    larger = settings.model_copy(
+        update={"micro_batch_size": factor * settings.micro_batch_size, "micro_tokens": tokens}
+    )
     return heaviest(larger, resolved.case.facts)
 
 

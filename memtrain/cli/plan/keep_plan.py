@@ -51,9 +51,9 @@ RESTS_ON = (
     "memory.use",
     "model",
     "optim.in_backward",
-    "train.batch_rows",
+    "train.batch_size",
     "train.batch_tokens",
-    "train.micro_rows",
+    "train.micro_batch_size",
     "train.micro_tokens",
 )
 """Recipe keys, or sections, that a plan follows from. A budget is none of them: a plan is held against it."""

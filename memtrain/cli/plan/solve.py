@@ -105,9 +105,9 @@ def _micro_batch(question: Question, facts: PlannerInputs) -> Solution:
     flat = choices.groups[0][0].padding_free
     longest = facts.rows_of(choices.groups[0][0]).longest[0]
     replicas = choices.groups[0][0].num_replicas
-    rows = choices.groups[0][0].batch_rows or 0
+    rows = choices.groups[0][0].batch_size or 0
     most = max(1, -(-rows // replicas)) if rows else MOST_LENGTH // longest
-    key = "train.micro_tokens" if flat else "train.micro_rows"
+    key = "train.micro_tokens" if flat else "train.micro_batch_size"
     low, high, best = 0, most, None
     while low < high:
         middle = (low + high + 1) // 2
@@ -212,5 +212,5 @@ def _laid_out(facts: PlannerInputs, length: int) -> PlannerInputs:
 
 
 def _with_open_micro(asked: SourcedRecipe) -> SourcedRecipe:
-    recipe = with_key(with_key(asked.recipe, "train.micro_rows", "auto"), "train.micro_tokens", "auto")
+    recipe = with_key(with_key(asked.recipe, "train.micro_batch_size", "auto"), "train.micro_tokens", "auto")
     return SourcedRecipe(recipe, asked.where)

@@ -209,7 +209,9 @@ def settings_words(settings: Settings) -> str:
     if settings.optimizer != "adamw":
         said.append(settings.optimizer)
     said.append(f"{settings.loss} loss")
-    size = f"{settings.micro_tokens:,} tokens" if settings.micro_tokens else f"{settings.micro_rows} rows"
+    size = (
+        f"{settings.micro_tokens:,} tokens" if settings.micro_tokens else f"{settings.micro_batch_size} rows"
+    )
     return ", ".join([*said, f"{size} at once"])
 
 

@@ -72,7 +72,7 @@ FIXES = {
     "optimizer states": "set memory.optimizer_offload: off, or optim.kind: adafactor",
     COPY: "set save.background: false",
     "shards": "set cluster.offload: none, or take more nodes",
-    "the run itself": "lower cluster.processes, or train.micro_rows",
+    "the run itself": "lower cluster.processes, or train.micro_batch_size",
     "processes": "lower cluster.processes",
 }
 """What takes an owner away."""

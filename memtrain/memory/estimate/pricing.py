@@ -111,13 +111,13 @@ def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | Non
 def may_accumulate(settings: Settings, facts: PlannerInputs) -> bool:
     """Whether a step of one process may have several micro-batches, so that gradients wait from one to the
     next; not where its rows are one micro-batch however long they are."""
-    if settings.batch_rows is None or METHODS[facts.method].is_online:
+    if settings.batch_size is None or METHODS[facts.method].is_online:
         return True
     profile = facts.rows_of(settings)
-    rows = -(-settings.batch_rows // settings.num_replicas)
+    rows = -(-settings.batch_size // settings.num_replicas)
     longest = profile.longest[0] if profile.longest else 1
     is_over = settings.micro_tokens is not None and rows * longest > settings.micro_tokens
-    return rows > settings.micro_rows or is_over
+    return rows > settings.micro_batch_size or is_over
 
 
 def need_of(prediction: Prediction, settings: Settings) -> int:
@@ -128,7 +128,7 @@ def need_of(prediction: Prediction, settings: Settings) -> int:
 def heaviest(settings: Settings, facts: PlannerInputs) -> HeaviestBatch:
     """The heaviest micro-batch of the data under some settings."""
     profile = facts.rows_of(settings)
-    most_rows, most_tokens = settings.micro_rows, settings.micro_tokens
+    most_rows, most_tokens = settings.micro_batch_size, settings.micro_tokens
     if METHODS[facts.method].in_pairs:
         # A pair is not divided, whatever the limits: two completions of the longest prompt at least.
         most_rows = max(2, most_rows)
@@ -154,10 +154,10 @@ def typical_micro(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBat
     """(a micro-batch of mean sequences, how many make a step of one process)."""
     profile = facts.rows_of(settings)
     mean = max(profile.mean_tokens, 1.0)
-    rows = settings.micro_rows
+    rows = settings.micro_batch_size
     if settings.micro_tokens is not None:
         rows = max(1, min(rows, int(settings.micro_tokens / mean)))
-    step_rows = settings.batch_rows or max(1, int((settings.batch_tokens or 0) / mean))
+    step_rows = settings.batch_size or max(1, int((settings.batch_tokens or 0) / mean))
     own_rows = max(1, -(-step_rows // settings.num_replicas))
     num_micros = max(1, -(-own_rows // rows))
     # The last micro-batch of a step may be smaller: all are taken to share the step's rows equally.

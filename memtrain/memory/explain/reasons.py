@@ -133,12 +133,12 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
             f"{settings.pad_to_multiple_of}; {gain({'context_parallel': 1})}",
             "cluster.context_parallel",
         )
-    micro = Micro(settings.micro_rows, settings.micro_tokens)
-    batch = (settings.batch_rows, settings.batch_tokens)
+    micro = Micro(settings.micro_batch_size, settings.micro_tokens)
+    batch = (settings.batch_size, settings.batch_tokens)
     sharing = settings.context_parallel
     line = worked_line(batch, micro, settings.num_replicas, facts.profile, num_sharing=sharing)
-    path = "train.micro_tokens" if settings.micro_tokens is not None else "train.micro_rows"
-    ledger.decide("micro_batch", settings.micro_tokens or settings.micro_rows, line, path)
+    path = "train.micro_tokens" if settings.micro_tokens is not None else "train.micro_batch_size"
+    ledger.decide("micro_batch", settings.micro_tokens or settings.micro_batch_size, line, path)
     length = "length.packing" if settings.packing != "none" else "length.padding_free"
     flat = "rows of a micro-batch lie end to end; none attends to another" if settings.padding_free else ""
     ledger.decide("padding_free", settings.padding_free, flat or "rows are padded on the right", length)

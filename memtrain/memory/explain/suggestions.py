@@ -92,7 +92,7 @@ def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
         tile = {"memory.loss_tile": 16 * MIB}
         yield Change("memory.loss_tile: 16MiB", {"loss_tile_bytes": 16 * MIB}, tile)
     if _at_once(settings, heaviest) > 1:
-        yield _said("train.micro_rows", 1, {"micro_rows": 1})
+        yield _said("train.micro_batch_size", 1, {"micro_batch_size": 1})
     if not settings.optimizer_offload and settings.optimizer in ("adamw", "muon") and is_apart:
         yield _said("memory.optimizer_offload", "on", {"optimizer_offload": True})
     if settings.optimizer == "adamw" and is_apart:
@@ -152,7 +152,7 @@ def _compatible(chosen: tuple[Change, ...]) -> bool:
 def _peak(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch, chosen: tuple[Change, ...]) -> int:
     updates = {key: value for change in chosen for key, value in change.settings.items()}
     rows, longest = _at_once(settings, heaviest), heaviest.longest
-    if updates.get("micro_rows") == 1:
+    if updates.get("micro_batch_size") == 1:
         rows = 1
     for change in chosen:
         longest = min(longest, change.length or longest)

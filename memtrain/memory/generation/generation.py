@@ -118,7 +118,9 @@ def _decide_passes(settings: Settings, facts: PlannerInputs, peak: int) -> tuple
 
 def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int) -> PhasePeak:
     tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
-    larger = settings.model_copy(update={"micro_rows": factor * settings.micro_rows, "micro_tokens": tokens})
+    larger = settings.model_copy(
+        update={"micro_batch_size": factor * settings.micro_batch_size, "micro_tokens": tokens}
+    )
     load = Workload(settings, facts.shape, heaviest(larger, facts))
     alone = Prediction(
         phases=(phase_peak("passes", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
@@ -201,7 +203,7 @@ def _decide_rows(ledger: DecisionLog, recipe: Recipe, settings: Settings, fits: 
     if generate.rows != "auto":
         ledger.decide("rollout_rows", generate.rows, "", "generate.rows")
         return generate.rows
-    in_step = -(-(settings.batch_rows or generate.completions) // settings.num_processes)
+    in_step = -(-(settings.batch_size or generate.completions) // settings.num_processes)
     rows = wanted = min(MOST_ROWS, in_step * section.steps_per_rollout)
     while rows > generate.completions and not fits(rows):
         rows = max(generate.completions, rows // 2)

@@ -80,7 +80,7 @@ def shares_device(recipe: Recipe) -> bool:
 
 
 def engine_need(
-    recipe: Recipe, facts: PlannerInputs, dtype: str, num_processes: int, batch_rows: int
+    recipe: Recipe, facts: PlannerInputs, dtype: str, num_processes: int, batch_size: int
 ) -> EngineNeed:
     """What one engine process needs, by arithmetic.
 
@@ -90,7 +90,7 @@ def engine_need(
     assert section is not None, "This run starts vLLM."
     assert recipe.online is not None, "This method writes completions."
     on_cuda = facts.hardware.device == "cuda"
-    in_rollout = -(-batch_rows // num_processes) * recipe.online.steps_per_rollout
+    in_rollout = -(-batch_size // num_processes) * recipe.online.steps_per_rollout
     rows = generate.rows if generate.rows != "auto" else min(MOST_SEQUENCES, in_rollout)
     prompt = longest_prompt(facts, generate)
     size = DTYPE_BYTES[dtype]
@@ -182,8 +182,8 @@ def training_budget(recipe: Recipe, facts: PlannerInputs, settings: Settings) ->
     budget = budget_of(recipe, facts.hardware)
     if not shares_device(recipe):
         return budget
-    assert settings.batch_rows is not None, "A step is said in completions."
-    need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_rows)
+    assert settings.batch_size is not None, "A step is said in completions."
+    need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
     standing = need.standing if need.sleep != "none" else need.standing + standing_keys(need, budget)
     per_device = settings.num_processes if settings.device == "cpu" else 1
     return max(0, budget - standing * per_device)
@@ -194,8 +194,8 @@ def leaves_room(recipe: Recipe, facts: PlannerInputs, priced: Priced) -> bool:
     if not shares_device(recipe):
         return True
     settings = priced.settings
-    assert settings.batch_rows is not None, "A step is said in completions."
-    need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_rows)
+    assert settings.batch_size is not None, "A step is said in completions."
+    need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
     resting = next(phase for phase in priced.prediction.phases if phase.phase == "saving")
     least = need.weights + need.process + need.least_keys
     return needed(resting.num_bytes, settings) + least <= budget_of(recipe, facts.hardware)
@@ -217,8 +217,8 @@ def with_engine(
     recipe, hardware = ledger.asked.recipe, facts.hardware
     section = own_engine(recipe)
     assert section is not None, "This run starts vLLM."
-    assert settings.batch_rows is not None, "A step is said in completions."
-    need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_rows)
+    assert settings.batch_size is not None, "A step is said in completions."
+    need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
     budget = budget_of(recipe, hardware)
     fixed = need.weights + need.process
     beside = 0 if section.devices else needed(resting_bytes, settings)

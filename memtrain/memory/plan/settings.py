@@ -14,7 +14,7 @@ Resumed = Literal[
     "sums",
     "recipe",
     "length",
-    "train.batch_rows",
+    "train.batch_size",
     "train.batch_tokens",
     "model.dtype",
     "generate.backend",
@@ -124,11 +124,11 @@ class Settings(Section):
     pad_to_multiple_of: Annotated[int | None, Mark("recipe", "a size of the rows")]
     group_by_length: Annotated[bool, Mark("recipe", "the order of the rows")]
 
-    batch_rows: Annotated[int | None, Mark("train.batch_rows", "a size of the step")]
+    batch_size: Annotated[int | None, Mark("train.batch_size", "a size of the step")]
     """Rows of one optimizer step over all ranks, or None when said in tokens."""
     batch_tokens: Annotated[int | None, Mark("train.batch_tokens", "a size of the step")]
     """Tokens of one optimizer step over all ranks, or None when said in rows."""
-    micro_rows: Annotated[int, Mark("sums", "a size of the micro-batch")]
+    micro_batch_size: Annotated[int, Mark("sums", "a size of the micro-batch")]
     """Most rows of one micro-batch of one rank."""
     micro_tokens: Annotated[int | None, Mark("sums", "a size of the micro-batch")]
     """Most tokens of one micro-batch of one rank; None: only rows count."""

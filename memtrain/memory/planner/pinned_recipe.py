@@ -41,8 +41,8 @@ def pins(asked: SourcedRecipe, settings: Settings) -> dict[str, object]:
         wanted["model.adapter"] = {"kind": settings.adapter.kind, "r": settings.adapter.r}
     if recipe.model.quantize != settings.quantize:
         wanted["model.quantize"] = settings.quantize
-    if train.micro_rows == "auto":
-        wanted["train.micro_rows"] = settings.micro_rows
+    if train.micro_batch_size == "auto":
+        wanted["train.micro_batch_size"] = settings.micro_batch_size
     if train.micro_tokens == "auto" and settings.micro_tokens is not None:
         wanted["train.micro_tokens"] = settings.micro_tokens
     if recipe.model.dtype == "auto":

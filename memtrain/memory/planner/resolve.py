@@ -128,7 +128,7 @@ def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog,
     base = base.model_copy(update={"beside_bytes": measured_beside(base, facts.hardware.measured)})
     refuse_closed(ledger, base)
     refuse_vllm(ledger, base)
-    wholes = in_backward_choices(ledger, (base.batch_rows, base.batch_tokens), base.num_processes)
+    wholes = in_backward_choices(ledger, (base.batch_size, base.batch_tokens), base.num_processes)
     ledger.raise_refusals()
     choices = space(base, case, micros, wholes)
     if not choices.groups:
@@ -169,13 +169,13 @@ def plain(settings: Settings, profile: LengthProfile) -> Settings:
     several.
     """
     per_sequence = profile.report.pieces / max(1, profile.report.num_sequences)
-    sequences = min(settings.micro_rows, profile.report.num_sequences)
+    sequences = min(settings.micro_batch_size, profile.report.num_sequences)
     if settings.micro_tokens is not None:
         sequences = min(sequences, max(1, int(settings.micro_tokens / profile.mean_tokens)))
-    rows = None if settings.batch_rows is None else round(settings.batch_rows * per_sequence)
-    micro_rows = max(1, round(sequences * per_sequence))
+    rows = None if settings.batch_size is None else round(settings.batch_size * per_sequence)
+    micro_batch_size = max(1, round(sequences * per_sequence))
     return without_strategies(settings).model_copy(
-        update={"batch_rows": rows, "micro_rows": micro_rows, "micro_tokens": None}
+        update={"batch_size": rows, "micro_batch_size": micro_batch_size, "micro_tokens": None}
     )
 
 

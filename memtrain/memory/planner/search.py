@@ -69,7 +69,7 @@ def space(
             for micro in micros if whole is None else (whole,):
                 settings = option.model_copy(
                     update={
-                        "micro_rows": micro.rows,
+                        "micro_batch_size": micro.rows,
                         "micro_tokens": micro.tokens,
                         "in_backward": whole is not None,
                     }

@@ -81,9 +81,9 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             "positions_by_row": by_row,
             "shared_prompts": shares,
             "reference": decide_reference(ledger, passes=passes),
-            "batch_rows": rows,
+            "batch_size": rows,
             "batch_tokens": tokens,
-            "micro_rows": micros[0].rows,
+            "micro_batch_size": micros[0].rows,
             "micro_tokens": micros[0].tokens,
             "max_steps": max_steps,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtrain.memory.plan.length_profile import LengthProfile
-from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS, DecisionLog
+from memtrain.memory.rules.ledger import DEFAULT_BATCH_SIZE, DecisionLog
 
 COMFORTABLE_TOKENS = {"cuda": 16_384, "cpu": 4_096}
 """Tokens of a micro-batch beyond which a device gets hardly faster. Taste, until it is calibrated."""
@@ -27,13 +27,13 @@ def decide_batch(
     if train.batch_tokens is not None:
         ledger.decide("batch_tokens", f"{train.batch_tokens:,}", "", "train.batch_tokens")
         return None, train.batch_tokens
-    rows = train.batch_rows if train.batch_rows is not None else DEFAULT_BATCH_ROWS
-    ledger.decide("batch_rows", rows, "" if train.batch_rows else "the default", "train.batch_rows")
+    rows = train.batch_size if train.batch_size is not None else DEFAULT_BATCH_SIZE
+    ledger.decide("batch_size", rows, "" if train.batch_size else "the default", "train.batch_size")
     if rows < num_replicas:
         ledger.refuse(
             f"a step of {rows} rows cannot be shared by {who(num_replicas, num_sharing)}",
-            "train.batch_rows",
-            f"set train.batch_rows to at least {num_replicas}, or cluster.processes to at most "
+            "train.batch_size",
+            f"set train.batch_size to at least {num_replicas}, or cluster.processes to at most "
             f"{rows * num_sharing}",
         )
     return rows, None
@@ -53,12 +53,12 @@ def micro_candidates(
     train = ledger.asked.recipe.train
     most_rows = _most_rows(profile, batch, num_replicas)
     longest = profile.longest[0] if profile.longest else 1
-    rows = train.micro_rows
+    rows = train.micro_batch_size
     if rows != "auto" and rows > most_rows:
         ledger.refuse(
-            f"train.micro_rows is {rows}, and each of {who(num_replicas, num_sharing)} has {most_rows} rows "
-            "a step",
-            "train.micro_rows",
+            f"train.micro_batch_size is {rows}, and each of {who(num_replicas, num_sharing)} has {most_rows} "
+            "rows a step",
+            "train.micro_batch_size",
             f"set it to at most {most_rows}, or raise the batch",
         )
     if train.micro_tokens != "auto":
@@ -66,7 +66,7 @@ def micro_candidates(
             ledger.refuse(
                 "train.micro_tokens counts the tokens of rows laid end to end, and this run pads its rows",
                 "train.micro_tokens",
-                "use train.micro_rows, or length.padding_free: true",
+                "use train.micro_batch_size, or length.padding_free: true",
             )
         if train.micro_tokens < longest:
             ledger.refuse(
@@ -144,6 +144,6 @@ def refuse_uneven_groups(ledger: DecisionLog, rows: int | None) -> None:
         near = f"{less} or {more}" if less else f"{more}"
         ledger.refuse(
             f"a step of {rows} completions is no whole number of groups of {count}",
-            "train.batch_rows",
-            f"set train.batch_rows to {near}, or generate.completions to a divisor of {rows}",
+            "train.batch_size",
+            f"set train.batch_size to {near}, or generate.completions to a divisor of {rows}",
         )

@@ -20,7 +20,7 @@ from memtrain.memory.rules.attention import (
 )
 from memtrain.recipes.recipe import Recipe
 
-DEFAULT_BATCH_ROWS = 32
+DEFAULT_BATCH_SIZE = 32
 """Rows of a step when nothing is said: the field's usual size for fine-tuning."""
 
 

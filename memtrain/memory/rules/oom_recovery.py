@@ -124,9 +124,9 @@ def _refusal(
         return why, "set cluster.processes: 1, or optim.in_backward: off"
     if rows is None:
         why = "a step in tokens may be cut into several micro-batches"
-        return why, "set train.batch_rows, or optim.in_backward: off"
-    pinned = recipe.train.micro_rows
+        return why, "set train.batch_size, or optim.in_backward: off"
+    pinned = recipe.train.micro_batch_size
     if (pinned != "auto" and pinned < rows) or recipe.train.micro_tokens != "auto":
         why = "gradients of several micro-batches are summed first"
-        return why, f"set train.micro_rows: {rows} (one micro-batch a step), or optim.in_backward: off"
+        return why, f"set train.micro_batch_size: {rows} (one micro-batch a step), or optim.in_backward: off"
     return None

@@ -129,12 +129,12 @@ def whole_batch(ledger: DecisionLog, batch: tuple[int | None, int | None], num_p
         ledger.refuse(
             f"{words}; a step in tokens is cut into several",
             "train.batch_tokens",
-            "set train.batch_rows instead",
+            "set train.batch_size instead",
         )
         return [Micro(1, None)]
     if num_processes > 1:
         ledger.refuse(words, "cluster.processes", "set cluster.processes: 1, or use another dpo.loss")
-    if recipe.train.micro_rows not in ("auto", rows) or recipe.train.micro_tokens != "auto":
-        key = "micro_rows" if recipe.train.micro_rows != "auto" else "micro_tokens"
+    if recipe.train.micro_batch_size not in ("auto", rows) or recipe.train.micro_tokens != "auto":
+        key = "micro_batch_size" if recipe.train.micro_batch_size != "auto" else "micro_tokens"
         ledger.refuse(words, f"train.{key}", f"remove train.{key}")
     return [Micro(rows, None)]

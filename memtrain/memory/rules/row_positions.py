@@ -32,7 +32,7 @@ def decide_positions(
 def one_row_a_time(ledger: DecisionLog, micros: list[Micro]) -> list[Micro]:
     """The smallest micro-batches alone, unless the recipe says how large they are: with a row beside it a
     padded row needs a mask of its length squared."""
-    return micros[-1:] if ledger.asked.recipe.train.micro_rows == "auto" else micros
+    return micros[-1:] if ledger.asked.recipe.train.micro_batch_size == "auto" else micros
 
 
 def _refuse_growing(ledger: DecisionLog, rule: LengthRule, longest: int) -> None:

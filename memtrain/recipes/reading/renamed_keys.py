@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_ROWS = "`train.batch_rows` (rows of one optimizer step over all devices; accumulation is derived from it)"
-_MICRO = "`train.micro_rows` (rows that one device takes at once; auto by default)"
+_ROWS = "`train.batch_size` (rows of one optimizer step over all devices; accumulation is derived from it)"
+_MICRO = "`train.micro_batch_size` (rows that one device takes at once; auto by default)"
 _CHECKPOINTING = (
     "`memory.activation_checkpointing` (on, off or auto; auto by default: where the run does not fit without)"
 )
@@ -107,7 +107,7 @@ RENAMED_KEYS: dict[str, str] = {
     "num_train_epochs": "`train.epochs`",
     "num_epochs": "`train.epochs`",
     "data_seed": "`train.seed`",
-    "auto_find_batch_size": "`train.micro_rows: auto`",
+    "auto_find_batch_size": "`train.micro_batch_size: auto`",
     # optimizer
     "learning_rate": "`optim.lr`",
     "optimizer": "`optim.kind`",

@@ -25,7 +25,7 @@ _COMMON: tuple[tuple[str, str], ...] = (
     ("optim.lr", "2e-5"),
     ("#optim.kind", "adamw"),
     ("#optim.schedule", "cosine"),
-    ("train.batch_rows", "32"),
+    ("train.batch_size", "32"),
     ("train.epochs", "1"),
     ("#train.seed", "0"),
     ("#save.every_steps", "500"),

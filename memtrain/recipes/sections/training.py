@@ -13,13 +13,13 @@ from memtrain.recipes.sections.slurm import Slurm
 class Train(Section):
     """How long, and how much per optimizer step. The batch is said once; the rest is derived and shown."""
 
-    batch_rows: PositiveInt | None = None
+    batch_size: PositiveInt | None = None
     """Rows of one optimizer step over all devices. A row is an example, or a packed sequence."""
 
     batch_tokens: PositiveInt | None = None
-    """Tokens of one optimizer step over all devices, in place of `batch_rows`. Neither given: 32 rows."""
+    """Tokens of one optimizer step over all devices, in place of `batch_size`. Neither given: 32 rows."""
 
-    micro_rows: PositiveInt | Literal["auto"] = "auto"
+    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Rows that one device takes at once. Higher: faster, more activation memory. Same numbers."""
 
     micro_tokens: PositiveInt | Literal["auto"] = "auto"
@@ -39,8 +39,8 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _said_once(self) -> Train:
-        if self.batch_rows is not None and self.batch_tokens is not None:
-            raise ValueError("the batch is said twice; give train.batch_rows or train.batch_tokens")
+        if self.batch_size is not None and self.batch_tokens is not None:
+            raise ValueError("the batch is said twice; give train.batch_size or train.batch_tokens")
         if self.epochs is not None and self.max_steps is not None:
             raise ValueError("the length of the run is said twice; give train.epochs or train.max_steps")
         return self

@@ -19,7 +19,7 @@ def batch(made: Translation) -> None:
     if not isinstance(rows, int) or not isinstance(accumulation, int):
         return
     comment = f"{rows} a device x {accumulation} accumulated x {made.processes} processes"
-    made.say("train.batch_rows", rows * accumulation * made.processes, comment=comment)
+    made.say("train.batch_size", rows * accumulation * made.processes, comment=comment)
     if made.method not in ONLINE:
         return
     step = rows * accumulation * made.processes

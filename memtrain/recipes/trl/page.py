@@ -29,11 +29,11 @@ What works differently:
 
 - **Packing and padding-free.** Rows never see each other, on any attention back end; `padding_free` works
   for every method. Batches are made by the plan: `per_device_train_batch_size` is only a factor of
-  `train.batch_rows`.
+  `train.batch_size`.
 - **The loss of a step** is the mean over the learnt tokens of the whole step, over all devices and
   micro-batches.
 - **Pairs.** A prompt is computed once for its answers (`length.shared_prompts`).
-- **GRPO, RLOO.** A step is said in completions: `train.batch_rows` is divided by `generate.completions` to
+- **GRPO, RLOO.** A step is said in completions: `train.batch_size` is divided by `generate.completions` to
   give its prompts.
 - **Resuming** needs no flag: the same command goes on, bit for bit.
 """
@@ -68,7 +68,7 @@ _TOGETHER: Mapping[str, str] = {
     "train_sampling_strategy": "`train.shuffle`, `length.group_by_length`",
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps"),
-        "`train.batch_rows`: their product, times the devices",
+        "`train.batch_size`: their product, times the devices",
     ),
     "num_train_epochs": "`train.epochs`",
     "max_steps": "`train.max_steps`",
@@ -84,7 +84,7 @@ _TOGETHER: Mapping[str, str] = {
     "report_to": "`log.trackers`",
     "use_cpu": "`cluster.device: cpu`",
     "accelerate_config": "`cluster.engine`",
-    "num_processes": "a factor of `train.batch_rows`",
+    "num_processes": "a factor of `train.batch_size`",
     "loss_type": "`sft.loss`, `dpo.loss`, `kto.loss`, `grpo.loss`",
     "use_bias_correction_kl": "`grpo.unbiased_kl`",
     **dict.fromkeys(("reward_funcs", "reward_model_name_or_path", "reward_weights"), "`rewards.functions`"),

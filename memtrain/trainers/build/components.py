@@ -144,7 +144,7 @@ def _verify_rows(model: PreTrainedModel | PeftModel, plan: Plan) -> None:
             AttentionBackend(settings.attention),
             shared_prompts=settings.shared_prompts,
             longest=longest,
-            together=settings.micro_tokens or settings.micro_rows * longest,
+            together=settings.micro_tokens or settings.micro_batch_size * longest,
         )
     else:
         verify_padding(model, longest=longest, by_row=settings.positions_by_row)

@@ -44,11 +44,11 @@ RESOLVED_KEYS = (
     "model.attention",
     "model.dtype",
     "model.liger",
-    "train.batch_rows",
+    "train.batch_size",
     "train.batch_tokens",
     "train.epochs",
     "train.max_steps",
-    "train.micro_rows",
+    "train.micro_batch_size",
     "train.micro_tokens",
 )
 """Recipe keys that the plan resolves (`auto`, or a default): the settings are compared in their place."""

@@ -62,6 +62,6 @@ def _out_of_memory_in_words(folder: RunFolder, position: TrainState) -> Iterator
         raise OutOfMemory(
             f"ran out of memory in step {position.step + 1}{held}",
             where=str(folder.path),
-            fix="set a smaller memory.budget or train.micro_rows and run the same command again: it goes on "
-            "from the last checkpoint",
+            fix="set a smaller memory.budget or train.micro_batch_size and run the same command again: it "
+            "goes on from the last checkpoint",
         ) from error

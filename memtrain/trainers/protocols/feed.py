@@ -107,7 +107,7 @@ class Steps:
             sequences,
             self.feed.tokens,
             num_ranks=num_ranks,
-            micro_rows=self.settings.micro_rows,
+            micro_batch_size=self.settings.micro_batch_size,
             micro_tokens=self.settings.micro_tokens,
         )
         return StepWork(
@@ -133,7 +133,7 @@ class Steps:
             first, end = of_epoch(self.feed.epoch_ptr, number)
             made = make_epoch(
                 self.feed.tokens[first:end],
-                BatchSize(self.settings.batch_rows, self.settings.batch_tokens),
+                BatchSize(self.settings.batch_size, self.settings.batch_tokens),
                 seed=self.seed,
                 epoch=number,
                 shuffle=self.shuffle,
@@ -154,7 +154,7 @@ def eval_micro_batches(feed: Feed, settings: Settings, *, rank: int, num_ranks: 
         eval_order(feed),
         feed.tokens,
         num_ranks=num_ranks,
-        micro_rows=settings.micro_rows,
+        micro_batch_size=settings.micro_batch_size,
         micro_tokens=settings.micro_tokens,
     )
     return dealt[rank]

@@ -132,7 +132,7 @@ def _computed(
         np.argsort(-question.tokens, kind="stable"),
         question.tokens,
         num_ranks=ranks.num_replicas,
-        micro_rows=settings.micro_rows,
+        micro_batch_size=settings.micro_batch_size,
         micro_tokens=settings.micro_tokens,
     )
     made: list[tuple[Ints, Tensor]] = []

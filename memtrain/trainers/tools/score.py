@@ -54,7 +54,7 @@ def rewards_of(
         order,
         feed.tokens,
         num_ranks=1,
-        micro_rows=settings.micro_rows,
+        micro_batch_size=settings.micro_batch_size,
         micro_tokens=settings.micro_tokens,
     )
     rewards_IK = np.full((feed.num_items, feed.sequences.num_answers), np.nan, np.float32)

@@ -21,7 +21,7 @@ model:
   tokenizer: builtin:tiny
 data: {train: {source: builtin:arithmetic, limit: 50}}
 length: {max_length: 128}
-train: {batch_rows: 8, max_steps: 6}
+train: {batch_size: 8, max_steps: 6}
 cluster:
   slurm: {time: 1:00:00, nodes: 2, array: ["train.seed=0,1"]}
 """

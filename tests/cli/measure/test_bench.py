@@ -24,7 +24,7 @@ method: {method}
 model: {{path: builtin:tiny}}
 data: {{train: {{source: builtin:arithmetic, limit: 40}}, cache_dir: {folder}/cache}}
 length: {{max_length: 256{packing}}}
-train: {{batch_rows: 4, max_steps: 6}}
+train: {{batch_size: 4, max_steps: 6}}
 memory: {{activation_checkpointing: "on", activation_offloading: "on", loss: chunked}}
 cluster: {{device: cpu, threads: 1}}
 """

@@ -21,8 +21,8 @@ from memtrain.memory.rules.context_parallel import copies_of_keys, row_multiple
 from memtrain.trainers.tools.trace.client import can_trace
 
 ONE: dict[str, Any] = {
-    "train__batch_rows": 16,
-    "train__micro_rows": 4,
+    "train__batch_size": 16,
+    "train__micro_batch_size": 4,
     "memory__activation_checkpointing": "off",
 }
 Ask = Callable[..., Any]

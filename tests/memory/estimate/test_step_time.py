@@ -28,9 +28,9 @@ BASE = {
     "padding_free": True,
     "pad_to_multiple_of": None,
     "group_by_length": False,
-    "batch_rows": 1,
+    "batch_size": 1,
     "batch_tokens": None,
-    "micro_rows": 1,
+    "micro_batch_size": 1,
     "micro_tokens": None,
     "max_steps": 1,
     "checkpoint_every": 0,
@@ -93,7 +93,7 @@ def test_a_faster_card_is_faster_and_a_cpu_is_not():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_threads_and_not_visible_cores_make_time_and_plan(ask, facts_of, processes: int):
     """A job with as many cores as it has threads, beside a machine with sixteen."""
-    said = {"cluster__threads": 1, "cluster__processes": processes, "train__batch_rows": 8}
+    said = {"cluster__threads": 1, "cluster__processes": processes, "train__batch_size": 8}
     few, many = (ask(facts_of(cpu(64 * GIB, cores)), **said) for cores in (processes, 16))
     assert few.settings == many.settings
     assert few.chosen.step_s == many.chosen.step_s

@@ -12,7 +12,7 @@ ONLINE = {
     "method": "grpo",
     "rewards__functions": ["length"],
     "generate__completions": 4,
-    "train__batch_rows": 16,
+    "train__batch_size": 16,
     "cluster__processes": 2,
 }
 

@@ -19,7 +19,7 @@ GRPO: dict[str, Any] = {
     "rewards__functions": "exact_answer",
     "generate__backend": "vllm",
     "generate__max_tokens": 128,
-    "train__batch_rows": 64,
+    "train__batch_size": 64,
     "train__max_steps": 10,
 }
 PYTHON = {"python": "/envs/vllm/bin/python"}
@@ -145,7 +145,7 @@ def test_weights_in_shards_are_refused(ask: Ask, facts_of: Callable[..., Planner
 
 def test_a_step_that_is_no_whole_number_of_groups_is_refused(ask: Ask, on_h100: PlannerInputs):
     with pytest.raises(RecipeError, match="60 completions is no whole number of groups of 8"):
-        ask(on_h100, **(GRPO | {"generate__backend": "native", "train__batch_rows": 60}))
+        ask(on_h100, **(GRPO | {"generate__backend": "native", "train__batch_size": 60}))
 
 
 def test_the_plan_tells_how_the_samplers_probabilities_are_corrected_for(ask: Ask, on_h100: PlannerInputs):

@@ -127,7 +127,7 @@ def test_the_last_five_runs_of_a_kind_are_remembered(store):
 def test_the_kind_of_a_run_is_its_strategies_and_not_its_size(make_settings):
     settings = make_settings()
     kind = kind_of_run(settings, SHAPE, "sft")
-    assert kind_of_run(settings.model_copy(update={"micro_rows": 99}), SHAPE, "sft") == kind
+    assert kind_of_run(settings.model_copy(update={"micro_batch_size": 99}), SHAPE, "sft") == kind
     assert kind_of_run(settings.model_copy(update={"checkpoint_every": 0}), SHAPE, "sft") != kind
     assert kind_of_run(settings, replace(SHAPE, width=2 * SHAPE.width), "sft") != kind
     assert kind_of_run(settings, SHAPE, "dpo") != kind

@@ -26,8 +26,8 @@ GRPO: dict[str, Any] = {
     "method": "grpo",
     "rewards__functions": ["length"],
     "generate__completions": 4,
-    "train__batch_rows": 16,
-    "train__micro_rows": 4,
+    "train__batch_size": 16,
+    "train__micro_batch_size": 4,
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 
@@ -113,7 +113,7 @@ def test_longer_rows_lie_end_to_end_each_with_its_own_positions(ask, facts_of, p
 
 def test_longer_rows_that_are_padded_are_taken_one_at_a_time_and_it_is_told(ask, facts_of, profile_of):
     found = plan_of(ask, facts_of, profile_of, 300, length__padding_free=False)
-    assert (found.settings.positions_by_row, found.settings.micro_rows) == (True, 1)
+    assert (found.settings.positions_by_row, found.settings.micro_batch_size) == (True, 1)
     assert "one at a time" in told(found)["positions"]
 
 
@@ -134,7 +134,7 @@ def test_completions_that_would_grow_past_it_are_refused_with_a_way_out(ask, fac
 
 
 def test_slices_of_rows_are_refused_where_rows_may_be_longer(ask, facts_of, profile_of):
-    sliced = {"cluster__context_parallel": 2, "train__batch_rows": 16, "train__micro_rows": 4}
+    sliced = {"cluster__context_parallel": 2, "train__batch_size": 16, "train__micro_batch_size": 4}
     with pytest.raises(RecipeError, match="a process sees a slice of it"):
         plan_of(ask, facts_of, profile_of, 200, **sliced)
     assert plan_of(ask, facts_of, profile_of, 200, **sliced, length__max_length=256)

@@ -6,7 +6,7 @@ from memtrain.errors import DoesNotFit
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.plan.units import GIB
 
-LONG = {"cluster__context_parallel": "auto", "train__batch_rows": 8, "model__dtype": "bfloat16"}
+LONG = {"cluster__context_parallel": "auto", "train__batch_size": 8, "model__dtype": "bfloat16"}
 
 
 def decided(made, setting: str) -> tuple[str, str]:

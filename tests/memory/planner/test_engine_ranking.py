@@ -31,7 +31,7 @@ def plan(ask, facts_of, profile_of):
     ) -> Resolved:
         config = known_config(model)
         assert config is not None
-        return ask(facts(card, count, config, presumed), **{"train__batch_rows": 64} | said)
+        return ask(facts(card, count, config, presumed), **{"train__batch_size": 64} | said)
 
     def facts(card: str, count: int, config: Any, presumed: frozenset[str]) -> PlannerInputs:
         return facts_of(Hardware.named(card, count), profile_of(*[2048] * 64), config, presumed=presumed)
@@ -161,7 +161,7 @@ def test_of_equally_fast_engines_the_simpler_one_is_taken(plan):
 def test_a_simpler_engine_goes_before_one_that_is_a_little_faster(ask, facts_of, profile_of):
     """Two CPU processes with few rows a step: sharing out the optimizer's step saves a few percent."""
     known = facts_of(cpu(64 * GIB, 4), profile_of(*[100] * 100), presumed=DEEPSPEED)
-    made = ask(known, train__batch_rows=8, cluster__processes=2)
+    made = ask(known, train__batch_size=8, cluster__processes=2)
     least = min(made.tried, key=lambda one: one.token_s)
     assert (made.settings.engine, least.settings.engine) == ("ddp", "fsdp2")
     assert 1 + TIE < made.chosen.token_s / least.token_s < 1 + ENGINE_TIE

@@ -104,8 +104,8 @@ def test_a_gpu_without_bfloat16_falls_back_to_float32_and_says_so():
 
 
 def test_what_the_user_said_is_the_source_of_the_setting():
-    resolved = ask(train__batch_rows=8, model__dtype="float32")
-    assert source_of(resolved, "batch_rows") == "r.yaml:train.batch_rows"
+    resolved = ask(train__batch_size=8, model__dtype="float32")
+    assert source_of(resolved, "batch_size") == "r.yaml:train.batch_size"
     assert source_of(resolved, "dtype") == "r.yaml:model.dtype"
     assert source_of(resolved, "attention") == "rule"
 
@@ -146,8 +146,8 @@ def test_the_plain_run_needs_more():
         ({"optim__kind": "adamw_8bit"}, "bitsandbytes"),
         ({"model__liger": "on"}, "Liger runs on CUDA only"),
         ({"model__attention": "cuda"}, "cuda"),
-        ({"train__batch_rows": 1, "cluster__processes": 2}, "cannot be shared by 2 processes"),
-        ({"train__batch_rows": 8, "train__micro_rows": 16}, "has 8 rows a step"),
+        ({"train__batch_size": 1, "cluster__processes": 2}, "cannot be shared by 2 processes"),
+        ({"train__batch_size": 8, "train__micro_batch_size": 16}, "has 8 rows a step"),
         ({"train__micro_tokens": 100}, "the longest sequence has 512 tokens"),
         ({"length__padding_free": False, "train__micro_tokens": 4096}, "pads its rows"),
         ({"optim__master_weights": True, "model__dtype": "float32"}, "float32 already"),
@@ -175,7 +175,7 @@ def test_a_model_whose_rows_cannot_be_kept_apart_is_padded_or_refused():
 
 
 def test_the_batch_is_worked_out_in_one_line():
-    resolved = ask(train__batch_rows=16, train__micro_rows=4)
+    resolved = ask(train__batch_size=16, train__micro_batch_size=4)
     assert reason_of(resolved, "micro_batch") == (
         "asked for; 16 rows = 1 process x about 4 micro-batches of at most 4 rows"
     )
@@ -195,12 +195,12 @@ def test_epochs_become_steps():
 
 def test_a_step_that_is_one_micro_batch_however_long_its_rows_are_holds_no_gradients():
     """Rows of at most 100 tokens: eight are 800. Gradients wait where a ninth or a limit makes two."""
-    made = ask(lengths=profile(*[100] * 40), train__batch_rows=8)
+    made = ask(lengths=profile(*[100] * 40), train__batch_size=8)
     settings, known = made.settings, made.case.facts
-    one = settings.model_copy(update={"batch_rows": 8, "micro_rows": 8, "micro_tokens": 800})
+    one = settings.model_copy(update={"batch_size": 8, "micro_batch_size": 8, "micro_tokens": 800})
     assert not may_accumulate(one, known)
     assert not may_accumulate(one.model_copy(update={"micro_tokens": None}), known)
-    for update in ({"micro_rows": 7}, {"micro_tokens": 799}, {"batch_rows": 9}, {"batch_rows": None}):
+    for update in ({"micro_batch_size": 7}, {"micro_tokens": 799}, {"batch_size": 9}, {"batch_size": None}):
         assert may_accumulate(one.model_copy(update=update), known)
-    two = {"num_processes": 2, "batch_rows": 16}
+    two = {"num_processes": 2, "batch_size": 16}
     assert not may_accumulate(one.model_copy(update=two), known)

@@ -30,7 +30,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"optim__master_weights": False},
     {"memory__activation_checkpointing": "on", "memory__loss": "full"},
     {"memory__allow": ("lora", "qlora", "adamw_8bit"), "train__batch_tokens": 32_768},
-    {"length__padding_free": False, "train__batch_rows": 8},
+    {"length__padding_free": False, "train__batch_size": 8},
     {"optim__kind": "muon", "length__packing": "bfd"},
     {"memory__activation_offloading": "on", "memory__never": "optimizer_offload"},
 )
@@ -150,8 +150,8 @@ def test_the_pinned_plan_is_the_same_plan(ask: Ask, facts_of: Any, profile_of: A
     # What is pinned to be off is no way to go on when memory runs out.
     assert again.settings.model_copy(update={"recovery": resolved.settings.recovery}) == resolved.settings
     assert pins(again.case.asked, again.settings) == {}
-    lines = yaml_lines({"memory.loss": "full", "train.micro_rows": 2, "memory.offload": True})
-    assert lines == ["memory:", "  loss: full", "  offload: true", "train:", "  micro_rows: 2"]
+    lines = yaml_lines({"memory.loss": "full", "train.micro_batch_size": 2, "memory.offload": True})
+    assert lines == ["memory:", "  loss: full", "  offload: true", "train:", "  micro_batch_size: 2"]
 
 
 def test_where_nothing_fits_three_ways_out_are_told_with_their_peaks_and_they_fit(

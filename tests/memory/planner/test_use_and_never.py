@@ -23,7 +23,7 @@ def settings_of(tmp_path: Path) -> MakeSettings:
         path.write_text(
             f"method: {method}\nmodel: {{path: builtin:tiny}}\n"
             f"data: {{train: {{source: builtin:arithmetic, limit: 8}}, cache_dir: {tmp_path}/cache}}\n"
-            "length: {max_length: 256}\ntrain: {batch_rows: 6, max_steps: 2}\n"
+            "length: {max_length: 256}\ntrain: {batch_size: 6, max_steps: 2}\n"
             f"cluster: {{device: cpu}}\n{ONLINE if method == 'grpo' else ''}"
         )
         return make_plan(load_recipe(str(path), list(overrides)), run_dir=str(tmp_path / "run")).plan.settings
@@ -33,7 +33,7 @@ def settings_of(tmp_path: Path) -> MakeSettings:
 
 def test_a_step_in_one_micro_batch_is_what_never_smaller_means(settings_of: MakeSettings):
     settings = settings_of("sft", "memory.never=[smaller_micro_batch]")
-    assert (settings.micro_rows, settings.micro_tokens) == (6, None)
+    assert (settings.micro_batch_size, settings.micro_tokens) == (6, None)
 
 
 @pytest.mark.parametrize("name", ["shared_prompts", "precomputed_reference", "adapter_off_reference"])

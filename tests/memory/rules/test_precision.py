@@ -11,7 +11,7 @@ from memtrain.errors import DoesNotFit
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.rules.precision import lost_share, usual_std
 
-GPU = {"train__micro_rows": 16, "train__batch_rows": 16}
+GPU = {"train__micro_batch_size": 16, "train__batch_size": 16}
 
 
 @pytest.fixture

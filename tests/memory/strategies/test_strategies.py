@@ -19,7 +19,7 @@ from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.sections.memory import Changing, StrategyName
 from memtrain.recipes.sections.model import Adapter
 
-BASE: dict[str, Any] = {"model__dtype": "bfloat16", "train__batch_rows": 16}
+BASE: dict[str, Any] = {"model__dtype": "bfloat16", "train__batch_size": 16}
 Plan = Callable[..., Settings]
 
 
@@ -66,7 +66,7 @@ def test_a_strategy_that_must_be_used_is_used(plan: Plan, name: str):
 
 @pytest.mark.parametrize("budget", ["5GiB", "6GiB", "8GiB", "10GiB"])
 def test_a_strategy_that_must_not_be_used_is_not_used_where_it_would_be(plan: Plan, budget: str):
-    said = {"train__micro_rows": 16, "memory__budget": budget}
+    said = {"train__micro_batch_size": 16, "memory__budget": budget}
     used = names(plan(**said)) & set(SEARCHED)
     assert used
     for name in used:
@@ -79,9 +79,9 @@ def test_a_strategy_that_must_not_be_used_is_not_used_where_it_would_be(plan: Pl
 def test_rules_honour_names_too(plan: Plan):
     assert plan(memory__never="padding_free").padding_free is False
     assert plan(memory__use="packing", length__max_length=1024).packing == "bfd"
-    assert plan(memory__use="smaller_micro_batch").micro_rows == 1
+    assert plan(memory__use="smaller_micro_batch").micro_batch_size == 1
     one = plan(memory__use="optimizer_in_backward", optim__max_grad_norm=None)
-    assert (one.in_backward, one.micro_rows) == (True, 16)
+    assert (one.in_backward, one.micro_batch_size) == (True, 16)
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "qlora", "liger_loss"])
@@ -181,7 +181,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("optimizer_offload", SHARDED | {"optimizer_offload": True, "shard_offload": "parameters"}),
     ("lora", LORA | {"dtype": "bfloat16", "num_processes": 2, "engine": "zero2"}),
     ("optimizer_in_backward", {"in_backward": True, "num_processes": 2}),
-    ("optimizer_in_backward", {"in_backward": True, "micro_rows": 2}),
+    ("optimizer_in_backward", {"in_backward": True, "micro_batch_size": 2}),
     ("full_offloading", SHARDED | {"offload": "all"}),
     ("qlora", SHARDED | LORA | {"quantize": "4bit"}),
     ("adafactor", SHARDED | {"optimizer": "adafactor"}),
@@ -205,7 +205,7 @@ def test_a_pair_of_the_table_is_excluded_with_its_reason(
 ):
     name, changes = case
     assert pair.strategy == name
-    plain = plan().model_copy(update={"micro_rows": 16, "micro_tokens": None, "checkpoint_every": 0})
+    plain = plan().model_copy(update={"micro_batch_size": 16, "micro_tokens": None, "checkpoint_every": 0})
     assert excluded(plain) is None
     broken = plain.model_copy(update=changes)
     assert pair.is_other(broken)
@@ -265,12 +265,12 @@ def test_the_plain_run_is_without_every_strategy_but_those_that_say_what_is_trai
 
 @pytest.mark.parametrize("name", IN_USE)
 def test_the_plain_run_is_without(make_settings, name: str):
-    settings = make_settings(micro_rows=2, micro_tokens=None, **IN_USE[name])
+    settings = make_settings(micro_batch_size=2, micro_tokens=None, **IN_USE[name])
     assert name in names(settings)
     plain = without_strategies(settings)
     assert not names(plain) & set(IN_USE)
     assert (plain.attention, plain.liger, plain.shard_offload) == ("stock", False, "none")
-    assert (plain.adapter, plain.optimizer, plain.micro_rows) == (settings.adapter, "adamw", 2)
+    assert (plain.adapter, plain.optimizer, plain.micro_batch_size) == (settings.adapter, "adamw", 2)
     assert without_strategies(plain) == plain
 
 

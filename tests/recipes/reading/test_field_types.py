@@ -7,8 +7,8 @@ from memtrain.recipes.recipe import Recipe
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("train.batch_rows", "a whole number above 0, or null"),
-        ("train.micro_rows", "a whole number above 0, or auto"),
+        ("train.batch_size", "a whole number above 0, or null"),
+        ("train.micro_batch_size", "a whole number above 0, or auto"),
         ("train.shuffle", "true or false"),
         ("data.held_out", "a number from 0 to below 1"),
         ("data.on_bad_row", "error or skip"),

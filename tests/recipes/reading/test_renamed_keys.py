@@ -50,7 +50,7 @@ def test_capitals_and_dashes_do_not_hide_an_old_spelling():
     [
         ("learning_rat", "learning_rate", "optim.lr"),
         ("max_seq_lenght", "max_seq_length", "length.max_length"),
-        ("gradient_acumulation_steps", "gradient_accumulation_steps", "train.batch_rows"),
+        ("gradient_acumulation_steps", "gradient_accumulation_steps", "train.batch_size"),
         ("output_dirr", "output_dir", "run_dir"),
     ],
 )

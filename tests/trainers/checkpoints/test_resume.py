@@ -62,7 +62,7 @@ def test_exact_strategies_may_change(make_plan: MakePlan, setting: str, value: o
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("threads", 2), ("num_processes", 2), ("micro_rows", 4), ("loss", "full"), ("attention", "dense")],
+    [("threads", 2), ("num_processes", 2), ("micro_batch_size", 4), ("loss", "full"), ("attention", "dense")],
 )
 def test_another_order_of_sums_is_said(make_plan: MakePlan, setting: str, value: object):
     (said,) = check_resumable(facts(make_plan()), make_plan(**{setting: value}))
@@ -82,8 +82,8 @@ def test_another_version_or_device_is_said(make_plan: MakePlan):
 
 
 def test_a_resolved_batch_is_compared_and_not_how_it_is_written(make_plan: MakePlan):
-    assert check_resumable(facts(make_plan()), make_plan({"train.batch_rows": 8})) == []
-    assert refused_keys(make_plan(), make_plan(batch_rows=16)) == ["train.batch_rows"]
+    assert check_resumable(facts(make_plan()), make_plan({"train.batch_size": 8})) == []
+    assert refused_keys(make_plan(), make_plan(batch_size=16)) == ["train.batch_size"]
 
 
 def test_changed_rows_are_refused(make_plan: MakePlan):

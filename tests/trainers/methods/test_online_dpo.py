@@ -119,14 +119,14 @@ def test_a_sequence_is_a_pair_chosen_first():
 def test_a_pair_is_never_divided(rows: int, tokens: int | None, expected: list[list[int]]):
     """The first costs 5 + 4 + 3 = 12 tokens, the second 4 + 5 + 3 = 12."""
     feed = OfPairs()
-    made = feed.deal(np.flatnonzero(feed.window.is_learnt_A), micro_rows=rows, micro_tokens=tokens)
+    made = feed.deal(np.flatnonzero(feed.window.is_learnt_A), micro_batch_size=rows, micro_tokens=tokens)
     assert [micro.tolist() for micro in made] == expected
     assert feed.tokens.tolist() == [12, 0, 12]
 
 
 def test_apart_each_answer_pays_for_its_prompt():
     feed = OfPairs(shared=False)
-    feed.deal(np.flatnonzero(feed.window.is_learnt_A), micro_rows=9, micro_tokens=None)
+    feed.deal(np.flatnonzero(feed.window.is_learnt_A), micro_batch_size=9, micro_tokens=None)
     assert feed.tokens.tolist() == [17, 0, 16]
 
 

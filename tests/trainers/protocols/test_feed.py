@@ -31,7 +31,7 @@ class Lengths:
 @pytest.fixture
 def steps(make_settings):
     feed = Lengths(*range(2, 12))
-    return Steps(feed, make_settings(batch_rows=4, micro_rows=2), seed=0, shuffle=True)
+    return Steps(feed, make_settings(batch_size=4, micro_batch_size=2), seed=0, shuffle=True)
 
 
 def sequences(steps: Steps, step: int, num_ranks: int = 1) -> list[int]:
@@ -79,7 +79,7 @@ def test_an_epoch_with_rows_of_its_own_takes_its_own_sequences():
         tokens=np.full(7, 5), weights=np.full(7, 4), learnt=np.full(7, 4), epoch_ptr=np.array([0, 4, 7])
     )
     settings = SimpleNamespace(
-        batch_rows=2, batch_tokens=None, group_by_length=False, micro_rows=2, micro_tokens=None
+        batch_size=2, batch_tokens=None, group_by_length=False, micro_batch_size=2, micro_tokens=None
     )
     steps = Steps(feed, settings, seed=0, shuffle=True)  # type: ignore[arg-type]
     made = [steps.work(step, rank=0, num_ranks=1) for step in range(6)]

@@ -11,7 +11,7 @@ held by tests/runs/test_same_step.py.
 
 from __future__ import annotations
 
-from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS
+from memtrain.memory.rules.ledger import DEFAULT_BATCH_SIZE
 from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo
@@ -22,9 +22,9 @@ def wish(recipe: Recipe) -> StrategyRequest:
     train = recipe.train
     if train.micro_tokens != "auto":
         return "on"
-    if train.micro_rows == "auto":
+    if train.micro_batch_size == "auto":
         return "auto"
-    return "off" if train.micro_rows == (train.batch_rows or DEFAULT_BATCH_ROWS) else "on"
+    return "off" if train.micro_batch_size == (train.batch_size or DEFAULT_BATCH_SIZE) else "on"
 
 
 def refusal(case: StrategyContext) -> str | None:
@@ -42,9 +42,11 @@ STRATEGY = Strategy(
     costs="more launches, smaller products",
     measured=ON_A_CPU,
     is_exact=True,
-    is_used=lambda settings: settings.micro_tokens is not None or settings.micro_rows != settings.batch_rows,
+    is_used=lambda settings: (
+        settings.micro_tokens is not None or settings.micro_batch_size != settings.batch_size
+    ),
     wish=wish,
-    use_keys=lambda recipe: {"train.micro_rows": 1},
-    never_keys=lambda recipe: {"train.micro_rows": recipe.train.batch_rows or DEFAULT_BATCH_ROWS},
+    use_keys=lambda recipe: {"train.micro_batch_size": 1},
+    never_keys=lambda recipe: {"train.micro_batch_size": recipe.train.batch_size or DEFAULT_BATCH_SIZE},
     refusal=refusal,
 )

@@ -52,8 +52,8 @@ STRATEGY = Strategy(
             "gradients of several micro-batches are summed before they are used",
             when=lambda settings: (
                 settings.micro_tokens is not None
-                or settings.batch_rows is None
-                or settings.micro_rows * settings.num_processes < settings.batch_rows
+                or settings.batch_size is None
+                or settings.micro_batch_size * settings.num_processes < settings.batch_size
             ),
         ),
     ),

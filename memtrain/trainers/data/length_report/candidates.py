@@ -148,19 +148,19 @@ def _padding(laid: LaidOut, asked: SourcedRecipe) -> Padding:
     return Padding(fixed=shares[0], grouped=shares[1], padding_free=flat)
 
 
-def micro_bounds(step_ptr: Ints, micro_rows: int) -> Ints:
-    """First item of every micro-batch of at most `micro_rows` items; none reaches over the end of a step."""
+def micro_bounds(step_ptr: Ints, micro_batch_size: int) -> Ints:
+    """First item of every micro-batch of at most `micro_batch_size` items; none crosses the end of a step."""
     sizes = np.diff(step_ptr)
-    counts = -(-sizes // micro_rows)
+    counts = -(-sizes // micro_batch_size)
     which = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(step_ptr[:-1], counts) + which * micro_rows
+    return np.repeat(step_ptr[:-1], counts) + which * micro_batch_size
 
 
 def padding_share(padded: Padded, epoch: Epoch, batch: Batch, multiple: int) -> float:
     """Positions that are padding, over all positions of an epoch in padded micro-batches."""
     if not len(epoch.order):
         return 0.0
-    bounds = micro_bounds(epoch.step_ptr, batch.micro_rows)
+    bounds = micro_bounds(epoch.step_ptr, batch.micro_batch_size)
     widths = np.maximum.reduceat(padded.widest_I[epoch.order], bounds)
     widths += -widths % multiple
     items = np.diff(bounds, append=len(epoch.order))
@@ -171,7 +171,7 @@ def flat_share(tokens: Ints, epoch: Epoch, batch: Batch, multiple: int) -> float
     """The same for micro-batches laid end to end."""
     if not len(epoch.order) or multiple == 1:
         return 0.0
-    totals = np.add.reduceat(tokens[epoch.order], micro_bounds(epoch.step_ptr, batch.micro_rows))
+    totals = np.add.reduceat(tokens[epoch.order], micro_bounds(epoch.step_ptr, batch.micro_batch_size))
     padding = int((-totals % multiple).sum())
     return padding / (padding + int(tokens.sum()))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.memory.rules.ledger import DEFAULT_BATCH_ROWS
+from memtrain.memory.rules.ledger import DEFAULT_BATCH_SIZE
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
 from memtrain.recipes.sections.data import Data, Format
 from memtrain.recipes.sections.length import Length
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Ints = NDArray[np.int64]
-USUAL_MICRO_ROWS = 8
+USUAL_MICRO_BATCH_SIZE = 8
 """Rows of a padded micro-batch where the recipe does not say. Taste."""
 
 
@@ -147,9 +147,9 @@ def extent_of(seen: Read) -> Extent:
 
 def batch_of(train: Train) -> Batch:
     """The batch of the recipe; its micro-batch where it says one."""
-    rows = train.batch_rows if train.batch_tokens is not None else train.batch_rows or DEFAULT_BATCH_ROWS
-    micro = train.micro_rows if train.micro_rows != "auto" else USUAL_MICRO_ROWS
-    return Batch(rows=rows, tokens=train.batch_tokens, micro_rows=min(micro, rows or micro))
+    rows = train.batch_size if train.batch_tokens is not None else train.batch_size or DEFAULT_BATCH_SIZE
+    micro = train.micro_batch_size if train.micro_batch_size != "auto" else USUAL_MICRO_BATCH_SIZE
+    return Batch(rows=rows, tokens=train.batch_tokens, micro_batch_size=min(micro, rows or micro))
 
 
 def distributions(

@@ -60,7 +60,7 @@ def recommend(
     if packing is not None and length.packing == "none":
         sentence += (
             f"; packed ({packing.packing}) the sequences are {packing.fill:.1%} full, "
-            f"where micro-batches of {batch.micro_rows} rows are {chosen.padding.fixed:.0%} padding"
+            f"where micro-batches of {batch.micro_batch_size} rows are {chosen.padding.fixed:.0%} padding"
         )
     split = _split_instead(candidates, chosen, rows)
     if split is not None and packing is not None and packing.packing == "bfd":

@@ -132,7 +132,7 @@ class Padding(Section):
     """Padding, as a share of all the positions that are computed."""
 
     fixed: float
-    """Micro-batches of `micro_rows` rows in random order."""
+    """Micro-batches of `micro_batch_size` rows in random order."""
     grouped: float
     """The same with length.group_by_length."""
     padding_free: float
@@ -184,7 +184,7 @@ class Batch(Section):
 
     rows: int | None
     tokens: int | None
-    micro_rows: int
+    micro_batch_size: int
 
 
 class Inspection(Section):

@@ -113,15 +113,15 @@ def count_steps(
 
 
 def micro_batches(
-    sequences: Ints, tokens: Ints, *, num_ranks: int, micro_rows: int, micro_tokens: int | None
+    sequences: Ints, tokens: Ints, *, num_ranks: int, micro_batch_size: int, micro_tokens: int | None
 ) -> list[list[Ints]]:
     """One step's sequences as micro-batches of each rank: `result[rank][i]`, equally many on every rank.
 
-    Order is kept; no micro-batch has more than `micro_rows` sequences or `micro_tokens` tokens (a longer
-    sequence stands alone). Micro-batches are dealt round robin; a rank left over takes empty ones, so that
-    collectives match.
+    Order is kept; no micro-batch has more than `micro_batch_size` sequences or `micro_tokens` tokens (a
+    longer sequence stands alone). Micro-batches are dealt round robin; a rank left over takes empty ones, so
+    that collectives match.
     """
-    rows = min(micro_rows, max(1, -(-len(sequences) // num_ranks)))
+    rows = min(micro_batch_size, max(1, -(-len(sequences) // num_ranks)))
     made: list[Ints] = []
     begin, used = 0, 0
     for position, sequence in enumerate(sequences):

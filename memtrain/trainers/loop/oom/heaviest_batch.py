@@ -58,10 +58,10 @@ def longest_together(feed: Feed, settings: Settings) -> Ints:
     """The longest sequences that one micro-batch may hold: from the longest down, each that still fits."""
     order = np.argsort(-feed.tokens, kind="stable").astype(np.int64)
     if settings.micro_tokens is None:
-        return order[: settings.micro_rows]
+        return order[: settings.micro_batch_size]
     falling = -feed.tokens[order]
     taken, place, left = order[:1].tolist(), 1, settings.micro_tokens + int(falling[0])
-    while len(taken) < settings.micro_rows:
+    while len(taken) < settings.micro_batch_size:
         place = max(place, int(np.searchsorted(falling, -left)))
         if place >= len(order):
             break

@@ -82,10 +82,10 @@ def _heaviest(run: Run) -> Iterator[Heaviest]:
     """The heaviest micro-batch; of a run that writes its completions one of made-up ones, gone after it."""
     settings, steps = run.plan.settings, run.steps
     if isinstance(steps, OnlineSteps):
-        of_replica = (settings.batch_rows or 1) / run.ranks.num_replicas
+        of_replica = (settings.batch_size or 1) / run.ranks.num_replicas
         words = "completions of full length to the longest prompts"
         with made_up_rollout(steps) as sequences:
-            yield Heaviest(sequences, of_replica > settings.micro_rows, words)
+            yield Heaviest(sequences, of_replica > settings.micro_batch_size, words)
         return
     replicas = run.ranks.num_replicas
     sequences, is_real = heaviest_micro(steps, settings, start=run.position.step, replicas=replicas)

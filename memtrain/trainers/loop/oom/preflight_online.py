@@ -70,7 +70,7 @@ def weighed(steps: OnlineSteps) -> Rollout:
     """A rollout of made-up completions, with advantages and the passes that come before the update."""
     settings, generate = steps.plan.settings, steps.plan.recipe.generation
     count, length = generate.completions, generate.max_tokens
-    num_groups = steps.ranks.world * max(1, -(-settings.pass_factor * settings.micro_rows // count))
+    num_groups = steps.ranks.world * max(1, -(-settings.pass_factor * settings.micro_batch_size // count))
     rows = longest_rows(steps, num_groups)
     prompts = [steps.prompts.ids(row) for row in rows]
     samples = [[Sample((prompt[-1],) * length, (0.0,) * length, "stop")] * count for prompt in prompts]

@@ -45,8 +45,8 @@ def verify_padding(model: nn.Module, *, longest: int | None = 0, by_row: bool = 
             raise LaunchError(
                 f"{type(base).__name__}: a row padded beside a longer one is not what it is alone (off by "
                 f"{worst:.1e}; rows of {lengths[0]:,} and {lengths[1]:,} tokens)",
-                "train.micro_rows",
-                "set train.micro_rows: 1 (rows of one answer each), or take another model",
+                "train.micro_batch_size",
+                "set train.micro_batch_size: 1 (rows of one answer each), or take another model",
             )
     return worst
 

@@ -78,10 +78,10 @@ class OnlineSteps:
     def __post_init__(self) -> None:
         recipe, settings = self.plan.recipe, self.plan.settings
         self.feed = self.method.answer_feed(self.prompts, settings, NO_NORMS)
-        assert settings.batch_rows is not None, "A step is said in completions."
+        assert settings.batch_size is not None, "A step is said in completions."
         each = settings.model_copy(
             update={
-                "batch_rows": settings.batch_rows // recipe.generation.completions,
+                "batch_size": settings.batch_size // recipe.generation.completions,
                 "group_by_length": False,
             }
         )
@@ -256,7 +256,9 @@ class OnlineSteps:
             kept_tokens=kept,
         )
         sequences = self.feed.sequences_of(answers)
-        micros = self.feed.deal(answers, micro_rows=settings.micro_rows, micro_tokens=settings.micro_tokens)
+        micros = self.feed.deal(
+            answers, micro_batch_size=settings.micro_batch_size, micro_tokens=settings.micro_tokens
+        )
         rounds = -(-len(micros) // num_ranks)
         micros += [np.zeros(0, np.int64)] * (rounds * num_ranks - len(micros))
         base = self.base.work(

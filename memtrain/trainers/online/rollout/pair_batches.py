@@ -43,7 +43,7 @@ class PairFeed(PolicyFeed):
         both[window.prompt_A[rejected], 1] = rejected
         return both[sequences].reshape(-1)
 
-    def deal(self, answers: Ints, *, micro_rows: int, micro_tokens: int | None) -> list[Ints]:
+    def deal(self, answers: Ints, *, micro_batch_size: int, micro_tokens: int | None) -> list[Ints]:
         """The pairs in micro-batches of so many answers, a pair at least, and `tokens` counted for them."""
         window = self._at_hand
         prompts = self.sequences_of(answers)
@@ -53,7 +53,7 @@ class PairFeed(PolicyFeed):
             cost = self._group_tokens(self.answers_of(np.array([prompt])).tolist())
             self._tokens[prompt] = cost
             held = made[-1]
-            is_full = 2 * len(held) + 2 > micro_rows or (
+            is_full = 2 * len(held) + 2 > micro_batch_size or (
                 micro_tokens is not None and int(self._tokens[held].sum()) + cost > micro_tokens
             )
             if held and is_full:

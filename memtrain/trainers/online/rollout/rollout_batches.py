@@ -114,7 +114,7 @@ class PolicyFeed:
         """The answers of some sequences, in the order of their micro-batch."""
         return sequences
 
-    def deal(self, answers: Ints, *, micro_rows: int, micro_tokens: int | None) -> list[Ints]:
+    def deal(self, answers: Ints, *, micro_batch_size: int, micro_tokens: int | None) -> list[Ints]:
         """The answers in micro-batches, in order, and `tokens` counted for them.
 
         A group is divided only where it does not fit a micro-batch of its own; its prompt is then computed
@@ -127,8 +127,8 @@ class PolicyFeed:
         for _, members in groupby(answers.tolist(), key=lambda answer: int(window.prompt_A[answer])):
             group = list(members)
             whole = self._group_tokens(group)
-            fits_alone = len(group) <= micro_rows and (micro_tokens is None or whole <= micro_tokens)
-            fits_here = len(made[-1]) + len(group) <= micro_rows and (
+            fits_alone = len(group) <= micro_batch_size and (micro_tokens is None or whole <= micro_tokens)
+            fits_here = len(made[-1]) + len(group) <= micro_batch_size and (
                 micro_tokens is None or used + whole <= micro_tokens
             )
             if made[-1] and fits_alone and not fits_here:
@@ -138,7 +138,8 @@ class PolicyFeed:
                 shares = self._shares(made[-1], answer)
                 cost = self._cost(answer, shares=shares)
                 if made[-1] and (
-                    len(made[-1]) >= micro_rows or (micro_tokens is not None and used + cost > micro_tokens)
+                    len(made[-1]) >= micro_batch_size
+                    or (micro_tokens is not None and used + cost > micro_tokens)
                 ):
                     made.append([])
                     used, shares = 0, False

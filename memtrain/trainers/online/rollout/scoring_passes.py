@@ -83,7 +83,7 @@ class Passes:
         settings = self.settings
         micros = feed.deal(
             answers,
-            micro_rows=settings.pass_factor * settings.micro_rows,
+            micro_batch_size=settings.pass_factor * settings.micro_batch_size,
             micro_tokens=None
             if settings.micro_tokens is None
             else settings.pass_factor * settings.micro_tokens,

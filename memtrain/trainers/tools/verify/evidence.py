@@ -165,7 +165,7 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
     settings, feed = planned.plan.settings, planned.stepper.steps.feed
     logits_bytes = plainly.largest_logits_rows * plainly.vocab_size * 4
     sequences, tokens = len(work.sequences), int(feed.tokens[work.sequences].sum())
-    is_cut = sequences > settings.micro_rows or tokens > (settings.micro_tokens or tokens)
+    is_cut = sequences > settings.micro_batch_size or tokens > (settings.micro_tokens or tokens)
     pieces = _most_pieces(planned)
     found = {
         "padding_free": Trace(ran.flattened == ran.micro_batches, True, "flattened rows"),
@@ -212,7 +212,7 @@ def _has_groups(side: Side) -> bool:
     """Whether a prompt has several answers in one sequence, or in one micro-batch of a rollout."""
     feed = side.built.train
     if not isinstance(feed, AnswerFeed):
-        return side.plan.recipe.online is not None and side.plan.settings.micro_rows > 1
+        return side.plan.recipe.online is not None and side.plan.settings.micro_batch_size > 1
     return feed.sequences.num_answers > 1 or int(feed.weights.max(initial=0)) > 1
 
 

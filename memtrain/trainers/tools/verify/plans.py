@@ -32,8 +32,8 @@ def on_one_process(plan: Plan, *, steps: int) -> Plan:
     count = settings.num_processes
     share: dict[str, Any] = {"num_processes": 1, "max_steps": steps, "engine": "ddp"}
     share |= {"shard_offload": "none", "context_parallel": 1}
-    if settings.batch_rows is not None:
-        share["batch_rows"] = max(1, settings.batch_rows // count)
+    if settings.batch_size is not None:
+        share["batch_size"] = max(1, settings.batch_size // count)
     if settings.batch_tokens is not None:
         share["batch_tokens"] = max(1, settings.batch_tokens // count)
     known = {name: value for name, value in share.items() if name in Settings.model_fields}

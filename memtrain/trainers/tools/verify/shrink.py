@@ -108,13 +108,13 @@ def _smaller_step(plan: Plan, longest: int) -> dict[str, Any]:
     group = recipe.generation.completions if METHODS[recipe.method].is_online else 1
     made: dict[str, Any] = {}
     rows = SEQUENCES if group == 1 else 2 * group
-    if settings.batch_rows is not None:
-        rows = made["batch_rows"] = min(settings.batch_rows, rows)
-        is_cut = settings.micro_rows < settings.batch_rows
-        made["micro_rows"] = min(settings.micro_rows, max(1, rows // 2)) if is_cut else rows
+    if settings.batch_size is not None:
+        rows = made["batch_size"] = min(settings.batch_size, rows)
+        is_cut = settings.micro_batch_size < settings.batch_size
+        made["micro_batch_size"] = min(settings.micro_batch_size, max(1, rows // 2)) if is_cut else rows
     else:
         made["batch_tokens"] = min(settings.batch_tokens or longest, rows * longest)
-        made["micro_rows"] = min(settings.micro_rows, max(1, rows // 2))
+        made["micro_batch_size"] = min(settings.micro_batch_size, max(1, rows // 2))
     if settings.micro_tokens is not None:
         made["micro_tokens"] = min(settings.micro_tokens, 2 * longest)
     return made

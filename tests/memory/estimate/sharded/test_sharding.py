@@ -108,7 +108,7 @@ def test_a_rank_that_reads_its_own_rows_loads_its_share(make_settings):
 def test_shards_are_taken_where_whole_weights_do_not_fit_and_the_plan_says_why(ask, facts_of, profile_of):
     """0.25 billion weights in bfloat16: 0.5 GiB each of weights and gradients, 1 GiB of moments."""
     known = facts_of(Hardware.named("h100", 8), profile_of(*[512] * 64))
-    said = {"model__dtype": "bfloat16", "train__batch_rows": 16, "memory__never": "optimizer_offload"}
+    said = {"model__dtype": "bfloat16", "train__batch_size": 16, "memory__never": "optimizer_offload"}
     said |= {"optim__master_weights": False}
     roomy = ask(known, **said)
     assert roomy.settings.engine == "ddp"
@@ -142,7 +142,7 @@ def test_completions_are_written_with_whole_weights_and_these_are_counted(ask, f
     """On two ranks: half of the weights rests there, and all of them are gathered beside."""
     known = facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), method="grpo")
     said = {"method": "grpo", "rewards__functions": ["length"], "generate__completions": 4}
-    made = ask(known, **said, train__batch_rows=16, cluster__processes=2, cluster__engine="fsdp2")
+    made = ask(known, **said, train__batch_size=16, cluster__processes=2, cluster__engine="fsdp2")
     owners = {
         phase.phase: {one.owner: one.num_bytes for one in phase.owners} for phase in made.prediction.phases
     }
@@ -155,7 +155,7 @@ def test_a_tiny_policy_is_not_cut_into_shards_for_every_layer_waits_for_the_othe
     """Two processes that write completions: a collective takes milliseconds, a layer of it much less."""
     known = facts_of(cpu(64 * GIB, 4), profile_of(*[128] * 64), TINY, method="grpo")
     said = {"method": "grpo", "rewards__functions": ["length"], "generate__completions": 4}
-    made = ask(known, **said, train__batch_rows=16, cluster__processes=2)
+    made = ask(known, **said, train__batch_size=16, cluster__processes=2)
     assert made.settings.engine == "ddp"
     reason = next(one.reason for one in made.decisions if one.setting == "engine")
     assert "slower" in reason

@@ -291,7 +291,7 @@ def report_of(method: str, store: TokenStore, chosen: np.ndarray, length: Length
 
 
 def test_padding_is_that_of_the_micro_batches_of_training(tmp_path):
-    train = {"batch_rows": 7, "micro_rows": 3}
+    train = {"batch_size": 7, "micro_batch_size": 3}
     source = jsonl(tmp_path / "a.jsonl", ROWS["text"])
     found = inspected(source, tmp_path, train=train, length={"pad_to_multiple_of": 8}, max_lengths=(20,))
     lengths = np.array([min(20, len(slow_row("", row["text"])[1])) for row in ROWS["text"]])
@@ -304,7 +304,9 @@ def test_padding_is_that_of_the_micro_batches_of_training(tmp_path):
         )
         slots = 0
         for step in range(epoch.num_steps):
-            micros = micro_batches(epoch.step(step), lengths, num_ranks=1, micro_rows=3, micro_tokens=None)
+            micros = micro_batches(
+                epoch.step(step), lengths, num_ranks=1, micro_batch_size=3, micro_tokens=None
+            )
             slots += sum(len(rows) * -(-int(lengths[rows].max()) // 8) * 8 for rows in micros[0])
         assert shown == pytest.approx(1 - lengths.sum() / slots)
     assert found.candidates[0].steps == 13

@@ -61,24 +61,30 @@ def test_counted_steps_are_the_steps_of_the_passes(epochs: float, size: BatchSiz
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
     num_ranks=st.integers(1, 5),
-    micro_rows=st.integers(1, 6),
+    micro_batch_size=st.integers(1, 6),
     micro_tokens=st.one_of(st.none(), st.integers(1, 60)),
 )
 def test_every_sequence_is_dealt_once_and_ranks_take_equally_many(
-    lengths: list[int], num_ranks: int, micro_rows: int, micro_tokens: int | None
+    lengths: list[int], num_ranks: int, micro_batch_size: int, micro_tokens: int | None
 ):
     tokens = np.array(lengths, np.int64)
     dealt = micro_batches(
-        np.arange(len(tokens)), tokens, num_ranks=num_ranks, micro_rows=micro_rows, micro_tokens=micro_tokens
+        np.arange(len(tokens)),
+        tokens,
+        num_ranks=num_ranks,
+        micro_batch_size=micro_batch_size,
+        micro_tokens=micro_tokens,
     )
     assert len({len(rank) for rank in dealt}) == 1
     flat = [int(i) for rank in dealt for micro in rank for i in micro]
     assert sorted(flat) == list(range(len(tokens)))
     for micro in (micro for rank in dealt for micro in rank):
-        assert len(micro) <= micro_rows
+        assert len(micro) <= micro_batch_size
         assert micro_tokens is None or len(micro) <= 1 or tokens[micro].sum() <= micro_tokens
 
 
 def test_few_sequences_are_spread_over_the_ranks():
-    dealt = micro_batches(ints(5, 6), np.ones(7, np.int64), num_ranks=2, micro_rows=8, micro_tokens=None)
+    dealt = micro_batches(
+        ints(5, 6), np.ones(7, np.int64), num_ranks=2, micro_batch_size=8, micro_tokens=None
+    )
     assert [[m.tolist() for m in rank] for rank in dealt] == [[[5]], [[6]]]

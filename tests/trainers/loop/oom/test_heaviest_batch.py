@@ -17,7 +17,7 @@ def feed_of(*tokens: int) -> Any:
 
 
 def limits(rows: int, tokens: int | None) -> Any:
-    return SimpleNamespace(micro_rows=rows, micro_tokens=tokens, padding_free=tokens is not None)
+    return SimpleNamespace(micro_batch_size=rows, micro_tokens=tokens, padding_free=tokens is not None)
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ generate:
 grpo: {{mismatch: token_truncate}}
 rewards: {{functions: {{function: format, args: {{pattern: "k"}}}}}}
 optim: {{lr: 1e-3}}
-train: {{batch_rows: 8, max_steps: 3}}
+train: {{batch_size: 8, max_steps: 3}}
 memory: {{watch: false}}
 log: {{every_steps: 1}}
 cluster: {{device: cpu, threads: 1}}

@@ -141,7 +141,7 @@ function drawCost() {
     number(one.rows_longer) + " · " + share(one.rows_longer, found.rows), "lost");
   const second = html(panel, "div");
   html(second, "h3", "", "Padding, not packed: " + number(one.steps) + " steps");
-  for (const [name, key] of [["batches of " + found.batch.micro_rows, "fixed"], ["grouped", "grouped"],
+  for (const [name, key] of [["batches of " + found.batch.micro_batch_size, "fixed"], ["grouped", "grouped"],
     ["padding-free", "padding_free"]]) {
     line(second, name, one.padding[key], (100 * one.padding[key]).toFixed(1) + "%", "lost");
   }
