@@ -158,7 +158,7 @@ def test_without_deepspeed_the_run_says_what_to_install(monkeypatch):
     ("overrides", "words"),
     [
         (("optim.kind=muon",), "needs whole matrices"),
-        (("model.dtype=bfloat16",), "float32 copies of bfloat16 weights"),
+        (("model.dtype=bfloat16", "optim.master_weights=false"), "float32 copies of bfloat16 weights"),
         (("model.dtype=bfloat16", "model.adapter={r: 4}"), "round what is trained in float32"),
         (("memory.optimizer_offload=on",), "flat parts of weights"),
         (("cluster.context_parallel=2",), "never tried together"),

@@ -184,6 +184,7 @@ STRATEGIES = {
     "every other layer": sft(LLAMA, {"checkpoint_every": 2}),
     "bfloat16": sft(LLAMA, HALF),
     "bfloat16, tied, checkpointed, accumulating": sft(QWEN, HALF | EVERY, 2),
+    "master weights, accumulating": sft(LLAMA, HALF | {"master_weights": True}, 2),
     "master weights": sft(QWEN, HALF | {"master_weights": True}),
     "LoRA": sft(LLAMA, {"adapter": LORA} | HALF),
     "LoRA, checkpointed": sft(QWEN, {"adapter": LORA} | EVERY),
@@ -310,6 +311,7 @@ LEARNT = HeaviestBatch(rows=1, tokens=512, scored_tokens=512, longest=512)
 SLICED = TWO | {"context_parallel": 2, "pad_to_multiple_of": 4}
 RANKS = {
     "two ranks": sft(LLAMA, TWO, 2),
+    "two ranks, bfloat16": sft(LLAMA, TWO | HALF | {"master_weights": True}),
     "FSDP2": sft(LLAMA, FSDP),
     "FSDP2, checkpointed, accumulating": sft(QWEN, FSDP | EVERY | HALF, 2),
     "FSDP2, eight ranks, LoRA": sft(LLAMA, FSDP | {"num_processes": 8, "adapter": LORA} | EVERY),
@@ -343,7 +345,7 @@ ZERO = {
     "ZeRO-1": sft(LLAMA, zero(1)),
     "ZeRO-2": sft(LLAMA, zero(2)),
     "ZeRO-3": sft(LLAMA, zero(3)),
-    "ZeRO-1, bfloat16, checkpointed": sft(LLAMA, zero(1) | EVERY | HALF | {"master_weights": True}),
+    "ZeRO-2, bfloat16, checkpointed": sft(LLAMA, zero(2) | EVERY | HALF | {"master_weights": True}),
     "ZeRO-2, four ranks, accumulating": sft(QWEN, zero(2, QWEN) | EVERY | {"num_processes": 4}, 2),
     "ZeRO-3, bfloat16, checkpointed": sft(QWEN, zero(3, QWEN) | EVERY | HALF | {"master_weights": True}),
     "ZeRO-3, LoRA, checkpointed": sft(LLAMA, zero(3) | EVERY | {"adapter": LORA}),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from memtrain.memory.estimate.activations import layer_forward, norm_kept, rotary
 from memtrain.memory.estimate.sharded.sharding import gathered, share
-from memtrain.memory.estimate.static import static_bytes, weights_bytes
+from memtrain.memory.estimate.static import gradient_bytes, static_bytes, weights_bytes
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
@@ -110,8 +110,9 @@ def value_model(load: Workload, activations: int, phase: str, *, passes: bool) -
     # ZeRO-2 lays its part of the gradients end to end beside what was summed before; ZeRO-3 holds its part
     # from the beginning (zero_moments).
     engine = load.settings.engine if load.settings.num_processes > 1 else "ddp"
-    made = static.gradients * {"zero2": 2, "zero3": 0}.get(engine, 1)
-    held = static.gradients if engine == "zero3" and phase != "load" else 0
+    gradients = gradient_bytes(load.settings, headless(load.shape), accumulates=True)
+    made = gradients * {"zero2": 2, "zero3": 0}.get(engine, 1)
+    held = gradients if engine == "zero3" and phase != "load" else 0
     is_before = phase == "load" or (phase == STEPS[0] and passes)
     states = 0 if is_before else static.optimizer + static.master
     found = {"value model": static.weights + states + held}

@@ -5,6 +5,8 @@ A moment of a step at which memory can be highest is a sum of owners; a phase's 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memtrain.memory.estimate.activations import (
     HeadBytes,
     head_bytes,
@@ -28,10 +30,12 @@ from memtrain.memory.estimate.sharded.zero import (
 from memtrain.memory.estimate.static import (
     MASTER_BUCKET,
     OFFLOAD_BUCKET,
+    gradient_bytes,
     largest_trained,
     optimizer_bytes,
     reference_bytes,
     static_bytes,
+    sums_wide,
     trains_head,
     weights_bytes,
 )
@@ -119,56 +123,87 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         return zero_moments(load, resting, last, _kept(load), holds=accumulates)
     if shards_weights(settings):
         return _sharded_moments(load, has_state=has_state, accumulates=accumulates)
-    static = static_bytes(settings, shape)
-    trains_all = settings.adapter is None
     head = head_bytes(load, trains_head=trains_head(settings))
     resting = _resting(load, has_state=has_state or settings.in_backward)
-    accumulates = accumulates and not settings.in_backward
-    before = static.gradients if accumulates else 0
     kept, last, first = _kept(load)
-    embedding = load.a * shape.num_embedding if trains_all else 0
-    # A tied head's gradient waits for the embedding's, and the two are summed into a third.
-    waits = embedding if shape.tied else 0
-    waiting = waits if accumulates else max(waits, head.weight_gradient)
-    weight = load.a * shape.largest_linear if trains_all else 0
-    one_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0) * load.a - weight if trains_all else 0
+    made = _gradients(load, head.weight_gradient, accumulates=accumulates and not settings.in_backward)
     is_away = settings.offload == "all"
-    backward = (offloaded_backward(load) if is_away else layer_backward(load)) + (
-        weight if accumulates else 0
-    )
-    inner = {"recomputation": backward}
-    final_backward = norm_backward(load)
+    backward = (offloaded_backward(load) if is_away else layer_backward(load)) + made.added
+    inner, final_backward = {"recomputation": backward}, norm_backward(load)
+    if settings.slice_tokens:
+        inner, final_backward = streamed_backward(load), final_norm_backward(load)
+    loss = {"gradients": made.before, "activations": kept + head.norm}
+    reduced = static_bytes(settings, shape).reduce
+    scratch = optimizer_scratch(load) + offload_bucket(load)
+    return [
+        resting | {"gradients": made.before, "activations": _in_forward(load)},
+        resting | loss | {"logits": head.kept, "reference's pass": reference_pass(load, head)},
+        resting | loss | {"logits": head.forward},
+        resting | loss | {"logits": head.backward},
+        resting | loss | {"gradients": made.after_loss, "logits": final_backward},
+        resting | {"gradients": made.in_last, "activations": kept - last} | inner,
+        resting | {"gradients": made.in_first, "activations": first} | inner,
+        resting
+        | {"gradients": made.in_embedding, "activations": load.a * load.N * shape.width}
+        | {"recomputation": made.arriving},
+        resting | {"gradients": made.at_step, "reduce buffers": reduced},
+        _resting(load, has_state=True) | {"gradients": made.at_step, "optimizer scratch": scratch},
+    ]
+
+
+class _Gradients(NamedTuple):
+    """Bytes of gradients in the order of a backward pass."""
+
+    before: int
+    """Of the micro-batches before."""
+    after_loss: int
+    in_last: int
+    """In the last layer's turn."""
+    in_first: int
+    in_embedding: int
+    arriving: int
+    """What an embedding's gradient needs to be added to what is there."""
+    at_step: int
+    added: int
+    """What the largest matrix's gradient needs to be added, in every layer."""
+
+
+def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients:
+    """Where whole weights are trained: `of_head` is what the loss makes of the head's gradient.
+
+    A gradient arrives in its weight's precision; where any are added to each other it is widened to float32
+    first (trainers/optim/wide_sums.py), and kept so.
+    """
+    settings, shape = load.settings, load.shape
+    trains_all = settings.adapter is None
+    whole = gradient_bytes(settings, shape, accumulates=accumulates)
+    is_wide = load.is_half and sums_wide(settings, accumulates=accumulates)
+    size, widened = (4, 4) if is_wide else (load.a, 0)
+    embedding = load.a * shape.num_embedding if trains_all else 0
+    own_embedding = size * shape.num_embedding if trains_all else 0
+    weight = (load.a + widened) * shape.largest_linear if trains_all else 0
+    of_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0)
     if settings.slice_tokens:
         # Gradients of a layer's weights are in its sums until its last slice is through.
-        one_layer, weight, inner = one_layer + weight, 0, streamed_backward(load)
-        final_backward = final_norm_backward(load)
-    in_last = before + waits if accumulates else waiting + weight
-    in_first = before + waits
-    if not accumulates:
-        in_first = static.gradients - (0 if shape.tied else embedding) - one_layer
-    in_embedding = before if accumulates else static.gradients - embedding
-    at_step = static.gradients
+        weight = 0
+    else:
+        of_layer -= shape.largest_linear
+    # A tied head's gradient waits for the embedding's, and the two are summed into a third.
+    waits = embedding if shape.tied else 0
+    arriving = own_embedding if is_wide else embedding if accumulates else 0
+    arriving = max(2 * waits, arriving) if shape.tied else arriving
     if settings.in_backward:
         # A gradient is freed as soon as its weight is stepped; a tied head's waits for the embedding's.
         at_step = largest_trained(settings, shape) * (load.a if trains_all else 4)
         waiting = waits + at_step
-        in_last, in_first, in_embedding = waiting, waiting, 0
-    loss = {"gradients": before, "activations": kept + head.norm}
-    return [
-        resting | {"gradients": before, "activations": _in_forward(load)},
-        resting | loss | {"logits": head.kept, "reference's pass": reference_pass(load, head)},
-        resting | loss | {"logits": head.forward},
-        resting | loss | {"logits": head.backward},
-        resting | loss | {"gradients": before + waiting, "logits": final_backward},
-        resting | {"gradients": in_last, "activations": kept - last} | inner,
-        resting | {"gradients": in_first, "activations": first} | inner,
-        resting
-        | {"gradients": in_embedding + embedding, "activations": load.a * load.N * shape.width}
-        | {"recomputation": 2 * waits if shape.tied else embedding if accumulates else 0},
-        resting | {"gradients": at_step, "reduce buffers": static.reduce},
-        _resting(load, has_state=True)
-        | {"gradients": at_step, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
-    ]
+        return _Gradients(0, waiting, waiting, waiting, embedding, arriving, at_step, 0)
+    if accumulates:
+        held = whole + waits
+        return _Gradients(whole, held, held, held, whole + embedding, arriving, whole, weight)
+    waiting = max(waits, of_head * size // load.a)
+    in_first = whole - (own_embedding - waits) - (of_layer * size if trains_all else 0)
+    in_embedding = whole - own_embedding + embedding
+    return _Gradients(0, waiting, waiting + weight, in_first, in_embedding, arriving, whole, 0)
 
 
 def _in_forward(load: Workload) -> int:
@@ -205,7 +240,7 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
     """The same where weights are in shards: layers are gathered, and gradients leave as they are made."""
     asked = reference_pass(load, head_bytes(load, trains_head=trains_head(load.settings)))
     resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
-    own = static_bytes(load.settings, load.shape).gradients
+    own = gradient_bytes(load.settings, load.shape, accumulates=accumulates)
     return [
         *fsdp_moments(load, resting, _kept(load), holds=accumulates, asked=asked),
         last | {"gradients": own, "optimizer scratch": optimizer_scratch(load)},

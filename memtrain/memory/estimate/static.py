@@ -91,6 +91,23 @@ def reference_bytes(settings: Settings, shape: ModelShape) -> int:
     return share(whole, settings, of="weights")
 
 
+def sums_wide(settings: Settings, *, accumulates: bool) -> bool:
+    """Whether gradients are float32 whatever their weights are: where any are added to each other.
+
+    Over the micro-batches of a step (`accumulates`), or over ranks that each have whole ones.
+    """
+    return (accumulates and not settings.in_backward) or (
+        settings.num_processes > 1 and not is_sharded(settings)
+    )
+
+
+def gradient_bytes(settings: Settings, shape: ModelShape, *, accumulates: bool) -> int:
+    """Gradients of what one process steps, once a backward pass is through."""
+    least = 4 if sums_wide(settings, accumulates=accumulates) else 0
+    total = sum(count * max(size, least) for count, size in trained_parts(settings, shape))
+    return share(total, settings, of="gradients")
+
+
 def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     """Weights, gradients, moments and master copies of one process: all of them, or its shards."""
     parts = trained_parts(settings, shape)
@@ -115,17 +132,18 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
 
 def small_gradients(settings: Settings, shape: ModelShape) -> int:
     """Bytes of the gradients that are summed end to end: norms, biases, and matrices below 1 MiB."""
-    size = DTYPE_BYTES[settings.dtype]
+    # Of which gradients are sent together their weights decide; float32 is what is sent.
+    size, sent = DTYPE_BYTES[settings.dtype], 4
     if settings.adapter is None:
         maps = [(part.num_inputs * part.num_outputs, shape.num_layers) for part in shape.linears]
         matrices = [*maps, (shape.num_embedding, 1), (shape.num_head, 1)]
-        vectors = size * shape.num_vectors
+        vectors = sent * shape.num_vectors
     else:
         size, vectors = 4, 0
         rank, parts = settings.adapter.r, shape.adapted(settings.adapter)
         widths = [width for part in parts for width in (part.num_inputs, part.num_outputs)]
         matrices = [(rank * width, shape.num_layers) for width in widths]
-    return vectors + sum(size * each * count for each, count in matrices if size * each < SMALL_GRADIENT)
+    return vectors + sum(sent * each * count for each, count in matrices if size * each < SMALL_GRADIENT)
 
 
 def waits_on_host(settings: Settings) -> bool:

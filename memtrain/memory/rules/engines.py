@@ -210,6 +210,11 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     elif dtype == "bfloat16" and recipe.optim.master_weights is False:
         what = "it keeps float32 copies of bfloat16 weights in any case"
         faults.append((what, "optim.master_weights", "leave it out"))
+    elif dtype == "bfloat16" and engine == "zero1":
+        what = (
+            "it adds gradients of bfloat16 weights in bfloat16, and loses what is below half a step of a sum"
+        )
+        faults.append((what, PATH, "set it to zero2, which adds them in float32"))
     section = section_of(recipe)
     if in_parts and section is not None and section.reference == "synced":
         what, fix = "a reference that follows the policy would have to gather it", "cluster.engine: fsdp2"

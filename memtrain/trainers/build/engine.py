@@ -165,7 +165,7 @@ def make_engine(plan: Plan, built: Built) -> DistributedStep:
     if isinstance(built.optimizer, ZeroOptimizer):
         return begin_zero(built.scorer, built.optimizer, settings, plan.recipe.optim.max_grad_norm)
     exchange = GradientAllReduce(list(built.trained.values()))
-    return DistributedStep(last_pass=exchange.sending, finish=exchange.finish)
+    return exchange.engine()
 
 
 def _same_everywhere(model: nn.Module) -> None:

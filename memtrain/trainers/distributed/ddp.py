@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memtrain.memory.estimate.static import SMALL_GRADIENT
+from memtrain.trainers.optim.step import DistributedStep
+from memtrain.trainers.optim.wide_sums import set_wide
 
 
 @dataclass(slots=True)
@@ -24,6 +26,8 @@ class _Sent:
 
 class GradientAllReduce:
     """Sums the gradients of `parameters` over all ranks, each in place: no buckets, no second copy.
+
+    Those of half-precision weights are float32: made, added and sent so.
 
     Large gradients leave in a fixed order, from the last parameter to the first, as the backward pass makes
     them. `finish` sends what is left, zeros where there is no gradient. So a rank whose pass broke off takes
@@ -39,6 +43,14 @@ class GradientAllReduce:
         self._sent: list[_Sent] = []
         for parameter in self._large:
             parameter.register_post_accumulate_grad_hook(self._made)
+
+    def engine(self) -> DistributedStep:
+        """How a step reaches the other ranks."""
+        return DistributedStep(begin=self.begin, last_pass=self.sending, finish=self.finish)
+
+    def begin(self, model: nn.Module, num_micros: int) -> None:
+        """Gradients are summed over ranks even where a step has one micro-batch."""
+        set_wide((*self._large, *self._small), is_wide=True)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -84,12 +96,12 @@ class GradientAllReduce:
             self._send(self._large[len(self._sent)])
 
     def _send(self, parameter: nn.Parameter) -> None:
-        tensor = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        tensor = parameter.grad if parameter.grad is not None else _nothing(parameter)
         self._sent.append(_Sent(parameter, tensor, _summed(tensor)))
 
     def _flat(self, same: Sequence[nn.Parameter]) -> Tensor:
         """[numbers] of some parameters of one dtype, end to end."""
-        parts = [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in same]
+        parts = [(p.grad if p.grad is not None else _nothing(p)).reshape(-1) for p in same]
         return torch.cat(parts)
 
     def _keep(self, parameter: nn.Parameter, summed: Tensor, *, is_anywhere: bool) -> None:
@@ -101,6 +113,11 @@ class GradientAllReduce:
             parameter.grad.copy_(summed.view_as(parameter))
 
 
+def _nothing(parameter: nn.Parameter) -> Tensor:
+    """Zeros in the precision of a parameter's gradients."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+
 def _summed(tensor: Tensor) -> dist.Work:
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None, "An asynchronous collective returns its work."
@@ -108,8 +125,8 @@ def _summed(tensor: Tensor) -> dist.Work:
 
 
 def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in groups of one dtype, in a fixed order."""
+    """The parameters in groups whose gradients have one dtype, in a fixed order."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(parameter.dtype, []).append(parameter)
+        groups.setdefault(parameter.grad_dtype or parameter.dtype, []).append(parameter)
     return list(groups.values())

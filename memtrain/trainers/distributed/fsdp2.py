@@ -34,9 +34,8 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.optim.step import DistributedStep
+from memtrain.trainers.optim.wide_sums import HALF, set_wide
 from memtrain.trainers.runtime.weight_layout import full_of, local_of
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def shard(scorer: nn.Module, settings: Settings) -> None:
@@ -150,14 +149,44 @@ def own_shards(model: nn.Module) -> dict[str, nn.Parameter]:
 def shard_engine(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> DistributedStep:
     """How a step reaches the other ranks: torch has summed gradients over them when a pass is through."""
     named = dict(model.named_parameters())
-    pairs = [(named[name], own) for name, own in trained.items()]
+    sums = _Sums([(named[name], own) for name, own in trained.items()])
+    return DistributedStep(begin=sums.begin, finish=sums.hand_over, clip=clip_shards)
 
-    def hand_over() -> None:
-        for parameter, own in pairs:
-            own.grad = None if parameter.grad is None else local_of(parameter.grad)
+
+class _Sums:
+    """Gradients of this rank's rows: those of several micro-batches are added in float32.
+
+    torch sums over the ranks in float32, rounds to the weight's precision, and would add micro-batches there.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        self._pairs = pairs
+        self._own = {parameter: own for parameter, own in pairs if own.dtype in HALF}
+        self._is_summing = False
+        for parameter in self._own:
+            parameter.register_post_accumulate_grad_hook(self._made)
+
+    def begin(self, model: nn.Module, num_micros: int) -> None:
+        """A step of so many micro-batches follows."""
+        self._is_summing = num_micros > 1
+        set_wide(self._own.values(), is_wide=self._is_summing)
+
+    def hand_over(self) -> None:
+        """The gradients of the model's shards become those of the plain parameters that are stepped."""
+        for parameter, own in self._pairs:
+            if not self._is_summing or own.dtype not in HALF:
+                own.grad = None if parameter.grad is None else local_of(parameter.grad)
             parameter.grad = None
 
-    return DistributedStep(finish=hand_over, clip=clip_shards)
+    def _made(self, parameter: Tensor) -> None:
+        if not self._is_summing or parameter.grad is None:
+            return
+        own, part = self._own[cast(nn.Parameter, parameter)], local_of(parameter.grad)
+        if own.grad is None:
+            own.grad = part.float()
+        else:
+            own.grad.add_(part)
+        parameter.grad = None
 
 
 def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:

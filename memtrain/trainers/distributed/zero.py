@@ -60,7 +60,11 @@ def begin_zero(
     _BEGUN[scorer] = inner
     stepping = _Stepping(engine, inner, optimizer, settings.num_processes)
     return DistributedStep(
-        backward=stepping.backward, last_pass=stepping.last_pass, clip=stepping.clip, step=stepping.step
+        begin=lambda model, num_micros: None,
+        backward=stepping.backward,
+        last_pass=stepping.last_pass,
+        clip=stepping.clip,
+        step=stepping.step,
     )
 
 

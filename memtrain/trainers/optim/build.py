@@ -54,6 +54,11 @@ def build_optimizer(
     return build(groups, recipe)
 
 
+def takes_float32(optimizer: Optimizer) -> bool:
+    """Whether an optimizer takes float32 gradients of half-precision weights."""
+    return isinstance(optimizer, MasterWeights | ZeroOptimizer)
+
+
 def _built_by(settings: Settings) -> Callable[[list[Group], Optim], Optimizer]:
     build = KINDS[settings.optimizer]
     if not settings.optimizer_offload:

@@ -32,7 +32,12 @@ class InBackward:
 
     def engine(self) -> DistributedStep:
         """How a step reaches the weights: all is done when the backward pass is."""
-        return DistributedStep(clip=self._norm, step=lambda optimizer: None, rehearsing=self._rehearsing)
+        return DistributedStep(
+            begin=lambda model, num_micros: None,
+            clip=self._norm,
+            step=lambda optimizer: None,
+            rehearsing=self._rehearsing,
+        )
 
     @contextmanager
     def _rehearsing(self, makes_states: bool) -> Iterator[None]:

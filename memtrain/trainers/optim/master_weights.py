@@ -10,31 +10,44 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.memory.estimate.static import MASTER_BUCKET
+from memtrain.trainers.optim.master_forms import form_of
 
 Group = dict[str, Any]
-MASTER = "master"
-"""Name of the float32 copy in the state of a parameter."""
 
 
 class MasterWeights(Optimizer):
-    """An optimizer over float32 copies of half-precision parameters; its moments are float32 too.
+    """An optimizer over float32 numbers of half-precision parameters; its moments are float32 too.
 
-    Costs 4 bytes a parameter for the copies. Parameters that are float32 already are stepped as they are. The
-    copies are made here: load the model's weights before, or load a state that was saved.
+    `form` says what stays of the numbers between steps (optim_forms.py). Parameters that are float32 already
+    are stepped as they are. Copies are made here: load the model's weights before, or a state that was saved.
 
     Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.1.
     """
 
-    def __init__(self, groups: list[Group], build: Callable[[list[Group]], Optimizer], lr: float) -> None:
+    def __init__(
+        self,
+        groups: list[Group],
+        build: Callable[[list[Group]], Optimizer],
+        lr: float,
+        form: str = "float32",
+        seed: int = 0,
+    ) -> None:
         super().__init__(groups, {"lr": lr})
-        self._masters: list[list[Tensor]] = [
-            [p if p.dtype == torch.float32 else p.detach().float() for p in group["params"]]
-            for group in groups
-        ]
+        halves = [p for group in groups for p in group["params"] if p.dtype != torch.float32]
+        self.form = form_of(form, halves, seed)
+        self._masters: list[list[Tensor]] = [[self._leaf(p) for p in group["params"]] for group in groups]
         self._inner = build(
             [group | {"params": masters} for group, masters in zip(groups, self._masters, strict=True)]
         )
         self.state = self._inner.state
+
+    def _leaf(self, parameter: Tensor) -> Tensor:
+        """What the optimizer inside knows a parameter by: itself, its copy, or a tensor that is filled."""
+        if parameter.dtype == torch.float32:
+            return parameter
+        if self.form.stays:
+            return self.form.take(parameter)
+        return torch.empty(0, device=parameter.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
@@ -47,6 +60,7 @@ class MasterWeights(Optimizer):
             inner["lr"], inner["weight_decay"] = outer["lr"], outer["weight_decay"]
         gradients = {parameter: parameter.grad for parameter, _ in self.pairs()}
         left = dict(gradients)
+        self.form.begin_step()
         for parameter in gradients:
             parameter.grad = None
         try:
@@ -67,22 +81,32 @@ class MasterWeights(Optimizer):
     ) -> None:
         if all(gradients[parameter] is None for parameter, _ in bucket):
             return
-        for parameter, master in bucket:
-            gradient = gradients[parameter]
-            master.grad = None if gradient is None else gradient.float()
-        self._inner.step()
-        for parameter, master in bucket:
-            master.grad = None
-            if parameter is not master:
-                parameter.copy_(master)
+        try:
+            for parameter, master in bucket:
+                gradient = gradients[parameter]
+                if parameter is not master and not self.form.stays:
+                    master.data = self.form.take(parameter)
+                master.grad = None if gradient is None else gradient.float()
+            self._inner.step()
+            for parameter, master in bucket:
+                if parameter is not master and master.grad is not None:
+                    self.form.give(parameter, master)
+                master.grad = None
+        finally:
+            for parameter, master in bucket:
+                if parameter is not master and not self.form.stays:
+                    master.grad = None
+                    master.data = torch.empty(0, device=parameter.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and with it each parameter's `master`."""
+        """The inner optimizer's state, and with it what stays of each parameter's float32 numbers."""
         state = self._inner.state_dict()
         state["state"] = {index: dict(entry) for index, entry in state["state"].items()}
         for index, (parameter, master) in enumerate(self.pairs()):
             if parameter is not master:
-                state["state"].setdefault(index, {})[MASTER] = master
+                held = self.form.held(parameter)
+                if held:
+                    state["state"].setdefault(index, {}).update(held)
         return state
 
     @torch.no_grad()
@@ -91,8 +115,7 @@ class MasterWeights(Optimizer):
         entries = {index: dict(entry) for index, entry in state_dict["state"].items()}
         for index, (parameter, master) in enumerate(self.pairs()):
             if parameter is not master:
-                master.copy_(entries[index].pop(MASTER))
-                parameter.copy_(master)
+                self.form.load(parameter, entries.get(index, {}))
         self._inner.load_state_dict(state_dict | {"state": {i: e for i, e in entries.items() if e}})
         self.state = self._inner.state
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -107,10 +130,11 @@ class MasterWeights(Optimizer):
         bucket: list[tuple[Tensor, Tensor]] = []
         num_bytes = 0
         for parameter, master in self.pairs():
-            if bucket and num_bytes + master.nbytes > MASTER_BUCKET:
+            size = 4 * parameter.numel()
+            if bucket and num_bytes + size > MASTER_BUCKET:
                 yield bucket
                 bucket, num_bytes = [], 0
             bucket.append((parameter, master))
-            num_bytes += master.nbytes
+            num_bytes += size
         if bucket:
             yield bucket

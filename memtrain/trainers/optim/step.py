@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.trainers.optim.atomic_step import step_whole
-from memtrain.trainers.optim.build import clip_gradients
+from memtrain.trainers.optim.build import clip_gradients, takes_float32
+from memtrain.trainers.optim.wide_sums import narrowed, sum_wide
 from memtrain.trainers.protocols.method import Method
 
 
@@ -20,6 +21,8 @@ from memtrain.trainers.protocols.method import Method
 class DistributedStep:
     """How a step reaches the other ranks, and the weights. The default is one process with plain autograd."""
 
+    begin: Callable[[nn.Module, int], None] = sum_wide
+    """Called with the model and the number of micro-batches before the first of a step."""
     backward: Callable[[Tensor], None] = torch.autograd.backward
     last_pass: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the last backward pass of a step: gradients may be exchanged as they are made."""
@@ -50,6 +53,7 @@ def forward_backward(
     mean of one large batch. The caller finishes the exchange. No host synchronisation happens here.
     """
     totals: dict[str, Tensor] = {}
+    engine.begin(model, num_micros)
     for index, micro in enumerate(micros):
         seed_micro(index)
         is_last = index == num_micros - 1
@@ -72,7 +76,8 @@ def update(
     """Clip, step, and free the gradients. The norm of the gradients before clipping, on the device."""
     norm = engine.clip(parameters, max_grad_norm if max_grad_norm is not None else float("inf"))
     set_rate(optimizer, lr)
-    engine.step(optimizer)
+    with nullcontext() if takes_float32(optimizer) else narrowed(parameters):
+        engine.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     return norm
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.trainers.optim.master_weights import MASTER
+from memtrain.trainers.optim.master_forms import MASTER
 
 Group = dict[str, Any]
 State = dict[str, Any]

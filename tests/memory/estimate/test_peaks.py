@@ -71,12 +71,10 @@ LORA = Adapter(r=16)
         # Traces of the same step on fake tensors, 2 rows of 2,048 tokens: torch 2.13, transformers 5.23.
         (QWEN06, {"checkpoint_every": 0, "loss": "full"}, False, 22.632),
         (QWEN06, {}, False, 5.0205),
-        (QWEN06, {}, True, 5.3103),
         (QWEN06, {"adapter": LORA}, False, 1.7350),
         (QWEN06, {"adapter": LORA, "checkpoint_every": 0}, False, 7.9649),
         (LLAMA8, {"checkpoint_every": 0, "loss": "full"}, False, 79.328),
         (LLAMA8, {}, False, 59.861),
-        (LLAMA8, {}, True, 62.108),
         (LLAMA8, {"master_weights": True}, False, 121.617),
         (LLAMA8, {"adapter": LORA}, False, 17.386),
         (LLAMA8, {"adapter": LORA, "checkpoint_every": 0}, False, 38.362),

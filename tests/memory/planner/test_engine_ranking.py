@@ -52,11 +52,12 @@ def told(made: Resolved) -> dict[str, str]:
 SHAPES = [
     # All of it on every card: 16 bytes a weight are 10 GiB.
     ("Qwen/Qwen3-0.6B", "h100", 8, COPIES, "ddp", "none"),
-    ("Qwen/Qwen3-1.7B", "4090", 8, {"optim__master_weights": False}, "ddp", "none"),
+    # Pure bfloat16 is 10 bytes a weight where gradients are summed in float32.
+    ("Qwen/Qwen3-1.7B", "a100-40", 8, {"optim__master_weights": False}, "ddp", "none"),
     # 16 bytes a weight are 27 GiB; in shards of eight they are 3.4, and all travels behind the computing.
     ("Qwen/Qwen3-1.7B", "4090", 8, COPIES, "fsdp2", "none"),
     # Eight small micro-batches: weights that stay whole need not be gathered in each.
-    ("meta-llama/Llama-3.1-8B", "h100", 8, SMALL_MICRO, "zero1", "none"),
+    ("meta-llama/Llama-3.1-8B", "h100", 8, SMALL_MICRO, "zero2", "none"),
     ("meta-llama/Llama-3.1-8B", "h100", 8, COPIES, "fsdp2", "none"),
     ("meta-llama/Llama-3.1-8B", "4090", 8, {}, "fsdp2", "none"),
     ("meta-llama/Llama-3.1-70B", "h100", 8, {"optim__master_weights": False}, "fsdp2", "none"),
@@ -85,7 +86,7 @@ def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, e
 
 
 def test_every_engine_is_weighed_with_what_may_wait_on_the_host(plan):
-    made = plan("Qwen/Qwen3-1.7B", "4090", 8, **COPIES)
+    made = plan("Qwen/Qwen3-1.7B", "h100", 8, model__dtype="float32")
     assert list(told(made)) == [
         "ddp",
         "fsdp2",
@@ -118,9 +119,17 @@ def test_engines_that_are_not_weighed_are_told_with_the_reason(plan, presumed, s
     made = plan("Qwen/Qwen3-1.7B", "h100", 8, presumed, **said)
     assert not made.settings.engine.startswith("zero")
     reasons = told(made)
-    for engine in ("zero1", "zero2", "zero3"):
+    for engine in ("zero2", "zero3"):
         assert reasons[engine].startswith("not weighed: ")
         assert words in reasons[engine]
+
+
+def test_stage_1_would_add_gradients_of_bfloat16_weights_in_bfloat16(plan):
+    made = plan("Qwen/Qwen3-1.7B", "h100", 8)
+    assert "adds gradients of bfloat16 weights in bfloat16" in told(made)["zero1"]
+    with pytest.raises(RecipeError, match="adds gradients of bfloat16") as caught:
+        plan("Qwen/Qwen3-1.7B", "h100", 8, cluster__engine="zero1")
+    assert "zero2" in caught.value.faults[0].fix
 
 
 def test_an_engine_of_deepspeeds_is_refused_by_name_where_it_is_not_installed(plan, monkeypatch):
@@ -176,22 +185,22 @@ def test_on_a_cpu_nothing_waits_on_the_host_unless_asked(ask, facts_of, recipe_o
 
 def test_a_pinned_plan_says_engine_and_offload(plan):
     made = plan("meta-llama/Llama-3.1-8B", "h100", 8, **SMALL_MICRO)
-    assert pins(made.case.asked, made.settings)["cluster.engine"] == "zero1"
+    assert pins(made.case.asked, made.settings)["cluster.engine"] == "zero2"
     made = plan("Qwen/Qwen3-1.7B", "4090", 8, cluster__engine="fsdp2", memory__budget="16GiB")
     wanted = pins(made.case.asked, made.settings)
     assert wanted.get("cluster.offload", "none") == made.settings.shard_offload
 
 
 def test_what_is_sent_is_counted_by_hand(plan):
-    """Two processes, 2 bytes a gradient: a sum brings each 2 * 1/2 of them, a gather 1/2 of the weights."""
+    """Two processes, 4 bytes a gradient: a sum brings each 2 * 1/2 of them, a gather 1/2 of the weights."""
     made = plan("Qwen/Qwen3-1.7B", "h100", 2, cluster__engine="ddp")
     shape, rates = made.case.facts.shape, made.case.facts.hardware.rates
     numbers, bus = shape.num_parameters, rates.host_bytes_per_s
-    assert sending(made.settings, shape, rates).last == pytest.approx(2 * numbers / bus)
+    assert sending(made.settings, shape, rates).last == pytest.approx(4 * numbers / bus)
     first = made.settings.model_copy(update={"engine": "zero1"})
     sent = sending(first, shape, rates)
     assert (sent.last, sent.after, sent.forward) == (
-        pytest.approx(numbers / bus),
+        pytest.approx(2 * numbers / bus),
         pytest.approx(numbers / bus),
         0,
     )
@@ -203,13 +212,13 @@ def test_what_is_sent_is_counted_by_hand(plan):
 
 
 def test_shards_on_the_host_are_counted_there(plan):
-    """Eight ranks with an eighth each of 2 + 2 + 4 + 8 bytes a weight: its gradient, copy and moments."""
+    """Eight ranks with an eighth each of 2 + 4 + 4 + 8 bytes a weight: its gradient, copy and moments."""
     made = plan("Qwen/Qwen3-1.7B", "h100", 8, cluster__engine="fsdp2", cluster__offload="parameters")
     numbers = made.case.facts.shape.num_parameters
-    assert 8 * waiting_bytes(made.settings, made.case.facts.shape) == pytest.approx(16 * numbers, rel=1e-6)
+    assert 8 * waiting_bytes(made.settings, made.case.facts.shape) == pytest.approx(18 * numbers, rel=1e-6)
     facts = made.case.facts
     owners = host_bytes(made.settings, facts.shape, heaviest(made.settings, facts), 64, made.prediction)
-    assert owners["shards"] == pytest.approx(16 * numbers, rel=1e-6)
+    assert owners["shards"] == pytest.approx(18 * numbers, rel=1e-6)
     whole = price(made.settings.model_copy(update={"shard_offload": "none"}), facts)
     assert whole.need_bytes > made.chosen.need_bytes
     assert whole.step_s < made.chosen.step_s

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.static import num_trained, static_bytes, trained_parts, weights_bytes
+from memtrain.memory.estimate.static import (
+    gradient_bytes,
+    num_trained,
+    static_bytes,
+    trained_parts,
+    weights_bytes,
+)
 from memtrain.memory.hardware.devices import CPU_RATES, Rates
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import is_sharded, shards_weights, uses_zero
@@ -48,17 +54,17 @@ def sending(settings: Settings, shape: ModelShape, rates: Rates) -> Sending:
     if count == 1:
         return Sending()
     part = (count - 1) / count / rates.host_bytes_per_s
-    trained = trained_parts(settings, shape)
-    gradients = sum(number * size for number, size in trained)
+    # Whatever the weights are, gradients are summed in float32.
+    gradients = 4 * num_trained(settings, shape)
     if settings.engine == "ddp":
         return Sending(last=2 * part * gradients)
     if not shards_weights(settings):
-        reduced = part * gradients
+        reduced, trained = part * gradients, trained_parts(settings, shape)
+        gathered = sum(number * size for number, size in trained)
         every = reduced if settings.engine == "zero2" else 0.0
-        return Sending(backward=every, last=reduced - every, after=part * gradients)
+        return Sending(backward=every, last=reduced - every, after=part * gathered)
     gathered = part * weights_bytes(settings, shape) + _starts(settings, shape)
-    # FSDP2 sums in float32.
-    summed = part * (4 * num_trained(settings, shape) if settings.engine == "fsdp2" else gradients)
+    summed = part * gradients
     return Sending(gathered, gathered + summed + _starts(settings, shape), is_ahead=not uses_zero(settings))
 
 
@@ -106,4 +112,4 @@ def waiting_bytes(settings: Settings, shape: ModelShape) -> int:
     if settings.shard_offload == "optimizer":
         # DeepSpeed's float32 gradients wait beside the states.
         return states + 4 * -(-num_trained(settings, shape) // settings.num_processes)
-    return states + here.gradients + here.weights
+    return states + gradient_bytes(settings, shape, accumulates=True) + here.weights

@@ -27,7 +27,7 @@ from memtrain.memory.estimate.activations import (
     rotary,
 )
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
-from memtrain.memory.estimate.static import static_bytes, trains_head
+from memtrain.memory.estimate.static import gradient_bytes, trains_head
 from memtrain.memory.estimate.workload import Workload
 
 Moment = dict[str, int]
@@ -58,7 +58,7 @@ def fsdp_moments(
     pass between the policy's two.
     """
     cut = groups(load.settings, load.shape)
-    own = static_bytes(load.settings, load.shape).gradients
+    own = gradient_bytes(load.settings, load.shape, accumulates=holds)
     rest = dict(resting) | {"gradients": own if holds else 0}
     largest = load.a * load.shape.largest_linear if load.trains_all else 0
     boundary = layer_boundary(load)

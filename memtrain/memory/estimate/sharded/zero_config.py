@@ -60,6 +60,9 @@ def zero_config(settings: Settings, max_grad_norm: float | None) -> dict[str, ob
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm or 0.0,
         "bf16": {"enabled": settings.dtype == "bfloat16"},
+        # Over micro-batches and over ranks.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         # torch's own AdamW: DeepSpeed's would be compiled on the node first.

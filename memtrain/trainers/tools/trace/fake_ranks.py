@@ -85,8 +85,7 @@ def engine_of_ranks(scorer: nn.Module, trained: list[nn.Parameter], settings: Se
         return DistributedStep()
     if settings.engine == "fsdp2":
         return shard_engine(scorer, dict(zip(trained_parameters(scorer), trained, strict=True)))
-    exchange = GradientAllReduce(trained)
-    return DistributedStep(last_pass=exchange.sending, finish=exchange.finish)
+    return GradientAllReduce(trained).engine()
 
 
 @contextmanager

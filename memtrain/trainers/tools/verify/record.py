@@ -90,7 +90,7 @@ class Side:
             for name, parameter in self.built.trained.items():
                 given = gradients.get(name)
                 parameter.grad = (
-                    None if given is None else given.to(parameter.device, parameter.dtype, copy=True)
+                    None if given is None else given.to(parameter.device, parameter.grad_dtype, copy=True)
                 )
         self.stepper.update(work)
         feed, sums_answers = self.stepper.steps.feed, self.plan.recipe.method != "sft"

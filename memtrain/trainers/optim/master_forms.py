@@ -1,0 +1,171 @@
+"""How a half-precision weight waits between two steps, and the float32 numbers that the optimizer steps.
+
+Each form gives the optimizer a float32 tensor for a bucket's time, and takes the new numbers back: as copies
+that stay, as the bits that the weight has lost, or as nothing but the weight, rounded at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+MASTER, LOW_BITS = "master", "low_bits"
+"""Names in a parameter's saved state: its float32 copy; the bits that the weight has not."""
+FORMS = ("float32", "split", "stochastic")
+"""The forms by their names in `Settings.copies`."""
+
+
+class Form(Protocol):
+    """What stays of the float32 numbers of some parameters."""
+
+    stays: bool
+    """The float32 tensors are there between steps too."""
+
+    def take(self, parameter: Tensor) -> Tensor:
+        """The float32 numbers of a parameter, to be stepped."""
+        ...
+
+    def give(self, parameter: Tensor, copy: Tensor) -> None:
+        """Write the stepped numbers into the parameter, and keep what it cannot hold."""
+        ...
+
+    def held(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is saved of a parameter, by name."""
+        ...
+
+    def load(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        """Take up, and take out of `saved`, what `held` told; the parameter follows."""
+        ...
+
+    def begin_step(self) -> None:
+        """Called once before each step."""
+        ...
+
+
+class Float32:
+    """Float32 copies that stay: 4 bytes a weight.
+
+    Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.1.
+    """
+
+    stays = True
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._copies = {parameter: parameter.detach().float() for parameter in parameters}
+
+    def take(self, parameter: Tensor) -> Tensor:
+        """The copy itself."""
+        return self._copies[parameter]
+
+    def give(self, parameter: Tensor, copy: Tensor) -> None:
+        """The parameter becomes the copy, rounded to nearest."""
+        parameter.copy_(copy)
+
+    def held(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The copy."""
+        return {MASTER: self._copies[parameter]}
+
+    def load(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        """Continue from a saved copy."""
+        copy = self._copies[parameter]
+        copy.copy_(saved.pop(MASTER))
+        parameter.copy_(copy)
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
+
+class Split:
+    """The low 16 bits of the float32 number beside a bfloat16 weight, which is its high half, rounded.
+
+    2 bytes a weight, and the numbers of float32 copies: only one that lies exactly between two weights, and
+    was rounded down, is a unit in the last place (2^-24) too small when it comes back.
+
+    Source: Gupta et al. 2026 (FlashOptim), arXiv:2602.23349, section 3 (weight splitting), here with all 16
+    bits in place of 8.
+    """
+
+    stays = False
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._low = {one: torch.zeros_like(one, dtype=torch.int16) for one in parameters}
+
+    def take(self, parameter: Tensor) -> Tensor:
+        """High and low bits put together."""
+        assert parameter.dtype == torch.bfloat16, "A float16 weight is no high half of a float32 number."
+        bits = parameter.float().view(torch.int32)
+        return bits.add_(self._low[parameter]).view(torch.float32)
+
+    def give(self, parameter: Tensor, copy: Tensor) -> None:
+        """Round the number to the weight, and keep the difference of their bits."""
+        parameter.copy_(copy)
+        low = copy.view(torch.int32).sub_(parameter.float().view(torch.int32))
+        self._low[parameter].copy_(low.clamp_(max=2**15 - 1))
+
+    def held(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The low bits; the high ones are the weight itself."""
+        return {LOW_BITS: self._low[parameter]}
+
+    def load(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        """Continue from saved bits; the weight was loaded with the model."""
+        self._low[parameter].copy_(saved.pop(LOW_BITS))
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
+
+class Stochastic:
+    """No copy: the stepped number is rounded to one of its two neighbours, to the nearer one more often.
+
+    The chance of each is the distance to the other, so that the weight is right on average and an update
+    below half a step moves one weight in many. The same draws on every rank and in every run of a seed.
+
+    Source: Ozkara et al. 2025, arXiv:2502.20566, section 2 (equation 1); the bits by torchao's way: 16 random
+    bits are added to the number, and its low half is cut off.
+    """
+
+    stays = False
+
+    def __init__(self, parameters: list[Tensor], seed: int) -> None:
+        self._first = parameters[0] if parameters else None
+        device = self._first.device if self._first is not None else torch.device("cpu")
+        self._generator = torch.Generator(device)
+        self._seed = seed
+        self.num_steps = 0
+
+    def take(self, parameter: Tensor) -> Tensor:
+        """The weight, widened."""
+        return parameter.float()
+
+    def give(self, parameter: Tensor, copy: Tensor) -> None:
+        """Round each number up or down at random; numbers that are not finite stay so."""
+        bits = copy.view(torch.int32)
+        draws = torch.empty_like(bits).random_(0, 2**16, generator=self._generator)
+        parameter.copy_(bits.add_(draws).bitwise_and_(-(2**16)).view(torch.float32))
+
+    def held(self, parameter: Tensor) -> dict[str, Tensor]:
+        """How many steps were drawn for, with the first parameter: the draws go on from there."""
+        return {"draws": torch.tensor(self.num_steps)} if parameter is self._first else {}
+
+    def load(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        """Continue with the draws of the next step."""
+        if parameter is self._first:
+            self.num_steps = int(saved.pop("draws"))
+
+    def begin_step(self) -> None:
+        """Draw anew, from the seed and the number of the step alone."""
+        self._generator.manual_seed(self._seed * 1_000_003 + self.num_steps)
+        self.num_steps += 1
+
+
+def form_of(name: str, parameters: list[Tensor], seed: int) -> Form:
+    """The form `name` (see FORMS) over half-precision `parameters`; `seed` is for random rounding."""
+    makers: Mapping[str, Any] = {
+        "float32": Float32,
+        "split": Split,
+        "stochastic": lambda given: Stochastic(given, seed),
+    }
+    return makers[name](parameters)
