@@ -15,14 +15,16 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.batches import answer_batch, collate
 from memtrain.trainers.build import components as build_module
 from memtrain.trainers.losses.head import request as request_module
+from memtrain.trainers.model.attention import own_positions
 from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.loading import load
 from memtrain.trainers.model.offload import activations as activations_module
 from memtrain.trainers.model.offload.checkpointing import recompute
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.tools.verify import resume_check as resuming
 from memtrain.trainers.tools.verify.contamination import Seen
 from memtrain.trainers.tools.verify.result import Verification
-from memtrain.trainers.tools.verify.shrink import shrunk_config
+from memtrain.trainers.tools.verify.shrink import _nearer, shrunk_config
 from memtrain.trainers.tools.verify.verify import verify
 
 MakePlan = Callable[..., Plan]
@@ -102,6 +104,51 @@ def test_answers_that_see_each_other_are_caught(plan_of: MakePlan, monkeypatch: 
 
     monkeypatch.setattr(answer_batch, "shared_layout", chained)
     assert "contamination" in failed(verify(plan_of("dpo")))
+
+
+PHI = (
+    "{model_type: phi3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,"
+    " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: false, pad_token_id: null,"
+    " max_position_embeddings: 4096, original_max_position_embeddings: 96,"
+    " rope_parameters: {rope_type: longrope, rope_theta: 10000.0, original_max_position_embeddings: 96,"
+    " short_factor: [1.0, 1.0, 1.0, 1.0], long_factor: [4.0, 4.0, 4.0, 4.0]}}"
+)
+"""Rows of builtin:arithmetic are of some 60 to 140 tokens: some are long to it, some are not."""
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_rows_that_are_longer_than_a_models_first_context_are_exact(plan_of: MakePlan, method: str):
+    made = verify(plan_of(method, f"model.config={PHI}"))
+    assert set(outcomes(made).values()) == {"pass"}, [check.says for check in made.checks]
+
+
+def test_rows_turned_by_their_neighbours_are_caught_although_both_sides_do_it(
+    plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch
+):
+    """transformers' own positions on both sides, and no check at start-up: only a row alone tells."""
+    for module in (load, own_positions):
+        monkeypatch.setattr(module, "take_own_positions", lambda model: None)
+    monkeypatch.setattr(build_module, "verify_isolation", lambda *args, **more: None)
+    monkeypatch.setattr(build_module, "verify_padding", lambda *args, **more: None)
+    assert "alone" in failed(verify(plan_of("sft", f"model.config={PHI}")))
+
+
+def test_a_shrunk_models_rows_come_to_what_its_rows_came_to():
+    """Rows of 8,192 tokens passed 4,096; rows of 192 pass 96. Heads of 16 have 8 angles."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+    config = {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "original_max_position_embeddings": 4096,
+        "rope_parameters": rope | {"original_max_position_embeddings": 4096},
+    }
+    small = _nearer(shrunk_config(config), 8192, 192)
+    assert small["original_max_position_embeddings"] == 96
+    assert small["rope_parameters"]["original_max_position_embeddings"] == 96
+    assert len(small["rope_parameters"]["long_factor"]) == 8
+    assert _nearer(shrunk_config(config), 4096, 192)["original_max_position_embeddings"] == 4096
 
 
 def test_a_wrong_log_prob_is_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):

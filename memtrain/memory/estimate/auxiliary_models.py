@@ -40,12 +40,14 @@ class RewardShape:
         return share(DTYPE_BYTES[own.dtype] * headless(self.shape).num_parameters, own, of="weights")
 
 
-def judge_settings(settings: Settings, dtype: str, *, is_alike: bool) -> Settings:
+def judge_settings(
+    settings: Settings, dtype: str, *, is_alike: bool, follows_lengths: bool = False
+) -> Settings:
     """How a reward model of some precision stands beside a policy: without an adapter; in FSDP2's shards
     where the policy's weights are in parts.
 
     `is_alike`: its architecture is the policy's. Rows of others are padded: nobody checked that they can lie
-    end to end.
+    end to end. `follows_lengths`: what it makes of a prompt depends on how long its answer is.
     """
     own = settings.dtype if dtype == "auto" else dtype
     plain = {"dtype": own, "adapter": None, "quantize": "none", "liger": False}
@@ -53,6 +55,8 @@ def judge_settings(settings: Settings, dtype: str, *, is_alike: bool) -> Setting
     plain |= {"engine": "fsdp2" if in_parts else "ddp", "loads_shards": in_parts}
     if not is_alike:
         plain |= {"attention": "stock", "padding_free": False, "shared_prompts": False}
+    if follows_lengths:
+        plain |= {"shared_prompts": False, "positions_by_row": not (is_alike and settings.padding_free)}
     return settings.model_copy(update=plain)
 
 

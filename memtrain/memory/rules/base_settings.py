@@ -42,9 +42,8 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     refuse_context(ledger, processes, facts.config, facts.shape)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
     _tell_of_model(ledger, facts)
-    sharing = recipe.cluster.sharing
-    replicas = max(1, processes // sharing)
-    rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=sharing)
+    replicas = max(1, processes // recipe.cluster.sharing)
+    rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=recipe.cluster.sharing)
     refuse_uneven_groups(ledger, rows)
     if attention is None:
         return None, []
@@ -58,7 +57,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
         facts.profile,
         batch,
         num_replicas=replicas,
-        num_sharing=sharing,
+        num_sharing=recipe.cluster.sharing,
         padding_free=padding_free,
         device=hardware.device,
     )
@@ -72,7 +71,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             "num_processes": processes,
             "threads": _threads(recipe, hardware, processes),
             "engine": first_form(recipe).engine,
-            "context_parallel": sharing,
+            "context_parallel": recipe.cluster.sharing,
             "dtype": dtype,
             "master_weights": keeps_masters(recipe, dtype),
             "attention": str(attention.backend),

@@ -115,9 +115,12 @@ def load_reward_model(
     reader = reader_of(recipe)
     own = reader.tokenizer
     config = read_config(find_origin(recipe.path, recipe.revision))
-    plain = judge_settings(settings, recipe.dtype, is_alike=config.model_type == model_type)
-    if reached(length_rules(config.to_dict()), None, "row") is not None:
-        plain = plain.model_copy(update={"shared_prompts": False, "positions_by_row": not plain.padding_free})
+    plain = judge_settings(
+        settings,
+        recipe.dtype,
+        is_alike=config.model_type == model_type,
+        follows_lengths=reached(length_rules(config.to_dict()), None, "row") is not None,
+    )
 
     def made() -> RewardScorer:
         model = load_model(named, plain, seed=0, vocab_size=len(own), head="score", is_new=False)

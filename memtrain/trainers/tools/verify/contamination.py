@@ -59,14 +59,14 @@ def probe_contamination(planned: Side, plain: Side, sequences: Ints) -> Seen | N
     """
     taken = sequences[:MOST_SEQUENCES]
     device = planned.stepper.device
-    micro = _micro(planned.stepper.steps.feed.micro_batch(taken)).to(device)
-    row_N = _rows(_micro(plain.stepper.steps.feed.micro_batch(taken)))
+    micro = micro_of(planned.stepper.steps.feed.micro_batch(taken)).to(device)
+    row_N = rows_of(micro_of(plain.stepper.steps.feed.micro_batch(taken)))
     rows = np.unique(row_N)
     if len(rows) < 2:
         return None
     index_N = micro.scored_index.cpu().numpy()
     with torch.no_grad(), evaluating(planned.built.scorer):
-        before_ND = _hidden(planned.built, micro.model_inputs(), micro.scored_index)
+        before_ND = hidden_of(planned.built, micro.model_inputs(), micro.scored_index)
         largest = float(before_ND.abs().max())
         others, own, changed = 0.0, float("inf"), 0
         for row in rows:
@@ -76,7 +76,8 @@ def probe_contamination(planned: Side, plain: Side, sequences: Ints) -> Seen | N
                 continue
             changed += 1
             inputs = _with_other_tokens(planned.built, micro.model_inputs(), torch.from_numpy(places))
-            moved_N = (_hidden(planned.built, inputs, micro.scored_index) - before_ND).abs().amax(1) / largest
+            after_ND = hidden_of(planned.built, inputs, micro.scored_index)
+            moved_N = (after_ND - before_ND).abs().amax(1) / largest
             is_own_N = torch.from_numpy(row_N == row).to(moved_N.device)
             others = _larger(others, float(moved_N[~is_own_N].max()))
             own = min(own, float(moved_N[is_own_N].max()))
@@ -84,18 +85,18 @@ def probe_contamination(planned: Side, plain: Side, sequences: Ints) -> Seen | N
     return Seen(others, limit, own, changed, len(rows)) if changed else None
 
 
-def _micro(batch: Any) -> Any:
+def micro_of(batch: Any) -> Any:
     """The token batch inside a method's batch: of answers, or of answers with their rewards."""
     inside = getattr(batch, "answers", batch)
     return getattr(inside, "micro", inside)
 
 
-def _rows(padded: Any) -> Ints:
+def rows_of(padded: Any) -> Ints:
     """int64 [N], the row of each scored token of a padded batch."""
     return padded.scored_index.numpy() // padded.input_ids.shape[1]
 
 
-def _hidden(built: Built, inputs: dict[str, Any], index_N: Tensor) -> Tensor:
+def hidden_of(built: Built, inputs: dict[str, Any], index_N: Tensor) -> Tensor:
     """[N, D], the last hidden states of some tokens, float32."""
     backbone: Any = base_model(built.model).get_decoder()
     hidden_BTD = backbone(**inputs, use_cache=False).last_hidden_state

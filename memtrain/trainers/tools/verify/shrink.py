@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import RecipeError
+from memtrain.memory.model_shape.length_rules import ORIGINAL, length_rules
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 
@@ -67,16 +68,17 @@ def shrunk(plan: Plan, config: Mapping[str, Any], folder: Path) -> tuple[Plan, l
     The settings are those planned for the model as it is; tiles are smaller, so that a small step has
     several. The new configuration is written into `folder`.
     """
-    small = shrunk_config(config)
+    mean = plan.data.train.num_tokens // max(1, plan.data.train.num_rows)
+    before = plan.settings.max_length or plan.data.train.longest_tokens
+    longest = min(plan.settings.max_length or 2**31, max(SHORTEST, 2 * mean))
+    small = _nearer(shrunk_config(config), before, longest)
     vocab_size = int(_text(small)["vocab_size"])
     file = folder / "config.json"
     file.write_text(json.dumps(small))
-    recipe, settings, data = plan.recipe, plan.settings, plan.data.train
+    recipe, settings = plan.recipe, plan.settings
     notes = [f"shrunk to {_text(small)['num_hidden_layers']} layers of width {_text(small)['hidden_size']}"]
     if settings.quantize != "none":
         notes.append("random weights are not quantized: verify the recipe without --shrink for that")
-    mean = data.num_tokens // max(1, data.num_rows)
-    longest = min(settings.max_length or 2**31, max(SHORTEST, 2 * mean))
     length = recipe.length.model_copy(update={"max_length": longest})
     model = recipe.model.model_copy(
         update={
@@ -100,6 +102,36 @@ def shrunk(plan: Plan, config: Mapping[str, Any], folder: Path) -> tuple[Plan, l
     )
     made = plan.model_copy(update={"recipe": recipe.model_copy(update=changed), "settings": settings})
     return made, notes
+
+
+def _nearer(config: dict[str, Any], before: int, longest: int) -> dict[str, Any]:
+    """The configuration with what changes at some length of a row changing within the shorter rows, where
+    rows of `before` tokens came to it; the angles of fewer and narrower heads."""
+    if isinstance(config.get("text_config"), Mapping):
+        return {**config, "text_config": _nearer(dict(config["text_config"]), before, longest)}
+    made = dict(config)
+    near = max(2, longest // 2)
+    kinds = {rule.kind for rule in length_rules(config) if before > rule.tokens}
+    changed = {"longrope": ORIGINAL, "dynamic": "max_position_embeddings", "temperature": "floor_scale"}
+    made |= {key: near for kind, key in changed.items() if kind in kinds}
+    for name in ("rope_parameters", "rope_scaling"):
+        section = made.get(name)
+        if isinstance(section, Mapping):
+            made[name] = _narrow_angles(dict(section), made, near if "longrope" in kinds else None)
+    return made
+
+
+def _narrow_angles(section: dict[str, Any], config: Mapping[str, Any], near: int | None) -> dict[str, Any]:
+    """As many factors of LongRoPE as heads now have angles, and the length at which they change."""
+    heads = int(config.get("num_attention_heads") or 1)
+    width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    share = section.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    for key in ("short_factor", "long_factor"):
+        if isinstance(section.get(key), list):
+            section[key] = section[key][: int(width * share) // 2]
+    if near is not None and ORIGINAL in section:
+        section[ORIGINAL] = near
+    return section
 
 
 def _smaller_step(plan: Plan, longest: int) -> dict[str, Any]:

@@ -10,12 +10,15 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.checkpoints.manifest import device_name
+from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
 from memtrain.trainers.protocols.feed import StepWork
+from memtrain.trainers.tools.verify.alone import probe_alone
 from memtrain.trainers.tools.verify.compare import Difference, StepDifferences, differences
 from memtrain.trainers.tools.verify.contamination import probe_contamination
 from memtrain.trainers.tools.verify.evidence import Ran as Watched
@@ -79,7 +82,7 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
     pair = build_pair(deterministic(plan), rollouts)
     found = compare_steps(pair, steps)
     checks = [_worst(name, [step.named() for step in found.steps]) for name in _names(found.steps)]
-    checks += [_contamination(pair, found.work), _ran(pair, found)]
+    checks += [_contamination(pair, found.work), _alone(pair, found.work), _ran(pair, found)]
     ran = _told(found.ran, pair.planned), _told(found.plainly, pair.plain)
     del pair
     gc.collect()
@@ -110,12 +113,14 @@ def build_pair(plan: Plan, rollouts: Rollouts) -> Pair:
         if plan.settings.device == "cpu":
             # As late as allowed: a copy that nobody waited for is a wrong number every time.
             offloader.travel_by(LazyEngine())
-    plain = built_side(baseline_plan(plan), is_plain=True)
+    plainly = baseline_plan(plan)
+    if reached(length_rules(base_model(planned.model).config.to_dict()), None, "row") is not None:
+        # Padded rows must tell how long they are; the probe of rows alone does not rely on it.
+        settings = plainly.settings.model_copy(update={"positions_by_row": True})
+        plainly = plainly.model_copy(update={"settings": settings})
+    plain = built_side(plainly, is_plain=True)
     same_pieces(planned, plain)
-    return Pair(
-        Side(plan, planned, rollouts, is_plain=False),
-        Side(baseline_plan(plan), plain, rollouts, is_plain=True),
-    )
+    return Pair(Side(plan, planned, rollouts, is_plain=False), Side(plainly, plain, rollouts, is_plain=True))
 
 
 def compare_steps(pair: Pair, steps: int) -> Compared:
@@ -190,6 +195,14 @@ def _contamination(pair: Pair, work: StepWork) -> Check:
         return _not_run("contamination", "a step has but one row")
     fine = f"{seen.num_rows} of {seen.rows_together} rows changed, one by one: no other row moved"
     return _check("contamination", not seen.fault, seen.others_moved, seen.limit, "", seen.fault or fine)
+
+
+def _alone(pair: Pair, work: StepWork) -> Check:
+    micro = max(work.micros, key=len)
+    seen = probe_alone(pair.planned, pair.plain, micro)
+    lengths = ", ".join(map(str, seen.lengths))
+    fine = f"rows of {lengths} tokens are what plain transformers makes of each alone"
+    return _check("alone", not seen.fault, seen.different, seen.limit, "", seen.fault or fine)
 
 
 def _ran(pair: Pair, compared: Compared) -> Check:
