@@ -260,12 +260,15 @@ def main() -> None:
     asked = {} if given.no_verify else {one.verify: recipes[one.verify] for one in chosen if one.verify}
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         parts = [Path(place) / str(number) for number in range(given.jobs)]
+        files = [] if given.no_sound else test_files(sorted({t for one in chosen for t in one.tests}), ROOT)
+        recipes_asked = [] if given.no_sound else sorted(asked)
         children: list[int] = []
         for number, part in enumerate(parts):
             part.mkdir()
             child = os.fork()
             if child == 0:
-                _work(part, chosen[number :: given.jobs], asked, is_sound=given.no_sound)
+                sound = files[number :: given.jobs], recipes_asked[number :: given.jobs]
+                _work(part, chosen[number :: given.jobs], asked, *sound)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
@@ -278,15 +281,15 @@ def main() -> None:
     _write(given.output, [made[one.name] for one in chosen])
 
 
-def _work(part: Path, chosen: Sequence[Mutant], asked: dict[str, list[str]], *, is_sound: bool) -> NoReturn:
-    """What one process does: its share of the defects, in a copy of the tree of its own."""
+def _work(
+    part: Path, chosen: Sequence[Mutant], asked: dict[str, list[str]], files: list[str], recipes: list[str]
+) -> NoReturn:
+    """What one process does: its share of the sound files and recipes, and of the defects, in its own copy."""
     code = 1
     try:
         tree, log = copy_tree(part), part / "log"
-        own = {one.verify for one in chosen}
-        if not is_sound:
-            files = test_files(sorted({test for one in chosen for test in one.tests}), tree)
-            check_sound(tree, log, files, {name: words for name, words in asked.items() if name in own})
+        check_sound(tree, log, files, {name: asked[name] for name in recipes})
+        print(f"sound: {len(files)} test files, {len(recipes)} recipes", flush=True)
         found: list[Found] = []
         for one in chosen:
             made = look_for(one, tree, log, asked)
