@@ -284,7 +284,7 @@ def main() -> None:
 def _work(
     part: Path, chosen: Sequence[Mutant], asked: dict[str, list[str]], files: list[str], recipes: list[str]
 ) -> NoReturn:
-    """What one process does: its share of the sound files and recipes, and of the defects, in its own copy."""
+    """What one process does: its share of the sound files and recipes, and of the defects."""
     code = 1
     try:
         tree, log = copy_tree(part), part / "log"
