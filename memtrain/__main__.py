@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError
+from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError, printable
 
 OF_A_NAME = {
     errno.ENAMETOOLONG: "give a shorter name",
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _our_fault() -> int:
     """Say that it is ours, with the traceback of what is handled now; the exit code."""
     print("this is a fault of memtrain, not of the recipe; please report what follows", file=sys.stderr)
-    traceback.print_exc()
+    print(printable(traceback.format_exc()), file=sys.stderr, end="")
     return EXIT_OUR_FAULT
 
 

@@ -14,6 +14,21 @@ EXIT_OUR_FAULT = 70
 """Exit code of a fault of memtrain itself (EX_SOFTWARE)."""
 
 
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+"""Control characters but tab and line end, what turns the direction of text, and halves of characters."""
+
+
+def printable(text: str, *, is_line: bool = False) -> str:
+    """Text of anyone as a terminal may show it: what would steer the terminal stands as `\\u001b`.
+
+    `is_line`: line ends are escaped too, so that a name cannot become a line of its own.
+    """
+    shown = _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return shown.replace("\n", "\\n") if is_line else shown
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that is wrong: what (with the value in hand), where (`file:line:column`), and the way out."""
@@ -24,11 +39,11 @@ class Fault:
 
     def lines(self) -> list[str]:
         """The fault as the user reads it, without the leading word `error:`."""
-        shown = [self.what]
+        shown = [printable(self.what, is_line=True)]
         if self.where:
-            shown.append(f"   at: {self.where}")
+            shown.append(f"   at: {printable(self.where, is_line=True)}")
         if self.fix:
-            shown.append(f"  try: {self.fix}")
+            shown.append(f"  try: {printable(self.fix, is_line=True)}")
         return shown
 
 

@@ -16,7 +16,7 @@ import typer
 
 from memtrain.cli.arguments import complete_override, complete_recipe
 from memtrain.cli.output.terminal import columns, write_text
-from memtrain.errors import RecipeError
+from memtrain.errors import RecipeError, printable
 
 if TYPE_CHECKING:
     from memtrain.cli.plan.price_lengths import Pricing
@@ -135,11 +135,12 @@ def inspect_lengths(
     with _progress() as progress:
         found = inspect(question, tokenizer_of(written.model), price=price, progress=progress)
     if as_json:
-        typer.echo(json.dumps(found.model_dump(mode="json"), indent=1, ensure_ascii=False))
+        typer.echo(printable(json.dumps(found.model_dump(mode="json"), indent=1, ensure_ascii=False)))
     else:
         can_draw = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         for line, is_heading in screen_lines(found, columns(), block="\u2588" if can_draw else "#"):
-            typer.echo(typer.style(line, bold=True) if is_heading else line)
+            shown = printable(line)
+            typer.echo(typer.style(shown, bold=True) if is_heading else shown)
     if html is not None:
         write_text(page(found), html, says_aside=as_json)
     if found.extent.is_partial:

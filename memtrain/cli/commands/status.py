@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.output.terminal import print_table
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, printable
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Folder of a run, or of the runs of an array.")
@@ -58,7 +58,7 @@ def logs(
             f"there is no log at {path} yet", fix=f"`memtrain status {run}` says how the run stands"
         )
     for text in grown(path, lines, lambda: follow and may_write(folder)):
-        typer.echo(text, nl=False)
+        typer.echo(printable(text), nl=False)
 
 
 def grown(path: Path, lines: int, goes_on: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import IO
 import psutil
 
 from memtrain.cli.launch.hang import HangWatch
-from memtrain.errors import Interrupted, LaunchError
+from memtrain.errors import Interrupted, LaunchError, printable
 from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, correct_status, root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import ticks_of
@@ -27,6 +28,8 @@ AGENT_SPEAKS = "torch/distributed/elastic/"
 
 LONGEST_LINE = 2**16
 """Characters of stderr that are passed on at once, where no line ends before."""
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 LOOK_S = 0.5
 """Seconds between two looks at the ranks. Taste."""
@@ -143,6 +146,11 @@ def _wait(process: subprocess.Popen[str], asked: _Asked, watch: HangWatch) -> in
     return code
 
 
+def plain_line(text: str) -> str:
+    """What a rank or a library of it wrote, without colours; progress that is written over goes on lines."""
+    return printable(COLOURS.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
+
+
 class _Listener(threading.Thread):
     """Passes the processes' stderr on, and holds back what the agent says of their end.
 
@@ -166,7 +174,7 @@ class _Listener(threading.Thread):
                 continue
             # Who should read it may be gone, or its terminal know other letters only.
             with suppress(OSError, ValueError):
-                sys.stderr.write(line)
+                sys.stderr.write(plain_line(line))
                 sys.stderr.flush()
 
 
@@ -181,7 +189,7 @@ def _fault(folder: RunFolder, num_ranks: int, code: int, *, is_early: bool, said
             "run the same command again to go on from here",
         )
     if error is None:
-        sys.stderr.write(said)
+        sys.stderr.write(plain_line(said))
         error = LaunchError(
             f"the processes ended with code {code} and left no word",
             str(folder.path),

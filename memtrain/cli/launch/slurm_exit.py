@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError
+from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError, printable
 from memtrain.trainers.loop.rank_failures import correct_status, root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
 
@@ -26,7 +26,7 @@ def verdict(folder: RunFolder, num_ranks: int, code: int) -> tuple[str, int]:
     correct_status(folder, error)
     if isinstance(error, MemtrainError):
         return error.text(), error.exit_code
-    return str(error), EXIT_OUR_FAULT
+    return printable(str(error)), EXIT_OUR_FAULT
 
 
 def _no_word(code: int) -> str:

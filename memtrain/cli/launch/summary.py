@@ -12,6 +12,7 @@ import typer
 from memtrain.cli.output.terminal import print_table, say, whole
 from memtrain.cli.plan.make_plan import Planned
 from memtrain.cli.plan.tables import rows_words, why_words
+from memtrain.errors import printable
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.run_folder.folder import RunFolder
 
@@ -66,5 +67,5 @@ def print_end(folder: RunFolder) -> None:
     from memtrain.trainers.run_folder.report.report import summary
 
     Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(summary(folder))
-    typer.echo(f"model   {folder.final}")
-    typer.echo(f"report  {folder.report}")
+    typer.echo(printable(f"model   {folder.final}"))
+    typer.echo(printable(f"report  {folder.report}"))

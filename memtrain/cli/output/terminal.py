@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from memtrain.errors import RecipeError
+from memtrain.errors import RecipeError, printable
 
 PIPE_COLUMNS = 80
 """Width where no terminal reads. Terminals are taken as they are, up to 120."""
@@ -41,7 +41,7 @@ def wrapped(text: str, width: int, *, drop_whitespace: bool = True) -> list[str]
 
 def say(text: str = "") -> None:
     """Print a paragraph, wrapped at words; a path with spaces is to be given as `whole(path)`."""
-    typer.echo("\n".join(wrapped(text, columns())))
+    typer.echo("\n".join(wrapped(printable(text), columns())))
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
@@ -49,6 +49,7 @@ def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], width: in
 
     A column whose cells are all numbers is set flush right.
     """
+    headers, rows = _printable(headers), [_printable(row) for row in rows]
     sizes = [max(len(row[at]) for row in [headers, *rows]) for at in range(len(headers))]
     flush_right = [bool(rows) and all(_is_number(row[at]) for row in rows) for at in range(len(headers))]
     before = sum(sizes[:-1]) + 2 * (len(headers) - 1)
@@ -64,6 +65,11 @@ def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], width: in
         lines.append("  ".join([*(cell.replace(GLUE, " ") for cell in cells), first]).rstrip())
         lines.extend(" " * before + more for more in others)
     return lines
+
+
+def _printable(cells: Sequence[str]) -> list[str]:
+    """Cells as a terminal may show them; the last one is wrapped as a paragraph."""
+    return [printable(cell, is_line=cell is not cells[-1]) for cell in cells]
 
 
 def _is_number(cell: str) -> bool:
@@ -84,7 +90,7 @@ def write_text(text: str, output: Path | None, *, replace: bool = True, says_asi
     Raises: RecipeError when the file cannot be written, or exists and may not be replaced.
     """
     if output is None:
-        typer.echo(text, nl=not text.endswith("\n"))
+        typer.echo(printable(text), nl=not text.endswith("\n"))
         return
     if output.exists() and not replace:
         raise RecipeError(f"{output} exists already", fix="name another file, or add --force to replace it")

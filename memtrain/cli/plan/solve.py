@@ -11,7 +11,7 @@ from typing import Any
 from memtrain.cli.output.terminal import columns
 from memtrain.cli.plan.answer import Question
 from memtrain.cli.plan.tables import settings_words
-from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.errors import DoesNotFit, RecipeError, printable
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.model_shape.config_names import canonical
@@ -49,7 +49,7 @@ class Solution:
     def text(self) -> str:
         """As it is printed."""
         lines = [line for words in self.words for line in textwrap.wrap(words, columns())]
-        return "\n".join([*lines, *(f"  {key}: {value}" for key, value in self.keys.items())])
+        return "\n".join([*map(printable, lines), *(f"  {key}: {value}" for key, value in self.keys.items())])
 
     def as_json(self) -> dict[str, Any]:
         """As JSON values."""

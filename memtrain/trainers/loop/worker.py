@@ -17,7 +17,7 @@ import psutil
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from memtrain.errors import EXIT_OUR_FAULT, Interrupted, LaunchError, MemtrainError
+from memtrain.errors import EXIT_OUR_FAULT, Interrupted, LaunchError, MemtrainError, printable
 from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build.components import Built, build, has_dropout
@@ -345,7 +345,7 @@ def _told(folder: RunFolder, rank: int, error: Exception) -> int:
     if is_of_many:
         note_fault(folder, rank, error)
     if LAUNCHED not in os.environ:
-        text = error.text() if isinstance(error, MemtrainError) else traceback.format_exc()
+        text = error.text() if isinstance(error, MemtrainError) else printable(traceback.format_exc())
         print(f"rank {rank}: {text}" if is_of_many else text, file=sys.stderr)
     return error.exit_code if isinstance(error, MemtrainError) else EXIT_OUR_FAULT
 

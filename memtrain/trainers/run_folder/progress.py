@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from memtrain.errors import printable
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.protocols.events import EvalEvent, StepEvent, from_values
 
@@ -107,6 +108,7 @@ class Progress:
         return "  ".join([*told, f"{duration(left_s)} left"])
 
     def _line(self, text: str, is_step: bool) -> None:
+        text = printable(text)
         if self._log is not None:
             with open(self._log, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")

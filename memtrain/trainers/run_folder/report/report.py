@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memtrain.errors import printable
 from memtrain.memory.plan.length_profile import by_answer_words
 from memtrain.memory.plan.plan import PhasePeak, Plan, read_plan
 from memtrain.memory.plan.units import gib
@@ -184,7 +185,7 @@ def summary(folder: RunFolder) -> RenderableType:
     if report.data:
         parts += ["", _data_table(report.data)]
         parts += [Text(f"lost of {data.split}: {lost_words(data)}") for data in report.data]
-    parts += [Text(f"note: step {note.step}: {note.text}") for note in report.notes]
+    parts += [Text(f"note: step {note.step}: {printable(note.text)}") for note in report.notes]
     return Group(*parts)
 
 
