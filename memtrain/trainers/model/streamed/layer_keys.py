@@ -80,6 +80,11 @@ class SliceLayout:
         return self.part.num_tokens
 
     @property
+    def places(self) -> Tensor:
+        """int64 [S], the place of each token of the slice in its own row."""
+        return self.part.places
+
+    @property
     def longest_span(self) -> int:
         """Most tokens that a query can look back on, itself counted."""
         return self.part.longest_span

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
 from memtrain.trainers.model.context_parallel.row_slices import Look, Reach, looks_of, pieces_of
 
@@ -21,11 +23,13 @@ class RowSlice:
     reaches: what its queries attend to besides; keys are rows of the whole row.
     key_blocks: the same keys, at most as many at a time as a slice has tokens: the backward pass makes
         gradients of keys for every query head before it sums them, and blocks bound these.
+    places: int64 [S], the place of each of its tokens in its own row.
     longest_span: most tokens that a query of the row can look back on, itself counted.
     """
 
     begin: int
     end: int
+    places: Tensor
     within: Part
     reaches: tuple[Reach, ...]
     key_blocks: tuple[Reach, ...]
@@ -59,6 +63,7 @@ def _slice(layout: Layout, begin: int, end: int) -> RowSlice:
     return RowSlice(
         begin=begin,
         end=end,
+        places=layout.places[begin:end],
         within=part_of(bounds, bounds, device=layout.device, is_causal=True),
         reaches=reaches,
         key_blocks=tuple(block for reach in reaches for block in _blocks(reach, end - begin, layout)),

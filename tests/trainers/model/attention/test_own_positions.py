@@ -15,6 +15,7 @@ from memtrain.trainers.model.attention import functions, set_attention
 from memtrain.trainers.model.attention.isolation_check import verify_isolation
 from memtrain.trainers.model.attention.own_positions import row_lengths, take_own_positions
 from memtrain.trainers.model.attention.padding_check import verify_padding
+from memtrain.trainers.model.streamed.apply import stream_layers
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
 
@@ -214,3 +215,13 @@ def test_the_native_sampler_scales_queries_by_their_place_in_their_own_row():
             first = len(group.prompt_ids)
             own_T = logp_TV[first - 1 : -1].gather(1, ids_T[first:, None])[:, 0]
             assert (own_T - torch.tensor(sample.logprobs)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_whose_layers_are_streamed_are_what_plain_transformers_gives_them_alone(kind: str):
+    """Layers run over slices of 24 tokens, and Llama 4 counts places from the beginning of each."""
+    expected = alone(kind)
+    model = model_of(kind, ours=True)
+    set_attention(model, AttentionBackend.CPU)
+    stream_layers(model, 24)
+    assert furthest(packed(model), expected) < 2e-5
