@@ -21,8 +21,8 @@ OTHERS_S = 3.0
 PLACES = {
     "taking the folder": ("memtrain.trainers.checkpoints.checkpoint", "mend_checkpoints", 1),
     "trying the final save": ("memtrain.trainers.loop.worker", "try_final", 1),
-    "naming a checkpoint": ("memtrain.trainers.checkpoints.checkpoint", "_finish", 2),
-    "removing old checkpoints": ("memtrain.trainers.checkpoints.checkpoint", "_prune", 2),
+    "naming a checkpoint": ("memtrain.trainers.checkpoints.checkpoint", "_finish", 1),
+    "removing old checkpoints": ("memtrain.trainers.checkpoints.checkpoint", "_prune", 1),
     "writing the final model": ("memtrain.trainers.loop.finish", "save_final", 1),
     "naming the final model": ("memtrain.trainers.model.loading.save", "_refuse_empty", 2),
     "writing the card": ("memtrain.trainers.loop.finish", "write_card", 1),
@@ -38,7 +38,9 @@ FINAL = tuple(list(PLACES)[4:8])
 
 BY_TIME = ("any time", "all ranks at once")
 LAUNCHERS = ("before the ranks", "launcher while ranks start or run")
-MOMENTS = (*BY_TIME, *LAUNCHERS, *PLACES)
+MOMENTS = ("before the ranks", *list(PLACES)[:2], *BY_TIME, LAUNCHERS[1], *list(PLACES)[2:])
+"""In the order in which a run comes to them. Kills of one run keep to it, so that it lives to see
+many."""
 
 
 @dataclass(frozen=True)

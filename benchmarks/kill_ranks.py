@@ -30,8 +30,8 @@ import kill_moments as moments
 import warm_ranks as warm
 from many_ranks import ROOT, about
 
-AGAIN = 0.83
-"""Share of the continued runs that are killed once more."""
+KILLS = 8
+"""Kills of one run, where it does not end before."""
 
 SMALL = ("memory.watch=false", "train.batch_size=8", "data.train={source: builtin:arithmetic, limit: 40}")
 """Said of every run, so that many are killed in little time."""
@@ -80,8 +80,7 @@ def disturbed(
     kills: list[moments.Kill] = []
     num_ranks = case["ranks"]
     choices = [one for one in moments.MOMENTS if num_ranks > 1 or one not in moments.LAUNCHERS]
-    while not kills or draws.random() < AGAIN:
-        moment = draws.choice(choices)
+    for moment in sorted(draws.sample(choices, KILLS), key=choices.index):
         if moment in moments.LAUNCHERS:
             kill = moments.killed_launcher(words, run, num_ranks, moment, draws, taken_s)
         else:

@@ -193,3 +193,30 @@ def test_an_older_checkpoint_of_another_version_is_kept_by_a_run_that_goes_on(ru
     os.remove(folder / "status.json")
     runs.done("run", *SHORT, "save.keep=1")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000004"]
+
+
+def test_words_of_how_an_earlier_start_ended_are_forgotten(runs):
+    """Ranks that were killed leave theirs, and their signs of life."""
+    for name in ("one", "two"):
+        left = runs.folder / name / ".faults"
+        left.mkdir(parents=True)
+        (left / "rank-3.json").write_text("{}")
+        (left / "pulse-3").write_text("17 starting")
+    runs.done("one", *SHORT)
+    ranks = runs.fork_ranks("two", 2, *SHORT)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+    assert not list(runs.folder.glob("*/.faults/*"))
+
+
+def test_ranks_started_by_hand_on_a_run_that_is_over_leave_nothing(runs):
+    """A kill just after the last word leaves the lock, and perhaps a file beside its place."""
+    ranks = runs.fork_ranks("run", 2, *SHORT)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+    folder = runs.folder / "run"
+    plan = (folder / "plan.json").read_bytes()
+    (folder / ".lock").write_text("{")
+    (folder / ".status.json.123456789.tmp").write_text("{")
+    ranks = runs.fork_ranks("run", 2, *SHORT)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+    assert (folder / "plan.json").read_bytes() == plan
+    assert [path.name for path in folder.glob(".*")] == []

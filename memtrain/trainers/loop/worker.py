@@ -325,6 +325,9 @@ def main() -> int:
     try:
         plan = read_plan(folder.plan, asked.plan_digest)
         if asked.resume and is_over(folder, plan):
+            if not rank and OWNER not in os.environ:
+                # Started by hand: what a kill after the last word has left goes here too.
+                folder.open_for_run().close()
             print(f"the run in {folder.path} is over; its model is in {folder.final}")
             return 0
         if pulse is not None:
