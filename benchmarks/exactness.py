@@ -71,12 +71,12 @@ model: {{config: {model}, tokenizer: builtin:tiny}}
 data: {{train: {{source: builtin:arithmetic, limit: 24}}, cache_dir: {folder}/cache}}
 length: {{max_length: 160}}
 train: {{batch_size: 6, max_steps: 2}}
-memory: {{loss_tile: 32KiB}}
+memory: {{loss_chunk_size: 32KiB}}
 cluster: {{device: cpu, threads: 1}}
 """
 ONLINE = """
 rewards: {functions: [{function: length}]}
-generate: {completions: 3, max_tokens: 12}
+generate: {num_generations: 3, max_tokens: 12}
 """
 
 

@@ -204,7 +204,7 @@ def context(task: Task, recipe: Path, folder: Path) -> dict[str, Any]:
     made: dict[str, Any] = {"longest": longest}
     for name, length in (("at", longest), ("beyond", longest + longest // 10)):
         rows = write_rows(folder / f"rows-{length}.jsonl", "sft", tokens=length, rows=4)
-        words = [*task.words, f"data.train={rows}", f"length.max_length={length}", "memory.recover=off"]
+        words = [*task.words, f"data.train={rows}", f"length.max_length={length}", "memory.oom_recovery=off"]
         made[name] = point(recipe, words, folder)
     return made
 
@@ -230,7 +230,10 @@ def write_recipe(task: Task, folder: Path) -> Path:
         f"train: {{batch_size: {8 if task.method != 'grpo' else 32}, max_steps: 8}}",
     ]
     if task.method == "grpo":
-        lines += ["rewards: {functions: [{function: length}]}", "generate: {completions: 8, max_tokens: 256}"]
+        lines += [
+            "rewards: {functions: [{function: length}]}",
+            "generate: {num_generations: 8, max_tokens: 256}",
+        ]
     path = folder / f"{task.name}.yaml"
     path.write_text("\n".join(lines) + "\n")
     return path

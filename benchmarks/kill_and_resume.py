@@ -36,7 +36,7 @@ model:
 data:
   train: {{source: {data}, limit: 400}}
   columns: {{prompt: question, completion: answer}}
-  held_out: 0.05
+  eval_fraction: 0.05
 length: {{max_length: 512, packing: bfd_split}}
 optim: {{lr: 2e-3, schedule: cosine, warmup_steps: 4, weight_decay: 0.1, neftune_alpha: 5}}
 train: {{batch_size: 8, micro_batch_size: 2, max_steps: 40}}

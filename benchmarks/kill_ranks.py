@@ -1,7 +1,7 @@
 """Kills over methods, engines, ranks and moments: does every run go on with the same bits, and leave nothing?
 
     python benchmarks/kill_ranks.py [--kills 300] [--minutes 60] [--seed 0]
-        [-o benchmarks/results/kill_ranks.json] [--set save.background=true ...]
+        [-o benchmarks/results/kill_ranks.json] [--set save.async_save=true ...]
 
 Every method is run under every engine, in an order that is drawn; each run is killed again and again, at
 moments that are drawn (kill_moments.py): any time, all ranks at once, the launcher before or after it has
@@ -33,7 +33,11 @@ from many_ranks import ROOT, about
 KILLS = 8
 """Kills of one run, where it does not end before."""
 
-SMALL = ("memory.watch=false", "train.batch_size=8", "data.train={source: builtin:arithmetic, limit: 40}")
+SMALL = (
+    "memory.measure_peaks=false",
+    "train.batch_size=8",
+    "data.train={source: builtin:arithmetic, limit: 40}",
+)
 """Said of every run, so that many are killed in little time."""
 
 

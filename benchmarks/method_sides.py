@@ -124,10 +124,10 @@ def recipe_of(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         )
         own = {
             "generate": {
-                "completions": job["group"],
+                "num_generations": job["group"],
                 "max_tokens": job["max_tokens"],
                 # Made-up completions have no log-probs of a sampler.
-                **({"mismatch_limit": None} if job["fixed"] else {}),
+                **({"max_logprob_gap": None} if job["fixed"] else {}),
             },
             "rewards": {"functions": f"{folder / 'judge.py'}:rewards"},
         }
@@ -145,7 +145,7 @@ def recipe_of(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             "max_steps": job["steps"],
             "shuffle": False,
         },
-        "memory": {"activation_checkpointing": "off", "watch": False},
+        "memory": {"activation_checkpointing": "off", "measure_peaks": False},
         "cluster": {"device": "cpu", "processes": 1, "threads": 1},
     }
 

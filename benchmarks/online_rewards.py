@@ -42,7 +42,7 @@ MODEL = {
 }
 COMMON: dict[str, Any] = {
     "length": {"max_length": 40, "truncation": "drop"},
-    "memory": {"watch": False},
+    "memory": {"measure_peaks": False},
     "cluster": {"device": "cpu", "threads": 1},
 }
 SFT_STEPS, STEPS, SEEDS = 300, 300, 3
@@ -91,7 +91,7 @@ def recipe_of(method: str, seed: int, model: Path) -> dict[str, Any]:
         "method": method,
         "model": {"path": str(model)},
         "data": {"train": "builtin:arithmetic", "eval": {"source": "builtin:arithmetic", "split": "test"}},
-        "generate": {"completions": 8, "max_tokens": 16, "eval_temperature": 1.0},
+        "generate": {"num_generations": 8, "max_tokens": 16, "eval_temperature": 1.0},
         "rewards": {"functions": "exact_answer"},
         "optim": optim,
         "train": {"batch_size": 128, "max_steps": STEPS, "seed": seed},

@@ -227,7 +227,7 @@ def by_memtrain(folder: Path, overrides: list[str]) -> dict[str, Any]:
         "data": {"train": str(folder / "pairs.jsonl"), "cache_dir": str(folder / "cache")},
         "length": {"max_length": None},
         "dpo": {"reference": "precomputed"},
-        "memory": {"activation_checkpointing": "off", "watch": False},
+        "memory": {"activation_checkpointing": "off", "measure_peaks": False},
         "optim": {"lr": LR, "schedule": "constant", "warmup_steps": 0},
         "train": {"batch_size": PAIRS, "micro_batch_size": PAIRS, "max_steps": STEPS, "shuffle": False},
         "cluster": {"device": "cpu", "threads": 1},

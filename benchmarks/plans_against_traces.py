@@ -38,7 +38,7 @@ PART = RESULTS.with_suffix(".part.json")
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "smollm3-3b", "mistral-7b", "llama-3.1-8b")
 WRITES: dict[str, Any] = {
     "rewards": {"functions": ["builtin:length"]},
-    "generate": {"completions": 8, "max_tokens": 512},
+    "generate": {"num_generations": 8, "max_tokens": 512},
 }
 FORMS: tuple[dict[str, Any], ...] = (
     {},

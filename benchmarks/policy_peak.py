@@ -158,7 +158,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
         "model": {"path": job["model"]},
         "data": {"train": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache")},
         "length": {"max_length": 4096, "shared_prompts": side != "duplicated"},
-        "generate": {"completions": count, "max_tokens": COMPLETION},
+        "generate": {"num_generations": count, "max_tokens": COMPLETION},
         "rewards": {"functions": "exact_answer"},
         "memory": {"activation_checkpointing": job["checkpointing"]},
         "train": {"batch_size": count, "micro_batch_size": count, "max_steps": 1},

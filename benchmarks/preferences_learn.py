@@ -36,7 +36,7 @@ MODEL = {
 }
 SHARED: dict[str, Any] = {
     "length": {"max_length": 512},
-    "memory": {"activation_checkpointing": "off", "watch": False},
+    "memory": {"activation_checkpointing": "off", "measure_peaks": False},
     "cluster": {"device": "cpu", "threads": 1},
 }
 LEARNING_RATES = {"dpo": 3e-4, "kto": 5e-5, "reward": 3e-4}
@@ -103,7 +103,7 @@ def sft_recipe(data: Path) -> dict[str, Any]:
         "data": {
             "train": {"source": str(data / "gsm8k" / "train.jsonl"), "limit": 3000},
             "columns": {"prompt": "question", "completion": "answer"},
-            "held_out": 0.02,
+            "eval_fraction": 0.02,
         },
         "optim": {"lr": 2e-3},
         "train": {"batch_size": 8, "max_steps": STEPS["sft"]},
@@ -118,7 +118,7 @@ def recipe_of(method: str, seed: int, start: Path, data: Path) -> dict[str, Any]
     own = {
         "method": method,
         "model": {"path": str(start)},
-        "data": {"train": {"source": str(source), "limit": 1400}, "held_out": 0.15},
+        "data": {"train": {"source": str(source), "limit": 1400}, "eval_fraction": 0.15},
         "optim": {"lr": LEARNING_RATES[method]},
         "train": {"batch_size": 16, "max_steps": STEPS[method], "seed": seed},
         "eval": {"at_start": True, "every_steps": STEPS[method] // 3},

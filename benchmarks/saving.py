@@ -3,7 +3,7 @@
     python benchmarks/saving.py [-o benchmarks/results/saving.json] [--pairs 3] [--ranks 1]
 
 A Llama of 25 M weights, AdamW, float32: 306 MB a checkpoint. The same run in turns with and without
-`save.background`: how long each save held the steps, and what the steps beside it took. The losses of both
+`save.async_save`: how long each save held the steps, and what the steps beside it took. The losses of both
 are compared, bit for bit.
 """
 
@@ -29,7 +29,7 @@ model:
   tokenizer: builtin:tiny
 data: {train: {source: builtin:arithmetic, limit: 400}}
 length: {max_length: 128}
-memory: {watch: false}
+memory: {measure_peaks: false}
 train: {batch_size: 8, max_steps: 20}
 save: {every_steps: 5, keep: 2}
 cluster: {device: cpu, threads: 1}
@@ -38,7 +38,7 @@ cluster: {device: cpu, threads: 1}
 
 def run_once(recipe: Path, run: Path, num_ranks: int, *, background: bool) -> dict[str, Any]:
     """One run: seconds that each save held the steps, and seconds and processor seconds of the steps."""
-    asked = [f"save.background={'true' if background else 'false'}", f"cluster.processes={num_ranks}"]
+    asked = [f"save.async_save={'true' if background else 'false'}", f"cluster.processes={num_ranks}"]
     asked += ["cluster.engine=fsdp2"] if num_ranks > 1 else []
     planned = warm.plan(recipe, "sft", run, asked)
     if planned.code:

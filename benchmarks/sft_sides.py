@@ -25,7 +25,7 @@ BASE = """\
 method: sft
 optim: {schedule: cosine, warmup_steps: 0, weight_decay: 0.0, max_grad_norm: 1.0}
 cluster: {device: cpu, processes: 1, threads: 1}
-memory: {watch: false}
+memory: {measure_peaks: false}
 """
 
 

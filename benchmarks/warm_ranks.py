@@ -24,7 +24,7 @@ model:
   config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
            num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, tie_word_embeddings: true}}
   tokenizer: builtin:tiny
-data: {{train: {{source: builtin:arithmetic, limit: 100}}, held_out: 0.1}}
+data: {{train: {{source: builtin:arithmetic, limit: 100}}, eval_fraction: 0.1}}
 length: {{max_length: 128}}
 optim: {{lr: 3e-3}}
 train: {{batch_size: 16, max_steps: 4}}
@@ -32,7 +32,7 @@ save: {{every_steps: 1, keep: 9}}
 cluster: {{device: cpu, threads: 1}}
 """
 ONLINE = """\
-generate: {{completions: {completions}, max_tokens: 8}}
+generate: {{num_generations: {completions}, max_tokens: 8}}
 rewards: {{functions: ["{rewards}:has_k"]}}
 """
 COMPLETIONS = {"grpo": 4, "rloo": 4, "online_dpo": 4, "ppo": 1}

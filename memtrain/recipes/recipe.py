@@ -77,10 +77,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if self.save.keep_best and not (self.data.eval or self.data.held_out):
-            raise ValueError("save.keep_best needs held-out rows; set data.held_out or data.eval")
-        if self.eval.every_steps and not (self.data.eval or self.data.held_out):
-            raise ValueError("eval.every_steps needs held-out rows; set data.held_out or data.eval")
+        if self.save.keep_best and not (self.data.eval or self.data.eval_fraction):
+            raise ValueError("save.keep_best needs held-out rows; set data.eval_fraction or data.eval")
+        if self.eval.every_steps and not (self.data.eval or self.data.eval_fraction):
+            raise ValueError("eval.every_steps needs held-out rows; set data.eval_fraction or data.eval")
         return self
 
     @model_validator(mode="after")
@@ -120,11 +120,11 @@ class Recipe(Section):
 
     def _check_bounds_are_read(self, section: WithMismatch) -> None:
         mode, why = section.correction(self.generation)
-        for name in ("mismatch_low", "mismatch_high"):
+        for name in ("importance_correction_min", "importance_correction_max"):
             if mode == "none" and changes(section, name):
                 raise ValueError(
-                    f"{name} has no effect: mismatch: auto corrects nothing, because {why}; set mismatch, or "
-                    "remove it"
+                    f"{name} has no effect: importance_correction: auto corrects nothing, because {why}; "
+                    "set importance_correction, or remove it"
                 )
 
     @model_validator(mode="after")
@@ -141,32 +141,36 @@ class Recipe(Section):
             raise ValueError(
                 f"{self.method} needs rewards; set rewards: {{functions: exact_answer}}, or your own function"
             )
-        has_held_out = bool(self.data.eval or self.data.held_out)
+        has_held_out = bool(self.data.eval or self.data.eval_fraction)
         if has_held_out and all(one.pairwise for one in self.rewards.functions):
             raise ValueError(
                 "a pairwise judge compares completions of one prompt, and held-out prompts get one each; add "
-                "a reward function (weight: 0 is enough), or remove data.held_out and data.eval"
+                "a reward function (weight: 0 is enough), or remove data.eval_fraction and data.eval"
             )
-        if self.generation.completions < 2 and any(one.pairwise for one in self.rewards.functions):
+        if self.generation.num_generations < 2 and any(one.pairwise for one in self.rewards.functions):
             raise ValueError(
-                "a pairwise judge compares completions, and generate.completions is 1; set 2 or more"
+                "a pairwise judge compares completions, and generate.num_generations is 1; set 2 or more"
             )
         if self.train.batch_tokens is not None:
             raise ValueError(
                 f"{self.method} counts a step in completions; set train.batch_size in place of batch_tokens"
             )
-        if self.generation.completions < 2 and self.method != "ppo":
+        if self.generation.num_generations < 2 and self.method != "ppo":
             raise ValueError(
-                f"{self.method} compares the completions of a prompt, and generate.completions is 1; "
+                f"{self.method} compares the completions of a prompt, and generate.num_generations is 1; "
                 "set 2 or more"
             )
-        is_corrected = isinstance(section, WithMismatch) and section.mismatch not in ("auto", "none")
-        if isinstance(section, WithMismatch) and section.mismatch == "auto":
+        is_corrected = isinstance(section, WithMismatch) and section.importance_correction not in (
+            "auto",
+            "none",
+        )
+        if isinstance(section, WithMismatch) and section.importance_correction == "auto":
             self._check_bounds_are_read(section)
         if is_corrected and self.generation.truncates:
             raise ValueError(
-                "mismatch compares the sampler's probabilities with the trainer's, and top_k, top_p and "
-                "min_p leave the sampler fewer tokens; remove them, or set mismatch: none"
+                "importance_correction compares the sampler's probabilities with the trainer's, and "
+                "top_k, top_p and min_p leave the sampler fewer tokens; remove them, or set "
+                "importance_correction: none"
             )
         generate = self.generation
         if (
@@ -176,9 +180,9 @@ class Recipe(Section):
             and generate.temperature != 1
         ):
             raise ValueError(
-                "mismatch needs the sampler's probabilities before its repetition_penalty, and vLLM says "
-                "those only at temperature 1; remove repetition_penalty, or set temperature: 1, or mismatch: "
-                "none"
+                "importance_correction needs the sampler's probabilities before its repetition_penalty, and "
+                "vLLM says those only at temperature 1; remove repetition_penalty, or set temperature: 1, "
+                "or importance_correction: none"
             )
         if self.optim.neftune_alpha is not None:
             raise ValueError(

@@ -34,7 +34,7 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
 def test_all_shows_the_defaults_too(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "my.yaml", "--all"]) == 0
     told = capsys.readouterr().out
-    assert "memory.loss_tile " in told
+    assert "memory.loss_chunk_size " in told
     assert "64MiB" in told
     assert "default\n" in told
 

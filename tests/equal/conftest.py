@@ -22,7 +22,7 @@ cluster: {{device: cpu, threads: 1}}
 """
 ONLINE = """
 rewards: {functions: [{function: length}]}
-generate: {completions: 3, max_tokens: 12}
+generate: {num_generations: 3, max_tokens: 12}
 """
 
 

@@ -25,7 +25,7 @@ from memtrain.trainers.optim.build import build_optimizer, clip_gradients
 TinyModel = Callable[..., Any]
 SETTINGS = Settings(
     device="cpu", num_processes=1, threads=1, dtype="float32", attention="cpu", liger=False, adapter=None,
-    quantize="none", max_length=64, truncation="keep_start", packing="none", documents_see_each_other=False,
+    quantize="none", max_length=64, truncation="keep_start", packing="none", cross_document_attention=False,
     padding_free=False, pad_to_multiple_of=None, group_by_length=False, batch_size=2, batch_tokens=None,
     micro_batch_size=2, micro_tokens=None, max_steps=10, checkpoint_every=0, offload="none", loss="full",
     loss_tile_bytes=1 << 20, optimizer="adamw", master_weights=False, expandable_segments=False,

@@ -30,7 +30,7 @@ from memtrain.trainers.tools.verify.verify import verify
 MakePlan = Callable[..., Plan]
 EVERYTHING = (
     "memory.loss=chunked",
-    "memory.loss_tile=32KiB",
+    "memory.loss_chunk_size=32KiB",
     "memory.activation_checkpointing=on",
     "memory.activation_offloading=on",
     "train.micro_batch_size=3",

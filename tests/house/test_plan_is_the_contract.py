@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[2]
 SETTLED = (
     *("length", "row_limits", "cluster", "memory", "train.epochs", "train.max_steps"),
     *("model.dtype", "model.attention", "model.liger", "model.adapter", "model.quantize"),
-    *("optim.kind", "optim.master_weights", "optim.in_backward", "save.layout", "save.background"),
+    *("optim.kind", "optim.master_weights", "optim.in_backward", "save.layout", "save.async_save"),
     *("train.batch_size", "train.batch_tokens", "train.micro_batch_size", "train.micro_tokens"),
     *("generate.backend", "generate.gather_weights", "generate.rows"),
 )
 """Keys, and sections, that the plan decides or says again: their values are in Settings."""
 
 NOT_OF_THE_STEPS = {
-    "memory.watch": "whether peaks are measured; no setting says it",
+    "memory.measure_peaks": "whether peaks are measured; no setting says it",
     "memory.budget": "shown where memory ran out: what the recipe asked for",
 }
 MAKES_PLANS = (
@@ -66,7 +66,7 @@ def test_no_worker_reads_in_the_recipe_what_the_plan_settles():
         keys = read_keys(path)
         longer = {key for _, key in keys}
         for line, key in keys:
-            # `recipe.memory` is read on the way to `recipe.memory.watch`.
+            # `recipe.memory` is read on the way to `recipe.memory.measure_peaks`.
             is_on_the_way = any(other.startswith(f"{key}.") for other in longer)
             if is_settled(key) and not (is_on_the_way and "." not in key):
                 wrong.append(f"{name}:{line}: recipe.{key}")

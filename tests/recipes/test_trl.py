@@ -140,7 +140,11 @@ def test_vllm_is_corrected_for_as_trl_does():
     assert recipe.generate.vllm is not None
     assert recipe.grpo is not None
     assert (recipe.generate.backend, recipe.generate.vllm.memory_share) == ("vllm", 0.4)
-    assert (recipe.grpo.mismatch, recipe.grpo.mismatch_low, recipe.grpo.mismatch_high) == (
+    assert (
+        recipe.grpo.importance_correction,
+        recipe.grpo.importance_correction_min,
+        recipe.grpo.importance_correction_max,
+    ) == (
         "sequence_mask",
         None,
         3.0,

@@ -26,9 +26,9 @@ model:
   tokenizer: builtin:tiny
 data:
   train: {source: builtin:arithmetic, limit: 100}
-  held_out: 0.1
+  eval_fraction: 0.1
 length: {max_length: 128}
-memory: {watch: false}
+memory: {measure_peaks: false}
 optim: {lr: 3e-3}
 train: {batch_size: 8, max_steps: 6}
 cluster: {device: cpu, processes: 1, threads: 1}

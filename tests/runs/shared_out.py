@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "head of its own, logits in tiles": (
         "sft",
-        ("model.config.tie_word_embeddings=false", "memory.loss=chunked", "memory.loss_tile=64KiB"),
+        ("model.config.tie_word_embeddings=false", "memory.loss=chunked", "memory.loss_chunk_size=64KiB"),
     ),
     "bfloat16 with master weights": ("sft", ("model.dtype=bfloat16", "optim.master_weights=true")),
     "dpo beside a copy": ("dpo", ("dpo.reference=copy",)),
@@ -92,7 +92,7 @@ def write_online(runs, method: str) -> None:
     rewards.write_text("def has_k(completion):\n    return float('k' in completion)\n")
     write_method(runs, method)
     text = runs.recipe.read_text().replace("batch_size: 8, max_steps: 6", "batch_size: 16, max_steps: 3")
-    text += f"generate: {{completions: 4, max_tokens: 8}}\nrewards: {{functions: [{rewards}:has_k]}}\n"
+    text += f"generate: {{num_generations: 4, max_tokens: 8}}\nrewards: {{functions: [{rewards}:has_k]}}\n"
     runs.recipe.write_text(text)
 
 

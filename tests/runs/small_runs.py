@@ -23,13 +23,13 @@ optim: {{lr: 1e-2}}
 ONLINE = (
     MODEL
     + """
-data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.1, cache_dir: {cache}}}
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, eval_fraction: 0.1, cache_dir: {cache}}}
 length: {{max_length: 128}}
-generate: {{completions: 4, max_tokens: 10}}
+generate: {{num_generations: 4, max_tokens: 10}}
 train: {{batch_size: 16, max_steps: 4}}
 eval: {{every_steps: 2}}
 save: {{every_steps: 1, keep: 20}}
-memory: {{watch: false}}
+memory: {{measure_peaks: false}}
 log: {{every_steps: 1}}
 """
 )

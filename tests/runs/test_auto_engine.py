@@ -8,7 +8,12 @@ from memtrain.memory.plan.plan import read_plan
 pytestmark = pytest.mark.slow
 
 SAID = (
-    *(WIDE % "false", "memory.activation_checkpointing=on", "memory.loss=chunked", "memory.loss_tile=256KiB"),
+    *(
+        WIDE % "false",
+        "memory.activation_checkpointing=on",
+        "memory.loss=chunked",
+        "memory.loss_chunk_size=256KiB",
+    ),
     *("train.max_steps=3", "train.batch_size=4", "train.micro_batch_size=1"),
 )
 

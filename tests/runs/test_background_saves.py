@@ -1,4 +1,4 @@
-"""`save.background`: the same losses to the last bit, whatever happens while a checkpoint is written."""
+"""`save.async_save`: the same losses to the last bit, whatever happens while a checkpoint is written."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from memtrain.errors import EXIT_SAVED, LaunchError
 from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers.checkpoints import snapshot
 
-ASKED = ("save.background=true", "save.every_steps=2", "train.max_steps=8", "save.keep=3")
+ASKED = ("save.async_save=true", "save.every_steps=2", "train.max_steps=8", "save.keep=3")
 FSDP2 = ("cluster.engine=fsdp2",)
 SLOW_S = 1.0
 
@@ -22,7 +22,7 @@ SLOW_S = 1.0
 @pytest.fixture(scope="module")
 def waited(shared_runs) -> Path:
     """The same run, its steps waiting for each save."""
-    return shared_runs.done("waited", *ASKED, "save.background=false")
+    return shared_runs.done("waited", *ASKED, "save.async_save=false")
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_kills_at_random_moments_move_no_bit(runs, waited, slow_disk, curve_of):
 
 
 def test_every_rank_writes_its_part_beside_the_steps(runs, curve_of, slow_disk):
-    whole = ended(runs, "whole", 2, *FSDP2, "save.background=false")
+    whole = ended(runs, "whole", 2, *FSDP2, "save.async_save=false")
     folder = ended(runs, "run", 2, *FSDP2)
     assert curve_of(folder) == curve_of(whole)
     for step in (4, 6, 8):
@@ -156,7 +156,7 @@ def test_every_rank_writes_its_part_beside_the_steps(runs, curve_of, slow_disk):
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_killed_at_random_moments_move_no_bit(runs, curve_of, slow_disk, asked, seed: int):
     moments = random.Random(seed)
-    whole = ended(runs, "whole", 2, *asked, "save.background=false")
+    whole = ended(runs, "whole", 2, *asked, "save.async_save=false")
     for _ in range(2):
         killed_at_random(runs, "run", 2, moments, 4.0, *asked)
     assert curve_of(ended(runs, "run", 2, *asked)) == curve_of(whole)
@@ -184,7 +184,7 @@ def test_a_rollout_that_is_kept_is_copied_too(runs, curve_of, slow_disk):
 
     write_online(runs, "grpo")
     asked = ("grpo.updates_per_rollout=2", "train.max_steps=8", "save.every_steps=1")
-    whole = runs.done("whole", *ASKED, *asked, "save.background=false", verb="grpo")
+    whole = runs.done("whole", *ASKED, *asked, "save.async_save=false", verb="grpo")
     process = runs._fork(lambda: _main(runs.arguments("run", *ASKED, *asked, verb="grpo")))
     time.sleep(2.0)
     process.send(signal.SIGKILL)
@@ -201,7 +201,7 @@ def _main(arguments: list[str]) -> int:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_copy_is_in_the_plan(runs, metrics, num_ranks: int):
     """Weights and two moments once more, exactly; shared out over the ranks."""
-    asked = (*ASKED, "memory.watch=true")
+    asked = (*ASKED, "memory.measure_peaks=true")
     folder = runs.done("run", *asked) if num_ranks == 1 else ended(runs, "run", 2, *asked[4:], *FSDP2)
     plan = read_plan(folder / "plan.json")
     steady = next(phase for phase in plan.prediction.phases if phase.phase == "steady step")

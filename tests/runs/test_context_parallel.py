@@ -10,7 +10,7 @@ import pytest
 
 PACKED = ("length.packing=bfd", "train.batch_size=4", "train.micro_batch_size=2", "train.max_steps=12")
 STOPS = ("save.every_steps=3", "eval.every_steps=6")
-SAVED = ("memory.activation_checkpointing=on", "memory.activation_offloading=on", "memory.rehearse=on")
+SAVED = ("memory.activation_checkpointing=on", "memory.activation_offloading=on", "memory.preflight=on")
 SLICED = "cluster.context_parallel=2"
 ANSWERS = """\
 method: {method}
@@ -18,9 +18,9 @@ model:
   config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
            num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
   tokenizer: builtin:tiny
-data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.2, cache_dir: {cache}}}
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, eval_fraction: 0.2, cache_dir: {cache}}}
 length: {{max_length: 160}}
-memory: {{watch: false}}
+memory: {{measure_peaks: false}}
 optim: {{lr: 1e-2}}
 train: {{batch_size: 8, max_steps: 4}}
 eval: {{every_steps: 2}}
@@ -62,7 +62,7 @@ def test_two_processes_that_share_packed_rows_have_the_losses_of_one(runs, two: 
     assert_the_same(two, runs.done("one", *PACKED, *STOPS))
 
 
-@pytest.mark.parametrize("by", ["keys", "heads"])
+@pytest.mark.parametrize("by", ["all_gather", "ulysses"])
 def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch, by: str):
     """Three rows a step, one at a time, on two groups: one of them has nothing to learn in its last pass.
 
@@ -71,7 +71,7 @@ def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch, by: str):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     uneven = ("length.packing=bfd", "train.batch_size=3", "train.micro_batch_size=1", "train.max_steps=3")
     uneven += ("optim.kind=sgd", "optim.lr=0.5", "optim.max_grad_norm=null")
-    ranks = runs.fork_ranks("four", 4, *uneven, SLICED, f"cluster.context_parallel_by={by}")
+    ranks = runs.fork_ranks("four", 4, *uneven, SLICED, f"cluster.context_parallel_mode={by}")
     assert [rank.wait() for rank in ranks] == [0] * 4, "\n".join(rank.said for rank in ranks)
     assert_the_same(runs.folder / "four", runs.done("one", *uneven))
 
@@ -84,7 +84,13 @@ def test_dealt_out_heads_have_the_losses_of_one_and_go_on_bit_for_bit(
     """Two heads with one of keys on two processes; four with one on four."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     model = "model.config.num_attention_heads=4"
-    said = (*PACKED, *STOPS, model, f"cluster.context_parallel={size}", "cluster.context_parallel_by=heads")
+    said = (
+        *PACKED,
+        *STOPS,
+        model,
+        f"cluster.context_parallel={size}",
+        "cluster.context_parallel_mode=ulysses",
+    )
     ranks = runs.fork_ranks("many", size, *said, *SAVED)
     assert [rank.wait() for rank in ranks] == [0] * size, ranks[0].said
     assert_the_same(runs.folder / "many", runs.done("one", *PACKED, *STOPS, model))

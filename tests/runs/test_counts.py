@@ -41,7 +41,7 @@ def test_what_is_cut_and_dropped_is_counted(runs, metrics, tmp_path: Path, trunc
     folder = runs.done(
         "run",
         f"data.train={tmp_path / 'rows.jsonl'}",
-        "data.held_out=0",
+        "data.eval_fraction=0",
         f"length.max_length={LIMIT}",
         f"length.truncation={truncation}",
         f"length.packing={packing}",
@@ -73,7 +73,7 @@ def test_splitting_loses_no_learnt_token(runs, metrics, tmp_path: Path):
     folder = runs.done(
         "run",
         f"data.train={tmp_path / 'rows.jsonl'}",
-        "data.held_out=0",
+        "data.eval_fraction=0",
         f"length.max_length={LIMIT}",
         "length.packing=bfd_split",
         "train.epochs=1",

@@ -96,7 +96,7 @@ def test_a_store_of_peaks_that_cannot_be_written_is_told(runs, monkeypatch, metr
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(finish, "note_run", refuse)
-    folder = runs.done("run", "memory.watch=true", *SHORT)
+    folder = runs.done("run", "memory.measure_peaks=true", *SHORT)
     notes = [note["text"] for note in metrics(folder, "note")]
     assert any(text.startswith("the measured peaks are not kept for later plans") for text in notes), notes
 

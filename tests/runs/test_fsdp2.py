@@ -195,7 +195,7 @@ def test_processes_whose_gradients_do_not_meet_are_refused(runs, monkeypatch):
     [
         ("optim.kind=adafactor", "needs whole matrices"),
         ("optim.kind=muon", "needs whole matrices"),
-        ("cluster.offload=optimizer", "needs an engine that moves them"),
+        ("cluster.cpu_offload=optimizer", "needs an engine that moves them"),
         ("cluster.processes=1", "nobody to share with"),
     ],
 )
@@ -209,7 +209,7 @@ def test_the_plan_says_engine_and_layout(two: Path):
     plan = read_plan(two / "plan.json")
     decided = {one.setting: one for one in plan.decisions}
     assert (decided["engine"].value, decided["checkpoint_layout"].value) == ("fsdp2", "sharded")
-    assert decided["recover"].value == "off"
+    assert decided["oom_recovery"].value == "off"
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_the_peak_of_a_rank_is_predicted(runs, metrics, tied: str, checkpointing
         "run",
         2,
         WIDE % tied,
-        "memory.watch=true",
+        "memory.measure_peaks=true",
         "train.max_steps=3",
         "train.micro_tokens=128",  # Few enough for three steps to have micro-batches of so many.
         f"memory.activation_checkpointing={checkpointing}",

@@ -25,7 +25,9 @@ def test_the_second_prediction_of_a_run_is_nearer(runs, tmp_path, monkeypatch, r
     monkeypatch.setenv("MEMTRAIN_CALIBRATION", str(tmp_path / "store"))
     errors = []
     for name in ("first", "second"):
-        folder = runs.done(name, "memory.watch=true", f"memory.rehearse={rehearse}", "train.max_steps=2")
+        folder = runs.done(
+            name, "memory.measure_peaks=true", f"memory.preflight={rehearse}", "train.max_steps=2"
+        )
         predicted, measured = told_of(folder)
         errors.append(abs(predicted - measured) / measured)
     assert errors[1] <= errors[0]

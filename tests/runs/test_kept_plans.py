@@ -12,7 +12,7 @@ from memtrain.memory.hardware.peak_history import History
 from memtrain.memory.plan.plan import read_plan
 from memtrain.memory.plan.units import GIB, MIB
 
-OPEN = ("train.batch_size=16", "optim.schedule=constant", "optim.warmup_steps=0", "data.held_out=0")
+OPEN = ("train.batch_size=16", "optim.schedule=constant", "optim.warmup_steps=0", "data.eval_fraction=0")
 TIGHT, ROOMY = 720 * MIB, 64 * GIB
 """Budgets of a small and of the usual micro-batch; a CPU run takes 0.8 of what is free."""
 

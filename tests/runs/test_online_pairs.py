@@ -115,11 +115,16 @@ SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "rloo"
 @pytest.mark.parametrize("method", ["ppo", *SLOWLY])
 def test_a_rehearsal_leaves_no_trace_in_the_numbers(method: str, tmp_path: Path, cache: Path):
     """Completions of full length are tried before step 1, and not one number of the run is another."""
-    given = ("train.max_steps=2", "memory.watch=true", "train.micro_batch_size=8", "eval.every_steps=2")
+    given = (
+        "train.max_steps=2",
+        "memory.measure_peaks=true",
+        "train.micro_batch_size=8",
+        "eval.every_steps=2",
+    )
     if method == "ppo":
         given = (*given, "ppo.kl_target=0.1")
-    plain = run(tmp_path, method, cache, *given, "memory.rehearse=off", name="plain")
-    tried = run(tmp_path, method, cache, *given, "memory.rehearse=on", name="tried")
+    plain = run(tmp_path, method, cache, *given, "memory.preflight=off", name="plain")
+    tried = run(tmp_path, method, cache, *given, "memory.preflight=on", name="tried")
     assert curve(tried) == curve(plain)
     (note,) = [line["text"] for line in tried if line["kind"] == "note"]
     assert note.startswith("rehearsed completions of full length to the longest prompts, ")
@@ -171,13 +176,15 @@ def test_a_run_that_goes_on_in_the_middle_of_a_rollout_is_the_run_that_was_never
 def test_a_pairwise_judge_chooses_as_the_reward_of_its_order_does(tmp_path: Path, cache: Path):
     """The judge prefers the shorter of two: its best and worst are those of minus the length."""
     judge = f'{{functions: [{{function: "{cache / "rewards.py"}:shorter", pairwise: true}}]}}'
-    by_reward = run(tmp_path, "online_dpo", cache, "data.held_out=0", "eval.every_steps=null", name="reward")
+    by_reward = run(
+        tmp_path, "online_dpo", cache, "data.eval_fraction=0", "eval.every_steps=null", name="reward"
+    )
     by_judge = run(
         tmp_path,
         "online_dpo",
         cache,
         f"rewards={judge}",
-        "data.held_out=0",
+        "data.eval_fraction=0",
         "eval.every_steps=null",
         name="judge",
     )
@@ -187,7 +194,7 @@ def test_a_pairwise_judge_chooses_as_the_reward_of_its_order_does(tmp_path: Path
 
 def test_a_judge_that_likes_the_first_helps_nobody_when_asked_both_ways(tmp_path: Path, cache: Path):
     judge = f'{{function: "{cache / "rewards.py"}:first", pairwise: true, both_orders: true}}'
-    given = (f"rewards={{functions: [{judge}]}}", "data.held_out=0", "eval.every_steps=null")
+    given = (f"rewards={{functions: [{judge}]}}", "data.eval_fraction=0", "eval.every_steps=null")
     told = steps(run(tmp_path, "online_dpo", cache, *given, "train.max_steps=2"))
     assert [line["groups_without_signal"] for line in told] == [1.0, 1.0]
     assert [line["grad_norm"] for line in told] == [0.0, 0.0]
@@ -195,7 +202,7 @@ def test_a_judge_that_likes_the_first_helps_nobody_when_asked_both_ways(tmp_path
 
 def test_a_judge_that_gives_no_verdict_that_is_one_ends_the_run_in_words(tmp_path: Path, cache: Path):
     judge = f'{{function: "{cache / "rewards.py"}:wrong", pairwise: true}}'
-    given = (f"rewards={{functions: [{judge}]}}", "data.held_out=0", "eval.every_steps=null")
+    given = (f"rewards={{functions: [{judge}]}}", "data.eval_fraction=0", "eval.every_steps=null")
     with pytest.raises(DataError) as caught:
         run(tmp_path, "online_dpo", cache, *given)
     assert "judge 'wrong' returned 'left' for pair 0" in caught.value.text()
@@ -204,7 +211,7 @@ def test_a_judge_that_gives_no_verdict_that_is_one_ends_the_run_in_words(tmp_pat
 @pytest.mark.parametrize(
     ("method", "overrides", "words"),
     [
-        ("online_dpo", ("generate.completions=1",), "generate.completions is 1"),
+        ("online_dpo", ("generate.num_generations=1",), "generate.num_generations is 1"),
         ("online_dpo", ("online_dpo.beta=0",), "beta"),
         ("online_dpo", ("online_dpo.loss=hinge",), "sigmoid"),
         ("ppo", ("ppo.kl_horizon=5",), "kl_horizon has no effect without kl_target"),
@@ -221,7 +228,7 @@ def test_a_recipe_that_cannot_be_meant_is_refused(
 
 
 def test_one_completion_a_prompt_is_enough_for_ppo(tmp_path: Path, cache: Path):
-    told = steps(run(tmp_path, "ppo", cache, "generate.completions=1", "train.max_steps=2"))
+    told = steps(run(tmp_path, "ppo", cache, "generate.num_generations=1", "train.max_steps=2"))
     assert told[0]["reward_std"] > 0
 
 
@@ -234,14 +241,14 @@ def test_a_value_model_of_its_own_needs_what_was_predicted(tmp_path: Path, cache
     )
     given = (
         wide,
-        "memory.watch=true",
+        "memory.measure_peaks=true",
         "generate.max_tokens=48",
         "train.max_steps=4",
         "eval.every_steps=null",
     )
     needs: dict[str, dict[str, tuple[int, int]]] = {}
     for value in ("shared", "own"):
-        told = run(tmp_path, "ppo", cache, *given, f"ppo.value={value}", "data.held_out=0", name=value)
+        told = run(tmp_path, "ppo", cache, *given, f"ppo.value={value}", "data.eval_fraction=0", name=value)
         predicted = {
             one.phase: one.num_bytes for one in read_plan(tmp_path / value / "plan.json").prediction.phases
         }

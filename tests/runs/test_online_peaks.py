@@ -5,9 +5,9 @@ from shared_out import WIDE, peaks, write_online
 
 SAID = (
     WIDE % "true",
-    "memory.watch=true",
-    "memory.rehearse=on",
-    "data.held_out=0",
+    "memory.measure_peaks=true",
+    "memory.preflight=on",
+    "data.eval_fraction=0",
     "generate.max_tokens=32",
     "length.max_length=192",
 )

@@ -68,7 +68,7 @@ def test_a_reward_model_is_shared_out_too(runs, curve_of, metrics, judge: Path, 
     """Its weights are counted in parts, and so measured; with 3 groups one rank has more to read."""
     write_online(runs, "ppo")
     judged = f"rewards={{functions: [{{model: {judge}}}]}}"
-    said = (*SAVED, judged, "train.batch_size=12", "memory.watch=true")
+    said = (*SAVED, judged, "train.batch_size=12", "memory.measure_peaks=true")
     one = runs.done("one", *said, verb="ppo")
     two = ended(runs, "two", engine, *said)
     assert_same_curve(curve_of(two), curve_of(one), rel=1e-4)
@@ -81,8 +81,8 @@ def test_a_reward_model_is_shared_out_too(runs, curve_of, metrics, judge: Path, 
 
 WIDER = (
     WIDE % "true",
-    "memory.watch=true",
-    "data.held_out=0",
+    "memory.measure_peaks=true",
+    "data.eval_fraction=0",
     "generate.max_tokens=32",
     "length.max_length=192",
 )

@@ -10,9 +10,9 @@ model:
   config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
     num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}
   tokenizer: builtin:tiny
-data: {{train: {{source: builtin:arithmetic, limit: 60}}, held_out: 0.2}}
+data: {{train: {{source: builtin:arithmetic, limit: 60}}, eval_fraction: 0.2}}
 length: {{max_length: 160}}
-memory: {{watch: false}}
+memory: {{measure_peaks: false}}
 optim: {{lr: 3e-3}}
 train: {{batch_size: 7, micro_batch_size: 2, max_steps: {steps}}}
 eval: {{every_steps: 3}}

@@ -16,7 +16,7 @@ SYNCED = ("dpo.reference=synced", "dpo.reference_sync_steps=2")
 RECIPE = (
     MODEL
     + """
-data: {{train: {{source: builtin:arithmetic, limit: 40}}, held_out: 0.2, cache_dir: {cache}}}
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, eval_fraction: 0.2, cache_dir: {cache}}}
 length: {{max_length: 160}}
 train: {{batch_size: 8, max_steps: 6}}
 eval: {{every_steps: 3}}
@@ -132,7 +132,7 @@ def test_a_wrong_pair_is_told_with_its_line(row: str, words: str, tmp_path: Path
     good = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
     (tmp_path / "pairs.jsonl").write_text(f"{good}\n{row}\n")
     recipe = written(tmp_path, "dpo", cache)
-    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
     with pytest.raises(DataError) as caught:
         run_recipe("dpo", recipe, overrides, dry_run=True, run_dir=str(tmp_path / "run"))
     assert words in caught.value.text()
@@ -142,7 +142,7 @@ def test_a_wrong_pair_is_told_with_its_line(row: str, words: str, tmp_path: Path
 def test_rows_for_another_method_are_refused(tmp_path: Path, cache: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     recipe = written(tmp_path, "reward", cache)
-    overrides = [f"data.train={tmp_path}/rows.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    overrides = [f"data.train={tmp_path}/rows.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
     with pytest.raises(MemtrainError) as caught:
         run_recipe("reward", recipe, overrides, dry_run=True, run_dir=str(tmp_path / "run"))
     assert "does not take" in caught.value.text()
@@ -170,7 +170,7 @@ def test_a_window_shorter_than_a_row_gives_each_answer_a_row(tmp_path: Path, cac
 def test_kto_takes_pairs_apart(tmp_path: Path, cache: Path):
     rows = [f'{{"prompt": "{n} pens:", "chosen": " {n}", "rejected": " no"}}' for n in range(8)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
-    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
     told = run(tmp_path, "kto", cache, *overrides, "train.max_steps=2", "length.group_prompts=true")
     assert next(line for line in told if line["kind"] == "data")["rows"] == 16
     assert [line["rewards/desirable_share"] for line in told if line["kind"] == "step"] == [0.5, 0.5]
@@ -185,7 +185,7 @@ def test_conversations_with_a_common_beginning_are_pairs(tmp_path: Path, cache: 
 
     row = json.dumps({"chosen": conversation("4"), "rejected": conversation("five"), "margin": 0.5})
     (tmp_path / "pairs.jsonl").write_text(f"{row}\n" * 8)
-    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
     told = run(tmp_path, "reward", cache, *overrides, "train.max_steps=2")
     assert next(line for line in told if line["kind"] == "data")["rows_dropped"] == 0
 
@@ -196,7 +196,7 @@ def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
     """The rejected answers lose their ends; in the plan, the metrics and the report."""
     row = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c " * 60})
     (tmp_path / "pairs.jsonl").write_text(f"{row}\n" * 8)
-    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.held_out=0", "eval.every_steps=null"]
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
     told = run(tmp_path, "dpo", cache, *overrides, "length.max_length=40", "train.max_steps=1")
     data = next(line for line in told if line["kind"] == "data")
     assert data["learnt_cut_by_answer"] == [0, data["learnt_cut"]]
@@ -222,7 +222,7 @@ def test_a_length_that_leaves_no_row_is_told(override: str, words: str, tmp_path
 def test_a_length_that_leaves_no_held_out_row_is_told_before_training(tmp_path: Path, cache: Path):
     rows = [{"prompt": "How many?", "chosen": " one" * 80, "rejected": " two" * 80} for _ in range(3)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["data.held_out=0", f"data.eval={tmp_path / 'long.jsonl'}", "length.truncation=drop"]
+    words = ["data.eval_fraction=0", f"data.eval={tmp_path / 'long.jsonl'}", "length.truncation=drop"]
     with pytest.raises(DataError, match="none of 3 held-out rows is left: all are longer"):
         run(tmp_path, "dpo", cache, "length.max_length=60", *words)
 
@@ -266,7 +266,7 @@ def test_the_predicted_peak_is_the_measured_one(
         method,
         cache,
         f"data.train={tmp_path}/rows.jsonl",
-        "data.held_out=0",
+        "data.eval_fraction=0",
         "eval.every_steps=null",
         "length.max_length=null",
         "train.max_steps=2",

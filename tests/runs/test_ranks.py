@@ -34,7 +34,7 @@ def wait_for_step(metrics, folder: Path, step: int) -> None:
 @pytest.fixture(scope="module")
 def two(shared_runs) -> Path:
     """A run of two ranks that nobody interrupted."""
-    ranks = shared_runs.fork_ranks("two", 2, *LONG, "memory.watch=true")
+    ranks = shared_runs.fork_ranks("two", 2, *LONG, "memory.measure_peaks=true")
     assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)
     return shared_runs.folder / "two"
 
@@ -64,7 +64,7 @@ def test_the_peak_is_that_of_the_rank_that_needed_most(runs, metrics, monkeypatc
         return plain(device, resident_bytes + extra, *rest, **named)
 
     monkeypatch.setattr(worker, "MemoryWatch", greedy)
-    ranks = runs.fork_ranks("run", 2, "memory.watch=true", "train.max_steps=2")
+    ranks = runs.fork_ranks("run", 2, "memory.measure_peaks=true", "train.max_steps=2")
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
     assert all(step["peak_bytes"] > 2**30 for step in metrics(runs.folder / "run", "step"))
     highest = {event["phase"]: event["allocated"] for event in metrics(runs.folder / "run", "memory")}
@@ -74,7 +74,12 @@ def test_the_peak_is_that_of_the_rank_that_needed_most(runs, metrics, monkeypatc
 def test_more_ranks_than_rows_do_not_hang(runs, metrics):
     """Three rows on two ranks, one at a time, then a last step of one row."""
     ranks = runs.fork_ranks(
-        "run", 2, "data.train.limit=4", "data.held_out=0", "train.batch_size=3", "train.micro_batch_size=1"
+        "run",
+        2,
+        "data.train.limit=4",
+        "data.eval_fraction=0",
+        "train.batch_size=3",
+        "train.micro_batch_size=1",
     )
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
     assert [step["sequences"] for step in metrics(runs.folder / "run", "step")] == [3, 1] * 3

@@ -193,7 +193,7 @@ def test_when_nothing_helps_the_last_whole_step_is_saved_and_the_ways_out_are_to
 
 def test_recovery_can_be_switched_off(runs, monkeypatch):
     break_at(monkeypatch, 250)
-    ended = runs.run("broken", *SMALL, "memory.recover=off")
+    ended = runs.run("broken", *SMALL, "memory.oom_recovery=off")
     assert ended.code == 7
     assert "ran out of memory" in ended.err
 
@@ -226,7 +226,7 @@ model:
   tokenizer: builtin:tiny
 data: {{train: {{source: builtin:arithmetic, limit: 40}}}}
 length: {{max_length: 128}}
-generate: {{completions: 4, max_tokens: 10}}
+generate: {{num_generations: 4, max_tokens: 10}}
 rewards: {{functions: ["{rewards}:short"]}}
 train: {{batch_size: 16, micro_batch_size: 8, max_steps: 3}}
 save: {{every_steps: 3}}

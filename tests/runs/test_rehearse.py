@@ -12,7 +12,7 @@ from memtrain.trainers.loop.oom import recover
 from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"
-SMALL = ("train.max_steps=3", "train.micro_batch_size=4", "train.batch_size=8", "memory.watch=true")
+SMALL = ("train.max_steps=3", "train.micro_batch_size=4", "train.batch_size=8", "memory.measure_peaks=true")
 KINDS = {
     "adamw": ("optim.weight_decay=0.1",),
     "adafactor": ("optim.kind=adafactor", "optim.weight_decay=0.1"),
@@ -46,15 +46,15 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rehearsal_leaves_no_trace_in_the_numbers(runs, kind: str):
     options = (*SMALL, *KINDS[kind])
-    plain = runs.done("plain", *options, "memory.rehearse=off")
-    rehearsed = runs.done("rehearsed", *options, "memory.rehearse=on")
+    plain = runs.done("plain", *options, "memory.preflight=off")
+    rehearsed = runs.done("rehearsed", *options, "memory.preflight=on")
     assert numbers(rehearsed) == numbers(plain)
     weights = [next((run / "final").glob("*.safetensors")).read_bytes() for run in (plain, rehearsed)]
     assert weights[0] == weights[1]
 
 
 def test_measured_peaks_of_every_phase_stand_beside_the_predicted_ones(runs):
-    folder = runs.done("run", *SMALL, "memory.rehearse=on")
+    folder = runs.done("run", *SMALL, "memory.preflight=on")
     measured = {line["phase"]: line["allocated"] for line in lines(folder, "memory")}
     for phase in ("first step", "steady step", "evaluation", "saving"):
         assert measured[f"rehearsal: {phase}"] > 0
@@ -69,7 +69,7 @@ def test_the_report_holds_a_rehearsed_phase_against_its_prediction(runs):
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.report.report import load_report, phases_of
 
-    folder = runs.done("run", *SMALL, "memory.rehearse=on")
+    folder = runs.done("run", *SMALL, "memory.preflight=on")
     phases = {one.phase: one for one in phases_of(load_report(RunFolder(folder)))}
     one = phases["rehearsal: evaluation"]
     assert one.predicted == phases["evaluation"].predicted
@@ -77,7 +77,7 @@ def test_the_report_holds_a_rehearsed_phase_against_its_prediction(runs):
 
 
 def test_a_run_that_goes_on_is_rehearsed_without_moving_its_states(runs):
-    options = (*SMALL, "memory.rehearse=on", "save.every_steps=2")
+    options = (*SMALL, "memory.preflight=on", "save.every_steps=2")
     whole = runs.done("whole", *options)
     cut = runs.done("cut", *options)
     shutil.rmtree(sorted((cut / "checkpoints").glob("step-*"))[-1])
@@ -91,7 +91,7 @@ def test_a_run_that_cannot_survive_ends_before_its_first_step(runs, monkeypatch)
         return None, False
 
     monkeypatch.setattr(recover, "attempt", attempt)
-    ended = runs.run("run", *SMALL, "memory.rehearse=on")
+    ended = runs.run("run", *SMALL, "memory.preflight=on")
     assert ended.code == 7
     assert "in step 1" in ended.err
     assert "(peak " in ended.err
@@ -109,7 +109,7 @@ def test_what_the_rehearsal_learns_is_kept(runs, monkeypatch):
         return real(act, is_on=is_on)
 
     monkeypatch.setattr(recover, "attempt", attempt)
-    folder = runs.done("run", *SMALL, "memory.rehearse=on", "save.every_steps=3")
+    folder = runs.done("run", *SMALL, "memory.preflight=on", "save.every_steps=3")
     state = load_state(next(folder.glob("checkpoints/step-*")) / "loop")
     assert state["micro_limit"] > 0
     assert state["num_recoveries"] == 1
@@ -119,7 +119,7 @@ def test_a_peak_above_the_budget_of_the_recipe_is_refused(runs, monkeypatch):
     from memtrain.trainers.loop.oom import post_mortem
 
     monkeypatch.setattr(post_mortem, "needed", lambda peak, settings: 64 * 2**30)
-    ended = runs.run("run", *SMALL, "memory.rehearse=on", "memory.budget=8GiB")
+    ended = runs.run("run", *SMALL, "memory.preflight=on", "memory.budget=8GiB")
     assert ended.code == 3
     assert "needs 64.00 GiB, and memory.budget is 8.00 GiB" in ended.err
 
@@ -127,6 +127,6 @@ def test_a_peak_above_the_budget_of_the_recipe_is_refused(runs, monkeypatch):
 def test_a_disk_without_room_for_the_checkpoints_is_told_before_the_first_step(runs, monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    ended = runs.run("run", *SMALL, "memory.rehearse=on")
+    ended = runs.run("run", *SMALL, "memory.preflight=on")
     assert ended.code == 5
     assert "and 1000 B are free" in ended.err

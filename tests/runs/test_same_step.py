@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 ONE_STEP = (
     "data.train.limit=14",
-    "data.held_out=0",
+    "data.eval_fraction=0",
     "train.batch_size=14",
     "train.max_steps=1",
     "optim.kind=sgd",
@@ -35,7 +35,7 @@ VARIANTS = {
     "every second layer": ("memory.checkpoint_every=2",),
     "offloaded": ("memory.activation_offloading=on",),
     "whole logits": ("memory.loss=full",),
-    "small tiles": ("memory.loss_tile=64KiB",),
+    "small tiles": ("memory.loss_chunk_size=64KiB",),
     "not shuffled": ("train.shuffle=false",),
     "grouped": ("length.padding_free=false", "length.group_by_length=true"),
 }
@@ -98,5 +98,5 @@ def test_several_ranks_make_the_step_of_one_batch(runs, assert_same_step, name: 
 
 
 def test_what_is_logged_moves_no_bit(runs, curve_of):
-    often = runs.done("often", "log.every_steps=1", "memory.watch=true", "eval.every_steps=1")
+    often = runs.done("often", "log.every_steps=1", "memory.measure_peaks=true", "eval.every_steps=1")
     assert curve_of(often) == curve_of(runs.done("rarely", "log.every_steps=1000"))

@@ -13,7 +13,7 @@ def recipe(runs, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MY_FOLDER", str(runs.folder))
     path = runs.folder / "secret.yaml"
     text = runs.recipe.read_text().replace(
-        "held_out: 0.1", "held_out: 0.1\n  cache_dir: ${oc.env:MY_FOLDER}/cache"
+        "eval_fraction: 0.1", "eval_fraction: 0.1\n  cache_dir: ${oc.env:MY_FOLDER}/cache"
     )
     path.write_text(text + "log: {project: 'mine-${oc.env:MY_SECRET}'}\nsave: {every_steps: 1}\n")
     assert not cache.exists()

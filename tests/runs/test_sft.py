@@ -61,7 +61,7 @@ def test_a_smoke_recipe_trains(runs, metrics, name: str):
 
 
 def test_a_run_folder_has_everything(runs):
-    folder = runs.done("run", "memory.watch=true")
+    folder = runs.done("run", "memory.measure_peaks=true")
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
         "final",
@@ -92,7 +92,7 @@ def test_transformers_loads_the_model_and_finds_the_loss_that_was_told(runs, met
         "run",
         f"data.train={tmp_path / 'train.jsonl'}",
         f"data.eval={tmp_path / 'eval.jsonl'}",
-        "data.held_out=0",
+        "data.eval_fraction=0",
         "optim.lr=1e-2",
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
@@ -116,7 +116,7 @@ def test_an_adapter_is_saved_as_one_and_peft_loads_it(runs, metrics, tmp_path: P
         "model.adapter.r=4",
         f"data.train={tmp_path / 'train.jsonl'}",
         f"data.eval={tmp_path / 'eval.jsonl'}",
-        "data.held_out=0",
+        "data.eval_fraction=0",
         "optim.lr=1e-2",
     )
     assert not (folder / "final" / "model.safetensors").exists()

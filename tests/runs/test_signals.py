@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memtrain.errors import ResumeError
 
-SLOW = ("train.max_steps=60", "save.every_steps=7", "memory.watch=true")
+SLOW = ("train.max_steps=60", "save.every_steps=7", "memory.measure_peaks=true")
 
 
 def wait_for_step(metrics, folder: Path, step: int) -> None:
@@ -57,8 +57,8 @@ def test_a_changed_key_is_refused_and_goes_on_where_it_is_named(runs, metrics):
     refused = runs.run("run", *longer)
     assert refused.code == ResumeError.exit_code
     assert "optim.lr was 0.003 up to step 4 and is now 0.001" in refused.err
-    assert "save.allow_changed=[optim.lr]" in refused.err
-    runs.done("run", *longer, "save.allow_changed=[optim.lr, train.shuffle]")
+    assert "save.allow_changed_keys=[optim.lr]" in refused.err
+    runs.done("run", *longer, "save.allow_changed_keys=[optim.lr, train.shuffle]")
     notes = [note["text"] for note in metrics(folder, "note")]
     assert "another run from here: optim.lr 0.003 -> 0.001" in notes
     assert "another run from here: train.shuffle True -> False" in notes

@@ -37,7 +37,7 @@ def test_losses_are_those_of_trl(runs, metrics, made: Path, mode: str):
         "model.tokenizer=null",
         f"model.path={made / 'model'}",
         f"data.train={made / 'rows.jsonl'}",
-        "data.held_out=0",
+        "data.eval_fraction=0",
         f"length.max_length={case['max_length']}",
         f"length.padding_free={str(mode != 'padded').lower()}",
         f"length.packing={'bfd' if mode == 'bfd' else 'none'}",

@@ -77,8 +77,8 @@ KILLED = {
     "stage 2 in bfloat16": ("zero2", HALVES),
     "stage 3 in bfloat16": ("zero3", HALVES),
     "stage 2 with an adapter": ("zero2", ("model.adapter={r: 4}",)),
-    "stage 3 in the background": ("zero3", ("save.background=true",)),
-    "stage 2, gathered in the background": ("zero2", ("save.background=true", "save.layout=full")),
+    "stage 3 in the background": ("zero3", ("save.async_save=true",)),
+    "stage 2, gathered in the background": ("zero2", ("save.async_save=true", "save.layout=full")),
 }
 
 
@@ -114,7 +114,7 @@ def test_each_rank_writes_what_it_steps_and_export_makes_a_model_of_it(runs, tmp
 
 @pytest.mark.slow
 def test_stage_3_keeps_its_parts_on_the_host(runs, one: Path, curve_of):
-    assert_same_curve(curve_of(ended(runs, "two", "zero3", "cluster.offload=parameters")), curve_of(one))
+    assert_same_curve(curve_of(ended(runs, "two", "zero3", "cluster.cpu_offload=parameters")), curve_of(one))
 
 
 ELSEWHERE = {
@@ -162,7 +162,7 @@ def test_without_deepspeed_the_run_says_what_to_install(monkeypatch):
         (("model.dtype=bfloat16", "model.adapter={r: 4}"), "round what is trained in float32"),
         (("memory.optimizer_offload=on",), "flat parts of weights"),
         (("cluster.context_parallel=2",), "never tried together"),
-        (("memory.rehearse=on",), "keep the gradients of what is tried before"),
+        (("memory.preflight=on",), "keep the gradients of what is tried before"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused_before_anything_starts(runs, overrides, words: str):
@@ -173,7 +173,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_anything_starts(runs, overri
 
 CASES = shared_out.CASES | {
     "best kept": ("sft", ("save.keep_best=true", "eval.every_steps=2", "save.every_steps=2")),
-    "states on the host": ("sft", ("cluster.offload=optimizer",)),
+    "states on the host": ("sft", ("cluster.cpu_offload=optimizer",)),
     "plain SGD": ("sft", ("optim.kind=sgd", "optim.max_grad_norm=null")),
 }
 
@@ -214,7 +214,7 @@ def test_weights_are_gathered_for_a_rollout_or_streamed_with_less_memory(
     assert done.code == 0, done.err
     peak: dict[str, int] = {}
     for way in ("on", "off"):
-        said = (WIDE % "true", "memory.watch=true", f"generate.gather_weights={way}")
+        said = (WIDE % "true", "memory.measure_peaks=true", f"generate.gather_weights={way}")
         folder = ended(runs, way, engine, *said, verb="grpo")
         assert_same_curve(curve_of(folder), curve_of(runs.folder / "one"), rel=1e-4)
         plan = read_plan(folder / "plan.json")
@@ -237,7 +237,7 @@ def test_the_peak_of_a_rank_is_predicted(runs, metrics, engine: str, tied: str, 
         "run",
         engine,
         WIDE % tied,
-        "memory.watch=true",
+        "memory.measure_peaks=true",
         "train.max_steps=3",
         f"memory.activation_checkpointing={checkpointing}",
     )

@@ -27,7 +27,7 @@ model:
   tokenizer: builtin:tiny
 data: {train: {source: builtin:arithmetic, limit: 100}}
 length: {max_length: 128}
-memory: {watch: false}
+memory: {measure_peaks: false}
 optim: {lr: 3e-3}
 # A job of one core may be planned otherwise than this machine: pinned, for equal bits.
 train: {batch_size: 16, micro_tokens: 1024, max_steps: 200}

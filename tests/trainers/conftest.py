@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "max_length": 1024,
     "truncation": "keep_start",
     "packing": "bfd",
-    "documents_see_each_other": False,
+    "cross_document_attention": False,
     "padding_free": True,
     "pad_to_multiple_of": None,
     "group_by_length": False,
@@ -76,7 +76,7 @@ def make_plan() -> MakePlan:
         recipe: dict[str, Any] = {
             "method": "sft",
             "model": {"path": "builtin:tiny"},
-            "data": {"train": "builtin:arithmetic", "held_out": 0.1},
+            "data": {"train": "builtin:arithmetic", "eval_fraction": 0.1},
             "length": {"packing": "bfd"},
         }
         for key, value in (keys or {}).items():

@@ -52,7 +52,7 @@ BASE = {
     "max_length": 200,
     "truncation": "keep_start",
     "packing": "none",
-    "documents_see_each_other": False,
+    "cross_document_attention": False,
     "padding_free": True,
     "pad_to_multiple_of": None,
     "group_by_length": False,
@@ -148,7 +148,7 @@ class Case:
             said["model"]["adapter"] = settings.adapter.model_dump()
         if self.method in ONLINE:
             said |= {"rewards": {"functions": ("builtin:length",)}}
-            said |= {"generate": {"completions": 2, "max_tokens": 64}}
+            said |= {"generate": {"num_generations": 2, "max_tokens": 64}}
         for key, value in self.said.items():
             said[key] = said.get(key, {}) | value
         return Recipe.model_validate(said)

@@ -39,7 +39,7 @@ class Topology:
     """What several processes do together."""
     context_parallel: int = 1
     """Processes that hold each row together."""
-    context_by: Literal["keys", "heads"] = "keys"
+    context_by: Literal["all_gather", "ulysses"] = "all_gather"
     """What those send each other in attention."""
 
     @staticmethod

@@ -24,10 +24,10 @@ from memtrain.trainers.run_folder.folder import RunFolder
 
 RESTS_ON = (
     "cluster.context_parallel",
-    "cluster.context_parallel_by",
+    "cluster.context_parallel_mode",
     "cluster.device",
     "cluster.engine",
-    "cluster.offload",
+    "cluster.cpu_offload",
     "cluster.processes",
     "cluster.slurm.gpus_per_node",
     "cluster.slurm.nodes",
@@ -42,7 +42,7 @@ RESTS_ON = (
     "memory.allow",
     "memory.checkpoint_every",
     "memory.loss",
-    "memory.loss_tile",
+    "memory.loss_chunk_size",
     "memory.never",
     "memory.offload_keep",
     "memory.optimizer_offload",

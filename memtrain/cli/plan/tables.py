@@ -22,7 +22,7 @@ from memtrain.memory.planner.search import frontier
 from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.trainers.tools.trace.client import Traced
 
-QUIET = ("device", "max_steps", "recover", "rehearse", "liger", "budget", "num_processes")
+QUIET = ("device", "max_steps", "oom_recovery", "preflight", "liger", "budget", "num_processes")
 """Decisions that a plan tells in its first lines, or only with --explain."""
 
 
@@ -176,7 +176,7 @@ def _print_frontier(made: Answer) -> None:
 
 
 def _same(one: Priced, other: Priced) -> bool:
-    kept = {"recovery": (), "rehearse": False, "zero_bucket": 0, "checkpoint_layout": "full"}
+    kept = {"recovery": (), "preflight": False, "zero_bucket": 0, "checkpoint_layout": "full"}
     return one.settings.model_copy(update=kept) == other.settings.model_copy(update=kept)
 
 

@@ -17,7 +17,7 @@ def num_gathered_kv(load: Workload) -> int:
     borders of their slices.
     """
     settings = load.settings
-    if settings.context_parallel == 1 or settings.context_by == "heads":
+    if settings.context_parallel == 1 or settings.context_by == "ulysses":
         return 0
     if settings.shared_prompts or not settings.padding_free:
         return load.num_whole
@@ -30,7 +30,7 @@ def dealt(load: Workload) -> int:
     0 where they are not dealt out.
     """
     shape, settings = load.shape, load.settings
-    if settings.context_parallel == 1 or settings.context_by == "keys":
+    if settings.context_parallel == 1 or settings.context_by == "all_gather":
         return 0
     copies = max(1, settings.context_parallel // shape.num_kv_heads)
     return shape.query_width + 2 * copies * shape.kv_width

@@ -31,8 +31,8 @@ def host_bytes(
     """Bytes by owner, of all processes together. On a CPU the device's memory is the host's.
 
     offloaded activations: the inputs of checkpointed layers, or all that the layers keep. optimizer states:
-    offloaded or paged moments. shards: those that wait on the host (`cluster.offload`). checkpoint copy: what
-    a save in the background writes from. processes: interpreter, libraries and pinned buffers.
+    offloaded or paged moments. shards: those that wait on the host (`cluster.cpu_offload`). checkpoint copy:
+    what a save in the background writes from. processes: interpreter, libraries and pinned buffers.
     """
     owners = {
         "offloaded activations": _activations(settings, shape, heaviest),
@@ -70,8 +70,8 @@ def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | No
 FIXES = {
     "offloaded activations": "set memory.activation_offloading: off, or memory.offload_disk",
     "optimizer states": "set memory.optimizer_offload: off, or optim.kind: adafactor",
-    COPY: "set save.background: false",
-    "shards": "set cluster.offload: none, or take more nodes",
+    COPY: "set save.async_save: false",
+    "shards": "set cluster.cpu_offload: none, or take more nodes",
     "the run itself": "lower cluster.processes, or train.micro_batch_size",
     "processes": "lower cluster.processes",
 }

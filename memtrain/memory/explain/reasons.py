@@ -124,7 +124,7 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
         ledger.decide("engine", settings.engine, words, "cluster.engine")
     if settings.shard_offload != "none":
         words = gain({"shard_offload": "none"})
-        ledger.decide("shard_offload", settings.shard_offload, words, "cluster.offload")
+        ledger.decide("shard_offload", settings.shard_offload, words, "cluster.cpu_offload")
     if settings.context_parallel > 1:
         ledger.decide(
             "context_parallel",

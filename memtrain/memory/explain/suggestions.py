@@ -89,8 +89,8 @@ def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
     if settings.loss == "full":
         yield _said("memory.loss", "chunked", {"loss": "chunked"})
     elif settings.loss == "chunked" and settings.loss_tile_bytes > 16 * MIB:
-        tile = {"memory.loss_tile": 16 * MIB}
-        yield Change("memory.loss_tile: 16MiB", {"loss_tile_bytes": 16 * MIB}, tile)
+        tile = {"memory.loss_chunk_size": 16 * MIB}
+        yield Change("memory.loss_chunk_size: 16MiB", {"loss_tile_bytes": 16 * MIB}, tile)
     if _at_once(settings, heaviest) > 1:
         yield _said("train.micro_batch_size", 1, {"micro_batch_size": 1})
     if not settings.optimizer_offload and settings.optimizer in ("adamw", "muon") and is_apart:

@@ -101,7 +101,7 @@ def has_passes(recipe: Recipe) -> bool:
     section = recipe.online
     if section is None:
         return False
-    is_masked = isinstance(section, Grpo) and section.top_entropy < 1
+    is_masked = isinstance(section, Grpo) and section.top_entropy_fraction < 1
     has_value = METHODS[recipe.method].has_value
     moves = section.steps_in_window > 1 and not METHODS[recipe.method].in_pairs
     return section.needs_reference or has_value or moves or is_masked
@@ -136,7 +136,7 @@ def generation_bytes(
     Native: a prompt's keys are held once for its group. Else once for each completion.
     """
     of_token = 2 * shape.kv_width * shape.num_layers * DTYPE_BYTES[settings.dtype]
-    prompts = rows if settings.sampler != "native" else -(-rows // generate.completions)
+    prompts = rows if settings.sampler != "native" else -(-rows // generate.num_generations)
     keys = of_token * (prompts * prompt + rows * generate.max_tokens)
     read = max(prompt, min(READ_TOKENS, prompt * prompts))
     load = Workload(settings, shape, HeaviestBatch(1, read, 1, prompt))
@@ -169,7 +169,7 @@ def _decide_correction(ledger: DecisionLog) -> None:
     section = recipe.online
     if isinstance(section, WithMismatch):
         mode, why = section.correction(recipe.generation)
-        ledger.decide("mismatch", mode, why, f"{recipe.method}.mismatch")
+        ledger.decide("importance_correction", mode, why, f"{recipe.method}.importance_correction")
 
 
 def _decide_sampler(ledger: DecisionLog, settings: Settings) -> str:
@@ -203,10 +203,10 @@ def _decide_rows(ledger: DecisionLog, recipe: Recipe, settings: Settings, fits: 
     if generate.rows != "auto":
         ledger.decide("rollout_rows", generate.rows, "", "generate.rows")
         return generate.rows
-    in_step = -(-(settings.batch_size or generate.completions) // settings.num_processes)
+    in_step = -(-(settings.batch_size or generate.num_generations) // settings.num_processes)
     rows = wanted = min(MOST_ROWS, in_step * section.steps_per_rollout)
-    while rows > generate.completions and not fits(rows):
-        rows = max(generate.completions, rows // 2)
+    while rows > generate.num_generations and not fits(rows):
+        rows = max(generate.num_generations, rows // 2)
     words = "all of a rollout" if rows == wanted else "more would need more memory than the update"
     ledger.decide("rollout_rows", rows, f"completions at a time; {words}", "generate.rows")
     return rows

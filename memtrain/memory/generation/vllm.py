@@ -96,7 +96,7 @@ def engine_need(
     size = DTYPE_BYTES[dtype]
     of_token = 2 * shape.kv_width * shape.num_layers * size
     answer = round_up(generate.max_tokens, BLOCK_TOKENS) + BLOCK_TOKENS
-    prompts = -(-rows // generate.completions)
+    prompts = -(-rows // generate.num_generations)
     return EngineNeed(
         weights=size * shape.num_parameters,
         process=(CUDA_PROCESS if on_cuda else CPU_PROCESS) + sampling_bytes(rows, shape),

@@ -122,7 +122,7 @@ class PreparedData(Section):
     train: PreparedSplit
     eval: PreparedSplit | None
     held_out_rows: int
-    """Rows of `train` that are set aside for evaluation (`data.held_out`)."""
+    """Rows of `train` that are set aside for evaluation (`data.eval_fraction`)."""
     turn_end: TurnEnd | None = None
     """Where rows are conversations: what ends a turn."""
 

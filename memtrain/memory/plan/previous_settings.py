@@ -12,10 +12,12 @@ from memtrain.recipes.reading.previous_names import PREVIOUS_VALUES, renewed_jso
 PREVIOUS_SETTINGS: dict[str, str] = {
     "batch_rows": "batch_size",
     "micro_rows": "micro_batch_size",
+    "documents_see_each_other": "cross_document_attention",
+    "rehearse": "preflight",
 }
 """Fields of the settings: the previous name, and today's."""
 
-HOLD_VALUES: dict[str, str] = {}
+HOLD_VALUES: dict[str, str] = {"context_by": "cluster.context_parallel_mode"}
 """Settings whose value is the word of a recipe key."""
 
 

@@ -44,7 +44,7 @@ class Settings(Section):
     """CPU threads of one process."""
     context_parallel: Annotated[int, Mark("sums")] = 1
     """Processes that hold each row together, a slice each."""
-    context_by: Annotated[Literal["keys", "heads"], Mark("sums")] = "keys"
+    context_by: Annotated[Literal["all_gather", "ulysses"], Mark("sums")] = "all_gather"
     """What those send each other in attention; of no meaning with one."""
 
     engine: Annotated[Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"], Mark("sums")] = "ddp"
@@ -89,7 +89,7 @@ class Settings(Section):
         Packing, Mark("recipe", "how full the rows are; that they lie end to end is padding_free's")
     ]
     """How rows fill sequences of `max_length`."""
-    documents_see_each_other: Annotated[bool, Mark("recipe", "where attention looks, not what it keeps")]
+    cross_document_attention: Annotated[bool, Mark("recipe", "where attention looks, not what it keeps")]
     """Packed rows of one sequence attend to each other."""
     padding_free: Annotated[bool, Mark("sums")]
     """Rows of a micro-batch lie end to end in one sequence."""
@@ -172,7 +172,7 @@ class Settings(Section):
     """Each weight is stepped in the backward pass as soon as its gradient is whole, which is then freed."""
     optimizer_offload: Annotated[bool, Mark("bits")] = False
     """Optimizer states wait in host memory and travel to the device for the step, some at a time."""
-    rehearse: Annotated[
+    preflight: Annotated[
         bool,
         Mark("bits", "told of every run that is noted: one that did not rehearse only raises a prediction"),
     ] = False

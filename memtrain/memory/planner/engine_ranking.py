@@ -30,7 +30,7 @@ def form_words(settings: Settings) -> str:
     if settings.shard_offload != "none":
         said.append(f"{settings.shard_offload} on the host")
     if settings.context_parallel > 1:
-        by = " by heads" if settings.context_by == "heads" else ""
+        by = " by heads" if settings.context_by == "ulysses" else ""
         said.append(f"{settings.context_parallel} a row{by}")
     return ", ".join(said)
 

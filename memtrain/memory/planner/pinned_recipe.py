@@ -51,8 +51,8 @@ def pins(asked: SourcedRecipe, settings: Settings) -> dict[str, object]:
         wanted["model.attention"] = settings.attention
     if recipe.cluster.engine == "auto" and settings.num_processes > 1:
         wanted["cluster.engine"] = settings.engine
-    if recipe.cluster.offload == "auto" and settings.shard_offload != "none":
-        wanted["cluster.offload"] = settings.shard_offload
+    if recipe.cluster.cpu_offload == "auto" and settings.shard_offload != "none":
+        wanted["cluster.cpu_offload"] = settings.shard_offload
     if recipe.cluster.context_parallel == "auto":
         wanted["cluster.context_parallel"] = settings.context_parallel
     return wanted
@@ -67,8 +67,8 @@ def kept_pins(asked: SourcedRecipe, settings: Settings) -> SourcedRecipe:
     wanted = pins(asked, settings)
     if cluster.processes == "auto":
         wanted["cluster.processes"] = settings.num_processes
-    if cluster.offload == "auto":
-        wanted["cluster.offload"] = settings.shard_offload
+    if cluster.cpu_offload == "auto":
+        wanted["cluster.cpu_offload"] = settings.shard_offload
     if cluster.threads == "auto":
         wanted["cluster.threads"] = settings.threads
     if recipe.model.liger == "auto":

@@ -91,7 +91,7 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
         update={
             "recovery": decide_recovery(ledger, chosen.settings),
             "checkpoint_layout": decide_layout(ledger, chosen.settings),
-            "rehearse": decide_rehearsal(ledger, chosen.settings),
+            "preflight": decide_rehearsal(ledger, chosen.settings),
             "zero_bucket": bucket_of(facts.shape) if uses_zero(chosen.settings) else 0,
         }
     )

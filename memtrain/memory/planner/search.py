@@ -62,7 +62,7 @@ def space(
     exact: dict[Settings, None] = {}
     stepping: dict[Settings, None] = {}
     waiting: dict[Settings, None] = {}
-    is_open = case.recipe.cluster.offload == "auto"
+    is_open = case.recipe.cluster.cpu_offload == "auto"
     changing: dict[int, dict[Settings, None]] = {}
     for option in options:
         for whole in wholes:

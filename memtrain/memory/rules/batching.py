@@ -138,12 +138,12 @@ def refuse_uneven_groups(ledger: DecisionLog, rows: int | None) -> None:
     recipe = ledger.asked.recipe
     if recipe.online is None or rows is None:
         return
-    count = recipe.generation.completions
+    count = recipe.generation.num_generations
     if rows % count:
         less, more = rows // count * count, (rows // count + 1) * count
         near = f"{less} or {more}" if less else f"{more}"
         ledger.refuse(
             f"a step of {rows} completions is no whole number of groups of {count}",
             "train.batch_size",
-            f"set train.batch_size to {near}, or generate.completions to a divisor of {rows}",
+            f"set train.batch_size to {near}, or generate.num_generations to a divisor of {rows}",
         )

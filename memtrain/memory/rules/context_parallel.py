@@ -52,8 +52,8 @@ def copies_of_keys(num_heads: int, num_key_heads: int, num_ranks: int) -> int:
 
 
 def _refuse_heads(ledger: DecisionLog, size: int, num_heads: int, num_key_heads: int) -> None:
-    by = "cluster.context_parallel_by"
-    if ledger.asked.recipe.cluster.context_parallel_by == "keys":
+    by = "cluster.context_parallel_mode"
+    if ledger.asked.recipe.cluster.context_parallel_mode == "all_gather":
         return
     if not copies_of_keys(num_heads, num_key_heads, size):
         able = [n for n in range(2, num_heads + 1) if copies_of_keys(num_heads, num_key_heads, n)]

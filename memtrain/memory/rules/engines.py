@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 def first_form(recipe: Recipe) -> Form:
     """What is said of the engine, and the simplest where nothing is."""
-    engine, offload = recipe.cluster.engine, recipe.cluster.offload
+    engine, offload = recipe.cluster.engine, recipe.cluster.cpu_offload
     return Form("ddp" if engine == "auto" else engine, "none" if offload == "auto" else offload)
 
 
@@ -54,8 +54,8 @@ def open_forms(recipe: Recipe, base: Settings, has: Callable[[str], bool]) -> tu
         for engine in names
         if engine not in closed
         for offload in OFFLOADS[engine]
-        if cluster.offload in ("auto", offload)
-        and (cluster.offload != "auto" or offload == "none" or base.device == "cuda")
+        if cluster.cpu_offload in ("auto", offload)
+        and (cluster.cpu_offload != "auto" or offload == "none" or base.device == "cuda")
     )
 
 
@@ -144,34 +144,36 @@ def decide_layout(ledger: DecisionLog, settings: Settings) -> Literal["full", "s
 
 
 def refuse_closed(ledger: DecisionLog, base: Settings) -> None:
-    """Note a `cluster.offload` that no engine which is open here takes, each with its reason."""
+    """Note a `cluster.cpu_offload` that no engine which is open here takes, each with its reason."""
     recipe = ledger.asked.recipe
     if recipe.cluster.engine == "auto" and not open_forms(recipe, base, ledger.has):
         closed = "; ".join(f"{engine}: {why}" for engine, why in closed_engines(recipe, base, ledger.has))
         ledger.refuse(
-            f"cluster.offload {recipe.cluster.offload}: no engine that moves them is open here ({closed})",
-            "cluster.offload",
+            f"cluster.cpu_offload {recipe.cluster.cpu_offload}: no engine that moves them is open here "
+            f"({closed})",
+            "cluster.cpu_offload",
             "remove it, or what closes the engines",
         )
 
 
 def _refuse_offload(ledger: DecisionLog, processes: int) -> None:
     cluster = ledger.asked.recipe.cluster
-    if cluster.offload in ("auto", "none"):
+    if cluster.cpu_offload in ("auto", "none"):
         return
     if cluster.engine == "auto" and processes == 1:
         ledger.refuse(
-            f"cluster.offload {cluster.offload} moves shards, and one process has nobody to share with",
-            "cluster.offload",
+            f"cluster.cpu_offload {cluster.cpu_offload} moves shards, and one process has nobody to share "
+            "with",
+            "cluster.cpu_offload",
             "use memory.optimizer_offload: on, or set cluster.processes",
         )
-    takes = [engine for engine, offloads in OFFLOADS.items() if cluster.offload in offloads]
+    takes = [engine for engine, offloads in OFFLOADS.items() if cluster.cpu_offload in offloads]
     if cluster.engine not in ("auto", *takes):
         able = ", ".join(takes)
         ledger.refuse(
-            f"cluster.offload {cluster.offload} needs an engine that moves them, and cluster.engine is "
-            f"{cluster.engine}",
-            "cluster.offload",
+            f"cluster.cpu_offload {cluster.cpu_offload} needs an engine that moves them, and cluster.engine "
+            f"is {cluster.engine}",
+            "cluster.cpu_offload",
             f"set cluster.engine to one of {able}; or memory.optimizer_offload: on, with any engine",
         )
 
@@ -197,10 +199,10 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     faults += _unshared_faults(recipe, "of flat parts")
     if recipe.memory.optimizer_offload == "on":
         what = "it steps flat parts of weights, and memory.optimizer_offload moves the states of whole ones"
-        faults.append((what, "memory.optimizer_offload", "remove it, and set cluster.offload: optimizer"))
-    if recipe.memory.rehearse == "on":
+        faults.append((what, "memory.optimizer_offload", "remove it, and set cluster.cpu_offload: optimizer"))
+    if recipe.memory.preflight == "on":
         what = "its engine would keep the gradients of what is tried before the first step"
-        faults.append((what, "memory.rehearse", "set it to auto or off"))
+        faults.append((what, "memory.preflight", "set it to auto or off"))
     if dtype == "float16":
         faults.append(("float16 needs its loss scaled, and was never tried", "model.dtype", "use bfloat16"))
     has_float = recipe.model.adapter is not None or recipe.method in ("reward", "ppo")

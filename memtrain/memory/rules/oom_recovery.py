@@ -34,11 +34,11 @@ STRATEGY_OF: dict[RecoveryStep, StrategyName] = {
 
 def decide_rehearsal(ledger: DecisionLog, settings: Settings) -> bool:
     """Whether the heaviest batch is tried before the first step."""
-    wanted = ledger.asked.recipe.memory.rehearse
+    wanted = ledger.asked.recipe.memory.preflight
     if uses_zero(settings):
         # Seen under stage 3 (deepspeed 0.19.8): the first step's norm was twice what it is.
         reason = "DeepSpeed's engine would keep the gradients of what is tried"
-        ledger.decide("rehearse", "off", reason, "memory.rehearse")
+        ledger.decide("preflight", "off", reason, "memory.preflight")
         return False
     if wanted == "auto":
         is_on = settings.device == "cuda"
@@ -49,26 +49,28 @@ def decide_rehearsal(ledger: DecisionLog, settings: Settings) -> bool:
         )
     else:
         is_on, reason = wanted == "on", ""
-    ledger.decide("rehearse", "on" if is_on else "off", reason, "memory.rehearse")
+    ledger.decide("preflight", "on" if is_on else "off", reason, "memory.preflight")
     return is_on
 
 
 def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoveryStep, ...]:
     """What may be done when memory runs out in a step, in no order."""
     recipe = ledger.asked.recipe
-    if recipe.memory.recover == "off" or settings.in_backward:
+    if recipe.memory.oom_recovery == "off" or settings.in_backward:
         why = (
-            "" if recipe.memory.recover == "off" else "optim.in_backward: a broken step cannot be made again"
+            ""
+            if recipe.memory.oom_recovery == "off"
+            else "optim.in_backward: a broken step cannot be made again"
         )
-        ledger.decide("recover", "off", why, "memory.recover")
+        ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     if is_sharded(settings):
         why = f"{settings.engine}: a pass that breaks off on one rank leaves the others in a collective"
-        ledger.decide("recover", "off", why, "memory.recover")
+        ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     if settings.context_parallel > 1:
         why = "a pass that breaks off on one process leaves those that share its rows waiting"
-        ledger.decide("recover", "off", why, "memory.recover")
+        ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     rungs: list[RecoveryStep] = []
     is_whole = recipe.method == "dpo" and (recipe.dpo or Dpo()).ranks_the_batch
@@ -81,7 +83,7 @@ def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoverySt
         if not is_ruled_out and can_slice and STRATEGY_OF[rung] not in recipe.memory.never:
             rungs.append(rung)
     words = f"when memory runs out, a step is made again: {', '.join(rungs) or 'by nothing that is allowed'}"
-    ledger.decide("recover", "on", words, "memory.recover")
+    ledger.decide("oom_recovery", "on", words, "memory.oom_recovery")
     return tuple(rungs)
 
 

@@ -56,7 +56,7 @@ def scoring_settings(asked: SourcedRecipe, hardware: Hardware, config: Mapping[s
             "checkpoint_every": 0,
             "offload": "none",
             "loss": "chunked",
-            "loss_tile_bytes": recipe.memory.loss_tile,
+            "loss_tile_bytes": recipe.memory.loss_chunk_size,
             "optimizer": "sgd",
             "master_weights": False,
             "expandable_segments": True,

@@ -23,13 +23,35 @@ from memtrain.recipes.reading.yaml_tree import (
     dotted,
 )
 
+_CORRECTING = ("grpo", "rloo", "ppo")
+
 PREVIOUS_KEYS: dict[str, str] = {
     "train.batch_rows": "batch_size",
     "train.micro_rows": "micro_batch_size",
+    "generate.completions": "num_generations",
+    "generate.mismatch_limit": "max_logprob_gap",
+    "length.documents_see_each_other": "cross_document_attention",
+    "data.held_out": "eval_fraction",
+    **{f"{method}.mismatch": "importance_correction" for method in _CORRECTING},
+    **{f"{method}.mismatch_low": "importance_correction_min" for method in _CORRECTING},
+    **{f"{method}.mismatch_high": "importance_correction_max" for method in _CORRECTING},
+    "grpo.cispo_highest": "cispo_max_weight",
+    "grpo.top_entropy": "top_entropy_fraction",
+    "online_dpo.least_margin": "min_reward_gap",
+    "memory.watch": "measure_peaks",
+    "memory.rehearse": "preflight",
+    "memory.recover": "oom_recovery",
+    "memory.loss_tile": "loss_chunk_size",
+    "cluster.context_parallel_by": "context_parallel_mode",
+    "cluster.offload": "cpu_offload",
+    "save.allow_changed": "allow_changed_keys",
+    "save.background": "async_save",
 }
 """The previous dotted key, and its name in the same section today."""
 
-PREVIOUS_VALUES: dict[str, dict[str, str]] = {}
+PREVIOUS_VALUES: dict[str, dict[str, str]] = {
+    "cluster.context_parallel_mode": {"keys": "all_gather", "heads": "ulysses"},
+}
 """By today's dotted key: the previous word, and today's."""
 
 HOLD_KEYS = ("save.allow_changed_keys",)

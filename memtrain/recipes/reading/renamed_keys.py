@@ -11,7 +11,7 @@ _CHUNKED = "`memory.loss` (the chunked loss is taken by default)"
 _RESUME = "remove it: a run continues from its run folder by itself; `--no-resume` starts anew"
 _ENGINE = "`cluster.engine` (auto, ddp, fsdp2, zero1, zero2 or zero3)"
 _PRECISION = "`model.dtype` (bfloat16 where the device computes in it, by default)"
-_ULYSSES = "`cluster.context_parallel`, and `cluster.context_parallel_by: heads` for Ulysses"
+_ULYSSES = "`cluster.context_parallel`, and `cluster.context_parallel_mode: ulysses` for Ulysses"
 
 RENAMED_KEYS: dict[str, str] = {
     # model
@@ -68,9 +68,9 @@ RENAMED_KEYS: dict[str, str] = {
     "dataset_train_split": "`data.train.split`",
     "dataset_test_split": "`data.eval.split`",
     "dataset_streaming": "`data.streaming`",
-    "test_split_size": "`data.held_out`",
-    "val_set_size": "`data.held_out`",
-    "val_size": "`data.held_out`",
+    "test_split_size": "`data.eval_fraction`",
+    "val_set_size": "`data.eval_fraction`",
+    "val_size": "`data.eval_fraction`",
     "dataset_text_field": "`data.columns.text`",
     "dataset_num_proc": "`data.processes`",
     "dataset_processes": "`data.processes`",
@@ -143,7 +143,7 @@ RENAMED_KEYS: dict[str, str] = {
     "eval_steps": "`eval.every_steps`",
     "eval_on_start": "`eval.at_start`",
     "do_train": "remove it: the verb says it",
-    "do_eval": "`data.held_out` or `data.eval`",
+    "do_eval": "`data.eval_fraction` or `data.eval`",
     "logging_steps": "`log.every_steps`",
     "report_to": "`log.trackers`",
     "wandb_project": "`log.project`",
@@ -171,7 +171,7 @@ RENAMED_KEYS: dict[str, str] = {
     "vllm_sleep_enabled": "`generate.vllm.sleep`",
     "vllm_enable_sleep_mode": "`generate.vllm.sleep`",
     "vllm_gpu_memory_utilization": "`generate.vllm.memory_share`",
-    "num_generations": "`generate.completions`",
+    "num_generations": "`generate.num_generations`",
 }
 """What replaces a key of another tool; the way-out line of the error says `write <this>`."""
 

@@ -16,7 +16,7 @@ _COMMON: tuple[tuple[str, str], ...] = (
     ("#model.adapter", "{r: 16, alpha: 32}"),
     ("#model.quantize", "none"),
     ("data.train", "builtin:arithmetic"),
-    ("data.held_out", "0.05"),
+    ("data.eval_fraction", "0.05"),
     ("#data.columns", "{prompt: question, completion: answer}"),
     ("length.max_length", "1024"),
     ("#length.truncation", "keep_start"),
@@ -39,7 +39,7 @@ _METHOD: dict[str, tuple[tuple[str, str], ...]] = {
     "reward": (("#reward.center_rewards_coefficient", "0.01"),),
     "grpo": (
         ("rewards.functions", "exact_answer"),
-        ("generate.completions", "8"),
+        ("generate.num_generations", "8"),
         ("generate.max_tokens", "256"),
         ("#generate.temperature", "1.0"),
         ("#grpo.loss", "dapo"),
@@ -47,14 +47,14 @@ _METHOD: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "rloo": (
         ("rewards.functions", "exact_answer"),
-        ("generate.completions", "8"),
+        ("generate.num_generations", "8"),
         ("generate.max_tokens", "256"),
         ("#generate.temperature", "1.0"),
         ("#rloo.beta", "0.05"),
     ),
     "online_dpo": (
         ("rewards.functions", "exact_answer"),
-        ("generate.completions", "8"),
+        ("generate.num_generations", "8"),
         ("generate.max_tokens", "256"),
         ("#generate.temperature", "1.0"),
         ("#online_dpo.loss", "sigmoid"),
@@ -62,7 +62,7 @@ _METHOD: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "ppo": (
         ("rewards.functions", "exact_answer"),
-        ("generate.completions", "1"),
+        ("generate.num_generations", "1"),
         ("generate.max_tokens", "256"),
         ("#generate.temperature", "1.0"),
         ("#ppo.value", "shared"),

@@ -98,7 +98,7 @@ class Data(Section):
     eval: Sources = ()
     """Where the held-out rows come from, when they are rows of their own."""
 
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the training rows that is set aside for evaluation, sampled with the seed. Rows of one
     prompt (pairs, rows with a verdict, prompts of online methods) go to one side together."""
 
@@ -146,9 +146,9 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _one_held_out(self) -> Data:
-        if self.eval and self.held_out:
+        if self.eval and self.eval_fraction:
             raise ValueError(
-                "held-out rows are said twice; give data.eval (their own) or data.held_out (a fraction)"
+                "held-out rows are said twice; give data.eval (their own) or data.eval_fraction (a fraction)"
             )
         weights = [source.weight for source in self.train]
         if any(weight is None for weight in weights) and any(weight is not None for weight in weights):

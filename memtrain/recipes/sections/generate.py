@@ -13,7 +13,7 @@ from memtrain.recipes.sections.vllm import Vllm
 class Generate(Section):
     """Completions for each prompt, and how their tokens are chosen."""
 
-    completions: PositiveInt = 8
+    num_generations: PositiveInt = 8
     """Completions of one prompt: the group that they are compared in, at least 2 (`ppo`: 1). Their prompt is
     computed once. Higher: a better baseline, more time."""
 
@@ -46,7 +46,7 @@ class Generate(Section):
     vllm: Vllm | None = None
     """`backend: vllm`: where it runs and what it may take."""
 
-    mismatch_limit: Annotated[float, Field(gt=0)] | None = 0.3
+    max_logprob_gap: Annotated[float, Field(gt=0)] | None = 0.3
     """End the run when the sampler's log-probs are this far from the trainer's, in nats, on average over a
     step: its weights are old ones, or another model's. null: never."""
 

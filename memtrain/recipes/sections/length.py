@@ -47,7 +47,7 @@ class Length(Section):
     cut, so that every sequence is full and a row's order is kept. Rows of which a cut leaves only the prompt
     in one sequence cost `wrapped` tokens that teach nothing; `bfd_split` leaves such pieces out."""
 
-    documents_see_each_other: bool = False
+    cross_document_attention: bool = False
     """With `wrapped`: let rows of one sequence attend to each other (pretraining style). false: they never
     do."""
 
@@ -72,9 +72,9 @@ class Length(Section):
             raise ValueError(
                 "packed rows are never padded; remove length.padding_free or set length.packing to none"
             )
-        if self.documents_see_each_other and self.packing != "wrapped":
+        if self.cross_document_attention and self.packing != "wrapped":
             raise ValueError(
-                "documents_see_each_other works with packing wrapped only; remove it, or set length.packing"
+                "cross_document_attention works with packing wrapped only; remove it, or set length.packing"
             )
         if self.packing == "wrapped" and self.truncation == "drop":
             raise ValueError(
@@ -101,7 +101,7 @@ class RowLimits:
     max_completion: int | None
     group_prompts: bool
     packing: Packing
-    documents_see_each_other: bool
+    cross_document_attention: bool
 
 
 def truncations(*, has_prompts: bool) -> tuple[Truncation, ...]:
@@ -125,5 +125,5 @@ def limits_of(length: Length, *, has_prompts: bool, to_write: int = 0) -> RowLim
         max_completion=length.max_completion,
         group_prompts=length.group_prompts,
         packing=length.packing,
-        documents_see_each_other=length.documents_see_each_other,
+        cross_document_attention=length.cross_document_attention,
     )

@@ -103,7 +103,7 @@ class Memory(Section):
     the faster that fits, `chunked` where they are as fast. `liger`: Liger's kernel for cross-entropy (CUDA,
     `pip install 'memtrain[liger]'`)."""
 
-    loss_tile: Bytes = 64 * 2**20
+    loss_chunk_size: Bytes = 64 * 2**20
     """Size of one tile of logits in the chunked loss. Higher: fewer launches, more memory."""
 
     expandable_segments: bool = True
@@ -114,15 +114,15 @@ class Memory(Section):
     trained weight less on the device, a step slower by their way over the bus. Same numbers. `auto`: where
     nothing faster fits."""
 
-    rehearse: Literal["auto", "on", "off"] = "auto"
+    preflight: Literal["auto", "on", "off"] = "auto"
     """Try the heaviest batch, an evaluation and a save before the first step, and undo it to the bit: a run
     that would run out of memory at some later step ends in its first minute. `auto`: on a GPU."""
 
-    recover: Literal["on", "off"] = "on"
+    oom_recovery: Literal["on", "off"] = "on"
     """When memory runs out in a step: make the step again in smaller parts, then with the strategies that the
     recipe does not rule out. Same numbers up to rounding. `off`: the run ends."""
 
-    watch: bool = True
+    measure_peaks: bool = True
     """Measure the peak of every phase and report it beside the prediction."""
 
     @model_validator(mode="after")

@@ -73,12 +73,12 @@ class Save(Section):
     whole weights, which takes host memory for all of them. `auto`: sharded where the engine shards. Either
     goes on in any number of processes, and `memtrain export` makes a model of it."""
 
-    background: bool = False
+    async_save: bool = False
     """Write while the run goes on: a save holds the steps only as long as it takes to copy weights and states
     into host memory, which the plan counts. The next save waits for the last one. Same numbers; a disk that
     refuses is told after a later step."""
 
-    allow_changed: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    allow_changed_keys: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
     """Keys or sections (`optim.lr`, `data`) that may differ from those of the run that a checkpoint is of:
     from there it is another run, and says so. Not what decides the shapes of states: method, model,
     optim.kind."""
@@ -120,7 +120,7 @@ class Cluster(Section):
     packed documents stay apart. It must divide the processes. `auto`: the fastest of 1, 2, 4, ... that
     fits."""
 
-    context_parallel_by: Literal["keys", "heads"] = "keys"
+    context_parallel_mode: Literal["all_gather", "ulysses"] = "all_gather"
     """What processes that hold a row together send each other in attention. `keys`: those of documents that
     cross slices. `heads`: all of it, twice; each attends for some heads of whole rows (Ulysses), so they must
     divide the heads. Same numbers."""
@@ -131,7 +131,7 @@ class Cluster(Section):
     DeepSpeed shares out states; gradients too; weights too. `auto`: the fastest that fits, the simplest of
     equally fast ones; DeepSpeed's where it is installed and would learn the same."""
 
-    offload: Literal["auto", "none", "optimizer", "parameters"] = "auto"
+    cpu_offload: Literal["auto", "none", "optimizer", "parameters"] = "auto"
     """What waits in host memory between its uses. `optimizer`: states, with an engine of DeepSpeed's;
     `parameters`: shards of weights, gradients and states (fsdp2, zero3). Less device memory, much slower
     steps. `auto`: what makes the run fit, where nothing else does."""

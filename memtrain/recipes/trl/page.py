@@ -33,8 +33,8 @@ What works differently:
 - **The loss of a step** is the mean over the learnt tokens of the whole step, over all devices and
   micro-batches.
 - **Pairs.** A prompt is computed once for its answers (`length.shared_prompts`).
-- **GRPO, RLOO.** A step is said in completions: `train.batch_size` is divided by `generate.completions` to
-  give its prompts.
+- **GRPO, RLOO.** A step is said in completions: `train.batch_size` is divided by `generate.num_generations`
+  to give its prompts.
 - **Resuming** needs no flag: the same command goes on, bit for bit.
 """
 
@@ -103,11 +103,12 @@ _TOGETHER: Mapping[str, str] = {
     **dict.fromkeys(
         ("vllm_server_timeout", "vllm_group_port"), "not needed: a server is asked over HTTP alone"
     ),
-    "vllm_importance_sampling_correction": "`grpo.mismatch: none`, where it is false",
-    "vllm_importance_sampling_mode": "`grpo.mismatch`",
-    "vllm_importance_sampling_clip_min": "`grpo.mismatch_low`",
+    "vllm_importance_sampling_correction": "`grpo.importance_correction: none`, where it is false",
+    "vllm_importance_sampling_mode": "`grpo.importance_correction`",
+    "vllm_importance_sampling_clip_min": "`grpo.importance_correction_min`",
     **dict.fromkeys(
-        ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), "`grpo.mismatch_high`"
+        ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
+        "`grpo.importance_correction_max`",
     ),
     **{key: f"no counterpart: {why}" for key, why in NO_VLLM_KEY.items()},
     "ds3_gather_for_generation": "`generate.gather_weights`, with `cluster.engine: zero3`",

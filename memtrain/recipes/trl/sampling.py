@@ -51,16 +51,17 @@ def _mismatch(made: Translation) -> None:
     """TRL corrects for vLLM's probabilities in GRPO alone, by default."""
     if made.method != "grpo":
         made.notes.append(
-            "TRL does not correct RLOO for vLLM's probabilities; `rloo.mismatch: none` does as TRL does"
+            "TRL does not correct RLOO for vLLM's probabilities; `rloo.importance_correction: none` does as "
+            "TRL does"
         )
         return
     if not made.get("vllm_importance_sampling_correction", True):
-        made.say("grpo.mismatch", "none", of=["vllm_importance_sampling_correction"])
+        made.say("grpo.importance_correction", "none", of=["vllm_importance_sampling_correction"])
         return
     of = ["vllm_importance_sampling_mode"]
-    made.say("grpo.mismatch", made.get(of[0], "sequence_mask"), of=of)
-    made.say("grpo.mismatch_low", made.config.get("vllm_importance_sampling_clip_min"), of=of)
+    made.say("grpo.importance_correction", made.get(of[0], "sequence_mask"), of=of)
+    made.say("grpo.importance_correction_min", made.config.get("vllm_importance_sampling_clip_min"), of=of)
     highest = made.config.get("vllm_importance_sampling_cap") or made.get(
         "vllm_importance_sampling_clip_max", 3.0
     )
-    made.say("grpo.mismatch_high", highest, of=of)
+    made.say("grpo.importance_correction_max", highest, of=of)

@@ -39,7 +39,7 @@ class PromptFeed:
         self.rows = rows
         self.settings = settings
         self.pad_id = pad_id
-        each = recipe.generation.completions
+        each = recipe.generation.num_generations
         self.prompts, self.epoch_ptr = laid_epochs(
             lambda some: lay_out_prompts(store, some, settings.row_limits, each=each),
             rows,

@@ -82,7 +82,7 @@ class TokenFeed:
         held = self.sequences
         span = range(int(held.bin_ptr[sequence]), int(held.bin_ptr[sequence + 1]))
         pieces = [self._piece(int(held.row[i]), int(held.start[i]), int(held.length[i])) for i in span]
-        if not self.settings.documents_see_each_other:
+        if not self.settings.cross_document_attention:
             return pieces
         return [
             Piece(

@@ -110,7 +110,7 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
     _verify_rows(model, plan)
     if settings.slice_tokens:
         verify_streamed(model, AttentionBackend(settings.attention))
-    scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "heads")
+    scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "ulysses")
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)
     if not was_empty:

@@ -4,8 +4,8 @@ Three kinds of difference:
 - free: the same numbers, bit for bit (what is logged, kept, evaluated; where activations wait);
 - rounding: the same run, but sums are taken in another order (threads, processes, micro-batches, kernels,
   versions): continued, and said;
-- all others: another run, refused with the keys that differ. Those that `save.allow_changed` names are said,
-  except those whose saved state would not fit the model or the optimizer.
+- all others: another run, refused with the keys that differ. Those that `save.allow_changed_keys` names are
+  said, except those whose saved state would not fit the model or the optimizer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FREE_KEYS = (
     "data.eval",
     "data.cache_dir",
     "data.processes",
-    "memory.watch",
+    "memory.measure_peaks",
     "generate.vllm",
-    "generate.mismatch_limit",
+    "generate.max_logprob_gap",
     "generate.gather_weights",
     "optim.in_backward",
 )
@@ -86,7 +86,7 @@ def check_resumable(facts: CheckpointFacts, plan: Plan) -> list[str]:
     Raises: ResumeError with every key that differs and would make it another run.
     """
     other_run = list(_other_run(facts, plan))
-    allowed = plan.recipe.save.allow_changed
+    allowed = plan.recipe.save.allow_changed_keys
     waived = [one for one in other_run if is_below(one.key, allowed) and not is_below(one.key, STATE_KEYS)]
     refused = [one for one in other_run if one not in waived]
     if refused:
@@ -174,7 +174,7 @@ def _fault(one: Difference, step: int) -> Fault:
     what = f"{one.key} was {_shown(one.saved)} up to step {step} and is now {_shown(one.asked)}"
     fix = "set it back, or start anew: --no-resume, or another run_dir"
     if not is_below(one.key, STATE_KEYS):
-        fix += f"; or go on as another run: save.allow_changed=[{one.key}]"
+        fix += f"; or go on as another run: save.allow_changed_keys=[{one.key}]"
     return Fault(
         f"{what}: {one.why}" if one.why else what,
         where=one.key,

@@ -20,7 +20,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 
 
 class Saver:
-    """Writes the checkpoints of a run: while its steps wait, or beside them (`save.background`).
+    """Writes the checkpoints of a run: while its steps wait, or beside them (`save.async_save`).
 
     Every method is called by all ranks together, but for `is_at_work` and `close`.
     """

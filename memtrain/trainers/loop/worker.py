@@ -240,7 +240,7 @@ def _try_final(
 def _rehearse(run: Run, built: Built) -> None:
     """Rehearse the run if its plan says so; refused where that needed more than the recipe's budget."""
     plan = run.plan
-    if plan.settings.rehearse and run.position.step < plan.settings.max_steps:
+    if plan.settings.preflight and run.position.step < plan.settings.max_steps:
         found = rehearse(run)
         refuse_over_budget(plan, run.recovery.settings, built.model, found.peak_bytes, found.load)
 
@@ -302,7 +302,7 @@ def _watch(
         local_device(plan.settings),
         weights + state,
         note,
-        is_on=plan.recipe.memory.watch,
+        is_on=plan.recipe.memory.measure_peaks,
         counting=counting_mode(in_shards=built.spread.is_sharded),
     )
     if watch.is_on and ranks.is_main:

@@ -68,11 +68,11 @@ class Grpo:
     @property
     def needs(self) -> Needs:
         """Old log-probs only where the policy moves before it has learnt from all completions."""
-        masks = self.section.top_entropy < 1
+        masks = self.section.top_entropy_fraction < 1
         return Needs(
             old=self.section.steps_in_window > 1,
             reference=self.section.beta > 0,
-            top_entropy=self.section.top_entropy if masks else None,
+            top_entropy_fraction=self.section.top_entropy_fraction if masks else None,
             skip_zero_advantage=not (self.section.beta or self.section.entropy_coef or masks),
         )
 
@@ -85,7 +85,7 @@ class Grpo:
             loss=own.loss,
             level=own.level,
             clip=Clip(own.clip_low, high, own.delta),
-            cispo_highest=own.cispo_highest,
+            cispo_max_weight=own.cispo_max_weight,
             sapo_pos=own.sapo_temperature_pos,
             sapo_neg=own.sapo_temperature_neg,
             gamma=GammaShape(own.vespo_k_pos, own.vespo_lambda_pos, own.vespo_k_neg, own.vespo_lambda_neg),

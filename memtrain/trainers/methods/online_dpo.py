@@ -58,7 +58,7 @@ class OnlineDpo:
 
     def advantages(self, judged: ScoredRollout) -> Tensor:
         """1 for the chosen answer of each prompt, -1 for the rejected one, 0 for others [A]."""
-        return best_and_worst(judged, self.section.least_margin)
+        return best_and_worst(judged, self.section.min_reward_gap)
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Count the pairs of the step."""
@@ -96,17 +96,17 @@ class OnlineDpo:
         return means | ({"pairs": pairs} if "pairs" in sums else {}) | self.told
 
 
-def best_and_worst(judged: ScoredRollout, least_margin: float = 0.0) -> Tensor:
+def best_and_worst(judged: ScoredRollout, min_reward_gap: float = 0.0) -> Tensor:
     """1 for the best answer of each group, -1 for the worst one, 0 for all others [A].
 
     The first of several that are equally good. A group has no pair, and is 0, where best and worst do not
-    differ by more than `least_margin`, or fewer than two answers have a verdict and may be learnt.
+    differ by more than `min_reward_gap`, or fewer than two answers have a verdict and may be learnt.
     """
     total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
     total_Gk = total_A.masked_fill(~judged.may_learn_A, torch.nan).view(-1, judged.group_size)
     best_G = total_Gk.nan_to_num(nan=-torch.inf).argmax(1, keepdim=True)
     worst_G = total_Gk.nan_to_num(nan=torch.inf).argmin(1, keepdim=True)
     margin_G = total_Gk.gather(1, best_G) - total_Gk.gather(1, worst_G)
-    is_pair_G = (margin_G > least_margin).to(total_Gk.dtype)
+    is_pair_G = (margin_G > min_reward_gap).to(total_Gk.dtype)
     chosen_Gk = torch.zeros_like(total_Gk).scatter(1, best_G, is_pair_G)
     return chosen_Gk.scatter_add(1, worst_G, -is_pair_G).view(-1)

@@ -17,12 +17,12 @@ def test_settings_say_the_topology(make_settings):
 def test_a_topology_says_engine_stage_and_who_holds_rows(make_settings):
     cut = Topology.of(
         make_settings(
-            num_processes=16, device="cuda", engine="fsdp2", context_parallel=4, context_by="heads"
+            num_processes=16, device="cuda", engine="fsdp2", context_parallel=4, context_by="ulysses"
         ),
         2,
     )
     assert cut.words() == "2 nodes with 8 processes on cuda: fsdp2, rows held by 4 (heads)"
-    assert (cut.stage, cut.context_parallel, cut.context_by) == (0, 4, "heads")
+    assert (cut.stage, cut.context_parallel, cut.context_by) == (0, 4, "ulysses")
     stages = [Topology.of(make_settings(num_processes=2, engine=f"zero{n}")).stage for n in (1, 2, 3)]
     assert stages == [1, 2, 3]
     assert ALONE.words() == "1 process on cpu: alone"

@@ -28,7 +28,7 @@ train: {{batch_size: 4, max_steps: 6}}
 memory: {{activation_checkpointing: "on", activation_offloading: "on", loss: chunked}}
 cluster: {{device: cpu, threads: 1}}
 """
-ONLINE = "generate: {completions: 4, max_tokens: 16}\nrewards: {functions: length}\n"
+ONLINE = "generate: {num_generations: 4, max_tokens: 16}\nrewards: {functions: length}\n"
 Case = tuple[Plan, PlannerInputs]
 
 
@@ -69,7 +69,7 @@ def test_every_setting_of_the_plain_run_has_its_stage():
     plain = {field for one in STRATEGIES.values() for field in one.plain} | set(UNNAMED)
     staged = [field for stage in STAGES for field in stage.fields]
     assert sorted(staged) == sorted(
-        plain - {"packing", "documents_see_each_other", "context_parallel", "shard_offload"}
+        plain - {"packing", "cross_document_attention", "context_parallel", "shard_offload"}
     )
 
 

@@ -89,4 +89,4 @@ def test_a_host_that_the_copy_exhausts_is_told_with_the_way_out():
     hardware: Hardware = cpu(2**30, 1)
     refused = host_shortage({COPY: 2**31}, hardware)
     assert refused is not None
-    assert "save.background: false" in refused.text()
+    assert "save.async_save: false" in refused.text()

@@ -98,13 +98,13 @@ def test_heads_that_are_dealt_out_are_priced(
     """16 heads of 64 and 4 of keys; on eight processes a head of keys is sent to two of them. What leaves is
     laid in order, and arrives; attention keeps its output before it goes back, and the copies of keys."""
     facts = facts_of(cpu(64 * GIB, 8), profile_of(*[512] * 64))
-    said = {"cluster__context_parallel": size, "cluster__context_parallel_by": "heads"}
+    said = {"cluster__context_parallel": size, "cluster__context_parallel_mode": "ulysses"}
     settings = ask(facts, **ONE, **said).settings
     load = Workload(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
     assert (dealt(load), num_gathered_kv(load)) == (numbers, 0)
     tokens = 2048 // size
     assert gathered_forward(load) == 2 * 4 * tokens * numbers
-    by_keys = Workload(settings.model_copy(update={"context_by": "keys"}), facts.shape, load.batch)
+    by_keys = Workload(settings.model_copy(update={"context_by": "all_gather"}), facts.shape, load.batch)
     assert attention_kept(load) - attention_kept(by_keys) == 4 * tokens * (numbers - 2 * 256)
     assert "not traced" in (can_trace(recipe_of({}), settings) or "")
 
@@ -119,10 +119,10 @@ def test_heads_of_keys_go_to_the_ranks_of_their_queries(heads: int, keys: int, r
 
 def test_heads_that_do_not_come_out_even_are_refused(ask: Ask, facts_of, profile_of):
     facts = facts_of(cpu(64 * GIB, 6), profile_of(*[512] * 64))
-    said = {"cluster__context_parallel": 3, "cluster__context_parallel_by": "heads"}
+    said = {"cluster__context_parallel": 3, "cluster__context_parallel_mode": "ulysses"}
     what, where, fix = refused(ask, facts, **said)
     assert what.endswith("16 heads with 4 of keys do not come out even on 3 processes")
-    assert where == "r.yaml:cluster.context_parallel_by"
+    assert where == "r.yaml:cluster.context_parallel_mode"
     assert fix == "set it to keys, or cluster.context_parallel to one of 2, 4, 8, 16"
 
 
@@ -134,7 +134,7 @@ def test_padded_rows_take_a_back_end_that_can_be_sliced(ask: Ask, facts: Planner
 def test_a_broken_pass_cannot_be_made_again(ask: Ask, facts: PlannerInputs):
     resolved = ask(facts, **ONE, cluster__context_parallel=2)
     assert resolved.settings.recovery == ()
-    assert "waiting" in next(one.reason for one in resolved.decisions if one.setting == "recover")
+    assert "waiting" in next(one.reason for one in resolved.decisions if one.setting == "oom_recovery")
 
 
 def test_a_step_in_slices_is_traced(ask: Ask, facts: PlannerInputs, recipe_of):

@@ -35,7 +35,7 @@ PLAIN = {
     "max_length": 2048,
     "truncation": "keep_start",
     "packing": "none",
-    "documents_see_each_other": False,
+    "cross_document_attention": False,
     "padding_free": False,
     "pad_to_multiple_of": None,
     "group_by_length": False,
@@ -194,7 +194,7 @@ def test_a_reference_that_is_held_costs_its_weights():
 def test_keys_are_held_once_for_a_prompt_and_once_for_each_completion():
     """A token: keys and values of 8 heads of 128 in 28 layers, 2 bytes: 114,688. Native: 2 prompts of 100
     tokens and 16 completions of 50; else 16 of each."""
-    generate = Generate(completions=8, max_tokens=50)
+    generate = Generate(num_generations=8, max_tokens=50)
     token = 2 * 8 * 128 * 28 * 2
     native = generation_bytes(make(sampler="native"), QWEN06, generate, prompt=100, rows=16)
     assert native["keys and values"] == token * (2 * 100 + 16 * 50)

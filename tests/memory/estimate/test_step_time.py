@@ -24,7 +24,7 @@ BASE = {
     "max_length": 2048,
     "truncation": "keep_start",
     "packing": "none",
-    "documents_see_each_other": False,
+    "cross_document_attention": False,
     "padding_free": True,
     "pad_to_multiple_of": None,
     "group_by_length": False,

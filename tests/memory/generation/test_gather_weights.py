@@ -11,7 +11,7 @@ from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 ONLINE = {
     "method": "grpo",
     "rewards__functions": ["length"],
-    "generate__completions": 4,
+    "generate__num_generations": 4,
     "train__batch_size": 16,
     "cluster__processes": 2,
 }

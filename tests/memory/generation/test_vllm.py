@@ -150,6 +150,6 @@ def test_a_step_that_is_no_whole_number_of_groups_is_refused(ask: Ask, on_h100: 
 
 def test_the_plan_tells_how_the_samplers_probabilities_are_corrected_for(ask: Ask, on_h100: PlannerInputs):
     found = ask(on_h100, generate__vllm=PYTHON, **GRPO)
-    assert "another engine writes" in decision(found, "mismatch")
+    assert "another engine writes" in decision(found, "importance_correction")
     native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
-    assert "the trained module writes the completions itself" in decision(native, "mismatch")
+    assert "the trained module writes the completions itself" in decision(native, "importance_correction")

@@ -25,7 +25,7 @@ PHI: dict[str, Any] = {
 GRPO: dict[str, Any] = {
     "method": "grpo",
     "rewards__functions": ["length"],
-    "generate__completions": 4,
+    "generate__num_generations": 4,
     "train__batch_size": 16,
     "train__micro_batch_size": 4,
 }

@@ -138,12 +138,12 @@ def test_an_engine_of_deepspeeds_is_refused_by_name_where_it_is_not_installed(pl
         plan("Qwen/Qwen3-1.7B", "h100", 8, frozenset(), cluster__engine="zero2", **COPIES)
     assert "memtrain[deepspeed]" in caught.value.faults[0].fix
     with pytest.raises(RecipeError, match="DeepSpeed is not installed"):
-        plan("Qwen/Qwen3-1.7B", "h100", 8, frozenset(), cluster__offload="optimizer", **COPIES)
+        plan("Qwen/Qwen3-1.7B", "h100", 8, frozenset(), cluster__cpu_offload="optimizer", **COPIES)
 
 
 def test_what_waits_on_the_host_for_one_process_has_a_key_of_its_own(plan):
     with pytest.raises(RecipeError, match="nobody to share with") as caught:
-        plan("Qwen/Qwen3-1.7B", "h100", 1, cluster__offload="parameters")
+        plan("Qwen/Qwen3-1.7B", "h100", 1, cluster__cpu_offload="parameters")
     assert "memory.optimizer_offload" in caught.value.faults[0].fix
 
 
@@ -188,7 +188,7 @@ def test_a_pinned_plan_says_engine_and_offload(plan):
     assert pins(made.case.asked, made.settings)["cluster.engine"] == "zero2"
     made = plan("Qwen/Qwen3-1.7B", "4090", 8, cluster__engine="fsdp2", memory__budget="16GiB")
     wanted = pins(made.case.asked, made.settings)
-    assert wanted.get("cluster.offload", "none") == made.settings.shard_offload
+    assert wanted.get("cluster.cpu_offload", "none") == made.settings.shard_offload
 
 
 def test_what_is_sent_is_counted_by_hand(plan):
@@ -213,7 +213,7 @@ def test_what_is_sent_is_counted_by_hand(plan):
 
 def test_shards_on_the_host_are_counted_there(plan):
     """Eight ranks with an eighth each of 2 + 4 + 4 + 8 bytes a weight: its gradient, copy and moments."""
-    made = plan("Qwen/Qwen3-1.7B", "h100", 8, cluster__engine="fsdp2", cluster__offload="parameters")
+    made = plan("Qwen/Qwen3-1.7B", "h100", 8, cluster__engine="fsdp2", cluster__cpu_offload="parameters")
     numbers = made.case.facts.shape.num_parameters
     assert 8 * waiting_bytes(made.settings, made.case.facts.shape) == pytest.approx(18 * numbers, rel=1e-6)
     facts = made.case.facts

@@ -10,7 +10,7 @@ from memtrain.errors import RecipeError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.reading.load import load_recipe
 
-ONLINE = "rewards: {functions: [{function: length}]}\ngenerate: {completions: 3, max_tokens: 12}\n"
+ONLINE = "rewards: {functions: [{function: length}]}\ngenerate: {num_generations: 3, max_tokens: 12}\n"
 MakeSettings = Callable[..., Settings]
 
 

@@ -10,7 +10,7 @@ from memtrain.recipes.recipe import Recipe
         ("train.batch_size", "a whole number above 0, or null"),
         ("train.micro_batch_size", "a whole number above 0, or auto"),
         ("train.shuffle", "true or false"),
-        ("data.held_out", "a number from 0 to below 1"),
+        ("data.eval_fraction", "a number from 0 to below 1"),
         ("data.on_bad_row", "error or skip"),
         ("memory.budget", "a size such as 24GiB, or auto"),
         ("model.adapter.target_modules", "text, or a list of them"),

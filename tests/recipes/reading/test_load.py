@@ -14,7 +14,7 @@ GOOD = """method: sft
 model: {path: builtin:tiny}
 data:
   train: builtin:arithmetic
-  held_out: 0.1
+  eval_fraction: 0.1
 optim:
   lr: 1e-4
 """
@@ -70,7 +70,7 @@ def test_a_recipe_extends_another_key_by_key(folder: Path):
 
 def test_the_last_of_several_extended_files_wins_and_null_takes_away(folder: Path):
     (folder / "lora.yaml").write_text("model: {adapter: {r: 4}}\noptim: {lr: 2e-4}\n")
-    (folder / "child.yaml").write_text("extends: [my.yaml, lora.yaml]\ndata: {held_out: 0.0}\n")
+    (folder / "child.yaml").write_text("extends: [my.yaml, lora.yaml]\ndata: {eval_fraction: 0.0}\n")
     recipe = load_recipe("child.yaml").recipe
     assert recipe.model.adapter is not None
     assert recipe.optim.lr == 2e-4

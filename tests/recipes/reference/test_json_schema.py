@@ -95,7 +95,7 @@ def test_every_field_of_the_schema_says_what_it_does():
 def test_the_starter_is_a_valid_recipe_and_its_options_too(tmp_path: Path):
     text = starter_recipe("sft")
     (tmp_path / "a.yaml").write_text(text)
-    assert load_recipe(str(tmp_path / "a.yaml"), method="sft").recipe.data.held_out == 0.05
+    assert load_recipe(str(tmp_path / "a.yaml"), method="sft").recipe.data.eval_fraction == 0.05
     opened = text.replace("  #quantize: none\n", "").replace("  #", "  #").splitlines()
     lines = [
         line.replace("#", "", 1) if line.startswith("  #") and line[3] != " " else line for line in opened

@@ -43,7 +43,7 @@ FREE: list[dict[str, Any]] = [
     {"save.keep": 5, "save.every_steps": 3},
     {"eval.every_steps": 7},
     {"data.cache_dir": "/other", "data.processes": 4},
-    {"memory.budget": "8GiB", "memory.watch": False},
+    {"memory.budget": "8GiB", "memory.measure_peaks": False},
     {"model.dtype": "float32"},
 ]
 
@@ -119,19 +119,19 @@ def test_a_constant_schedule_may_run_longer(make_plan: MakePlan, keys: dict[str,
 
 @pytest.mark.parametrize("names", [["optim.lr"], ["data", "optim"]])
 def test_what_is_named_may_change_and_is_said(make_plan: MakePlan, names: list[str]):
-    asked = make_plan({"optim.lr": 1e-4, "save.allow_changed": names})
+    asked = make_plan({"optim.lr": 1e-4, "save.allow_changed_keys": names})
     assert check_resumable(facts(make_plan()), asked) == ["another run from here: optim.lr 2e-05 -> 0.0001"]
 
 
 def test_what_is_not_named_or_decides_shapes_stays_refused(make_plan: MakePlan):
     changed = {"optim.lr": 1e-4, "train.seed": 7, "optim.kind": "muon", "model.path": "org/other"}
-    asked = make_plan(changed | {"save.allow_changed": ["optim", "model"]})
+    asked = make_plan(changed | {"save.allow_changed_keys": ["optim", "model"]})
     with pytest.raises(ResumeError) as caught:
         check_resumable(facts(make_plan()), asked)
     fixes = {fault.where: fault.fix for fault in caught.value.faults}
     assert list(fixes) == ["model.path", "optim.kind", "train.seed"]
-    assert "save.allow_changed=[train.seed]" in fixes["train.seed"]
-    assert "allow_changed" not in fixes["model.path"] + fixes["optim.kind"]
+    assert "save.allow_changed_keys=[train.seed]" in fixes["train.seed"]
+    assert "allow_changed_keys" not in fixes["model.path"] + fixes["optim.kind"]
 
 
 def test_every_setting_has_a_rule():

@@ -149,7 +149,12 @@ def test_grpo_of_a_first_update_has_the_gradient_of_reinforce_at_that_temperatur
 
 def test_grpo_corrects_for_the_sampler_token_by_token():
     """min(max(p / p_sampler, 0.9), 1.1) weighs the surrogate; p is the policy's before the update."""
-    section = Grpo(mismatch="token_truncate", mismatch_low=0.9, mismatch_high=1.1, steps_per_rollout=2)
+    section = Grpo(
+        importance_correction="token_truncate",
+        importance_correction_min=0.9,
+        importance_correction_max=1.1,
+        steps_per_rollout=2,
+    )
     method = grpo.method(recipe("grpo", section, temperature=0.7))
     expected = 0.0
     for span, advantage in zip(SPANS, ADVANTAGES, strict=True):
@@ -174,7 +179,7 @@ def test_rloo_weighs_whole_answers():
 
 def test_ppo_scores_at_the_sampling_temperature_and_learns_values():
     """Mean clipped surrogate of tokens + 0.1 * half the larger squared error - 0.01 * mean entropy."""
-    method = ppo.method(recipe("ppo", Ppo(entropy_coef=0.01), completions=1, temperature=0.7))
+    method = ppo.method(recipe("ppo", Ppo(entropy_coef=0.01), num_generations=1, temperature=0.7))
     token_advantages, returns, old_values = (numbers(seed, N) for seed in (1, 2, 3))
     given = micro(value_N=old_values, token_advantage_N=token_advantages, return_N=returns)
     expected = 0.0
@@ -332,7 +337,7 @@ def test_which_kl_estimates_have_the_gradient_of_a_kl_divergence(
 def test_another_engines_probabilities_are_corrected_for_by_default(generate: dict[str, Any], mode: str):
     for method, module, section in (("grpo", grpo, Grpo()), ("rloo", rloo, Rloo())):
         assert module.method(recipe(method, section, **generate)).mismatch == mode
-        asked = section.model_copy(update={"mismatch": "none"})
+        asked = section.model_copy(update={"importance_correction": "none"})
         assert module.method(recipe(method, asked, **generate)).mismatch == "none"
 
 

@@ -73,7 +73,7 @@ def _starts(settings: Settings, shape: ModelShape) -> float:
 
 
 class Waiting(NamedTuple):
-    """Seconds for shards that wait in host memory (`cluster.offload`)."""
+    """Seconds for shards that wait in host memory (`cluster.cpu_offload`)."""
 
     forward: float = 0.0
     """To the device, in the forward pass of a micro-batch."""

@@ -5,7 +5,7 @@ number of processes that share a row. Costs: keys and values of documents that c
 every layer, and rows are padded to a multiple of twice the processes. Exact: documents stay apart, and losses
 and gradients are those of one process. Refused: for methods that write completions, with noise on the
 embeddings, and with attention that does not tell its log-sum-exp. `cluster.context_parallel` is how many;
-`cluster.context_parallel_by: heads` deals out heads in place of gathering keys.
+`cluster.context_parallel_mode: ulysses` deals out heads in place of gathering keys.
 
 Source: Llama 3, arXiv:2407.21783, section 3.3.2 (keys and values gathered, two chunks to a process);
 DeepSpeed Ulysses, arXiv:2309.14509, section 3.1 (heads).

@@ -37,7 +37,7 @@ STRATEGY = Strategy(
     wish=lambda recipe: "on" if recipe.length.packing != "none" else "off",
     use_keys=lambda recipe: {"length.packing": "bfd"},
     never_keys=lambda recipe: {"length.packing": "none"},
-    padded={"packing": "none", "documents_see_each_other": False},
+    padded={"packing": "none", "cross_document_attention": False},
     refusal=refusal,
     conflicts=(
         Conflict(

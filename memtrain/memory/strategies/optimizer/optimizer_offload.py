@@ -59,7 +59,7 @@ STRATEGY = Strategy(
         ),
         Conflict(
             "DeepSpeed's ZeRO",
-            "it steps flat parts of weights; cluster.offload: optimizer moves their states",
+            "it steps flat parts of weights; cluster.cpu_offload: optimizer moves their states",
             when=uses_zero,
         ),
         Conflict(

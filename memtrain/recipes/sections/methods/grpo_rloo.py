@@ -17,7 +17,7 @@ KNOBS_OF: dict[str, tuple[str, ...]] = {
     "clip_low": ("dapo", "grpo", "dr_grpo", "bnpo", "luspo"),
     "clip_high": ("dapo", "grpo", "dr_grpo", "bnpo", "luspo"),
     "delta": ("dapo", "grpo", "dr_grpo", "bnpo", "luspo"),
-    "cispo_highest": ("cispo",),
+    "cispo_max_weight": ("cispo",),
     "sapo_temperature_pos": ("sapo",),
     "sapo_temperature_neg": ("sapo",),
     "vespo_k_pos": ("vespo",),
@@ -58,7 +58,7 @@ class Grpo(WithMismatch):
     delta: Annotated[float, Field(gt=1)] | None = None
     """Upper bound of the ratio for bad completions too (arXiv:2505.07291). Not given: none."""
 
-    cispo_highest: Annotated[float, Field(gt=0)] = 5.0
+    cispo_max_weight: Annotated[float, Field(gt=0)] = 5.0
     """`cispo`: highest weight of a token (arXiv:2510.13786)."""
 
     sapo_temperature_pos: Annotated[float, Field(gt=0)] = 1.0
@@ -95,7 +95,7 @@ class Grpo(WithMismatch):
     entropy_coef: float = 0.0
     """Weight of the mean entropy, which is added to the objective. Higher: more varied."""
 
-    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_entropy_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the tokens that are learnt from, those of the highest entropy (arXiv:2506.01939: 0.2)."""
 
     off_policy_limit: Annotated[float, Field(gt=0)] | None = None
@@ -132,8 +132,11 @@ class Grpo(WithMismatch):
             return self
         if self.level == "sequence":
             raise ValueError("vespo weighs whole completions by itself; remove level: sequence")
-        if self.mismatch.startswith("sequence"):
-            raise ValueError(f"vespo takes ratios of tokens; set mismatch: token{self.mismatch[8:]}")
+        if self.importance_correction.startswith("sequence"):
+            raise ValueError(
+                "vespo takes ratios of tokens; set importance_correction: "
+                f"token{self.importance_correction[8:]}"
+            )
         return self
 
 

@@ -60,22 +60,22 @@ class FromOwnCompletions(WithReference):
 class WithMismatch(FromOwnCompletions):
     """The methods whose loss weighs the sampler's probabilities against the trainer's."""
 
-    mismatch: MismatchChoice = "auto"
+    importance_correction: MismatchChoice = "auto"
     """Correct for the sampler's probabilities being another than the trainer's (another engine, or bfloat16):
     weight each token, or answer, by their ratio; truncate the ratio, or leave out what lies outside the
     bounds. Not together with top_k, top_p, min_p. `auto`: token_truncate where another engine samples
     (generate.backend: vllm) and says the probabilities that are compared, else none."""
 
-    mismatch_low: Annotated[float, Field(ge=0)] | None = 0.5
+    importance_correction_min: Annotated[float, Field(ge=0)] | None = 0.5
     """Lower bound of that ratio. null: none."""
 
-    mismatch_high: Annotated[float, Field(gt=0)] | None = 2.0
+    importance_correction_max: Annotated[float, Field(gt=0)] | None = 2.0
     """Upper bound of that ratio. null: none."""
 
     def correction(self, generate: Generate) -> tuple[MismatchMode, str]:
         """How the sampler's probabilities are corrected for, and why where the recipe leaves it open."""
-        if self.mismatch != "auto":
-            return self.mismatch, ""
+        if self.importance_correction != "auto":
+            return self.importance_correction, ""
         if generate.backend != "vllm":
             return "none", BY_ITSELF
         if generate.truncates:
@@ -86,11 +86,16 @@ class WithMismatch(FromOwnCompletions):
 
     @model_validator(mode="after")
     def _bounds_are_bounds(self) -> WithMismatch:
-        low, high = self.mismatch_low, self.mismatch_high
+        low, high = self.importance_correction_min, self.importance_correction_max
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"mismatch_low {low} is not below mismatch_high {high}; swap them")
-        if self.mismatch == "none":
-            for name in ("mismatch_low", "mismatch_high"):
+            raise ValueError(
+                f"importance_correction_min {low} is not below importance_correction_max {high}; swap them"
+            )
+        if self.importance_correction == "none":
+            for name in ("importance_correction_min", "importance_correction_max"):
                 if changes(self, name):
-                    raise ValueError(f"{name} has no effect with mismatch: none; set mismatch, or remove it")
+                    raise ValueError(
+                        f"{name} has no effect with importance_correction: none; set importance_correction, "
+                        "or remove it"
+                    )
         return self

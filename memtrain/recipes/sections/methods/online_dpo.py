@@ -19,6 +19,6 @@ class OnlineDpo(FromOwnCompletions):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the policy is held near the reference. Higher: nearer."""
 
-    least_margin: Annotated[float, Field(ge=0)] = 0.0
+    min_reward_gap: Annotated[float, Field(ge=0)] = 0.0
     """A pair is made only where the best reward is more than this above the worst one. 0: wherever they
     differ. Prompts without a pair are counted, and teach nothing."""

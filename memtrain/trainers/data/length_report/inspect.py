@@ -197,7 +197,9 @@ def notes(seen: Read, work: Work, data: Data, extent: Extent, held_out: int) -> 
         then = "they are left out" if skips else "training stops at the first, unless data.on_bad_row is skip"
         said.append(f"{count_of(seen.faulty.rows, 'bad row')} not in these numbers: {then}.")
     if held_out:
-        said.append(f"{round(held_out * extent.scale):,} rows are held out (data.held_out) and not counted.")
+        said.append(
+            f"{round(held_out * extent.scale):,} rows are held out (data.eval_fraction) and not counted."
+        )
     if seen.is_cached:
         said.append("Counted from tokenized rows in the cache; nothing was tokenized.")
     return tuple(said)

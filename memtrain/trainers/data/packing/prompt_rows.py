@@ -85,10 +85,10 @@ def lay_out_completions(store: TokenStore, rows: Ints, recipe: Recipe, *, is_sha
     A shared prompt is counted once in the total, and in every single length: a completion may stand alone.
     """
     generate = recipe.generation
-    prompts = lay_out_prompts(store, rows, recipe.row_limits, each=generate.completions)
+    prompts = lay_out_prompts(store, rows, recipe.row_limits, each=generate.num_generations)
     each = prompts.length + generate.max_tokens
-    tokens = np.repeat(each, generate.completions)
-    repeated = int(prompts.length.sum()) * (generate.completions - 1)
+    tokens = np.repeat(each, generate.num_generations)
+    repeated = int(prompts.length.sum()) * (generate.num_generations - 1)
     return Completions(
         tokens=tokens,
         profile=LengthProfile(

@@ -80,7 +80,7 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Seque
             longest=longest_first(_largest(tokens, NUM_LONGEST)),
             most_learnt=longest_first(_largest(learnt, NUM_LONGEST)),
             learnt_share=highest_share(learnt, tokens),
-            longest_piece=int((tokens if length.documents_see_each_other else kept).max(initial=0)),
+            longest_piece=int((tokens if length.cross_document_attention else kept).max(initial=0)),
         ),
     )
 
@@ -140,7 +140,7 @@ def _wrapped(
     the cutting, is whole: a row or a sequence in which nothing is learnt.
     """
     assert length.max_length is not None, "The recipe refuses packing without a max_length."
-    sees = length.documents_see_each_other
+    sees = length.cross_document_attention
     used = np.arange(len(tokens)) if sees else np.flatnonzero(learnt_of_row)
     number, start, kept, begins = _wrap(tokens[used], length.max_length)
     number = used[number]

@@ -60,8 +60,8 @@ def choose_rows(data: Data, store: Sourced, seed: int, epochs: int = 1) -> Chose
 
     Only a mixture with weights that takes a part of a source draws others in every epoch.
     """
-    prompts = store.prompts if data.held_out else None
-    train, held_out = split_rows(store.num_rows, data.held_out, seed, prompts)
+    prompts = store.prompts if data.eval_fraction else None
+    train, held_out = split_rows(store.num_rows, data.eval_fraction, seed, prompts)
     weights = [source.weight for source in data.train]
     given = [weight for weight in weights if weight is not None]
     if len(given) < len(weights) or len(weights) == 1:

@@ -134,16 +134,16 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
     chosen = choose_rows(data, train, seed)
     if not len(chosen.train):
         raise DataError(
-            "no rows are left to learn from", "data.train", "lower data.held_out, or give more rows"
+            "no rows are left to learn from", "data.train", "lower data.eval_fraction, or give more rows"
         )
-    if data.held_out and not len(chosen.eval):
+    if data.eval_fraction and not len(chosen.eval):
         is_one = train.num_rows == 1
         why = "the data is one row" if is_one else "rows of one prompt stay together, and there is one"
         smaller = ", make the rows of a text file smaller (data.text_unit)" if is_one else ""
         raise DataError(
             f"no row can be held out: {why}",
-            "data.held_out",
-            f"give held-out rows of their own with data.eval{smaller}, or set data.held_out: 0",
+            "data.eval_fraction",
+            f"give held-out rows of their own with data.eval{smaller}, or set data.eval_fraction: 0",
         )
     held_out = len(chosen.eval)
     other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None

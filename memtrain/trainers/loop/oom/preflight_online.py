@@ -52,7 +52,7 @@ def write_longest(steps: OnlineSteps) -> None:
     plan = steps.plan
     if plan.settings.sampler not in ("native", "transformers"):
         return
-    count = plan.recipe.generation.completions
+    count = plan.recipe.generation.num_generations
     num_groups = steps.ranks.world * max(1, -(-plan.settings.rollout_rows // count))
     groups = [Group(steps.prompts.ids(row), count, seed=0) for row in longest_rows(steps, num_groups)]
     every_id = tuple(range(len(steps.built.tokenizer)))
@@ -69,7 +69,7 @@ def longest_rows(steps: OnlineSteps, count: int) -> list[int]:
 def weighed(steps: OnlineSteps) -> Rollout:
     """A rollout of made-up completions, with advantages and the passes that come before the update."""
     settings, generate = steps.plan.settings, steps.plan.recipe.generation
-    count, length = generate.completions, generate.max_tokens
+    count, length = generate.num_generations, generate.max_tokens
     num_groups = steps.ranks.world * max(1, -(-settings.pass_factor * settings.micro_batch_size // count))
     rows = longest_rows(steps, num_groups)
     prompts = [steps.prompts.ids(row) for row in rows]

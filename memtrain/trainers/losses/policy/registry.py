@@ -56,7 +56,7 @@ class PolicyKnobs:
     loss: str = "dapo"
     level: Level = "token"
     clip: Clip = Clip()
-    cispo_highest: float = 5.0
+    cispo_max_weight: float = 5.0
     sapo_pos: float = 1.0
     sapo_neg: float = 1.05
     gamma: GammaShape = GammaShape()
@@ -184,7 +184,7 @@ def _surrogate(
     if knobs.loss in CLIPPED:
         return clipped_loss(ratio_N, advantage_N, knobs.clip)
     if knobs.loss == "cispo":
-        return cispo_loss(ratio_N, batch.logp_N, advantage_N, highest=knobs.cispo_highest)
+        return cispo_loss(ratio_N, batch.logp_N, advantage_N, highest=knobs.cispo_max_weight)
     if knobs.loss == "sapo":
         return sapo_loss(ratio_N, advantage_N, temperature_pos=knobs.sapo_pos, temperature_neg=knobs.sapo_neg)
     assert knobs.loss == "vespo", f"There is no policy loss {knobs.loss}."
@@ -204,7 +204,7 @@ def _sums(batch: PolicyBatch, knobs: PolicyKnobs, ratio_N: Tensor, advantage_N: 
         low_N, high_N = is_clipped(ratio_N.detach(), advantage_N, knobs.clip)
         sums |= {"clip_low": low_N.float().sum(), "clip_high": high_N.float().sum()}
     elif knobs.loss == "cispo":
-        above_N = (ratio_N.detach() > knobs.cispo_highest) & (advantage_N > 0)
+        above_N = (ratio_N.detach() > knobs.cispo_max_weight) & (advantage_N > 0)
         sums["clip_high"] = above_N.float().sum()
     if batch.entropy_N is not None:
         sums["entropy"] = batch.entropy_N.detach().sum()

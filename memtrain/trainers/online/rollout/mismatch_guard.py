@@ -33,10 +33,11 @@ ADVICE = {
     "differs less, please report the model's class",
     "transformers": "its generate computes otherwise than its forward pass: generate.backend: native or vllm "
     "do not use it",
-    "vllm": "another engine has other kernels, and a little is usual: the method's key mismatch (auto does "
-    "it) weighs tokens by their ratio",
-    "vllm_server": "another engine has other kernels, and a little is usual: the method's key mismatch (auto "
-    "does it) weighs tokens by their ratio; a server in the trainer's precision comes nearer",
+    "vllm": "another engine has other kernels, and a little is usual: the method's key importance_correction "
+    "(auto does it) weighs tokens by their ratio",
+    "vllm_server": "another engine has other kernels, and a little is usual: the method's key "
+    "importance_correction (auto does it) weighs tokens by their ratio; a server in the trainer's "
+    "precision comes nearer",
 }
 """What a steady difference calls for, by who samples."""
 
@@ -78,10 +79,10 @@ class MismatchAlarm:
         if self.limit is not None and not mean <= self.limit:
             raise MemtrainError(
                 f"the sampler's log-probs are {mean:.2f} nats from the trainer's on average "
-                f"(generate.mismatch_limit {self.limit:g}): its completions were of other weights",
+                f"(generate.max_logprob_gap {self.limit:g}): its completions were of other weights",
                 self.where,
                 "go on from the last checkpoint with generate.backend: native; if it happens there too, "
-                "raise generate.mismatch_limit (null: never) and look at mismatch/ in the metrics",
+                "raise generate.max_logprob_gap (null: never) and look at mismatch/ in the metrics",
             )
         if len(self.past) == LEAST_REMEMBERED:
             self._tell_of_steady(statistics.median(self.past))

@@ -81,7 +81,7 @@ class OnlineSteps:
         assert settings.batch_size is not None, "A step is said in completions."
         each = settings.model_copy(
             update={
-                "batch_size": settings.batch_size // recipe.generation.completions,
+                "batch_size": settings.batch_size // recipe.generation.num_generations,
                 "group_by_length": False,
             }
         )
@@ -89,7 +89,7 @@ class OnlineSteps:
         # Dropout moves the trainer's log-probs where they are those of the update itself.
         is_blurred = has_dropout(self.built.model) and not self.method.needs.old
         self.alarm = MismatchAlarm(
-            None if is_blurred else recipe.generation.mismatch_limit,
+            None if is_blurred else recipe.generation.max_logprob_gap,
             lambda text: self.tell(NoteEvent(step=self.position.step, text=text)),
             self.plan.run_dir,
             settings.sampler,
@@ -164,7 +164,7 @@ class OnlineSteps:
         rows = [int(row) for part in drawn for row in part]
         parts = [part for part, of_part in enumerate(drawn) for _ in of_part]
         prompts = [self.prompts.ids(row) for row in rows]
-        count = recipe.generation.completions
+        count = recipe.generation.num_generations
         groups = [
             Group(prompt, count, self._seed("rollout", number, place)) for place, prompt in enumerate(prompts)
         ]

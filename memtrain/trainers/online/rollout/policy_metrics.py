@@ -53,8 +53,8 @@ def corrected(
         micro.sampler_N,
         micro.answers.lengths_A,
         mode,
-        lowest=section.mismatch_low,
-        highest=section.mismatch_high,
+        lowest=section.importance_correction_min,
+        highest=section.importance_correction_max,
     )
 
 

@@ -24,7 +24,7 @@ class Needs:
     """Log-probs of the policy as it was when the answers were written: where it moves before it has learnt
     from all of them, or rewards are penalised by them."""
     reference: bool
-    top_entropy: float | None = None
+    top_entropy_fraction: float | None = None
     """Share of tokens that are kept, those of the highest entropy."""
     is_for_rewards: bool = False
     """Rewards depend on the passes; else advantages come first, and answers without signal are left out."""

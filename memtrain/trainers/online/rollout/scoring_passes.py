@@ -61,7 +61,7 @@ class Passes:
         asked = [name for name in ("old", "reference") if getattr(needs, name)]
         if needs.values:
             asked.append("values")
-        if needs.top_entropy is not None:
+        if needs.top_entropy_fraction is not None:
             asked.append("entropy")
         if not asked:
             return
@@ -72,8 +72,8 @@ class Passes:
             window.reference_N = found["reference"]
         if needs.values:
             window.value_N = found["values"]
-        if needs.top_entropy is not None:
-            window.is_kept_N = kept_tokens(window, found["entropy"], needs.top_entropy)
+        if needs.top_entropy_fraction is not None:
+            window.is_kept_N = kept_tokens(window, found["entropy"], needs.top_entropy_fraction)
 
     def _shared(self, feed: PolicyFeed, asked: list[str]) -> dict[str, NDArray[np.float32]]:
         """float32 [N] of each that is asked, NaN for tokens of answers that are not learnt."""

@@ -67,7 +67,7 @@ def open_engine(
         restarts=section.restarts,
         fallback=native if section.on_failure == "native" else None,
         has_logprobs=logprobs_mode(plan) is not None,
-        limit=generate.mismatch_limit,
+        limit=generate.max_logprob_gap,
     )
 
 
@@ -112,7 +112,7 @@ def open_vllm(
         restarts=section.restarts,
         fallback=native if section.on_failure == "native" else None,
         has_logprobs=mode is not None,
-        limit=generate.mismatch_limit,
+        limit=generate.max_logprob_gap,
     )
 
 

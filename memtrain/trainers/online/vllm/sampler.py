@@ -120,7 +120,7 @@ class VllmSampler:
         if not found <= limit:
             raise LaunchError(
                 f"vLLM's log-probs are {found:.2f} nats from the trainer's for the same weights "
-                f"(generate.mismatch_limit {limit:g}): some of them did not arrive",
+                f"(generate.max_logprob_gap {limit:g}): some of them did not arrive",
                 str(self.launch.log),
                 "set generate.backend: native; and say which architecture it was",
             )

@@ -195,7 +195,7 @@ class ServerSampler:
         if not found <= limit:
             raise LaunchError(
                 f"the server's log-probs are {found:.2f} nats from the trainer's for the same weights "
-                f"(generate.mismatch_limit {limit:g}): some of them did not arrive",
+                f"(generate.max_logprob_gap {limit:g}): some of them did not arrive",
                 "generate.vllm.server",
                 "a tied head of a CPU server does not follow: set generate.vllm.python in place of server; "
                 "else see that the server has the same architecture",

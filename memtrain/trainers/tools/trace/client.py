@@ -90,7 +90,7 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
         return "what DeepSpeed keeps on the host is not told apart from the device's in a trace"
     if uses_zero(settings) and find_spec("deepspeed") is None:
         return "DeepSpeed's engine itself is traced, and is not here (pip install 'memtrain[deepspeed]')"
-    if settings.context_by == "heads":
+    if settings.context_by == "ulysses":
         return "what processes send each other where heads are dealt out is not traced"
     if settings.background_save and settings.device == "cpu":
         return "the copy of a save in the background is not traced"

@@ -60,14 +60,14 @@ def answer_micro(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
 def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
     """Groups of completions, or pairs of them, with the numbers that the loss of the method reads."""
     needs, method = subject.needs, METHODS[subject.recipe.method]
-    num_of_prompt = 2 if method.in_pairs else subject.recipe.generation.completions
+    num_of_prompt = 2 if method.in_pairs else subject.recipe.generation.num_generations
     answers = _answers(subject, batch, num_answers=num_of_prompt)
     num_answers, num_tokens = len(answers.lengths_A), answers.micro.num_loss_tokens
 
     def numbers(is_there: bool) -> torch.Tensor | None:
         return torch.zeros(num_tokens) if is_there else None
 
-    is_masked = needs.top_entropy is not None
+    is_masked = needs.top_entropy_fraction is not None
     return PolicyMicro(
         answers=answers,
         advantage_A=torch.ones(num_answers),

@@ -98,7 +98,7 @@ def build_step(
     scorer = scorer_of(model, METHODS[recipe.method].head, settings)
     if settings.value != "none":
         scorer = ValueScorer(model, own, **loss_form(settings))
-    scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "heads")
+    scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "ulysses")
     trained = lay_out(scorer, settings)
     reference = reference_of(scorer, copy, recipe, settings)
     module = module_of(recipe)

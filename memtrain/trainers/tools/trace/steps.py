@@ -84,10 +84,10 @@ def one_pass(stage: Stage, micro: Any) -> None:
     method = stage.method
     assert isinstance(method, OnlineMethod), "Only these methods score answers before they learn."
     needs = method.needs
-    asks_policy = needs.old or needs.values or needs.top_entropy is not None
+    asks_policy = needs.old or needs.values or needs.top_entropy_fraction is not None
 
     def ask(model: nn.Module, batch: Any) -> Tensor:
-        wants = needs.top_entropy is not None and model is stage.scorer
+        wants = needs.top_entropy_fraction is not None and model is stage.scorer
         return answer_scores(model, batch, temperature=method.temperature, want_entropy=wants).logp_N
 
     if asks_policy:

@@ -64,7 +64,7 @@ def baseline_plan(plan: Plan) -> Plan:
     own, asked in every step. The optimizer is the recipe's.
     """
     settings = plan.settings
-    same = {name: getattr(settings, name) for name in ("packing", "documents_see_each_other")}
+    same = {name: getattr(settings, name) for name in ("packing", "cross_document_attention")}
     plain = without_strategies(settings).model_copy(update=same)
     return plan.model_copy(update={"settings": plain})
 

@@ -137,7 +137,7 @@ def _narrow_angles(section: dict[str, Any], config: Mapping[str, Any], near: int
 def _smaller_step(plan: Plan, longest: int) -> dict[str, Any]:
     """The step in fewer rows; one that is accumulated still is."""
     settings, recipe = plan.settings, plan.recipe
-    group = recipe.generation.completions if METHODS[recipe.method].is_online else 1
+    group = recipe.generation.num_generations if METHODS[recipe.method].is_online else 1
     made: dict[str, Any] = {}
     rows = SEQUENCES if group == 1 else 2 * group
     if settings.batch_size is not None:

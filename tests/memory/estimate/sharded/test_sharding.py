@@ -127,7 +127,7 @@ def test_shards_are_taken_where_whole_weights_do_not_fit_and_the_plan_says_why(a
         ({"cluster__engine": "zero2", "optim__kind": "muon"}, "needs whole matrices"),
         ({"cluster__engine": "zero1", "memory__optimizer_offload": "on"}, "flat parts of weights"),
         ({"cluster__engine": "fsdp2", "optim__kind": "muon"}, "needs whole matrices"),
-        ({"cluster__engine": "ddp", "cluster__offload": "parameters"}, "needs an engine that moves them"),
+        ({"cluster__engine": "ddp", "cluster__cpu_offload": "parameters"}, "needs an engine that moves them"),
         ({"save__layout": "sharded"}, "there are no shards to write"),
     ],
 )
@@ -141,7 +141,7 @@ def test_what_shards_cannot_be_is_refused_with_a_way_out(ask, facts_of, profile_
 def test_completions_are_written_with_whole_weights_and_these_are_counted(ask, facts_of, profile_of):
     """On two ranks: half of the weights rests there, and all of them are gathered beside."""
     known = facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), method="grpo")
-    said = {"method": "grpo", "rewards__functions": ["length"], "generate__completions": 4}
+    said = {"method": "grpo", "rewards__functions": ["length"], "generate__num_generations": 4}
     made = ask(known, **said, train__batch_size=16, cluster__processes=2, cluster__engine="fsdp2")
     owners = {
         phase.phase: {one.owner: one.num_bytes for one in phase.owners} for phase in made.prediction.phases
@@ -154,7 +154,7 @@ def test_completions_are_written_with_whole_weights_and_these_are_counted(ask, f
 def test_a_tiny_policy_is_not_cut_into_shards_for_every_layer_waits_for_the_others(ask, facts_of, profile_of):
     """Two processes that write completions: a collective takes milliseconds, a layer of it much less."""
     known = facts_of(cpu(64 * GIB, 4), profile_of(*[128] * 64), TINY, method="grpo")
-    said = {"method": "grpo", "rewards__functions": ["length"], "generate__completions": 4}
+    said = {"method": "grpo", "rewards__functions": ["length"], "generate__num_generations": 4}
     made = ask(known, **said, train__batch_size=16, cluster__processes=2)
     assert made.settings.engine == "ddp"
     reason = next(one.reason for one in made.decisions if one.setting == "engine")

@@ -233,8 +233,8 @@ def test_prompts_are_counted_with_the_answers_beside_them(tmp_path):
 def test_counts_are_those_that_training_reports(method: str, form: str, tmp_path):
     """The store that training writes, laid out as training does, at three lengths and in every way."""
     source = jsonl(tmp_path / "a.jsonl", ROWS[form])
-    found = inspected(source, tmp_path, method=method, held_out=0.2, max_lengths=(8, 24, 60))
-    data = Data.model_validate({"train": source, "held_out": 0.2, "cache_dir": str(tmp_path)})
+    found = inspected(source, tmp_path, method=method, eval_fraction=0.2, max_lengths=(8, 24, 60))
+    data = Data.model_validate({"train": source, "eval_fraction": 0.2, "cache_dir": str(tmp_path)})
     store = kept_rows(data, data.train, method, tokenizer, 0).store
     chosen = choose_rows(data, store, 0).train
     assert not found.extent.is_cached
@@ -250,7 +250,7 @@ def test_counts_are_those_that_training_reports(method: str, form: str, tmp_path
             report = report_of(method, store, chosen, length)
             assert (packed.sequences, packed.fill) == (report.num_sequences, report.fill)
             assert (packed.rows_split, packed.learnt_lost) == (report.rows_split, report.learnt_lost)
-    again = inspected(source, tmp_path, method=method, held_out=0.2, max_lengths=(8, 24, 60))
+    again = inspected(source, tmp_path, method=method, eval_fraction=0.2, max_lengths=(8, 24, 60))
     assert again.extent.is_cached
     assert (again.candidates, again.distributions) == (found.candidates, found.distributions)
     assert (again.longest, again.duplicates) == (found.longest, found.duplicates)
@@ -276,7 +276,7 @@ def test_prompts_are_cut_as_the_online_methods_cut_them(tmp_path):
             }
             recipe = Recipe.model_validate(said | {"length": length})
             report = lay_out_prompts(
-                store, np.arange(store.num_rows), recipe.row_limits, each=recipe.generation.completions
+                store, np.arange(store.num_rows), recipe.row_limits, each=recipe.generation.num_generations
             ).report
             assert (counted.rows_cut, counted.rows_dropped) == (report.rows_cut, report.rows_dropped)
             assert counted.tokens_lost == report.tokens_lost

@@ -137,7 +137,7 @@ def test_wrapped_fills_all_sequences_but_the_last(rows: list[tuple[int, int]], l
 
 def test_documents_that_see_each_other_predict_each_others_first_tokens():
     """Two rows of 3 in one sequence: 2 + 2 within the rows, and row 1's first token from row 0's last."""
-    length = asked(max_length=6, packing="wrapped", documents_see_each_other=True)
+    length = asked(max_length=6, packing="wrapped", cross_document_attention=True)
     sequences = made([3, 3], [(0, 3), (0, 3)], length)
     assert sequences.learnt.tolist() == [5]
     assert sequences.profile.longest_piece == 6
@@ -216,7 +216,7 @@ def one_row_after_another(tokens: list[int], limit: int) -> list[tuple[int, int,
 def test_wrapping_at_once_is_wrapping_piece_by_piece(rows: list[int], limit: int):
     """Where documents see each other no piece is left out, so that all of them can be compared: but for
     sequences of one token."""
-    length = asked(max_length=limit, packing="wrapped", documents_see_each_other=True)
+    length = asked(max_length=limit, packing="wrapped", cross_document_attention=True)
     sequences = made(rows, [(0, n) for n in rows], length)
     shown = zip(sequences.row.tolist(), sequences.start.tolist(), sequences.length.tolist(), strict=True)
     assert list(shown) == one_row_after_another(rows, limit)

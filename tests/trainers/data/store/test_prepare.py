@@ -44,7 +44,7 @@ def test_a_pair_of_which_one_answer_is_bad_is_left_out_whole(tmp_path):
 
 
 def test_prepared_counts_are_those_of_the_store(tmp_path):
-    recipe = recipe_of(tmp_path, train=[{"source": "builtin:arithmetic", "limit": 200}], held_out=0.25)
+    recipe = recipe_of(tmp_path, train=[{"source": "builtin:arithmetic", "limit": 200}], eval_fraction=0.25)
     prepared = prepare(recipe)
     opened = TokenStore.open(prepared.train.folder)
     chosen = choose_rows(recipe.data, opened, 0)
@@ -66,7 +66,7 @@ def test_rows_of_one_prompt_are_held_out_together(method, form, tmp_path):
     rows = [{"prompt": f"{i % 20} pens", **answers[form](i)} for i in range(60)]
     source = jsonl(tmp_path / "rows.jsonl", rows)
     made = store(tmp_path, method, train=source)
-    chosen = choose_rows(recipe_of(tmp_path, train=source, held_out=0.2).data, made, 0)
+    chosen = choose_rows(recipe_of(tmp_path, train=source, eval_fraction=0.2).data, made, 0)
     assert (len(chosen.train), len(chosen.eval)) == (48, 12)
     sides = [{bytes(made.part(i, "prompt")) for i in side.tolist()} for side in (chosen.train, chosen.eval)]
     assert not sides[0] & sides[1]
@@ -74,7 +74,7 @@ def test_rows_of_one_prompt_are_held_out_together(method, form, tmp_path):
 
 def test_one_prompt_cannot_be_on_both_sides(tmp_path):
     rows = [{"prompt": "a joke", "completion": f" {i}", "label": i % 2 == 0} for i in range(6)]
-    recipe = recipe_of(tmp_path, method="kto", train=jsonl(tmp_path / "rows.jsonl", rows), held_out=0.2)
+    recipe = recipe_of(tmp_path, method="kto", train=jsonl(tmp_path / "rows.jsonl", rows), eval_fraction=0.2)
     with pytest.raises(DataError) as caught:
         prepare(recipe)
     assert "data.eval" in caught.value.text()
@@ -142,7 +142,7 @@ def test_a_mixture_is_tokenized_once_and_sampled_by_weight(tmp_path):
     sources = [{"source": one, "weight": 1.0}, {"source": two, "weight": 3.0}]
     made = store(tmp_path, train=sources)
     assert made.num_rows == 80
-    recipe = recipe_of(tmp_path, train=sources, held_out=0.2)
+    recipe = recipe_of(tmp_path, train=sources, eval_fraction=0.2)
     chosen = choose_rows(recipe.data, made, seed=0)
     assert len(chosen.eval) == 16
     assert not set(chosen.eval.tolist()) & set(chosen.train.tolist())
@@ -189,7 +189,7 @@ import sys
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.store.prepare import prepare
 path, cache = sys.argv[1:]
-data = {"train": [path], "cache_dir": cache, "held_out": 0.1}
+data = {"train": [path], "cache_dir": cache, "eval_fraction": 0.1}
 recipe = Recipe.model_validate({"method": "sft", "model": {"path": "builtin:tiny"}, "data": data})
 print(prepare(recipe).train.folder)
 """

@@ -64,7 +64,7 @@ def knobs_of(recorded: dict) -> PolicyKnobs:
         loss=recorded["loss_type"],
         level=recorded["importance_sampling_level"],
         clip=Clip(recorded["epsilon_low"], recorded["epsilon_high"], recorded["delta"]),
-        cispo_highest=recorded["epsilon_high"],
+        cispo_max_weight=recorded["epsilon_high"],
         beta=recorded["beta"],
         unbiased_kl=recorded["use_bias_correction_kl"],
         entropy_coef=recorded["entropy_coef"],

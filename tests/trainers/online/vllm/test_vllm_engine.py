@@ -284,16 +284,16 @@ model: {{path: builtin:tiny}}
 data: {{train: {{source: builtin:arithmetic, limit: 40}}, cache_dir: {folder}/cache}}
 length: {{max_length: 128}}
 generate:
-  completions: 4
+  num_generations: 4
   max_tokens: 12
   stop: ["qz"]
   backend: vllm
   vllm: {{python: "{python}"}}
-grpo: {{mismatch: token_truncate}}
+grpo: {{importance_correction: token_truncate}}
 rewards: {{functions: {{function: format, args: {{pattern: "k"}}}}}}
 optim: {{lr: 1e-3}}
 train: {{batch_size: 8, max_steps: 3}}
-memory: {{watch: false}}
+memory: {{measure_peaks: false}}
 log: {{every_steps: 1}}
 cluster: {{device: cpu, threads: 1}}
 """
