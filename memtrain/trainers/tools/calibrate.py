@@ -79,7 +79,8 @@ def cpu_granularity() -> int:
 
 def products_a_second(size: int, dtype: torch.dtype, device: str) -> float:
     """Floating-point operations a second of a product of size x size matrices."""
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    # Random numbers: of ones a GPU draws less power, and keeps a higher clock than any training has.
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if device == "cuda" else None
     return 2 * size**3 / seconds_of(lambda: left @ right, wait)
 
@@ -103,7 +104,7 @@ def seconds_of(work: Callable[[], object], wait: Callable[[], None] | None = Non
 def of_gpu(name: str) -> Measured:
     """The current CUDA device, which must be free: what others hold on it would be taken for this one's."""
     torch.zeros(1, device="cuda")
-    square = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    square = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (square @ square).sum().backward()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()

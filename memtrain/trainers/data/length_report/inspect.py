@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrain import __version__
 from memtrain.memory.rules.ledger import DEFAULT_BATCH_SIZE
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
 from memtrain.recipes.sections.data import Data, Format
@@ -87,7 +87,7 @@ def inspect(
     num_rows = round(len(chosen.train) * extent.scale)
     parts = distributions(work, seen, rows, chosen.train, data, extent.scale)
     return Inspection(
-        memtrain=importlib.metadata.version("memtrain"),
+        memtrain=__version__,
         dataset=question.dataset,
         method=method,
         format=work.job.kind,

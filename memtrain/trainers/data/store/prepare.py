@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memtrain import __version__
 from memtrain.errors import DataError
 from memtrain.memory.plan.plan import PreparedData, PreparedSplit, TurnEnd
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, Form, detect
@@ -98,7 +99,7 @@ class Work:
         limits = [one.source.limit for one in self.found]
         return {
             "layout": VERSION,
-            "memtrain": importlib.metadata.version("memtrain"),
+            "memtrain": __version__,
             "tokenizers": importlib.metadata.version("tokenizers"),
             "transformers": importlib.metadata.version("transformers"),
             "tokenizer": self.tokenizer_digest,
