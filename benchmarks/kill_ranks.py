@@ -113,6 +113,14 @@ def summed(told: dict[str, Any]) -> None:
         told[f"kills_by_{name}"] = dict(sorted(counts.items()))
 
 
+def joined(files: list[Path]) -> dict[str, Any]:
+    """What several calls found, with the words of each."""
+    parts = [json.loads(file.read_text()) for file in files]
+    told: dict[str, Any] = {"runs": [run for part in parts for run in part["runs"]]}
+    summed(told)
+    return told | {"cpu_s": sum(part["cpu_s"] for part in parts), "about": [part["about"] for part in parts]}
+
+
 def cpu_s() -> float:
     """Seconds that this process and the ones it has waited for took of a core."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -129,7 +137,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(warm.METHODS))
     parser.add_argument("--engines", default=",".join(warm.ENGINES))
     parser.add_argument("--set", action="append", default=[], help="override of every run that is killed")
+    parser.add_argument("--join", type=Path, nargs="+", help="write what these files hold together, no more")
     asked = parser.parse_args()
+    if asked.join:
+        asked.output.write_text(json.dumps(joined(asked.join), indent=1) + "\n")
+        return
     told: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.exists() else {"runs": []}
     warm.warm_up()
     moments.adopt_orphans()
