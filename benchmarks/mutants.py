@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--no-verify", action="store_true", help="run the tests alone")
     parser.add_argument("--no-sound", action="store_true", help="do not run the tests without a defect first")
     parser.add_argument("--jobs", type=int, default=1, help="processes that look side by side")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin with no defect after so many")
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     given = parser.parse_args()
     mutants, recipes = read_list()
@@ -253,6 +254,7 @@ def main() -> None:
     if given.check:
         print(f"{len(chosen)} defects, each in one place")
         return
+    began = time.monotonic()
     sys.dont_write_bytecode = True
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     for name in HEAVY:
@@ -268,7 +270,7 @@ def main() -> None:
             child = os.fork()
             if child == 0:
                 sound = files[number :: given.jobs], recipes_asked[number :: given.jobs]
-                _work(part, chosen[number :: given.jobs], asked, *sound)
+                _work(part, chosen[number :: given.jobs], asked, *sound, until=began + 60 * given.minutes)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
@@ -278,11 +280,17 @@ def main() -> None:
             for part in parts
             for one in json.loads((part / "found.json").read_text())
         }
-    _write(given.output, [made[one.name] for one in chosen])
+    _write(given.output, [made[one.name] for one in chosen if one.name in made], len(chosen))
 
 
 def _work(
-    part: Path, chosen: Sequence[Mutant], asked: dict[str, list[str]], files: list[str], recipes: list[str]
+    part: Path,
+    chosen: Sequence[Mutant],
+    asked: dict[str, list[str]],
+    files: list[str],
+    recipes: list[str],
+    *,
+    until: float,
 ) -> NoReturn:
     """What one process does: its share of the sound files and recipes, and of the defects."""
     code = 1
@@ -292,6 +300,8 @@ def _work(
         print(f"sound: {len(files)} test files, {len(recipes)} recipes", flush=True)
         found: list[Found] = []
         for one in chosen:
+            if time.monotonic() > until:
+                break
             made = look_for(one, tree, log, asked)
             found.append(made)
             seen = f"{made.tests:9} {made.verify:9} {made.seconds:6.1f} s  {made.name}  {made.first_failure}"
@@ -305,10 +315,11 @@ def _work(
         os._exit(code)
 
 
-def _write(output: Path, found: Sequence[Found]) -> None:
+def _write(output: Path, found: Sequence[Found], num_listed: int) -> None:
     asked = [one for one in found if one.verify]
     said = facts() | {
-        "defects": len(found),
+        "listed": num_listed,
+        "planted": len(found),
         "found_by_tests": sum(one.tests == "found" for one in found),
         "within_verify": len(asked),
         "found_by_verify": sum(one.verify == "found" for one in asked),

@@ -141,15 +141,3 @@ def test_weights_in_shards_are_refused(ask: Ask, facts_of: Callable[..., Planner
     with pytest.raises(RecipeError) as caught:
         ask(facts, cluster__engine=engine, generate__vllm=PYTHON, **GRPO)
     assert any("vLLM takes whole weights" in fault.what for fault in caught.value.faults)
-
-
-def test_a_step_that_is_no_whole_number_of_groups_is_refused(ask: Ask, on_h100: PlannerInputs):
-    with pytest.raises(RecipeError, match="60 completions is no whole number of groups of 8"):
-        ask(on_h100, **(GRPO | {"generate__backend": "native", "train__batch_size": 60}))
-
-
-def test_the_plan_tells_how_the_samplers_probabilities_are_corrected_for(ask: Ask, on_h100: PlannerInputs):
-    found = ask(on_h100, generate__vllm=PYTHON, **GRPO)
-    assert "another engine writes" in decision(found, "importance_correction")
-    native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
-    assert "the trained module writes the completions itself" in decision(native, "importance_correction")

@@ -1,0 +1,42 @@
+"""Who writes the completions: what of a step is refused, and what the plan tells."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.planner.resolve import Resolved
+
+Ask = Callable[..., Resolved]
+GRPO: dict[str, Any] = {
+    "method": "grpo",
+    "rewards__functions": "exact_answer",
+    "generate__backend": "vllm",
+    "generate__max_tokens": 128,
+    "train__batch_size": 64,
+    "train__max_steps": 10,
+}
+
+
+@pytest.fixture
+def on_h100(facts_of: Callable[..., PlannerInputs]) -> PlannerInputs:
+    return facts_of(Hardware.named("h100"))
+
+
+def decision(found: Resolved, setting: str) -> str:
+    return next(f"{one.value}: {one.reason}" for one in found.decisions if one.setting == setting)
+
+
+def test_a_step_that_is_no_whole_number_of_groups_is_refused(ask: Ask, on_h100: PlannerInputs):
+    with pytest.raises(RecipeError, match="60 completions is no whole number of groups of 8"):
+        ask(on_h100, **(GRPO | {"generate__backend": "native", "train__batch_size": 60}))
+
+
+def test_the_plan_tells_how_the_samplers_probabilities_are_corrected_for(ask: Ask, on_h100: PlannerInputs):
+    found = ask(on_h100, **(GRPO | {"generate__vllm": {"python": "/envs/vllm/bin/python"}}))
+    assert "another engine writes" in decision(found, "importance_correction")
+    native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
+    assert "the trained module writes the completions itself" in decision(native, "importance_correction")
