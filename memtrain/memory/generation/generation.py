@@ -12,6 +12,7 @@ from memtrain.memory.estimate.sharded.zero import TO_SAVE
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.generation.gather_weights import decide_gathering, refuse_gathering, ways
 from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
+from memtrain.memory.model_shape.families import ATTENTIONS_PER_LAYER
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import PhasePeak, Prediction
@@ -136,6 +137,8 @@ def generation_bytes(
     Native: a prompt's keys are held once for its group. Else once for each completion.
     """
     of_token = 2 * shape.kv_width * shape.num_layers * DTYPE_BYTES[settings.dtype]
+    if settings.sampler == "native":
+        of_token *= ATTENTIONS_PER_LAYER.get(shape.model_type, 1)
     prompts = rows if settings.sampler != "native" else -(-rows // generate.num_generations)
     keys = of_token * (prompts * prompt + rows * generate.max_tokens)
     read = max(prompt, min(READ_TOKENS, prompt * prompts))

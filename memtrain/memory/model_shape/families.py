@@ -80,3 +80,5 @@ FAMILIES: dict[str, Family] = {
 }
 FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 """Every n-th layer attends to everything where `layer_types` is not written."""
+ATTENTIONS_PER_LAYER = {"diffllama": 2}
+"""How often a layer attends, each time with keys and values of its own that the native sampler keeps."""

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import SETTINGS
 from torch import nn
 
+from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError
+from memtrain.memory.generation.generation import generation_bytes
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.recipes.sections.generate import Generate
+from memtrain.trainers.online.generation import native_sampler
 from memtrain.trainers.online.generation.kv_cache import KVCache
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
@@ -122,3 +128,23 @@ def test_a_model_that_no_way_of_calling_generate_is_right_for_is_stopped(monkeyp
     with pytest.raises(LaunchError, match="its cache is off by") as stopped:
         checked(model, fallback(model))
     assert "vllm" in stopped.value.faults[0].fix
+
+
+@pytest.mark.parametrize("family", ["llama", "diffllama", "hrm_text"])
+def test_the_keys_that_are_kept_are_those_that_are_planned(family: str, monkeypatch: pytest.MonkeyPatch):
+    """A prompt of 3 tokens, and two completions of 4: 11 tokens in float32."""
+    kept: list[KVCache] = []
+
+    class Watched(KVCache):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            kept.append(self)
+
+    monkeypatch.setattr(native_sampler, "KVCache", Watched)
+    model = model_of(family)
+    NativeSampler(model, AttentionBackend.CPU, 2).generate([Group(PROMPT[:3], 2, 0)], Sampling(max_tokens=4))
+    shape = shape_for(model.config.to_dict())
+    asked = Generate.model_validate({"num_generations": 2, "max_tokens": 4})
+    settings = Settings.model_validate(SETTINGS | {"sampler": "native"})
+    planned = generation_bytes(settings, shape, asked, prompt=3, rows=2)
+    assert kept[0].num_bytes == planned["keys and values"]
