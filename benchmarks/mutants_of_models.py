@@ -1,7 +1,7 @@
 """Model folders, mutated: broken downloads, impossible configurations, hostile templates. By a seed each.
 
 `make_models` saves small models of three families; `mutate` damages a copy of one in one to three ways, and
-says how. Used by the tests (a few hundred) and by benchmarks/mutants.py (as many as asked for).
+says how. Used by the tests (a few hundred) and by benchmarks/broken_inputs.py (as many as asked for).
 """
 
 from __future__ import annotations
