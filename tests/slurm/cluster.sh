@@ -55,6 +55,8 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 LaunchParameters=enable_nss_slurm
+# Daemons listen where the name of the host leads and not everywhere: checked above to be loopback.
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 CONF
   local nodes="n[1-$2]"
   for i in $(seq 1 "$2"); do
@@ -66,6 +68,11 @@ CONF
 }
 
 start() { # DIR NODES
+  if ! getent ahostsv4 "$(hostname -s)" | grep -q '^127\.'; then
+    echo "$(hostname -s) is not an address of this machine's loopback interface: the daemons would be open to the" >&2
+    echo "network. Add '127.0.1.1 $(hostname -s)' to /etc/hosts." >&2
+    exit 1
+  fi
   mkdir -p "$1"/{state,spool,log,run}
   if ! munge -n > /dev/null 2>&1; then
     mkdir -p /run/munge

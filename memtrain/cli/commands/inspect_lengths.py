@@ -204,11 +204,14 @@ def _loaded(words: _Words) -> LoadedRecipe:
         return read_recipe(words.recipe, [*given, *words.overrides])
     if words.dataset is None:
         raise RecipeError(
-            "no data is named", fix="memtrain inspect-lengths DATASET, or --recipe RECIPE for its data"
+            "no data is named",
+            "the command line",
+            "memtrain inspect-lengths DATASET, or --recipe RECIPE for its data",
         )
     if words.model is None and words.tokenizer is None:
         raise RecipeError(
             "no tokenizer is named, and tokens are what it counts",
+            "the command line",
             fix="give --model, --tokenizer or --recipe (--tokenizer builtin:tiny counts roughly, offline)",
         )
     if words.model is None:

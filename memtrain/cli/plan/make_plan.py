@@ -161,7 +161,7 @@ def model_config(model: Model) -> Mapping[str, object]:
     if model.config is not None:
         given = {"vocab_size": len(tokenizer_of(model)), **model.config}
         if "model_type" in given and (fault := unknown_type(str(given["model_type"]))):
-            raise LaunchError(fault, "model.config")
+            raise LaunchError(fault, "model.config", "write a model_type that transformers knows")
         check_numbers(given, "model.config")
         if "model_type" not in given:
             return given

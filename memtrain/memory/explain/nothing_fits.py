@@ -41,7 +41,15 @@ class NoPlan(DoesNotFit):
 
     def __init__(self, closest: Priced, budget: int, asked: SourcedRecipe, facts: PlannerInputs) -> None:
         self.closest, self.budget, self.asked, self.facts = closest, budget, asked, facts
-        super().__init__([Fault(_what(closest, budget), _where(asked), "")])
+        super().__init__(
+            [
+                Fault(
+                    _what(closest, budget),
+                    _where(asked),
+                    "memtrain plan --gpu NAME",
+                )
+            ]
+        )
 
 
 def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:

@@ -62,6 +62,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
     if asked > 1 and accelerator.distributed_type is DistributedType.NO:
         raise LaunchError(
             "the processes would not exchange gradients (accelerate set up no distribution)",
+            "cluster.processes",
             fix="start the run with `memtrain`, or with the line in launch.sh",
         )
     if asked > 1:

@@ -62,6 +62,7 @@ def _step_group(optimizer: Optimizer, gradients: dict[Tensor, Tensor]) -> None:
         free()
     raise OutOfMemory(
         "memory ran out in the optimizer step, between two weights",
+        "optim",
         fix="set memory.optimizer_offload: on or optim.kind: adafactor, and run the same command again: it "
         "goes on from the last checkpoint",
     )

@@ -77,7 +77,11 @@ def parameter_groups(
     """
     trained = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
     if not trained:
-        raise LaunchError("no parameter of the model is trainable", "model.adapter")
+        raise LaunchError(
+            "no parameter of the model is trainable",
+            "model.adapter",
+            "name other target_modules, or remove it",
+        )
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

@@ -34,7 +34,9 @@ def split_hidden(groups: list[Group], model: nn.Module) -> list[Group]:
             if chosen:
                 parts.append(group | {"params": chosen, HIDDEN: is_hidden})
     if not any(part[HIDDEN] for part in parts):
-        raise LaunchError("no hidden matrix is trainable, and Muon steps nothing else", "optim.kind")
+        raise LaunchError(
+            "no hidden matrix is trainable, and Muon steps nothing else", "optim.kind", "set it to adamw"
+        )
     return parts
 
 

@@ -60,6 +60,18 @@ def write_whole(path: Path, data: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+def share_one_mode(folder: Path) -> None:
+    """Give every file of a folder the mode of a new file: safetensors' own are readable by their owner only,
+    and a model that others may read would lack its weights."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
 @contextmanager
 def system_errors() -> Iterator[None]:
     """What safetensors says of a disk that refuses becomes an OSError, as everybody else raises it."""

@@ -191,3 +191,13 @@ def test_what_cannot_be_merged_is_told(tmp_path: Path):
     finished_run(tmp_path / "adapter", Adapter(r=2))
     with pytest.raises(LaunchError, match="int4 is no precision"):
         merge_run(tmp_path / "adapter", dtype="int4")
+
+
+def test_the_files_of_a_saved_model_share_one_mode(tiny_llama: TinyModel, tmp_path: Path):
+    """safetensors writes for the owner alone: a group could read all of a model but its weights."""
+    model = tiny_llama()
+    save_final(model, load_tokenizer("builtin:tiny"), tmp_path / "final")
+    plain = tmp_path / "plain"
+    plain.touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "final").iterdir()}
+    assert modes == {plain.stat().st_mode}

@@ -260,6 +260,7 @@ def read_file(path: Path, unit: TextUnit = "line", digest: Digest | None = None)
     except UnicodeDecodeError as error:
         raise DataError(not_utf8(error).what, str(path), "save the file as UTF-8") from None
     except FileNotFoundError:
-        raise DataError(f"there is no file '{path}'", str(path)) from None
+        raise DataError(f"there is no file '{path}'", str(path), "check the path") from None
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror or error}", str(path)) from None
+        what = f"cannot read '{path}': {error.strerror or error}"
+        raise DataError(what, str(path), "check its permissions, and its disk") from None

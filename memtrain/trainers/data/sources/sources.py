@@ -150,7 +150,8 @@ def content_digest(path: Path, unit: TextUnit = "line") -> str:
         with path.open("rb") as file:
             digest.finish(file)
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror or error}", str(path)) from None
+        what = f"cannot read '{path}': {error.strerror or error}"
+        raise DataError(what, str(path), "check its permissions, and its disk") from None
     return digest_words(path, unit, digest)
 
 

@@ -283,7 +283,11 @@ def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
         return "unpaired"
     if set(kinds) <= set(METHOD_FORMATS["sft"]):
         return "text"
-    raise DataError(f"the sources are of formats that do not mix: {', '.join(kinds)}", "data.train")
+    raise DataError(
+        f"the sources are of formats that do not mix: {', '.join(kinds)}",
+        "data.train",
+        "train on one of them, or bring the others into its form",
+    )
 
 
 def rendering_of(
@@ -363,7 +367,11 @@ def build(
     finally:
         writer.close()
     if writer.num_rows == 0:
-        raise DataError(f"all {num_read} rows are bad, the first: {skipped[0]}", streams[0].name)
+        raise DataError(
+            f"all {num_read} rows are bad, the first: {skipped[0]}",
+            streams[0].name,
+            "mend the rows, or name their columns with data.columns",
+        )
     writer.finish(
         format=kind,
         parts=form.parts,

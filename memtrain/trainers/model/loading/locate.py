@@ -82,7 +82,8 @@ def _is_on_hub(path: str, revision: str | None) -> bool:
         fix = "accept its terms on the hub and log in with `hf auth login`"
         raise LaunchError(f"{path} is gated and this account has no access", "model.path", fix) from None
     except RevisionNotFoundError:
-        raise LaunchError(f"{path} has no revision {revision}", "model.revision") from None
+        fix = "name a branch, tag or commit of its page on the hub, or remove the key"
+        raise LaunchError(f"{path} has no revision {revision}", "model.revision", fix) from None
     except (RepositoryNotFoundError, HFValidationError):
         fix = "check the spelling; for a private model log in with `hf auth login`"
         raise LaunchError(f"the hub has no model {path}", "model.path", fix) from None

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.loading.generation_config import storable
 from memtrain.trainers.model.loading.scoring_pad import scores_sequences, with_scoring_pad
-from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
+from memtrain.trainers.runtime.atomic_files import disk_fault, share_one_mode, system_errors
 from memtrain.trainers.runtime.deepspeed_import import name_device
 
 MOST_BYTES = 50 * 10**9
@@ -74,6 +74,7 @@ def save_final(
                 _save_configs(model, generation, tokenizer, unfinished)
         tokenizer.save_pretrained(unfinished)
         _refuse_empty(unfinished, least)
+        share_one_mode(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     except OSError as error:
