@@ -133,6 +133,9 @@ class Learnt:
     name: str
     bytes_a_weight: float
     held_out_loss: float
+    """Of the bfloat16 weights, as they would be saved."""
+    loss_of_numbers: float
+    """Of the float32 numbers that the optimizer steps, where it has any; else as above."""
     against_float32: float
     """Share by which its loss is above float32's."""
     of_what_float32_learns: float
@@ -175,12 +178,23 @@ def loss_of(model: nn.Module, held_out: list[Tensor]) -> float:
     return float(torch.stack(losses).mean())
 
 
+def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """The model with what the optimizer steps in place of its rounded weights."""
+    if not isinstance(optimizer, MasterWeights):
+        return model
+    made = copy.deepcopy(model).float()
+    with torch.no_grad():
+        for number, weight in zip(made.parameters(), model.parameters(), strict=True):
+            number.copy_(optimizer.form.take(weight))
+    return made
+
+
 def flat(model: nn.Module) -> Tensor:
     """All weights end to end, in float32."""
     return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
 
 
-def measured(data: Path, steps: int, lr: float) -> Iterator[dict[str, Any]]:
+def measured(data: Path, steps: int, lr: float, ways: tuple[Way, ...]) -> Iterator[dict[str, Any]]:
     """Every way from the same start; what is known so far, after each."""
     torch.manual_seed(0)
     start = LlamaForCausalLM(LlamaConfig(max_position_embeddings=LENGTH, **CONFIG))
@@ -192,10 +206,11 @@ def measured(data: Path, steps: int, lr: float) -> Iterator[dict[str, Any]]:
     before = loss_of(start, held_out)
     learnt: list[Learnt] = []
     move, after = Tensor(), before
-    for way in WAYS:
+    for way in ways:
         model = copy.deepcopy(start).to(way.dtype)
         cpu = time.process_time()
-        trained(model, way.make(list(model.parameters()), lr), batches(target["train"], steps, seed=3))
+        optimizer = way.make(list(model.parameters()), lr)
+        trained(model, optimizer, batches(target["train"], steps, seed=3))
         seconds = time.process_time() - cpu
         loss, gone = loss_of(model, held_out), flat(model) - began
         if way.dtype == torch.float32:
@@ -205,6 +220,7 @@ def measured(data: Path, steps: int, lr: float) -> Iterator[dict[str, Any]]:
                 way.name,
                 way.bytes_a_weight,
                 round(loss, 5),
+                round(loss_of(numbers_of(model, optimizer), held_out), 5),
                 round(loss / after - 1, 6),
                 round((before - loss) / (before - after), 4),
                 round(float((gone != 0).double().mean()), 4),
@@ -242,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--first", type=int, default=len(WAYS), help="measure the first so many ways")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     asks = ["git", "rev-parse", "--short", "HEAD"]
@@ -251,7 +268,7 @@ def main() -> None:
         "commit": commit.stdout.strip(),
         "device": f"one core of a CPU with AVX-512 BF16, torch {torch.__version__}",
     }
-    for found in measured(Path(os.environ["MEMTRAIN_DATA"]), asked.steps, asked.lr):
+    for found in measured(Path(os.environ["MEMTRAIN_DATA"]), asked.steps, asked.lr, WAYS[: asked.first]):
         print(found["ways"][-1], flush=True)
         RESULT.write_text(json.dumps(told | found, indent=1) + "\n")
     print(f"wrote {RESULT}")

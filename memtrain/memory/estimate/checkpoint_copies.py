@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memtrain.memory.estimate.auxiliary_models import headless
-from memtrain.memory.estimate.static import moments_bytes, reference_bytes, trained_parts
+from memtrain.memory.estimate.static import copy_size, moments_bytes, reference_bytes, trained_parts
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
@@ -24,7 +24,7 @@ def copied_bytes(settings: Settings, shape: ModelShape) -> int:
     parts = trained_parts(settings, shape)
     weights = sum(count * size for count, size in parts)
     halves = sum(count for count, size in parts if size < 4)
-    masters = 4 * halves if settings.master_weights else 0
+    masters = copy_size(settings) * halves
     copied = weights + masters + moments_bytes(settings, shape)
     if settings.value == "own":
         value = settings.model_copy(update={"value": "none"})

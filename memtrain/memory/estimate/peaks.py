@@ -32,10 +32,12 @@ from memtrain.memory.estimate.static import (
     OFFLOAD_BUCKET,
     gradient_bytes,
     largest_trained,
+    num_trained,
     optimizer_bytes,
     reference_bytes,
     static_bytes,
     sums_wide,
+    trained_parts,
     trains_head,
     weights_bytes,
 )
@@ -273,10 +275,16 @@ def optimizer_scratch(load: Workload) -> int:
             return 0
         matrix = shape.largest_linear
         return matrix * (2 * load.a + 2 * 4)
-    static = static_bytes(settings, shape)
-    return (
-        max(4 * largest_trained(settings, shape), min(MASTER_BUCKET, static.master)) if static.master else 0
-    )
+    largest, copied = 4 * largest_trained(settings, shape), static_bytes(settings, shape).master
+    if settings.copies != "float32":
+        copied = 4 * sum(count for count, size in trained_parts(settings, shape) if size < 4)
+    bucket = max(largest, min(MASTER_BUCKET, copied)) if copied else 0
+    # Float32 numbers that do not stay are made for a bucket, and taken apart weight by weight.
+    made = bucket + 2 * largest if settings.copies != "float32" else 0
+    stepped = max(largest, min(MASTER_BUCKET, 4 * num_trained(settings, shape)))
+    # Both moments of a bucket; and three steps of one tensor's on the way into 8 bits.
+    expanded = 2 * stepped + 3 * largest if settings.compressed_moments else 0
+    return bucket + made + expanded
 
 
 def offload_bucket(load: Workload) -> int:

@@ -22,6 +22,9 @@ MASTER_BUCKET = 256 * MIB
 """Most bytes of float32 gradients that the master-weight optimizer makes at once (one tensor's may be more).
 Taste: 128 kernel launches for 8 billion weights, and no second copy of all gradients."""
 
+COMPRESSED_GROUP = 32
+"""Numbers of a compressed moment that share a scale. Source: FlashOptim's."""
+
 OFFLOAD_BUCKET = 256 * MIB
 """Most bytes of offloaded optimizer states that are on the device at once (one tensor's may be more). Taste:
 copies of 128 MiB reach the bus's rate."""
@@ -116,7 +119,7 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     is_away = settings.device == "cuda" and settings.shard_offload == "parameters"
     weights = share(weights_bytes(settings, shape), settings, of="weights")
     own_gradients = share(gradients, settings, of="gradients")
-    master = share(4 * copied, settings, of="states") if settings.master_weights else 0
+    master = share(copy_size(settings) * copied, settings, of="states")
     if uses_zero(settings):
         # DeepSpeed steps float32 copies, of float32 weights too.
         master = share(4 * num_trained(settings, shape), settings, of="states")
@@ -128,6 +131,11 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
         master=0 if waits_on_host(settings) and settings.shard_offload != "none" else master,
         reduce=small_gradients(settings, shape) if sums_whole else 0,
     )
+
+
+def copy_size(settings: Settings) -> int:
+    """Bytes a half-precision weight that stay of its float32 number between steps."""
+    return {"float32": 4, "split": 2, "stochastic": 0}[settings.copies] if settings.master_weights else 0
 
 
 def small_gradients(settings: Settings, shape: ModelShape) -> int:
@@ -166,6 +174,9 @@ def moments_bytes(settings: Settings, shape: ModelShape) -> int:
     moments = sum(
         count * (4 if settings.master_weights else size) for count, size in trained_parts(settings, shape)
     )
+    if settings.optimizer == "adamw" and settings.compressed_moments:
+        # A byte for each, and a float32 scale for 32 (trainers/optim/compressed_moments.py).
+        return round(2 * (1 + 4 / COMPRESSED_GROUP) * num_trained(settings, shape))
     if settings.optimizer == "adamw":
         return 2 * moments
     if settings.optimizer in BITSANDBYTES:

@@ -218,7 +218,10 @@ def _tile_operators(load: Workload) -> float:
 
 def _optimizer_operators(settings: Settings, shape: ModelShape) -> float:
     tensors = shape.num_layers * (9 if settings.adapter is None else 14)
-    return tensors * (12 if settings.master_weights or settings.optimizer in ("adafactor", "muon") else 0.2)
+    # Of weights that are put together and taken apart, and moments that are expanded and compressed.
+    more = 6 * (settings.copies != "float32") + 30 * settings.compressed_moments
+    plain = 12 if settings.master_weights or settings.optimizer in ("adafactor", "muon") else 0.2
+    return tensors * (plain + more)
 
 
 def _copied(load: Workload) -> float:

@@ -195,6 +195,10 @@ def _explain_optimizer(ledger: DecisionLog, settings: Settings, chosen: Priced, 
     recipe = ledger.asked.recipe
     gain = "" if settings.master_weights else _gain_words(chosen, {"master_weights": True}, facts)
     explain_masters(ledger, settings, facts.config, gain)
+    for name, off in (("copies", "float32"), ("compressed_moments", False)):
+        if getattr(settings, name) != off:
+            path = f"optim.{name}" if ledger.asked.said(f"optim.{name}") else "memory.allow"
+            ledger.decide(name, getattr(settings, name), _gain_words(chosen, {name: off}, facts), path)
     if settings.in_backward:
         gain = _gain_words(chosen, {"in_backward": False}, facts)
         ledger.decide("in_backward", "on", gain, "optim.in_backward")

@@ -160,7 +160,11 @@ class Settings(Section):
         Mark("recipe"),
     ]
     master_weights: Annotated[bool, Mark("recipe")]
-    """Float32 copies of the weights in the optimizer."""
+    """Half-precision weights are stepped in float32."""
+    copies: Annotated[Literal["float32", "split", "stochastic"], Mark("recipe")] = "float32"
+    """What stays of the float32 numbers between steps: copies, the bits a weight has lost, or nothing."""
+    compressed_moments: Annotated[bool, Mark("recipe")] = False
+    """AdamW's moments wait in 8 bits between steps."""
     expandable_segments: Annotated[bool, Mark("bits", "the allocator's slack, which is beside the peak")]
     """CUDA caching allocator with expandable segments."""
 

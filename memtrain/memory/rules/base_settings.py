@@ -20,7 +20,7 @@ from memtrain.memory.rules.ledger import (
     refuse_past_positions,
     refuse_what_cannot_run,
 )
-from memtrain.memory.rules.precision import keeps_masters
+from memtrain.memory.rules.precision import keeps_masters, refuse_precision
 from memtrain.memory.rules.reference_model import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.memory.rules.row_positions import decide_positions, one_row_a_time
 from memtrain.memory.rules.streamed_layers import refuse_streaming
@@ -38,6 +38,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     refuse_what_cannot_run(ledger, hardware)
     processes = decide_device(ledger, hardware)
     dtype = decide_dtype(ledger, hardware)
+    refuse_precision(ledger, dtype)
     refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config, facts.shape)
     attention = decide_attention(ledger, hardware, dtype, facts.config)

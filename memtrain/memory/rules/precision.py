@@ -28,6 +28,18 @@ def keeps_masters(recipe: Recipe, dtype: str) -> bool:
     return trains_half(dtype, recipe.model.adapter) if wanted == "auto" else wanted
 
 
+def refuse_precision(ledger: DecisionLog, dtype: str) -> None:
+    """Note what the recipe says of numbers and moments that this run does not have."""
+    optim = ledger.asked.recipe.optim
+    keeps = keeps_masters(ledger.asked.recipe, dtype)
+    if optim.copies in ("split", "stochastic") and not keeps:
+        what = f"optim.copies {optim.copies} is for bfloat16 weights stepped in float32, and none are here"
+        ledger.refuse(what, "optim.copies", "remove it")
+    if optim.compressed_moments and optim.kind != "adamw":
+        what = f"optim.compressed_moments are AdamW's, and optim.kind is {optim.kind}"
+        ledger.refuse(what, "optim.compressed_moments", "remove it, or set optim.kind: adamw")
+
+
 def explain_masters(
     ledger: DecisionLog, settings: Settings, config: Mapping[str, object], gained: str
 ) -> None:

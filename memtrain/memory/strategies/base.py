@@ -25,13 +25,17 @@ StrategyGroup = Literal[
     "backward",
     "optimizer",
     "precision",
+    "copies",
+    "moments",
     "adapter",
     "length",
     "reference",
 ]
 """Choices that stand in place of each other."""
 
-TRAINED: frozenset[StrategyGroup] = frozenset({"micro-batch", "optimizer", "precision", "adapter", "length"})
+TRAINED: frozenset[StrategyGroup] = frozenset(
+    {"micro-batch", "optimizer", "precision", "copies", "moments", "adapter", "length"}
+)
 """Choices of what is trained and in which steps: the plain run makes the same."""
 
 Updates = Mapping[str, object]

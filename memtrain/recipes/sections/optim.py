@@ -57,6 +57,15 @@ class Optim(Section):
     that is then float32), and small updates are not rounded away. `auto`: wherever bfloat16 weights are
     trained. false: pure bfloat16, in which usual rates lose most updates; the plan tells their share."""
 
+    copies: Literal["auto", "float32", "split", "stochastic"] = "auto"
+    """What stays of the float32 numbers of bfloat16 weights between steps. `float32`: copies, 4 bytes a
+    weight. `split`: the bits that the weight has not, 2 bytes, the same numbers, a little slower.
+    `stochastic`: nothing; a weight is rounded up or down at random, right on average. `auto`: copies, or
+    what memory.allow names."""
+
+    compressed_moments: bool = False
+    """AdamW's moments in 8 bits between steps: 2.25 bytes a weight in place of 8; rounded a little."""
+
     in_backward: Literal["auto", "on", "off"] = "auto"
     """Step each weight in the backward pass, as soon as its gradient is made, and free the gradient:
     gradients are never there together. Exact with one micro-batch a step, one process and max_grad_norm:

@@ -63,7 +63,10 @@ ROUNDING_SETTINGS = tuple(name for name, mark in MARKS.items() if mark.resumed =
 RECIPE_SETTINGS = tuple(name for name, mark in MARKS.items() if mark.resumed == "recipe")
 """Settings that say again what the recipe says; the recipe's key is the one that is named."""
 
-STATE_KEYS = ("method", "model", "optim.kind", "optim.master_weights")
+STATE_KEYS = (
+    *("method", "model", "optim.kind", "optim.master_weights"),
+    *("optim.copies", "optim.compressed_moments"),
+)
 """Keys, or sections, that decide the shapes of the saved state: never waived."""
 
 SETTING_NAMES = {name: mark.resumed for name, mark in MARKS.items() if "." in mark.resumed}

@@ -16,6 +16,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.loading.quantize import refuse_without_bitsandbytes
 from memtrain.trainers.optim.adafactor import Adafactor
+from memtrain.trainers.optim.compressed_moments import CompressedMoments
 from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.muon import Muon, split_hidden
 from memtrain.trainers.optim.offload import OffloadedStates
@@ -50,7 +51,7 @@ def build_optimizer(
         is_half = settings.master_weights
         return ZeroOptimizer(groups, build(groups, recipe), recipe.lr, is_half=is_half)
     if settings.master_weights and any(p.dtype in HALF for group in groups for p in group["params"]):
-        return MasterWeights(groups, lambda copies: build(copies, recipe), recipe.lr)
+        return MasterWeights(groups, lambda copies: build(copies, recipe), recipe.lr, form=settings.copies)
     return build(groups, recipe)
 
 
@@ -61,6 +62,8 @@ def takes_float32(optimizer: Optimizer) -> bool:
 
 def _built_by(settings: Settings) -> Callable[[list[Group], Optim], Optimizer]:
     build = KINDS[settings.optimizer]
+    if settings.compressed_moments:
+        return lambda groups, recipe: CompressedMoments(build(groups, recipe))
     if not settings.optimizer_offload:
         return build
     return lambda groups, recipe: OffloadedStates(build(groups, recipe))

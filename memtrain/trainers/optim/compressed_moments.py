@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.memory.estimate.static import MASTER_BUCKET
+from memtrain.memory.estimate.static import COMPRESSED_GROUP, MASTER_BUCKET
 
-GROUP = 32
-"""Numbers that share a scale. Source: FlashOptim's."""
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 Draws = torch.Generator | None
 CODES = {FIRST: "exp_avg_code", SECOND: "exp_avg_sq_code"}
@@ -64,7 +62,7 @@ def _whole(codes: Tensor, draws: Draws) -> Tensor:
 
 
 def _shares(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """([groups, GROUP] shares in the group's largest, that)."""
+    """([groups, COMPRESSED_GROUP] shares in the group's largest, that)."""
     groups = _grouped(numbers)
     scales = groups.abs().amax(1)
     return groups.div(scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)), scales
@@ -72,10 +70,10 @@ def _shares(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def _grouped(numbers: Tensor) -> Tensor:
     flat = numbers.reshape(-1)
-    missing = -flat.numel() % GROUP
+    missing = -flat.numel() % COMPRESSED_GROUP
     if missing:
         flat = torch.nn.functional.pad(flat, (0, missing))
-    return flat.view(-1, GROUP)
+    return flat.view(-1, COMPRESSED_GROUP)
 
 
 PACKING: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]] = {

@@ -175,6 +175,15 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("master_weights", {"master_weights": True, "adapter": Adapter()}),
     ("master_weights", {"master_weights": True, "dtype": "float32"}),
     ("pure_bfloat16", {"master_weights": False, "num_processes": 2, "engine": "zero2"}),
+    *(
+        (name, {"copies": copies} | broken)
+        for name, copies in (("split_copies", "split"), ("stochastic_rounding", "stochastic"))
+        for broken in ({"master_weights": False}, {"optimizer": "muon"}, SHARDED)
+    ),
+    ("compressed_moments", {"compressed_moments": True, "optimizer": "muon"}),
+    ("compressed_moments", {"compressed_moments": True, "master_weights": False}),
+    ("compressed_moments", {"compressed_moments": True, "optimizer_offload": True}),
+    ("compressed_moments", {"compressed_moments": True} | SHARDED),
     ("optimizer_offload", {"optimizer_offload": True, "optimizer": "adafactor"}),
     ("optimizer_offload", {"optimizer_offload": True, "in_backward": True}),
     ("optimizer_offload", {"optimizer_offload": True, "num_processes": 2, "engine": "zero1"}),

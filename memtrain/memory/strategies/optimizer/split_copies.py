@@ -1,0 +1,60 @@
+"""Split copies: of each weight's float32 number the low 16 bits are kept, and the weight is its high half.
+
+When: asked for, where the float32 copies of bfloat16 weights do not fit. Saves: 2 of their 4 bytes for each
+trained weight. Costs: numbers are put together and taken apart in every step, in buckets of 256 MiB. Exact:
+the float32 numbers are stepped as they are with whole copies; only one that lies exactly between two bfloat16
+numbers, and was rounded down, is a unit in its last place (2^-24 of it) smaller in the next step. Refused:
+where no bfloat16 weight is trained, over shards, and for optimizers that step tensor by tensor (muon,
+adafactor, 8-bit ones).
+
+Source: Gupta et al. 2026 (FlashOptim), arXiv:2602.23349, section 3, here with 16 bits in place of 8.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.plan.engine_kinds import is_sharded
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.optimizer.master_weights import refusal
+from memtrain.recipes.recipe import Recipe
+
+
+def wish(recipe: Recipe) -> StrategyRequest:
+    """On when the recipe says so."""
+    return "on" if recipe.optim.copies == "split" else "off"
+
+
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
+    """In place of whole copies."""
+    return ({"copies": "split"},) if settings.master_weights else ()
+
+
+STRATEGY = Strategy(
+    name="split_copies",
+    axis="copies",
+    says="of float32 copies the bits are kept that the weights have not",
+    saves="2 bytes for each trained weight",
+    costs="numbers are put together in every step",
+    measured="what it learns: [benchmarks.md](benchmarks.md#precision)",
+    is_exact=True,
+    is_used=lambda settings: settings.copies == "split",
+    wish=wish,
+    use_keys=lambda recipe: {"optim.copies": "split"},
+    never_keys=lambda recipe: {"optim.copies": "float32"},
+    changes=changes,
+    without={"copies": "float32"},
+    refusal=refusal,
+    conflicts=(
+        Conflict(
+            "weights without float32 numbers",
+            "of those it says what stays between steps",
+            when=lambda settings: not settings.master_weights,
+        ),
+        Conflict(
+            "optimizers that step tensor by tensor",
+            "a step that breaks off would lose some of its numbers",
+            when=lambda settings: settings.optimizer not in ("adamw", "sgd"),
+        ),
+        Conflict("weights in shards", "their states were never tried in parts", when=is_sharded),
+    ),
+)
