@@ -1,7 +1,7 @@
 """Kills over methods, engines, ranks and moments: does every run go on with the same bits, and leave nothing?
 
     python benchmarks/kill_ranks.py [--kills 300] [--minutes 60] [--seed 0]
-        [-o benchmarks/results/kill_ranks.json] [--set save.async_save=true ...]
+        [-o benchmarks/results/kill_moments.json] [--set save.async_save=true ...]
 
 Every method is run under every engine, in an order that is drawn; each run is killed again and again, at
 moments that are drawn (kill_moments.py): any time, all ranks at once, the launcher before or after it has
@@ -130,7 +130,7 @@ def cpu_s() -> float:
 def main() -> None:
     """Kill until there are as many kills as asked for, or the time of a core is up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks/results/kill_ranks.json")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks/results/kill_moments.json")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--minutes", type=float, default=60.0, help="of one core, of this call")
     parser.add_argument("--seed", type=int, default=0)
