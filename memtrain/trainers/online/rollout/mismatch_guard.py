@@ -33,11 +33,10 @@ ADVICE = {
     "differs less, please report the model's class",
     "transformers": "its generate computes otherwise than its forward pass: generate.backend: native or vllm "
     "do not use it",
-    "vllm": "another engine has other kernels, and a little is usual: the method's key importance_correction "
-    "(auto does it) weighs tokens by their ratio",
-    "vllm_server": "another engine has other kernels, and a little is usual: the method's key "
-    "importance_correction (auto does it) weighs tokens by their ratio; a server in the trainer's "
-    "precision comes nearer",
+    "vllm": "another engine has other kernels, and a little is usual: importance_correction (auto does it) "
+    "weighs tokens by their ratio",
+    "vllm_server": "another engine has other kernels, and a little is usual: importance_correction (auto "
+    "does it) weighs tokens by their ratio; a server in the trainer's precision comes nearer",
 }
 """What a steady difference calls for, by who samples."""
 
