@@ -29,6 +29,10 @@ def printable(text: str, *, is_line: bool = False) -> str:
     return shown.replace("\n", "\\n") if is_line else shown
 
 
+OR = "\n   or: "
+"""The join of several ways out in one `fix`: a line each on the terminal."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that is wrong: what (with the value in hand), where (`file:line:column`), and the way out."""
@@ -43,7 +47,8 @@ class Fault:
         if self.where:
             shown.append(f"   at: {printable(self.where, is_line=True)}")
         if self.fix:
-            shown.append(f"  try: {printable(self.fix, is_line=True)}")
+            ways = [printable(way, is_line=True) for way in self.fix.split(OR)]
+            shown.append(f"  try: {OR.join(ways)}")
         return shown
 
 

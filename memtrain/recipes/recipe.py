@@ -127,6 +127,30 @@ class Recipe(Section):
                     "set importance_correction, or remove it"
                 )
 
+    def _correction_can_be_made(self, section: WithMismatch) -> None:
+        """The probabilities of the sampler are those that the trainer's are compared with."""
+        is_corrected = section.importance_correction not in ("auto", "none")
+        if section.importance_correction == "auto":
+            self._check_bounds_are_read(section)
+        if is_corrected and self.generation.truncates:
+            raise ValueError(
+                "importance_correction compares the sampler's probabilities with the trainer's, and "
+                "top_k, top_p and min_p leave the sampler fewer tokens; remove them, or set "
+                "importance_correction: none"
+            )
+        generate = self.generation
+        if (
+            is_corrected
+            and generate.backend == "vllm"
+            and generate.repetition_penalty != 1
+            and generate.temperature != 1
+        ):
+            raise ValueError(
+                "importance_correction needs the sampler's probabilities before its repetition_penalty, and "
+                "vLLM says those only at temperature 1; remove repetition_penalty, or set temperature: 1, "
+                "or importance_correction: none"
+            )
+
     @model_validator(mode="after")
     def _completions_are_judged(self) -> Recipe:
         section = self.online
@@ -160,30 +184,8 @@ class Recipe(Section):
                 f"{self.method} compares the completions of a prompt, and generate.num_generations is 1; "
                 "set 2 or more"
             )
-        is_corrected = isinstance(section, WithMismatch) and section.importance_correction not in (
-            "auto",
-            "none",
-        )
-        if isinstance(section, WithMismatch) and section.importance_correction == "auto":
-            self._check_bounds_are_read(section)
-        if is_corrected and self.generation.truncates:
-            raise ValueError(
-                "importance_correction compares the sampler's probabilities with the trainer's, and "
-                "top_k, top_p and min_p leave the sampler fewer tokens; remove them, or set "
-                "importance_correction: none"
-            )
-        generate = self.generation
-        if (
-            is_corrected
-            and generate.backend == "vllm"
-            and generate.repetition_penalty != 1
-            and generate.temperature != 1
-        ):
-            raise ValueError(
-                "importance_correction needs the sampler's probabilities before its repetition_penalty, and "
-                "vLLM says those only at temperature 1; remove repetition_penalty, or set temperature: 1, "
-                "or importance_correction: none"
-            )
+        if isinstance(section, WithMismatch):
+            self._correction_can_be_made(section)
         if self.optim.neftune_alpha is not None:
             raise ValueError(
                 f"optim.neftune_alpha makes the policy another one in training than in sampling; remove it "

@@ -33,6 +33,10 @@ OWN_INTERPRETER = ("memtrain.trainers.online.vllm.worker",)
 
 ATTENDING = [str(one) for one in AttentionBackend if one is not AttentionBackend.STOCK]
 FILLED_IN: dict[str, list[str]] = {
+    "page": [
+        ".".join(path.with_suffix("").parts[-2:])
+        for path in sorted((ROOT / "memtrain/memory/strategies").glob("*/[a-z]*.py"))
+    ],
     "module_name": [verb.target.partition(":")[0] for verb in COMMANDS],
     "backend": ATTENDING,
 }

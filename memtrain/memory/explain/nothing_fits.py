@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from memtrain.errors import DoesNotFit, Fault
+from memtrain.errors import OR, DoesNotFit, Fault
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, PlannerInputs, Priced, heaviest
 from memtrain.memory.estimate.static import usable
@@ -57,7 +57,7 @@ def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
     closest, budget, asked, facts = found.closest, found.budget, found.asked, found.facts
     search = _Search(closest, budget, asked, facts, plan)
     ways = search.nearest()
-    fix = "\n   or: ".join(way.words() for way in ways)
+    fix = OR.join(way.words() for way in ways)
     if not ways:
         (lowest,) = search.arithmetic[:1]
         fix = f"a larger device; the furthest that changes of the recipe go is {lowest.words()}"

@@ -53,15 +53,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     padding_free, by_row, shares = _how_rows_lie(ledger, facts, attention)
     if facts.apart is not None and not shares:
         facts = facts.with_prompts_apart()
-    micros = whole_batch(ledger, batch, replicas) or micro_candidates(
-        ledger,
-        facts.profile,
-        batch,
-        num_replicas=replicas,
-        num_sharing=recipe.cluster.sharing,
-        padding_free=padding_free,
-        device=hardware.device,
-    )
+    micros = _micros(ledger, facts, batch, replicas=replicas, padding_free=padding_free)
     micros = one_row_a_time(ledger, micros) if by_row else micros
     max_steps = _max_steps(ledger, facts, rows, tokens)
     passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
@@ -89,6 +81,26 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
         }
     )
     return settings, micros
+
+
+def _micros(
+    ledger: DecisionLog,
+    facts: PlannerInputs,
+    batch: tuple[int | None, int | None],
+    *,
+    replicas: int,
+    padding_free: bool,
+) -> list[Micro]:
+    """The micro-batches to try, largest first."""
+    return whole_batch(ledger, batch, replicas) or micro_candidates(
+        ledger,
+        facts.profile,
+        batch,
+        num_replicas=replicas,
+        num_sharing=ledger.asked.recipe.cluster.sharing,
+        padding_free=padding_free,
+        device=facts.hardware.device,
+    )
 
 
 def _how_rows_lie(

@@ -22,9 +22,10 @@ def _pages() -> Iterator[Strategy]:
     for path in strategies.__path__:
         for found in iter_modules([str(room) for room in Path(path).iterdir() if room.is_dir()]):
             room = Path(getattr(found.module_finder, "path", "")).name
-            page = getattr(import_module(f"{strategies.__name__}.{room}.{found.name}"), "STRATEGY", None)
-            if isinstance(page, Strategy):
-                yield page
+            page = f"{room}.{found.name}"
+            strategy = getattr(import_module(f"memtrain.memory.strategies.{page}"), "STRATEGY", None)
+            if isinstance(strategy, Strategy):
+                yield strategy
 
 
 STRATEGIES: dict[str, Strategy] = {

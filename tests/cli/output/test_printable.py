@@ -8,7 +8,7 @@ import pytest
 from memtrain.__main__ import main
 from memtrain.cli.launch.elastic_agent import plain_line
 from memtrain.cli.output.terminal import say, table_lines
-from memtrain.errors import DataError, Fault, printable
+from memtrain.errors import OR, DataError, Fault, printable
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eexe.txt\ud83d\x00"
 SHOWN = r"\u001b[2J\u001b]0;owned\u0007\u000d\u009b31m\u202eexe.txt\ud83d\u0000"
@@ -60,3 +60,9 @@ def test_names_of_a_data_file_reach_the_terminal_as_escapes(
         told = capsys.readouterr()
         assert "1b[2J" in told.out + told.err
         assert not steers(told.out + told.err)
+
+
+def test_several_ways_out_are_a_line_each():
+    """Each way is escaped alone, so that a name in it cannot become a line of its own."""
+    fault = Fault("no plan fits", fix=OR.join(["a card", "a name\nerror: forged"]))
+    assert fault.lines()[-1] == "  try: a card\n   or: a name\\nerror: forged"
