@@ -346,6 +346,11 @@ def unzstd(data: bytes) -> bytes:
     return pa.CompressedInputStream(pa.BufferReader(data), "zstd").read()
 
 
+def unxz(data: bytes) -> bytes:
+    """Unpacked, without the zeros that may follow a stream as padding: Python's own reader refuses them."""
+    return lzma.decompress(data.rstrip(b"\0"))
+
+
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": functools.partial(gzip.compress, mtime=0),
     ".bz2": bz2.compress,
@@ -355,7 +360,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 UNPACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.decompress,
     ".bz2": bz2.decompress,
-    ".xz": lzma.decompress,
+    ".xz": unxz,
     ".zst": unzstd,
 }
 
