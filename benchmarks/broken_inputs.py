@@ -160,6 +160,8 @@ class ModelMutants:
             file = os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(file, 1)
             os.dup2(file, 2)
+            # A test's own capture stands in their place, and is no file of this process.
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             resource.setrlimit(resource.RLIMIT_CPU, (HANG_S, HANG_S))
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
             from memtrain.trainers.data.tokenize import template_limits

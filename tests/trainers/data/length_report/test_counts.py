@@ -1,6 +1,7 @@
 """Counts of rows: what is kept of a batch, of a store, of too many rows, and of a reading that is stopped."""
 
 import signal
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -107,6 +108,15 @@ def test_counts_by_value_give_the_values_back():
     assert spread_out(counts).tolist() == [0, 1, 3, 3, 5]
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Python's own handler: a process that a background job has started ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_ends_the_rows_and_a_second_one_the_program():
     with on_interrupt() as stop:
         taken = []
