@@ -48,8 +48,8 @@ HANG_S = 30
 MEMORY_BYTES = 6 * 2**30
 """Address space of a model's mutant: a template or a configuration may not take the machine down."""
 
-MODEL_CODES = (0, 2, 3, 4, 5)
-"""How a step on a mutated model may end: done, or an error of recipe, memory, data or launch."""
+MODEL_CODES = (0, 2, 3, 4, 5, 7)
+"""How a step on a mutated model may end: done, or an error of recipe, plan, data, launch or memory."""
 
 RECIPE = """\
 method: sft

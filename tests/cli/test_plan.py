@@ -122,12 +122,12 @@ def test_what_cannot_be_planned_is_refused_in_words(recipe, words, said):
 
 
 def test_a_model_that_is_nowhere_is_refused_and_a_known_one_is_planned_without_the_hub(capsys):
-    run(["plan", "sft/llama-3.1-8b-full", "--gpu", "h100"])
+    run(["plan", "sft/llama-3.1-8b-full", "--gpu", "h200"])
     words = told(capsys)
     assert "the shape of meta-llama/Llama-3.1-8B-Instruct is from memtrain's own table" in words
     assert "every sequence is taken to have 4,096 tokens" in words
     with pytest.raises(LaunchError, match="not in memtrain's table"):
-        run(["plan", "sft/llama-3.1-8b-full", "--gpu", "h100", "model.path=someone/other"])
+        run(["plan", "sft/llama-3.1-8b-full", "--gpu", "h200", "model.path=someone/other"])
 
 
 def test_the_other_way_round_what_is_found_fits_and_the_next_does_not(recipe, capsys):
@@ -159,7 +159,7 @@ def test_the_first_answer_loads_no_torch_and_takes_about_a_second():
     """Of the processor, imports included: other programs may be waiting for it too."""
     code = (
         "import sys, time\nfrom memtrain.__main__ import main\n"
-        "assert main(['plan', 'sft/llama-3.1-8b-full', '--gpu', 'h100', '--explain']) == 0\n"
+        "assert main(['plan', 'sft/llama-3.1-8b-full', '--gpu', 'h200', '--explain']) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
         "print(time.process_time(), file=sys.stderr)"
     )

@@ -93,7 +93,7 @@ def test_every_rank_leaves_the_process_group_whatever_happens(runs, tmp_path: Pa
 )
 def test_the_launch_files_are_as_they_are_printed(runs, monkeypatch, said: tuple[str, ...], words: str):
     """`launch.sh` is the command that the run is; accelerate starts processes under every engine alike."""
-    monkeypatch.setattr("memtrain.memory.hardware.packages.installed", lambda *names: frozenset(names))
+    monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset(names))
     ended = runs.run("run", *TWO, *said, "--dry-run")
     assert ended.code == 0, ended.err
     folder = runs.folder / "run"

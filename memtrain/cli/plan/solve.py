@@ -108,15 +108,16 @@ def _micro_batch(question: Question, facts: PlannerInputs) -> Solution:
     rows = choices.groups[0][0].batch_size or 0
     most = max(1, -(-rows // replicas)) if rows else MOST_LENGTH // longest
     key = "train.micro_tokens" if flat else "train.micro_batch_size"
-    low, high, best = 0, most, None
+    # A step of one micro-batch keeps no float32 sums: the whole batch may fit where half of it does not.
+    low, high, best, middle = 0, most, None, most
     while low < high:
-        middle = (low + high + 1) // 2
         recipe = with_key(_with_open_micro(asked).recipe, key, middle * longest if flat else middle)
         try:
             best = resolved_if_it_fits(SourcedRecipe(recipe, asked.where), facts)
             low = middle
         except DoesNotFit:
             high = middle - 1
+        middle = (low + high + 1) // 2
     if best is None:
         resolve(asked, facts)
         raise AssertionError("The recipe fits, and no micro-batch was found.")

@@ -21,7 +21,7 @@ def test_a_topology_says_engine_stage_and_who_holds_rows(make_settings):
         ),
         2,
     )
-    assert cut.words() == "2 nodes with 8 processes on cuda: fsdp2, rows held by 4 (heads)"
+    assert cut.words() == "2 nodes with 8 processes on cuda: fsdp2, rows held by 4 (ulysses)"
     assert (cut.stage, cut.context_parallel, cut.context_by) == (0, 4, "ulysses")
     stages = [Topology.of(make_settings(num_processes=2, engine=f"zero{n}")).stage for n in (1, 2, 3)]
     assert stages == [1, 2, 3]

@@ -98,7 +98,7 @@ def test_generation_beside_training_must_fit_the_budget(ask: Ask, on_h100: Plann
     roomy = ask(on_h100, generate__vllm=PYTHON, memory__budget=5 * GIB, **said)
     tight = ask(on_h100, generate__vllm=PYTHON, memory__budget=int(4.5 * GIB), **said)
     assert (roomy.settings.optimizer_offload, tight.settings.optimizer_offload) == (False, True)
-    with pytest.raises(DoesNotFit, match="training keeps"):
+    with pytest.raises(DoesNotFit, match="no plan fits"):
         ask(on_h100, generate__vllm=PYTHON, memory__budget=int(3.5 * GIB), **said)
 
 

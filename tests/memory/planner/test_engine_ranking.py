@@ -112,7 +112,7 @@ def test_every_engine_is_weighed_with_what_may_wait_on_the_host(plan):
     ],
 )
 def test_engines_that_are_not_weighed_are_told_with_the_reason(plan, presumed, said, words: str, monkeypatch):
-    monkeypatch.setattr("memtrain.memory.hardware.packages.installed", lambda *names: frozenset())
+    monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset())
     monkeypatch.setattr("memtrain.memory.estimate.pricing.installed", lambda *names: frozenset())
     if "model__adapter" in said:
         said = {key: value for key, value in said.items() if key not in COPIES}
@@ -133,7 +133,7 @@ def test_stage_1_would_add_gradients_of_bfloat16_weights_in_bfloat16(plan):
 
 
 def test_an_engine_of_deepspeeds_is_refused_by_name_where_it_is_not_installed(plan, monkeypatch):
-    monkeypatch.setattr("memtrain.memory.hardware.packages.installed", lambda *names: frozenset())
+    monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset())
     with pytest.raises(RecipeError, match="DeepSpeed's, which is not installed") as caught:
         plan("Qwen/Qwen3-1.7B", "h100", 8, frozenset(), cluster__engine="zero2", **COPIES)
     assert "memtrain[deepspeed]" in caught.value.faults[0].fix

@@ -26,6 +26,8 @@ def test_stage_2_on_a_cpu_shares_out_gradients(make_settings):
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
     }
 
 
