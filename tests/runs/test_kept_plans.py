@@ -133,7 +133,7 @@ def test_settings_of_another_version_are_planned_anew_and_it_is_said(runs, here,
     runs.done("run", *OPEN, "train.max_steps=3")
     begun = keeping.begun_in(runs.folder / "run")
     other = replace(begun, settings={**begun.settings, "loss": "a loss of old"})
-    monkeypatch.setattr(planning, "begun_in", lambda folder: other)
+    monkeypatch.setattr(planning, "begun_in", lambda folder, *given: other)
     value, reason = told(runs.done("run", *OPEN))
     assert (value, "settings this one does not know" in reason) == ("new", True)
 

@@ -19,7 +19,6 @@ from memtrain.memory.planner.pinned_recipe import kept_pins
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.environment import EnvironmentText, revealed
-from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run_folder.folder import RunFolder
 
 RESTS_ON = (
@@ -142,18 +141,10 @@ def _at_its_length(
 
 def _moved(asked: SourcedRecipe, begun: Begun) -> str:
     """The keys under a plan that the recipe says otherwise now, in words; empty where there are none."""
-    from memtrain.trainers.checkpoints.resume import differences, is_below, sentence
+    from memtrain.trainers.checkpoints.resume import differences, is_below, sentence, with_defaults
 
-    moved = differences(_with_defaults(begun.recipe), asked.recipe.model_dump(mode="json"))
+    moved = differences(with_defaults(begun.recipe), asked.recipe.model_dump(mode="json"))
     return ", ".join(sentence(one) for one in moved if is_below(one.key, RESTS_ON))
-
-
-def _with_defaults(saved: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """A recipe as it was saved, with the keys that are newer than it."""
-    try:
-        return Recipe.model_validate_json(json.dumps(saved)).model_dump(mode="json")
-    except ValidationError:
-        return saved
 
 
 def _with_room(facts: PlannerInputs, settings: Settings) -> PlannerInputs:

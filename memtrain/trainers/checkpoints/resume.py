@@ -10,15 +10,17 @@ Three kinds of difference:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from memtrain.errors import Fault, ResumeError
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import MARKS, Settings
 from memtrain.recipes.reading.environment import revealed
+from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.checkpoints.manifest import CheckpointFacts, data_fingerprint, device_name
 
 FREE_KEYS = (
@@ -103,7 +105,7 @@ def check_resumable(facts: CheckpointFacts, plan: Plan) -> list[str]:
 
 def _other_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
     asked_recipe = plan.recipe.model_dump(mode="json")
-    saved_recipe = revealed(facts.recipe, plan.environment, with_digest=True)
+    saved_recipe = with_defaults(revealed(facts.recipe, plan.environment, with_digest=True))
     for one in differences(saved_recipe, asked_recipe):
         if not is_below(one.key, FREE_KEYS + RESOLVED_KEYS):
             yield one
@@ -115,6 +117,14 @@ def _other_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
     data = data_fingerprint(plan.data)
     if facts.data != data:
         yield Difference("data.train", facts.data, data, "the rows themselves have changed")
+
+
+def with_defaults(saved: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """A recipe as it was saved, with the keys that are newer than it at their defaults."""
+    try:
+        return Recipe.model_validate_json(json.dumps(saved)).model_dump(mode="json")
+    except ValidationError:
+        return saved
 
 
 def _length_of_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:

@@ -134,6 +134,19 @@ def test_what_is_not_named_or_decides_shapes_stays_refused(make_plan: MakePlan):
     assert "allow_changed_keys" not in fixes["model.path"] + fixes["optim.kind"]
 
 
+def test_a_checkpoint_from_before_a_key_goes_on_with_its_default(make_plan: MakePlan):
+    """The key is in no recipe of that time; said otherwise today, it makes another run."""
+    plan = make_plan()
+    saved = facts(plan)
+    recipe: dict[str, Any] = dict(saved.recipe)
+    recipe["optim"] = {name: value for name, value in recipe["optim"].items() if name != "neftune_alpha"}
+    older = saved.model_copy(update={"recipe": recipe})
+    assert check_resumable(older, plan) == []
+    with pytest.raises(ResumeError) as caught:
+        check_resumable(older, make_plan({"optim.neftune_alpha": 5.0}))
+    assert [fault.where for fault in caught.value.faults] == ["optim.neftune_alpha"]
+
+
 def test_every_setting_has_a_rule():
     """A new setting must be put in one of the tables of resume.py."""
     tables = (

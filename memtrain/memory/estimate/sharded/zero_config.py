@@ -27,6 +27,13 @@ def stage_of(settings: Settings) -> int:
     return int(settings.engine.removeprefix("zero"))
 
 
+SUMS_IN_FLOAT32: dict[str, object] = {
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
+}
+"""Gradients of half-precision weights, over micro-batches and over ranks."""
+
+
 def zero_config(settings: Settings, max_grad_norm: float | None) -> dict[str, object]:
     """The configuration that the worker gives DeepSpeed; the launch layer writes it beside the plan."""
     is_cuda, bucket = settings.device == "cuda", settings.zero_bucket
@@ -60,9 +67,7 @@ def zero_config(settings: Settings, max_grad_norm: float | None) -> dict[str, ob
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm or 0.0,
         "bf16": {"enabled": settings.dtype == "bfloat16"},
-        # Over micro-batches and over ranks.
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
+        **({} if settings.dtype == "float32" else SUMS_IN_FLOAT32),
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         # torch's own AdamW: DeepSpeed's would be compiled on the node first.

@@ -26,9 +26,13 @@ def test_stage_2_on_a_cpu_shares_out_gradients(make_settings):
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
     }
+
+
+def test_gradients_of_half_precision_are_summed_in_float32(make_settings):
+    made = zero_config(make_settings(num_processes=2, engine="zero2", zero_bucket=8, dtype="bfloat16"), 1.0)
+    assert made["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert made["communication_data_type"] == "fp32"
 
 
 def test_stage_3_on_cuda_limits_live_weights_and_moves_what_waits(make_settings):
