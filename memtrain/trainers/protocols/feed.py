@@ -22,8 +22,10 @@ Ints = NDArray[np.int64]
 class Feed(Protocol):
     """Rows of one split as sequences that can enter the model."""
 
-    epoch_ptr: Ints
-    """[E + 1] where the sequences of each epoch begin that has rows of its own."""
+    @property
+    def epoch_ptr(self) -> Ints:
+        """[E + 1] where the sequences of each epoch begin that has rows of its own."""
+        ...
 
     @property
     def tokens(self) -> Ints:

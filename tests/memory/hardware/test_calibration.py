@@ -145,9 +145,16 @@ def test_every_setting_has_one_mark():
 
 @pytest.mark.parametrize("name", KIND)
 def test_runs_that_hold_other_tensors_do_not_correct_one_another(make_settings, name: str):
-    settings = make_settings()
+    settings = make_settings(num_processes=2, engine="fsdp2")
     other = settings.model_copy(update={name: "another"})
     assert kind_of_run(other, SHAPE, "sft") != kind_of_run(settings, SHAPE, "sft")
+
+
+def test_a_checkpoint_layout_is_of_no_kind_where_there_are_no_shards(make_settings):
+    """The search prices a run before its layout is decided."""
+    settings = make_settings()
+    early = settings.model_copy(update={"checkpoint_layout": "sharded"})
+    assert kind_of_run(early, SHAPE, "sft") == kind_of_run(settings, SHAPE, "sft")
 
 
 def test_a_correction_is_beside_the_peak_not_in_it():
