@@ -86,7 +86,7 @@ def test_every_rank_leaves_the_process_group_whatever_happens(runs, tmp_path: Pa
         (("cluster.engine=ddp",), "2 processes on cpu: ddp"),
         (
             ("cluster.engine=fsdp2", "cluster.context_parallel=2"),
-            "2 processes on cpu: fsdp2, rows held by 2 (keys)",
+            "2 processes on cpu: fsdp2, rows held by 2 (all_gather)",
         ),
         (("cluster.engine=zero2",), "2 processes on cpu: zero2"),
     ],
