@@ -143,8 +143,8 @@ def test_one_process_refuses_a_plan_for_two(runs):
 def test_ranks_with_another_plan_are_named(runs, monkeypatch):
     plain = worker.read_plan
 
-    def read(path):
-        plan = plain(path)
+    def read(*given, **named):
+        plan = plain(*given, **named)
         return plan.model_copy(update={"recipe_path": "other"}) if os.environ.get("RANK") == "1" else plan
 
     monkeypatch.setattr(worker, "read_plan", read)
