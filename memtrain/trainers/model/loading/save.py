@@ -147,7 +147,9 @@ def try_final(
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     adapted = [name for name in names if "lora_" in name]
-    stub = {(adapted or names)[0]: torch.zeros(1)}
+    # PEFT looks for every module that is trained whole beside the adapter.
+    beside = [name for name in names if "modules_to_save" in name]
+    stub = {name: torch.zeros(1) for name in [(adapted or names)[0], *beside]}
     try:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         told = storable(base)[1] if base is model or _ends_otherwise(base) else []
