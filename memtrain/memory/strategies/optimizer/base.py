@@ -16,6 +16,21 @@ from memtrain.memory.strategies.base import (
 )
 from memtrain.recipes.recipe import Recipe
 
+OF_COPIES: tuple[Conflict, ...] = (
+    Conflict(
+        "weights without float32 numbers",
+        "of those it says what stays between steps",
+        when=lambda settings: not settings.master_weights,
+    ),
+    Conflict(
+        "optimizers that step tensor by tensor",
+        "a step that breaks off would lose some of its numbers",
+        when=lambda settings: settings.optimizer not in ("adamw", "sgd"),
+    ),
+    Conflict("weights in shards", "their states were never tried in parts", when=is_sharded),
+)
+"""Conflicts of every other form of float32 copies."""
+
 
 def without_bitsandbytes(case: StrategyContext) -> str | None:
     """Why bitsandbytes, a package of CUDA kernels, is not to be had here; None where it is."""

@@ -11,9 +11,9 @@ Source: Ozkara et al. 2025, arXiv:2502.20566, section 2.
 
 from __future__ import annotations
 
-from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.optimizer.base import OF_COPIES
 from memtrain.memory.strategies.optimizer.master_weights import refusal
 from memtrain.recipes.recipe import Recipe
 
@@ -42,17 +42,5 @@ STRATEGY = Strategy(
     changes=changes,
     without={"copies": "float32"},
     refusal=refusal,
-    conflicts=(
-        Conflict(
-            "weights without float32 numbers",
-            "of those it says what stays between steps",
-            when=lambda settings: not settings.master_weights,
-        ),
-        Conflict(
-            "optimizers that step tensor by tensor",
-            "a step that breaks off would lose some of its numbers",
-            when=lambda settings: settings.optimizer not in ("adamw", "sgd"),
-        ),
-        Conflict("weights in shards", "their states were never tried in parts", when=is_sharded),
-    ),
+    conflicts=OF_COPIES,
 )
