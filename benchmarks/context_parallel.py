@@ -157,7 +157,7 @@ def scorer_of(kind: str, dtype: str, context: ContextRanks | None) -> Scorer:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE))
     model.to(getattr(torch, dtype)).train()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     scorer = Scorer(model, tile_bytes=4 * MIB)
     scorer.context = context
     return scorer

@@ -5,10 +5,10 @@
     python benchmarks/exactness.py --page               # the pages again, from the results
 
 A cell is a recipe that must use the strategies of the cell (`memory.use`) and none of the others
-(`memory.never`); the back ends cpu and dense take rows that lie end to end, so padding_free is theirs. It is
-exact when losses, log-probs, gradients and updates of a step stay within the limits of `memtrain verify`,
-no row sees another, and each strategy was seen at work; or its plan refuses it, with a reason. Cells whose
-plans are the same are made once. Results: benchmarks/results/exactness.json.
+(`memory.never`); the back ends torch_cpu and masked take rows that lie end to end, so padding_free is theirs.
+It is exact when losses, log-probs, gradients and updates of a step stay within the limits of `memtrain
+verify`, no row sees another, and each strategy was seen at work; or its plan refuses it, with a reason. Cells
+whose plans are the same are made once. Results: benchmarks/results/exactness.json.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.reading.load import load_recipe
+from memtrain.recipes.reading.previous_names import PREVIOUS_VALUES
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.tools.verify.contamination import probe_contamination
 from memtrain.trainers.tools.verify.evidence import traces
@@ -47,9 +48,9 @@ STRATEGIES_PAGE = ROOT / "docs" / "strategies.md"
 PAIRS = "## Proven together"
 """The section at the end of docs/strategies.md that is written here; the rest is of `memtrain schema`."""
 METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
-BACKENDS = ("cpu", "dense", "stock")
+BACKENDS = ("torch_cpu", "masked", "transformers")
 """The attention back ends that a CPU has."""
-FLAT = {"cpu": ("padding_free",), "dense": ("padding_free",)}
+FLAT = {"torch_cpu": ("padding_free",), "masked": ("padding_free",)}
 """What a back end brings along: these two take rows that lie end to end."""
 LARGEST = 3
 """Strategies of the largest combinations."""
@@ -272,7 +273,7 @@ def read(parts: dict) -> list[dict]:
     return [
         {
             "method": method,
-            "backend": backend,
+            "backend": PREVIOUS_VALUES["model.attention"].get(backend, backend),
             "strategies": [part["strategies"][number] for number in numbers],
             "worst": worst,
             "kind": kind,
@@ -296,8 +297,8 @@ def page(parts: dict) -> str:
         "log-probs, gradients and update of an optimizer step are those of the plain run within the",
         "limits of `memtrain verify` (plain: padded rows, whole logits, every activation kept, eager",
         "attention), no row sees another, each strategy was seen at work; or **refused** by the plan, with",
-        "the reason below. No cell may end in any other way. The back ends cpu and dense take rows that lie",
-        "end to end, so `padding_free` is in each of their cells.",
+        "the reason below. No cell may end in any other way. The back ends torch_cpu and masked take rows",
+        "that lie end to end, so `padding_free` is in each of their cells.",
         "",
         f"{len(found):,} cells ({len(EXACT)} strategies alone, in pairs and in triples; {len(parts)} "
         "methods; "
@@ -307,7 +308,7 @@ def page(parts: dict) -> str:
         f"{worst['worst']:.0%} of its limit ({worst['method']}, {worst['backend']}, "
         f"{' + '.join(worst['strategies'])}).",
         "",
-        "Back ends that need a GPU (flash, cuda, flex), and what has nothing to do on a CPU",
+        "Back ends that need a GPU (flash, torch_varlen, flex), and what has nothing to do on a CPU",
         f"(`optimizer_offload`) or in one process (`{'`, `'.join(OF_SEVERAL_PROCESSES)}`), are not measured",
         "here.",
         "",
@@ -323,8 +324,8 @@ def page(parts: dict) -> str:
         "",
         "## Strategies alone and in pairs",
         "",
-        "The number of back ends, of cpu, dense and stock, on which the cell is exact; `-` where the plan",
-        "refuses all three. On the diagonal a strategy alone.",
+        "The number of back ends, of torch_cpu, masked and transformers, on which the cell is exact; `-`",
+        "where the plan refuses all three. On the diagonal a strategy alone.",
         "",
     ]
     for method in parts:

@@ -68,7 +68,7 @@ def tasks() -> list[Task]:
             made += [Task(f"verify-{method}", "verify", method, size) for method in METHODS]
             made += [
                 Task(f"attention-{name}", "point", "sft", size, (f"model.attention={name}",))
-                for name in ("flash", "cuda", "flex", "stock")
+                for name in ("flash", "torch_varlen", "flex", "transformers")
             ]
         made.append(Task(f"context-{size}", "context", "sft", size, (LORA, "train.batch_size=1")))
         made += [

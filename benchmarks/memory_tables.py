@@ -51,7 +51,7 @@ def row(name: str, case: Any, group: str) -> dict[str, Any]:
     priced = traced
     if job.settings.offload != "none" or uses_liger(job.settings):
         # On a CPU what travels stays in the same memory: the arithmetic is of a GPU, as is its trace.
-        attention = "stock" if job.settings.attention == "stock" else "cuda"
+        attention = "transformers" if job.settings.attention == "transformers" else "torch_varlen"
         case = replace(case, changes=case.changes | {"device": "cuda", "attention": attention})
         priced = trace(case.job).recorder.peak_bytes
     return {

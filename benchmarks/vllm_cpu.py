@@ -125,7 +125,7 @@ def measure(python: str, folder: Path) -> dict[str, Any]:
         fallback=None,
         limit=0.3,
     )
-    native = NativeSampler(model, AttentionBackend.CPU, max_rows=128)  # type: ignore[arg-type]
+    native = NativeSampler(model, AttentionBackend.TORCH_CPU, max_rows=128)  # type: ignore[arg-type]
     found: dict[str, Any] = {}
     began = time.perf_counter()
     first = sampler.generate(ones, GREEDY)

@@ -69,7 +69,7 @@ def make_settings() -> Callable[..., object]:
         "num_processes": 1,
         "threads": 1,
         "dtype": "float32",
-        "attention": "cpu",
+        "attention": "torch_cpu",
         "liger": False,
         "adapter": None,
         "quantize": "none",

@@ -18,8 +18,8 @@ def test_it_runs_what_can_run_here(capsys: pytest.CaptureFixture[str]):
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"] == torch.__version__
     outcomes = {(one["area"], one["name"]): one["outcome"] for one in found["findings"]}
-    assert outcomes["attention", "cpu"] == "works"
-    assert outcomes["attention", "dense"] == "works"
+    assert outcomes["attention", "torch_cpu"] == "works"
+    assert outcomes["attention", "masked"] == "works"
     assert outcomes["quantization", "4bit"] == "not here"
 
 

@@ -24,7 +24,8 @@ from memtrain.trainers.optim.build import build_optimizer, clip_gradients
 
 TinyModel = Callable[..., Any]
 SETTINGS = Settings(
-    device="cpu", num_processes=1, threads=1, dtype="float32", attention="cpu", liger=False, adapter=None,
+    device="cpu", num_processes=1, threads=1, dtype="float32", attention="torch_cpu", liger=False,
+    adapter=None,
     quantize="none", max_length=64, truncation="keep_start", packing="none", cross_document_attention=False,
     padding_free=False, pad_to_multiple_of=None, group_by_length=False, batch_size=2, batch_tokens=None,
     micro_batch_size=2, micro_tokens=None, max_steps=10, checkpoint_every=0, offload="none", loss="full",
@@ -66,7 +67,7 @@ def train(model: Any, num_steps: int = 3) -> tuple[list[float], list[float]]:
 def test_training_is_the_same(tiny_model: TinyModel, monkeypatch, every: int, where: str, is_adapted: bool):
     monkeypatch.setattr(activations_module, "Offloader", partial(Offloader, min_bytes=512))
     plain = tiny_model(num_hidden_layers=3)
-    set_attention(plain, "cpu")
+    set_attention(plain, "torch_cpu")
     if is_adapted:
         torch.manual_seed(1)
         plain = add_adapter(plain, Adapter(r=4, dropout=0.1))
@@ -86,7 +87,7 @@ def test_inputs_of_the_last_layers_stay_and_the_oldest_go_to_disk(
     """Of three layers two keep theirs; of all three on the host, two of 6 KiB have no room in 8 KiB."""
     monkeypatch.setattr(activations_module, "Offloader", partial(Offloader, min_bytes=512))
     plain = tiny_model(num_hidden_layers=3)
-    set_attention(plain, "cpu")
+    set_attention(plain, "torch_cpu")
     away = SETTINGS.model_copy(update={"checkpoint_every": 1, "offload": "boundaries"})
     folder = tmp_path / "waiting"
     changes = (

@@ -166,7 +166,7 @@ def scorer_of(case: Case, context: Any, **changed: Any) -> nn.Module:
         model.enable_input_require_grads()
     if context is not None or case.batch not in PADDED:
         set_attention(
-            model.get_base_model() if hasattr(model, "get_base_model") else model, AttentionBackend.CPU
+            model.get_base_model() if hasattr(model, "get_base_model") else model, AttentionBackend.TORCH_CPU
         )
     scorer: Any = RewardScorer(model) if case.is_reward else Scorer(model, is_chunked=case.is_chunked)
     scorer.context = context

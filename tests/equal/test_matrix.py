@@ -45,5 +45,5 @@ def test_a_strategy_that_does_not_act_breaks_its_cell(matrix: Any, monkeypatch: 
     monkeypatch.setattr(
         "memtrain.trainers.build.components.apply_checkpointing_and_offload", lambda model, settings: None
     )
-    cell = exactness.Cell("sft", "dense", ("activation_checkpointing",))
+    cell = exactness.Cell("sft", "masked", ("activation_checkpointing",))
     assert "activation_checkpointing did not act" in broken(matrix, [cell])[0]

@@ -12,7 +12,7 @@ from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import packed_layout
 
 LENGTHS = [37, 5, 64, 1, 20]
-BACKENDS = [AttentionBackend.CPU, AttentionBackend.DENSE]
+BACKENDS = [AttentionBackend.TORCH_CPU, AttentionBackend.MASKED]
 
 
 def rows(vocabulary: int = 128) -> list[Tensor]:
@@ -66,7 +66,7 @@ def test_checkpointing_with_reentrant_autograd_keeps_the_layout(tiny_llama: Call
     expected = alone(tiny_llama("eager").train())
     model = tiny_llama().train()
     model.gradient_checkpointing_enable({"use_reentrant": True})  # pyright: ignore
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     assert_equal(packed(model), expected)
 
 
@@ -74,20 +74,20 @@ def test_a_forgotten_use_cache_does_not_contaminate(tiny_model: Callable[..., nn
     """Stock attention then stops looking for packed rows, without a word, and the logits are off by 0.5."""
     expected = alone(tiny_model("eager").train())
     model = tiny_model().train()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     assert_equal(packed(model, use_cache=True), expected)
 
 
 def test_an_all_ones_attention_mask_does_not_contaminate(tiny_model: Callable[..., nn.Module]):
     expected = alone(tiny_model("eager").train())
     model = tiny_model().train()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     assert_equal(packed(model, attention_mask=torch.ones(1, sum(LENGTHS), dtype=torch.long)), expected)
 
 
 def test_two_packed_rows_in_one_batch_are_stopped(tiny_llama: Callable[..., nn.Module]):
     model = tiny_llama()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     layout = packed_layout([3, 2])
     with pytest.raises(AssertionError, match="not a batch of 2"):
         model(input_ids=torch.ones(2, 5, dtype=torch.long), layout=layout, use_cache=False)
@@ -95,7 +95,7 @@ def test_two_packed_rows_in_one_batch_are_stopped(tiny_llama: Callable[..., nn.M
 
 def test_a_forgotten_layout_is_stopped(tiny_llama: Callable[..., nn.Module]):
     model = tiny_llama()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     with pytest.raises(LaunchError, match="no layout of its rows"):
         model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
 
@@ -111,7 +111,7 @@ def test_adapters_pass_the_layout_on(tiny_qwen3: Callable[..., nn.Module]):
 
     expected = alone(adapted().train())
     model = adapted().train()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     found = packed(model)
     assert any("lora_A" in name for name in found[1])
     assert_equal(found, expected)
@@ -120,7 +120,7 @@ def test_adapters_pass_the_layout_on(tiny_qwen3: Callable[..., nn.Module]):
 def test_autocast_packs_queries_and_keys_that_norms_left_in_fp32(tiny_qwen3: Callable[..., nn.Module]):
     exact = alone(tiny_qwen3("eager").train())
     model = tiny_qwen3().train()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = packed(model)
     scale = exact[0].abs().max()
@@ -132,7 +132,7 @@ def test_bf16_weights_pack_as_exactly_as_bf16_rows_alone(tiny_model: Callable[..
     exact = alone(tiny_model("eager").train())
     rounded = alone(tiny_model("eager").to(torch.bfloat16).train())
     model = tiny_model().to(torch.bfloat16).train()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     found = packed(model)
     assert found[0].dtype == torch.bfloat16
 

@@ -51,7 +51,7 @@ def assert_same(found: Step, expected: Step) -> None:
         ("length.shared_prompts=false", "train.micro_batch_size=1"),
         ("length.shared_prompts=false", "length.padding_free=false"),
         ("length.pad_to_multiple_of=16",),
-        ("model.attention=dense",),
+        ("model.attention=masked",),
         ("memory.activation_checkpointing=off",),
         ("memory.activation_offloading=on",),
         ("memory.loss=full",),

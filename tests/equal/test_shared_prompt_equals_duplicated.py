@@ -66,7 +66,7 @@ def assert_equal(found: Result, expected: Result) -> None:
 
 @pytest.mark.parametrize("has_checkpointing", [False, True])
 @pytest.mark.parametrize("groups", [PAIR, RAGGED], ids=["pair", "ragged"])
-@pytest.mark.parametrize("backend", [AttentionBackend.CPU, AttentionBackend.DENSE])
+@pytest.mark.parametrize("backend", [AttentionBackend.TORCH_CPU, AttentionBackend.MASKED])
 def test_a_prompt_computed_once_equals_a_prompt_per_completion(
     tiny_model: Callable[..., nn.Module],
     backend: AttentionBackend,
@@ -84,7 +84,7 @@ def test_a_prompt_computed_once_equals_a_prompt_per_completion(
 def test_several_groups_in_a_row_equal_a_row_for_each(tiny_model: Callable[..., nn.Module]):
     """Every group alone in its row, the same weights on the same tokens: the log-probs do not move."""
     model = tiny_model().train()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     together, _ = shared(model, RAGGED)
     prompts, completions = tokens(RAGGED)
     apart = []
@@ -103,7 +103,7 @@ def test_bf16_sharing_is_as_exact_as_bf16_duplicates(tiny_model: Callable[..., n
     exact = duplicated(tiny_model("eager").train(), RAGGED)
     rounded = duplicated(tiny_model("eager").to(torch.bfloat16).train(), RAGGED)
     model = tiny_model().to(torch.bfloat16).train()
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     found = shared(model, RAGGED)
 
     def worst(result: Result) -> float:

@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_the_plain_run(
     tiny_model: TinyModel, dtype: torch.dtype, rows: str, kind: str
 ):
     model = tiny_model(num_hidden_layers=3)
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     if kind != "full":
         model = with_adapter(model, kind=kind)
     model.to(dtype)
@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_those_of_the_plain_run(
 
 def test_a_row_of_one_slice_is_the_plain_run_to_the_bit(tiny_model: TinyModel):
     model = with_adapter(tiny_model(), dropout=0.1)
-    set_attention(model.get_base_model(), "cpu")
+    set_attention(model.get_base_model(), "torch_cpu")
     loss, gradients = step(model, ROWS["packed"])
     stream_layers(model, 127)
     found, streamed = step(model, ROWS["packed"])
@@ -103,7 +103,7 @@ def test_a_row_of_one_slice_is_the_plain_run_to_the_bit(tiny_model: TinyModel):
 @pytest.mark.parametrize("rows", ROWS)
 def test_passes_without_gradients_are_the_same(tiny_model: TinyModel, rows: str):
     model, layout = tiny_model(), ROWS[rows]
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     ids = torch.randint(0, 128, (1, layout.num_tokens))
     inputs = {"input_ids": ids, "position_ids": layout.position_ids, "layout": layout, "use_cache": False}
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_gradients_of_keys_are_summed_in_float32(tiny_model: TinyModel):
     exact = tiny_model(num_hidden_layers=2, seed=3).to(torch.bfloat16).float()
     half = copy.deepcopy(exact).to(torch.bfloat16)
     for model in (exact, half):
-        set_attention(model, "cpu")
+        set_attention(model, "torch_cpu")
     layout = packed_layout([700])
     _, expected = step(exact, layout)
     plain = error(step(half, layout)[1], expected)
@@ -128,7 +128,7 @@ def test_gradients_of_keys_are_summed_in_float32(tiny_model: TinyModel):
 def test_what_was_dropped_in_a_slice_is_dropped_again(tiny_model: TinyModel):
     """The gradient is the slope of the loss under the same draws: central differences in float64."""
     model = with_adapter(tiny_model(), dropout=0.3).double()
-    set_attention(model.get_base_model(), "cpu")
+    set_attention(model.get_base_model(), "torch_cpu")
     stream_layers(model, 19)
     layout = ROWS["packed"]
     _, gradients = step(model, layout)
@@ -149,7 +149,7 @@ def test_what_was_dropped_in_a_slice_is_dropped_again(tiny_model: TinyModel):
 
 def test_random_numbers_after_the_backward_pass_are_those_after_the_forward_pass(tiny_model: TinyModel):
     model = with_adapter(tiny_model(), dropout=0.3)
-    set_attention(model.get_base_model(), "cpu")
+    set_attention(model.get_base_model(), "torch_cpu")
     stream_layers(model, 19)
     layout = ROWS["packed"]
     ids = torch.randint(0, 128, (1, layout.num_tokens))
@@ -165,7 +165,7 @@ def test_inputs_of_streamed_layers_wait_on_the_host(
 ):
     monkeypatch.setattr(activations_module, "Offloader", partial(Offloader, min_bytes=512))
     model = tiny_model(num_hidden_layers=3)
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     apply_checkpointing_and_offload(model, make_settings(checkpoint_every=0, slice_tokens=24))
     expected = step(model, ROWS["packed"])
     away = make_settings(checkpoint_every=0, slice_tokens=24, offload="boundaries", offload_keep=keep)
@@ -179,7 +179,7 @@ def test_inputs_of_streamed_layers_wait_on_the_host(
 
 def test_hooks_of_a_weight_see_its_gradient_once(tiny_model: TinyModel):
     model = tiny_model()
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     _, expected = step(model, ROWS["packed"])
     seen: dict[str, list[Tensor]] = {}
     for name, weight in model.named_parameters():
@@ -193,7 +193,7 @@ def test_hooks_of_a_weight_see_its_gradient_once(tiny_model: TinyModel):
 
 def test_micro_batches_add_up(tiny_model: TinyModel):
     model = tiny_model()
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     _, once = step(model, ROWS["packed"])
     stream_layers(model, 24)
     model.zero_grad()
@@ -206,7 +206,7 @@ def test_micro_batches_add_up(tiny_model: TinyModel):
 
 def test_a_copy_of_a_model_streams_its_own_layers(tiny_model: TinyModel):
     model = tiny_model()
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     stream_layers(model, 24)
     other = copy.deepcopy(model)
     for weight in model.parameters():
@@ -219,7 +219,7 @@ def test_a_copy_of_a_model_streams_its_own_layers(tiny_model: TinyModel):
 
 def test_a_tensor_that_is_not_known_to_be_cut_is_refused(tiny_llama: TinyModel):
     model = tiny_llama()
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     stream_layers(model, 24)
     layout = ROWS["packed"]
     ids = torch.zeros(1, layout.num_tokens, dtype=torch.int64)
@@ -232,7 +232,7 @@ def test_a_kernel_that_stands_in_a_norm_stays_there(tiny_llama: TinyModel):
     norm = model.model.norm
     own = norm.forward
     norm.forward = lambda x: 2 * own(x)
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     loss, gradients = step(model, ROWS["packed"])
     stream_layers(model, 24)
     found, streamed = step(model, ROWS["packed"])
@@ -244,11 +244,11 @@ def test_a_kernel_that_stands_in_a_norm_stays_there(tiny_llama: TinyModel):
 
 def test_layers_that_mix_tokens_outside_attention_are_found_at_the_start(tiny_llama: TinyModel):
     model = tiny_llama()
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     stream_layers(model, 4096)
-    assert verify_streamed(model, AttentionBackend.CPU) < 1e-5
+    assert verify_streamed(model, AttentionBackend.TORCH_CPU) < 1e-5
     mlp = model.model.layers[1].mlp
     own = mlp.forward
     mlp.forward = lambda x: own(x) + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
     with pytest.raises(LaunchError, match="layers in slices are not the layers in one piece"):
-        verify_streamed(model, AttentionBackend.CPU)
+        verify_streamed(model, AttentionBackend.TORCH_CPU)

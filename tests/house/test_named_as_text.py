@@ -31,7 +31,7 @@ SOURCE_PATH = re.compile(r"(?<![\w/.-])memtrain/(?:[\w-]+/)*[\w-]+\.(?:py|j2)\b"
 OWN_INTERPRETER = ("memtrain.trainers.online.vllm.worker",)
 """Run by an interpreter that has vLLM; tests/trainers/online/vllm/test_sampler.py runs it."""
 
-ATTENDING = [str(one) for one in AttentionBackend if one is not AttentionBackend.STOCK]
+ATTENDING = [str(one) for one in AttentionBackend if one is not AttentionBackend.TRANSFORMERS]
 FILLED_IN: dict[str, list[str]] = {
     "page": [
         ".".join(path.with_suffix("").parts[-2:])

@@ -162,10 +162,10 @@ def test_rows_that_are_packed_are_what_they_are_alone(family):
         verify_head(Scorer(model))
         verify_causal(model)
     if family in PACKING_TESTED_MODELS:
-        verify_isolation(model, AttentionBackend.CPU)
+        verify_isolation(model, AttentionBackend.TORCH_CPU)
         return
-    with pytest.raises(LaunchError, match="model.attention: stock"):
-        verify_isolation(model, AttentionBackend.CPU)
+    with pytest.raises(LaunchError, match="model.attention: transformers"):
+        verify_isolation(model, AttentionBackend.TORCH_CPU)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -214,7 +214,7 @@ def test_a_family_trains_from_a_recipe(runs, metrics, family):
     runs.recipe.write_text(text[:begin] + f"  config: {json.dumps(inner)}\n" + text[end:])
     folder = runs.done("run", "train.max_steps=2")
     plan = json.loads((folder / "plan.json").read_text())
-    assert (plan["settings"]["attention"] == "cpu") == (family in PACKING_TESTED_MODELS)
+    assert (plan["settings"]["attention"] == "torch_cpu") == (family in PACKING_TESTED_MODELS)
     assert len(metrics(folder, "step")) == 2
     weights = {p["phase"]: p for p in plan["prediction"]["phases"]}["load"]["owners"][0]
     model = AutoModelForCausalLM.from_pretrained(folder / "final")

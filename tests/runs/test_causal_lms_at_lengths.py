@@ -72,7 +72,7 @@ def test_rows_that_lie_end_to_end_are_turned_by_their_own_lengths(family):
     model = made(following(family))
     assert reached(length_rules(model.config.to_dict()), LONGEST, "row", "place") is not None
     found = verify_isolation(
-        model, AttentionBackend.CPU, shared_prompts=False, longest=LONGEST, together=TOGETHER
+        model, AttentionBackend.TORCH_CPU, shared_prompts=False, longest=LONGEST, together=TOGETHER
     )
     assert found.packed_alone < 1e-5
     assert verify_padding(model, longest=LONGEST, by_row=True) < 1e-5
@@ -92,7 +92,7 @@ def test_the_familys_sampler_gives_the_models_own_log_probs(family):
 
     def sampler(form):
         if is_native:
-            return NativeSampler(model, AttentionBackend.CPU, 4)
+            return NativeSampler(model, AttentionBackend.TORCH_CPU, 4)
         return TransformersSampler(model, 4, 0, form=form)
 
     check = StartCheck(model, Ranks(), told.append, nullcontext)

@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "num_processes": 1,
     "threads": 1,
     "dtype": "float32",
-    "attention": "cpu",
+    "attention": "torch_cpu",
     "liger": False,
     "adapter": None,
     "quantize": "none",
@@ -100,7 +100,7 @@ def make_plan() -> MakePlan:
             run_dir="runs/recipe",
             settings=Settings(**(SETTINGS | settings)),
             decisions=(
-                Decision(setting="attention", value="cpu", reason=reason, source="rule"),
+                Decision(setting="attention", value="torch_cpu", reason=reason, source="rule"),
                 Decision(setting="packing", value="bfd", reason="asked for", source="recipe.yaml:9"),
             ),
             data=PreparedData(train=split, eval=None, held_out_rows=100),

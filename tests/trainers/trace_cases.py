@@ -45,7 +45,7 @@ BASE = {
     "num_processes": 1,
     "threads": 1,
     "dtype": "float32",
-    "attention": "cpu",
+    "attention": "torch_cpu",
     "liger": False,
     "adapter": None,
     "quantize": "none",
@@ -69,7 +69,7 @@ BASE = {
     "master_weights": False,
     "expandable_segments": True,
 }
-PADDED = {"attention": "stock", "padding_free": False}
+PADDED = {"attention": "transformers", "padding_free": False}
 HALF = {"dtype": "bfloat16"}
 EVERY = {"checkpoint_every": 1}
 SHARED = {"shared_prompts": True}
@@ -191,7 +191,7 @@ STRATEGIES = {
     "LoRA with dropout, padded": sft(LLAMA, {"adapter": Adapter(r=8, dropout=0.1)} | PADDED),
     "DoRA": sft(QWEN, {"adapter": DORA} | HALF),
     "norms on queries, padded": sft(QWEN, PADDED),
-    "dense attention": sft(LLAMA, {"attention": "dense"}),
+    "masked attention": sft(LLAMA, {"attention": "masked"}),
     "adafactor": sft(LLAMA, {"optimizer": "adafactor"} | HALF),
     "muon": sft(LLAMA, {"optimizer": "muon"} | EVERY),
     "SGD, noise on embeddings": sft(LLAMA, {"optimizer": "sgd"}, optim={"neftune_alpha": 5.0}),
@@ -322,7 +322,7 @@ RANKS = {
     "slices, checkpointed": replace(sft(LLAMA, SLICED | EVERY | HALF, 2), batch=LEARNT),
     "slices, dpo": Case("dpo", LLAMA, SLICED | {"reference": "copy"} | EVERY | SHARED),
 }
-ON_GPU = {"device": "cuda", "attention": "cpu"}
+ON_GPU = {"device": "cuda", "attention": "torch_cpu"}
 """Liger refuses a CPU; attention is one that a CPU has."""
 KERNELS = {"liger": True} | ON_GPU
 LOSS = {"loss": "liger"}

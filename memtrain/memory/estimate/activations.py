@@ -32,7 +32,7 @@ def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
 def attention_kept(load: Workload) -> int:
     """Kept by the attention of one layer: a*N*(Q + 2K) for rotated q, k and v, a*N*Q for its output.
 
-    And the log-sum-exp, norms on q and k, and the scores of a dense back end.
+    And the log-sum-exp, norms on q and k, and the scores of a masked back end.
     """
     shape, N, a = load.shape, load.N, load.a
     Q, K = shape.query_width, shape.kv_width  # noqa: N806
@@ -43,7 +43,7 @@ def attention_kept(load: Workload) -> int:
     if shape.family.fused:
         # q, k and v are views of one tensor, which the view of v keeps whole.
         kept += a * N * (Q + K)
-    if load.settings.attention == "dense":
+    if load.settings.attention == "masked":
         # Softmax in float32 and its copy for the product with the values, and the inverted mask.
         return kept + N * N * (shape.num_heads * (4 + a) + 1)
     if shape.makes_scores:
@@ -141,7 +141,7 @@ def layer_backward(load: Workload) -> int:
     attention = attention_kept(load) + norm_kept(load, shape.width, num_scales=1)
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     attention += gathered_backward(load)
-    if load.settings.attention == "dense":
+    if load.settings.attention == "masked":
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
         attention += N * N * shape.num_heads * (6 if load.is_half else 4)
     if shape.makes_scores:
@@ -158,7 +158,7 @@ def layer_forward(load: Workload) -> int:
     )
     attention = a * N * (3 * shape.width + 3 * shape.query_width + 3 * shape.kv_width)
     attention += gathered_forward(load)
-    if load.settings.attention == "dense":
+    if load.settings.attention == "masked":
         attention += 12 * N * N * shape.num_heads
     if shape.makes_scores:
         attention += 12 * _scores(load)

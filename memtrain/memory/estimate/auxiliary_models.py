@@ -54,7 +54,7 @@ def judge_settings(
     in_parts = shards_weights(settings)
     plain |= {"engine": "fsdp2" if in_parts else "ddp", "loads_shards": in_parts}
     if not is_alike:
-        plain |= {"attention": "stock", "padding_free": False, "shared_prompts": False}
+        plain |= {"attention": "transformers", "padding_free": False, "shared_prompts": False}
     if follows_lengths:
         plain |= {"shared_prompts": False, "positions_by_row": not (is_alike and settings.padding_free)}
     return settings.model_copy(update=plain)

@@ -133,7 +133,7 @@ def _layer_operations(load: Workload) -> float:
     else:
         linear_again = 0.0
     forward, backward = _passes(load)
-    factor = 4.0 if settings.attention == "dense" else 2.0
+    factor = 4.0 if settings.attention == "masked" else 2.0
     attention = factor * shape.query_width * sum_of_squares(load) / settings.context_parallel
     passes = linear * (forward + backward) + linear_again
     return shape.num_layers * (passes + attention * (forward + FLASH_BACKWARD))
@@ -147,7 +147,7 @@ def num_slices(load: Workload) -> int:
 def sum_of_squares(load: Workload) -> float:
     """Sum of the squared lengths that attention works on: a window bounds how far each token looks."""
     batch, settings = load.batch, load.settings
-    if settings.attention == "dense":
+    if settings.attention == "masked":
         return float(load.N) ** 2
     if not settings.padding_free:
         return float(load.N) * (load.N / batch.rows)

@@ -183,12 +183,12 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings) -> str:
         words = "in a process of its own" if is_own else "a server, which is given a checkpoint a rollout"
         ledger.decide("sampler", name, words, path)
         return name
-    can = settings.attention != "stock"
+    can = settings.attention != "transformers"
     if wanted == "native" and not can:
         ledger.refuse(
             "the native sampler shares prompts, and this model's attention cannot keep rows apart here",
             path,
-            "set generate.backend: transformers, or a model.attention other than stock",
+            "set generate.backend: transformers, or a model.attention other than transformers",
         )
         ledger.raise_refusals()
     if wanted == "transformers" or not can:

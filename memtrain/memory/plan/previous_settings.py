@@ -17,7 +17,10 @@ PREVIOUS_SETTINGS: dict[str, str] = {
 }
 """Fields of the settings: the previous name, and today's."""
 
-HOLD_VALUES: dict[str, str] = {"context_by": "cluster.context_parallel_mode"}
+HOLD_VALUES: dict[str, str] = {
+    "attention": "model.attention",
+    "context_by": "cluster.context_parallel_mode",
+}
 """Settings whose value is the word of a recipe key."""
 
 

@@ -64,8 +64,10 @@ class Settings(Section):
 
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Mark("model.dtype")]
     """Precision of the weights and of the computation."""
-    attention: Annotated[Literal["cpu", "cuda", "flash", "flex", "dense", "stock"], Mark("sums")]
-    """Attention back end; `stock` is transformers' own on padded rows."""
+    attention: Annotated[
+        Literal["torch_cpu", "torch_varlen", "flash", "flex", "masked", "transformers"], Mark("sums")
+    ]
+    """Attention back end; `transformers` is transformers' own on padded rows."""
     liger: Annotated[bool, Mark("sums")]
     """Liger kernels for norms, SwiGLU and RoPE."""
     adapter: Annotated[Adapter | None, Mark("recipe")]

@@ -13,36 +13,36 @@ from memtrain.memory.rules.tested_models import PACKING_TESTED_MODELS
 
 
 class AttentionBackend(StrEnum):
-    """A way to attend. All but `stock` keep the rows of one flattened row apart and take shared prompts."""
+    """A way to attend. All but `transformers` keep the rows of one flattened row apart and share prompts."""
 
-    CPU = "cpu"
+    TORCH_CPU = "torch_cpu"
     FLASH = "flash"
-    CUDA = "cuda"
+    TORCH_VARLEN = "torch_varlen"
     FLEX = "flex"
-    DENSE = "dense"
-    STOCK = "stock"
+    MASKED = "masked"
+    TRANSFORMERS = "transformers"
 
 
 PREFERENCE: Mapping[str, tuple[AttentionBackend, ...]] = {
-    "cpu": (AttentionBackend.CPU, AttentionBackend.DENSE, AttentionBackend.STOCK),
+    "cpu": (AttentionBackend.TORCH_CPU, AttentionBackend.MASKED, AttentionBackend.TRANSFORMERS),
     "cuda": (
         AttentionBackend.FLASH,
-        AttentionBackend.CUDA,
+        AttentionBackend.TORCH_VARLEN,
         AttentionBackend.FLEX,
-        AttentionBackend.DENSE,
-        AttentionBackend.STOCK,
+        AttentionBackend.MASKED,
+        AttentionBackend.TRANSFORMERS,
     ),
 }
 """Back ends of a device kind, the one to take first first."""
 
 HALF = ("bfloat16", "float16")
 REASONS: Mapping[AttentionBackend, str] = {
-    AttentionBackend.CPU: "segment by segment on torch's CPU flash kernel",
+    AttentionBackend.TORCH_CPU: "segment by segment on torch's CPU flash kernel",
     AttentionBackend.FLASH: "variable-length kernels of the installed flash-attn package",
-    AttentionBackend.CUDA: "torch's own variable-length flash kernels",
+    AttentionBackend.TORCH_VARLEN: "torch's own variable-length flash kernels",
     AttentionBackend.FLEX: "FlexAttention with a block mask, compiled",
-    AttentionBackend.DENSE: "last resort: a mask and scores of row length squared in every layer",
-    AttentionBackend.STOCK: "the model's own attention, one example to a row and no packing",
+    AttentionBackend.MASKED: "last resort: a mask and scores of row length squared in every layer",
+    AttentionBackend.TRANSFORMERS: "the model's own attention, one example to a row and no packing",
 }
 
 
@@ -85,7 +85,7 @@ class AttentionChoice:
     @property
     def can_pack(self) -> bool:
         """Whether several examples may share a row."""
-        return self.backend is not AttentionBackend.STOCK
+        return self.backend is not AttentionBackend.TRANSFORMERS
 
 
 def choose_attention(facts: AttentionFacts, asked: AttentionBackend | None = None) -> AttentionChoice:
@@ -112,7 +112,7 @@ def choose_attention(facts: AttentionFacts, asked: AttentionBackend | None = Non
 
 def refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:
     """Why `backend` cannot run under `facts`, as a sentence without a full stop; None when it can."""
-    if backend is AttentionBackend.STOCK:
+    if backend is AttentionBackend.TRANSFORMERS:
         return None
     return _model_refusal(facts) or _device_refusal(backend, facts)
 
@@ -147,7 +147,7 @@ def _model_refusal(facts: AttentionFacts) -> str | None:
 
 
 def _device_refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:
-    if backend in (AttentionBackend.CPU, AttentionBackend.DENSE):
+    if backend in (AttentionBackend.TORCH_CPU, AttentionBackend.MASKED):
         return None
     capability = facts.compute_capability or (0, 0)
     if capability < (8, 0):

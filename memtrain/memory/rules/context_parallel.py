@@ -13,7 +13,7 @@ from memtrain.recipes.recipe import Recipe
 
 PATH = "cluster.context_parallel"
 
-SLICED = (AttentionBackend.CPU, AttentionBackend.CUDA, AttentionBackend.FLASH)
+SLICED = (AttentionBackend.TORCH_CPU, AttentionBackend.TORCH_VARLEN, AttentionBackend.FLASH)
 """Back ends that tell the log-sum-exp of their scores: by it the parts of a row are put together."""
 
 NOT_SLICED = "slices are put together by the log-sum-exp of their scores, which it does not tell"

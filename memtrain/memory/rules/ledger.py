@@ -143,8 +143,8 @@ def decide_attention(
     wants_flat = recipe.length.padding_free or recipe.length.packing != "none"
     padded = padded_by(recipe)
     if padded and wanted == "auto":
-        wanted = "stock"
-    elif padded and wanted != "stock":
+        wanted = "transformers"
+    elif padded and wanted != "transformers":
         ledger.refuse(
             f"attention {wanted} takes rows that lie end to end, and rows are padded ({padded})",
             "model.attention",

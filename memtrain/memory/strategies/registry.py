@@ -34,7 +34,12 @@ STRATEGIES: dict[str, Strategy] = {
 """Every strategy by its name; exact ones first."""
 
 
-UNNAMED: Updates = {"attention": "stock", "liger": False, "pad_to_multiple_of": None, "shard_offload": "none"}
+UNNAMED: Updates = {
+    "attention": "transformers",
+    "liger": False,
+    "pad_to_multiple_of": None,
+    "shard_offload": "none",
+}
 """Settings of the plain run that belong to no strategy: kernels, alignment, and where shards wait."""
 
 

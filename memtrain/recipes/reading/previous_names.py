@@ -50,6 +50,12 @@ PREVIOUS_KEYS: dict[str, str] = {
 """The previous dotted key, and its name in the same section today."""
 
 PREVIOUS_VALUES: dict[str, dict[str, str]] = {
+    "model.attention": {
+        "cpu": "torch_cpu",
+        "cuda": "torch_varlen",
+        "dense": "masked",
+        "stock": "transformers",
+    },
     "cluster.context_parallel_mode": {"keys": "all_gather", "heads": "ulysses"},
 }
 """By today's dotted key: the previous word, and today's."""

@@ -194,7 +194,7 @@ RENAMED_VALUES: dict[str, dict[object, str]] = {
         "fa2": "flash",
         "flex_attention": "flex",
         "sdpa": "auto",
-        "eager": "stock",
+        "eager": "transformers",
     },
     "model.quantize": {4: "4bit", 8: "8bit", "nf4": "4bit", "int8": "8bit", True: "4bit", False: "none"},
     "optim.kind": {

@@ -57,7 +57,9 @@ class Model(Section):
     """Precision of the weights in training. `auto`: bfloat16 where the device computes in it, float32
     elsewhere."""
 
-    attention: Literal["auto", "cpu", "cuda", "flash", "flex", "dense", "stock"] = "auto"
+    attention: Literal["auto", "torch_cpu", "torch_varlen", "flash", "flex", "masked", "transformers"] = (
+        "auto"
+    )
     """Attention back end. `auto` takes the fastest that keeps rows apart; `memtrain doctor` lists them."""
 
     liger: Literal["auto", "on", "off"] = "auto"

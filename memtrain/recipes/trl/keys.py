@@ -32,7 +32,7 @@ MODEL: dict[str, Rule] = {
             "kernels-community/vllm-flash-attn3": "flash",
             "flex_attention": "flex",
             "sdpa": None,
-            "eager": "stock",
+            "eager": "transformers",
         },
     ),
     "model_init_kwargs": Together(),

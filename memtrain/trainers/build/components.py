@@ -186,7 +186,7 @@ def build_scorer(plan: Plan, *, vocab_size: int) -> Scorer | RewardScorer:
 
 def _verify_scores(scorer: Scorer | RewardScorer, settings: Settings) -> None:
     """The model is causal, and is scored as by its own logits."""
-    model, is_stock = scorer.model, settings.attention == "stock"
+    model, is_stock = scorer.model, settings.attention == "transformers"
     if is_stock:
         verify_causal(model)
     with attention_switched(base_model(model), "eager"):

@@ -89,7 +89,7 @@ def _on_host(plan: Plan) -> Plan:
         "num_processes": 1,
         "engine": "ddp",
         "quantize": "none",
-        "attention": "stock",
+        "attention": "transformers",
         "liger": False,
         "checkpoint_every": 0,
         "offload": "none",

@@ -60,7 +60,9 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     if to not in DTYPES:
         raise LaunchError(f"{to} is no precision of weights", "--dtype", f"one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(str(folder.final))
-    settings = plan.settings.model_copy(update={"device": "cpu", "quantize": "none", "attention": "stock"})
+    settings = plan.settings.model_copy(
+        update={"device": "cpu", "quantize": "none", "attention": "transformers"}
+    )
     head = "score" if plan.recipe.method == "reward" else "lm"
     seed = plan.recipe.train.seed
     base = load_model(plan.recipe.model, settings, seed=seed, vocab_size=len(tokenizer), head=head)

@@ -128,7 +128,7 @@ def test_heads_that_do_not_come_out_even_are_refused(ask: Ask, facts_of, profile
 
 def test_padded_rows_take_a_back_end_that_can_be_sliced(ask: Ask, facts: PlannerInputs):
     settings = ask(facts, **ONE, cluster__context_parallel=2, length__padding_free=False).settings
-    assert (settings.padding_free, settings.attention) == (False, "cpu")
+    assert (settings.padding_free, settings.attention) == (False, "torch_cpu")
 
 
 def test_a_broken_pass_cannot_be_made_again(ask: Ask, facts: PlannerInputs):
@@ -152,8 +152,8 @@ def test_processes_that_it_does_not_divide_are_refused(ask: Ask, facts: PlannerI
 @pytest.mark.parametrize(
     ("said", "words", "where"),
     [
-        ({"model__attention": "dense"}, "log-sum-exp", "model.attention"),
-        ({"model__attention": "stock"}, "log-sum-exp", "model.attention"),
+        ({"model__attention": "masked"}, "log-sum-exp", "model.attention"),
+        ({"model__attention": "transformers"}, "log-sum-exp", "model.attention"),
         ({"optim__neftune_alpha": 5.0}, "noise on the embeddings", "optim.neftune_alpha"),
     ],
 )

@@ -28,7 +28,7 @@ PLAIN = {
     "num_processes": 1,
     "threads": 1,
     "dtype": "bfloat16",
-    "attention": "cuda",
+    "attention": "torch_varlen",
     "liger": False,
     "adapter": None,
     "quantize": "none",
@@ -119,7 +119,7 @@ ANY = st.fixed_dictionaries(
         "loss": st.sampled_from(["full", "chunked"]),
         "optimizer": st.sampled_from(["adamw", "adamw_8bit", "paged_adamw", "adafactor", "muon", "sgd"]),
         "master_weights": st.booleans(),
-        "attention": st.sampled_from(["cuda", "dense", "stock"]),
+        "attention": st.sampled_from(["torch_varlen", "masked", "transformers"]),
     }
 )
 

@@ -17,7 +17,7 @@ BASE = {
     "num_processes": 1,
     "threads": 1,
     "dtype": "bfloat16",
-    "attention": "cuda",
+    "attention": "torch_varlen",
     "liger": False,
     "adapter": None,
     "quantize": "none",

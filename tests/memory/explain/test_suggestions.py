@@ -36,7 +36,7 @@ def shape() -> ModelShape:
 
 @pytest.fixture
 def settings(make_settings: Callable[..., Settings]) -> Settings:
-    return make_settings(device="cuda", dtype="bfloat16", attention="cuda", loss_tile_bytes=64 * MIB)
+    return make_settings(device="cuda", dtype="bfloat16", attention="torch_varlen", loss_tile_bytes=64 * MIB)
 
 
 def test_ways_out_fit_and_none_contains_another(settings: Settings, shape: ModelShape):

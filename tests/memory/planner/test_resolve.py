@@ -87,14 +87,14 @@ def source_of(resolved: Resolved, setting: str) -> str:
 def test_a_cpu_run_is_exact_padding_free_and_alone():
     settings = ask().settings
     assert (settings.device, settings.dtype, settings.num_processes) == ("cpu", "float32", 1)
-    assert (settings.attention, settings.padding_free, settings.loss) == ("cpu", True, "chunked")
+    assert (settings.attention, settings.padding_free, settings.loss) == ("torch_cpu", True, "chunked")
     assert (settings.checkpoint_every, settings.offload) == (0, "none")
 
 
 def test_a_gpu_run_computes_in_bfloat16_with_one_process_for_each_device():
     settings = ask(Hardware.named("h100", 2)).settings
     assert (settings.device, settings.dtype, settings.num_processes) == ("cuda", "bfloat16", 2)
-    assert settings.attention in ("flash", "cuda")
+    assert settings.attention in ("flash", "torch_varlen")
 
 
 def test_a_gpu_without_bfloat16_falls_back_to_float32_and_says_so():
@@ -145,7 +145,7 @@ def test_the_plain_run_needs_more():
         ({"model__dtype": "float16"}, "loss scaling"),
         ({"optim__kind": "adamw_8bit"}, "bitsandbytes"),
         ({"model__liger": "on"}, "Liger runs on CUDA only"),
-        ({"model__attention": "cuda"}, "cuda"),
+        ({"model__attention": "torch_varlen"}, "cuda"),
         ({"train__batch_size": 1, "cluster__processes": 2}, "cannot be shared by 2 processes"),
         ({"train__batch_size": 8, "train__micro_batch_size": 16}, "has 8 rows a step"),
         ({"train__micro_tokens": 100}, "the longest sequence has 512 tokens"),

@@ -75,8 +75,10 @@ def test_two_that_stand_in_place_of_each_other_are_refused_by_name(
 
 def test_no_attention_that_shares_a_prompt_is_named(settings_of: MakeSettings):
     """The reason stood in empty brackets."""
-    with pytest.raises(RecipeError, match=r"by its answers \(stock attention does not keep rows apart\)"):
-        settings_of("dpo", "model.attention=stock", "length.shared_prompts=true")
+    with pytest.raises(
+        RecipeError, match=r"by its answers \(transformers attention does not keep rows apart\)"
+    ):
+        settings_of("dpo", "model.attention=transformers", "length.shared_prompts=true")
 
 
 def test_packing_is_not_padded_against_never(settings_of: MakeSettings):
@@ -88,8 +90,8 @@ def test_packing_is_not_padded_against_never(settings_of: MakeSettings):
 @pytest.mark.parametrize("key", ["length.padding_free=false", "length.group_by_length=true"])
 def test_padded_rows_take_the_models_own_attention(settings_of: MakeSettings, key: str):
     """A back end for rows end to end stopped such a run in its first step."""
-    assert settings_of("sft", key).attention == "stock"
+    assert settings_of("sft", key).attention == "transformers"
     with pytest.raises(
         RecipeError, match="attention cpu takes rows that lie end to end, and rows are padded"
     ):
-        settings_of("sft", key, "model.attention=cpu")
+        settings_of("sft", key, "model.attention=torch_cpu")

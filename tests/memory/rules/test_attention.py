@@ -24,32 +24,32 @@ HOPPER = AttentionFacts(
 @pytest.mark.parametrize(
     ("facts", "taken"),
     [
-        (CPU, Backend.CPU),
-        (replace(CPU, dtype="bfloat16", head_dim=80), Backend.CPU),
+        (CPU, Backend.TORCH_CPU),
+        (replace(CPU, dtype="bfloat16", head_dim=80), Backend.TORCH_CPU),
         (HOPPER, Backend.FLASH),
-        (replace(HOPPER, packages=frozenset({"triton"})), Backend.CUDA),
-        (replace(HOPPER, packages=frozenset()), Backend.CUDA),
+        (replace(HOPPER, packages=frozenset({"triton"})), Backend.TORCH_VARLEN),
+        (replace(HOPPER, packages=frozenset()), Backend.TORCH_VARLEN),
         (replace(HOPPER, dtype="float16"), Backend.FLASH),
         (replace(HOPPER, dtype="float32"), Backend.FLEX),
-        (replace(HOPPER, dtype="float32", packages=frozenset()), Backend.DENSE),
+        (replace(HOPPER, dtype="float32", packages=frozenset()), Backend.MASKED),
         (replace(HOPPER, head_dim=512), Backend.FLEX),
         (replace(HOPPER, head_dim=100), Backend.FLEX),
-        (replace(HOPPER, compute_capability=(7, 5)), Backend.DENSE),
+        (replace(HOPPER, compute_capability=(7, 5)), Backend.MASKED),
         (replace(HOPPER, sliding_window_tokens=2048), Backend.FLASH),
-        (replace(HOPPER, sliding_window_tokens=2047), Backend.STOCK),
-        (replace(HOPPER, sliding_window_tokens=4096, longest_row_tokens=None), Backend.STOCK),
-        (replace(HOPPER, chunk_tokens=1024), Backend.STOCK),
-        (replace(HOPPER, softcap=50.0), Backend.STOCK),
-        (replace(HOPPER, has_sinks=True), Backend.STOCK),
-        (replace(CPU, attention_dropout=0.1), Backend.STOCK),
-        (replace(CPU, own_layers=("mamba",)), Backend.STOCK),
+        (replace(HOPPER, sliding_window_tokens=2047), Backend.TRANSFORMERS),
+        (replace(HOPPER, sliding_window_tokens=4096, longest_row_tokens=None), Backend.TRANSFORMERS),
+        (replace(HOPPER, chunk_tokens=1024), Backend.TRANSFORMERS),
+        (replace(HOPPER, softcap=50.0), Backend.TRANSFORMERS),
+        (replace(HOPPER, has_sinks=True), Backend.TRANSFORMERS),
+        (replace(CPU, attention_dropout=0.1), Backend.TRANSFORMERS),
+        (replace(CPU, own_layers=("mamba",)), Backend.TRANSFORMERS),
     ],
 )
 def test_the_first_back_end_that_fits_is_taken(facts: AttentionFacts, taken: Backend):
     choice = choose_attention(facts)
     assert choice.backend is taken
     assert choice.reason
-    assert choice.can_pack is (taken is not Backend.STOCK)
+    assert choice.can_pack is (taken is not Backend.TRANSFORMERS)
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,19 @@ def test_the_first_back_end_that_fits_is_taken(facts: AttentionFacts, taken: Bac
             replace(HOPPER, compute_capability=(7, 5)),
             "needs compute capability 8.0, this is 7.5",
         ),
-        (Backend.CUDA, replace(HOPPER, dtype="float32"), "bfloat16 or float16, this is float32"),
-        (Backend.CUDA, replace(HOPPER, head_dim=264), "up to 256 in steps of 8, this is 264"),
+        (Backend.TORCH_VARLEN, replace(HOPPER, dtype="float32"), "bfloat16 or float16, this is float32"),
+        (Backend.TORCH_VARLEN, replace(HOPPER, head_dim=264), "up to 256 in steps of 8, this is 264"),
         (Backend.FLEX, replace(HOPPER, packages=frozenset()), "triton"),
-        (Backend.CUDA, replace(HOPPER, sliding_window_tokens=512), "lower max_length to 512"),
+        (Backend.TORCH_VARLEN, replace(HOPPER, sliding_window_tokens=512), "lower max_length to 512"),
         (
-            Backend.CUDA,
+            Backend.TORCH_VARLEN,
             replace(HOPPER, chunk_tokens=64, longest_row_tokens=None),
             "max_length is not bounded",
         ),
-        (Backend.CPU, replace(CPU, softcap=50.0), "caps attention scores at 50"),
-        (Backend.DENSE, replace(CPU, own_layers=("conv", "mamba")), "conv, mamba layers"),
-        (Backend.CPU, replace(CPU, attention_dropout=0.1), "dropout 0.1"),
-        (Backend.CPU, replace(CPU, has_sinks=True), "sinks"),
+        (Backend.TORCH_CPU, replace(CPU, softcap=50.0), "caps attention scores at 50"),
+        (Backend.MASKED, replace(CPU, own_layers=("conv", "mamba")), "conv, mamba layers"),
+        (Backend.TORCH_CPU, replace(CPU, attention_dropout=0.1), "dropout 0.1"),
+        (Backend.TORCH_CPU, replace(CPU, has_sinks=True), "sinks"),
     ],
 )
 def test_a_refusal_says_why_with_the_value_in_hand(backend: Backend, facts: AttentionFacts, sentence: str):
@@ -82,24 +82,27 @@ def test_a_refusal_says_why_with_the_value_in_hand(backend: Backend, facts: Atte
 
 def test_the_choice_lists_every_back_end_that_cannot_run():
     choice = choose_attention(replace(HOPPER, dtype="float32"))
-    assert [backend for backend, _ in choice.refused] == [Backend.FLASH, Backend.CUDA]
+    assert [backend for backend, _ in choice.refused] == [Backend.FLASH, Backend.TORCH_VARLEN]
 
 
 def test_a_back_end_asked_for_is_taken_where_it_can_run():
-    choice = choose_attention(HOPPER, Backend.DENSE)
-    assert choice.backend is Backend.DENSE
+    choice = choose_attention(HOPPER, Backend.MASKED)
+    assert choice.backend is Backend.MASKED
     assert choice.reason.startswith("asked for")
-    assert choose_attention(CPU, Backend.STOCK).can_pack is False
+    assert choose_attention(CPU, Backend.TRANSFORMERS).can_pack is False
 
 
 @pytest.mark.parametrize(
     ("facts", "asked", "why"),
-    [(CPU, Backend.CUDA, "does not run on cpu"), (replace(HOPPER, dtype="float32"), Backend.CUDA, "float32")],
+    [
+        (CPU, Backend.TORCH_VARLEN, "does not run on cpu"),
+        (replace(HOPPER, dtype="float32"), Backend.TORCH_VARLEN, "float32"),
+    ],
 )
 def test_a_back_end_asked_for_that_cannot_run_is_an_error_naming_those_that_can(facts, asked, why):
     with pytest.raises(RecipeError, match=why) as refused:
         choose_attention(facts, asked)
-    assert "dense" in refused.value.faults[0].fix
+    assert "masked" in refused.value.faults[0].fix
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_strategy_that_cannot_be_used_here_is_refused_by_name(plan: Plan, name
         ),
         (
             {"memory__use": "streamed_layers", "length__padding_free": False},
-            "streamed layers under stock attention",
+            "streamed layers under transformers attention",
         ),
         (
             {"memory__use": "boundary_offloading", "memory__activation_checkpointing": "off"},
@@ -165,7 +165,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("full_offloading", {"offload": "all", "checkpoint_every": 1}),
     ("full_offloading", {"offload": "all", "checkpoint_every": 2}),
     ("full_offloading", {"offload": "all", "slice_tokens": 64}),
-    ("streamed_layers", {"slice_tokens": 64, "attention": "dense"}),
+    ("streamed_layers", {"slice_tokens": 64, "attention": "masked"}),
     ("streamed_layers", {"slice_tokens": 64, "context_parallel": 2}),
     ("streamed_layers", SHARDED | {"slice_tokens": 64}),
     ("packing", {"packing": "bfd", "padding_free": False}),
@@ -197,7 +197,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("adamw_8bit", SHARDED | {"optimizer": "adamw_8bit"}),
     ("paged_adamw", SHARDED | {"optimizer": "paged_adamw"}),
     ("paged_adamw_8bit", SHARDED | {"optimizer": "paged_adamw_8bit"}),
-    ("context_parallel", {"context_parallel": 2, "attention": "dense"}),
+    ("context_parallel", {"context_parallel": 2, "attention": "masked"}),
     ("context_parallel", {"context_parallel": 2, "loss": "liger"}),
     ("context_parallel", {"context_parallel": 2, "engine": "zero3"}),
     ("liger_loss", {"loss": "liger", "shared_prompts": True}),
@@ -278,7 +278,7 @@ def test_the_plain_run_is_without(make_settings, name: str):
     assert name in names(settings)
     plain = without_strategies(settings)
     assert not names(plain) & set(IN_USE)
-    assert (plain.attention, plain.liger, plain.shard_offload) == ("stock", False, "none")
+    assert (plain.attention, plain.liger, plain.shard_offload) == ("transformers", False, "none")
     assert (plain.adapter, plain.optimizer, plain.micro_batch_size) == (settings.adapter, "adamw", 2)
     assert without_strategies(plain) == plain
 

@@ -17,7 +17,8 @@ from memtrain.trainers.optim.build import build_optimizer, clip_gradients, param
 from memtrain.trainers.optim.step import set_rate
 
 SETTINGS = Settings(
-    device="cpu", num_processes=1, threads=1, dtype="float32", attention="stock", liger=False, adapter=None,
+    device="cpu", num_processes=1, threads=1, dtype="float32", attention="transformers", liger=False,
+    adapter=None,
     quantize="none", max_length=64, truncation="keep_start", packing="none", cross_document_attention=False,
     padding_free=False, pad_to_multiple_of=None, group_by_length=False, batch_size=2, batch_tokens=None,
     micro_batch_size=2, micro_tokens=None, max_steps=10, checkpoint_every=0, offload="none", loss="full",

@@ -26,7 +26,7 @@ from memtrain.trainers.tools.merge import fold, merge_run
 
 TinyModel = Callable[..., Any]
 SETTINGS = Settings(
-    device="cpu", num_processes=1, threads=1, dtype="bfloat16", attention="stock", liger=False,
+    device="cpu", num_processes=1, threads=1, dtype="bfloat16", attention="transformers", liger=False,
     adapter=Adapter(r=4), quantize="none", max_length=64, truncation="keep_start", packing="none",
     cross_document_attention=False, padding_free=False, pad_to_multiple_of=None, group_by_length=False,
     batch_size=2, batch_tokens=None, micro_batch_size=2, micro_tokens=None, max_steps=10, checkpoint_every=0,

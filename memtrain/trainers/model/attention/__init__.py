@@ -1,6 +1,7 @@
 """Attention without contamination: the rows of one flattened row never see each other, on any back end.
 
-`two_part` is the autograd function; `cpu`, `cuda`, `flash` are its kernels; `flex` and `dense` take a mask.
+`two_part` is the autograd function; `torch_cpu`, `torch_varlen`, `flash` are its kernels; `flex` and `masked`
+take a mask.
 `functions` makes them known to transformers; `probe` runs each of them here and now.
 """
 

@@ -34,11 +34,11 @@ RowLayout = Layout | SlicedLayout | RowPart | SliceLayout
 
 # Upstream treats any name with "flash" in it as its own flash path.
 NAMES = {
-    AttentionBackend.CPU: "memtrain_cpu",
+    AttentionBackend.TORCH_CPU: "memtrain_torch_cpu",
     AttentionBackend.FLASH: "memtrain_fa2",
-    AttentionBackend.CUDA: "memtrain_cuda",
+    AttentionBackend.TORCH_VARLEN: "memtrain_torch_varlen",
     AttentionBackend.FLEX: "memtrain_flex",
-    AttentionBackend.DENSE: "memtrain_dense",
+    AttentionBackend.MASKED: "memtrain_masked",
 }
 """The name that transformers knows each back end by (`attn_implementation`)."""
 
@@ -52,7 +52,7 @@ UNSUPPORTED = {
 }
 """Keyword arguments of transformers that change the result and that no back end here computes."""
 
-FIX = "set model.attention: stock and length.packing: none, which is one example to a row"
+FIX = "set model.attention: transformers and length.packing: none, which is one example to a row"
 
 
 def register() -> None:
@@ -70,12 +70,12 @@ def attend_of(backend: AttentionBackend) -> Attend:
 
 
 def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    """From now on `model` attends by `backend`; `stock` is SDPA where the class allows it, else eager.
+    """From now on `model` attends by `backend`; `transformers` is SDPA where the class allows it, else eager.
 
     Raises:
         LaunchError: the model's class does not take attention functions.
     """
-    if backend is AttentionBackend.STOCK:
+    if backend is AttentionBackend.TRANSFORMERS:
         # A class that takes no attention functions (Bloom, Mamba) has but its own.
         if model._can_set_attn_implementation():  # pyright: ignore
             _switch(model, model.get_correct_attn_implementation(None))  # pyright: ignore
@@ -135,7 +135,7 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         D, D_value = query.shape[-1], value.shape[-1]
-        if D_value != D and backend is not AttentionBackend.DENSE:
+        if D_value != D and backend is not AttentionBackend.MASKED:
             # The flash kernels want one width; zeros add nothing.
             query, key, value = (
                 F.pad(one, (0, max(D, D_value) - one.shape[-1])) for one in (query, key, value)

@@ -1,4 +1,4 @@
-"""Each attention back end run here and now, forward and backward, against the dense reference."""
+"""Each attention back end run here and now, forward and backward, against the masked reference."""
 
 # T: tokens, H: query heads, K: key heads, D: head width.
 
@@ -61,12 +61,12 @@ def probe_one(backend: AttentionBackend, device: str, dtype: torch.dtype) -> Pro
     except Exception as fault:  # A kernel can fail in any way; the report says in which.
         return Probed(backend, Outcome.BROKEN, f"{type(fault).__name__}: {fault}")
     if not error <= TOLERANCE[dtype]:
-        return Probed(backend, Outcome.BROKEN, f"off by {error:.1e} against the dense reference")
-    return Probed(backend, Outcome.WORKS, f"within {error:.1e} of the dense reference, gradients too")
+        return Probed(backend, Outcome.BROKEN, f"off by {error:.1e} against the masked reference")
+    return Probed(backend, Outcome.WORKS, f"within {error:.1e} of the masked reference, gradients too")
 
 
 def _error(backend: AttentionBackend, device: str, dtype: torch.dtype) -> float:
-    """Worst relative error of output and gradients against `dense` in fp32 on the same rounded numbers."""
+    """Worst relative error of output and gradients against `masked` in fp32 on the same rounded numbers."""
     layout = shared_layout([(70, [40, 9]), (5, [130])], device)
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(layout.num_tokens, heads, 64, generator=generator) for heads in (4, 2, 2, 4)]
@@ -78,5 +78,5 @@ def _error(backend: AttentionBackend, device: str, dtype: torch.dtype) -> float:
         return [out_THD, *torch.autograd.grad(out_THD, (query_THD, key_TKD, value_TKD), inputs[3])]
 
     found = run(backend, rounded)
-    expected = run(AttentionBackend.DENSE, [tensor.float() for tensor in rounded])
+    expected = run(AttentionBackend.MASKED, [tensor.float() for tensor in rounded])
     return max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True))

@@ -25,8 +25,8 @@ from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 
 KERNELS = {
-    AttentionBackend.CPU: "SegmentLoop",
-    AttentionBackend.CUDA: "TorchFlash",
+    AttentionBackend.TORCH_CPU: "SegmentLoop",
+    AttentionBackend.TORCH_VARLEN: "TorchFlash",
     AttentionBackend.FLASH: "PackageFlash",
 }
 """The kernel of each back end that tells its log-sum-exp."""

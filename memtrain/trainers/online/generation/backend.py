@@ -104,7 +104,7 @@ def build_sampler(
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
-    if settings.sampler != "transformers" and settings.attention != "stock":
+    if settings.sampler != "transformers" and settings.attention != "transformers":
         backend = AttentionBackend(settings.attention)
         return NativeSampler(built.model, backend, max_rows, read_tokens=READ_TOKENS, decode=decode)
     pad_id = cast(int | None, tokenizer.pad_token_id)

@@ -25,7 +25,10 @@ from memtrain.trainers.model.loading.load import AUTO, DTYPES
 from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.bitsandbytes import pack_linear_maps
 
-PLAYED_BY = {AttentionBackend.FLASH: AttentionBackend.CUDA, AttentionBackend.FLEX: AttentionBackend.CUDA}
+PLAYED_BY = {
+    AttentionBackend.FLASH: AttentionBackend.TORCH_VARLEN,
+    AttentionBackend.FLEX: AttentionBackend.TORCH_VARLEN,
+}
 """Back ends whose kernels need packages or a compiler: torch's own flash kernels keep the same tensors."""
 
 KINDS = ("layer_types", "no_rope_layers", "mlp_layer_types")
@@ -54,7 +57,7 @@ def bare_model(
         made.num_labels = 1
     with torch.device(device):
         base: PreTrainedModel = AUTO[head].from_config(made, dtype=DTYPES[settings.dtype])
-        if settings.attention != "stock":
+        if settings.attention != "transformers":
             backend = AttentionBackend(settings.attention)
             set_attention(base, PLAYED_BY.get(backend, backend))
         if settings.quantize != "none":

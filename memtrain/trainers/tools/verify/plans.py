@@ -58,7 +58,7 @@ def deterministic(plan: Plan) -> Plan:
 
 
 def baseline_plan(plan: Plan) -> Plan:
-    """The same steps on the same pieces of rows: padded, every activation kept, logits whole, stock kernels.
+    """The same steps on the same pieces of rows: padded, every activation kept, logits whole, own attention.
 
     Pieces of packed rows stay in one micro-batch, a padded row each. The reference model is a copy of its
     own, asked in every step. The optimizer is the recipe's.

@@ -1,4 +1,4 @@
-"""Every attention back end against the dense reference, and the guards of transformers' functions."""
+"""Every attention back end against the masked reference, and the guards of transformers' functions."""
 
 import sys
 from itertools import pairwise
@@ -14,13 +14,13 @@ from memtrain.trainers.model.attention import (
     NAMES,
     attend_of,
     attention_switched,
-    dense,
     flex,
+    masked,
     register,
     set_attention,
 )
-from memtrain.trainers.model.attention import cpu as cpu_backend
-from memtrain.trainers.model.attention import cuda as cuda_backend
+from memtrain.trainers.model.attention import torch_cpu as cpu_backend
+from memtrain.trainers.model.attention import torch_varlen as cuda_backend
 from memtrain.trainers.model.attention.probe import Outcome, probe, probe_one
 from memtrain.trainers.model.attention.row_layout import Layout, Part, packed_layout, shared_layout
 
@@ -83,23 +83,23 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 def test_dense_is_attention_written_out_row_by_row(layout: Layout):
     tensors = drawn(layout, torch.float64)
     assert_close(
-        with_gradients(dense.attend, tensors, layout), with_gradients(by_hand, tensors, layout), 1e-12
+        with_gradients(masked.attend, tensors, layout), with_gradients(by_hand, tensors, layout), 1e-12
     )
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 def test_the_segment_loop_equals_dense_with_grouped_heads(layout: Layout, heads: tuple[int, int]):
     tensors = drawn(layout, torch.float64, *heads)
-    found = with_gradients(attend_of(AttentionBackend.CPU), tensors, layout)
-    assert_close(found, with_gradients(dense.attend, tensors, layout), 1e-12)
+    found = with_gradients(attend_of(AttentionBackend.TORCH_CPU), tensors, layout)
+    assert_close(found, with_gradients(masked.attend, tensors, layout), 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
 def test_the_segment_loop_is_as_exact_as_its_dtype(layout: Layout, dtype: torch.dtype, tolerance: float):
-    found = with_gradients(attend_of(AttentionBackend.CPU), drawn(layout, dtype), layout)
+    found = with_gradients(attend_of(AttentionBackend.TORCH_CPU), drawn(layout, dtype), layout)
     assert found[0].dtype == dtype
     rounded = [tensor.double() for tensor in drawn(layout, dtype)]
-    assert_close(found, with_gradients(dense.attend, rounded, layout), tolerance)
+    assert_close(found, with_gradients(masked.attend, rounded, layout), tolerance)
 
 
 def test_merging_parts_in_autograd_without_the_gradient_of_lse_is_wrong_and_ours_is_not():
@@ -107,7 +107,7 @@ def test_merging_parts_in_autograd_without_the_gradient_of_lse_is_wrong_and_ours
     layout = LAYOUTS["shared"]
     tensors = drawn(layout, torch.float64)
     P = layout.num_prompt_tokens
-    allowed = dense.mask_of(layout)
+    allowed = masked.mask_of(layout)
 
     def part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         score = torch.einsum("ihd,jhd->hij", query, key.repeat_interleave(2, 1)) * scale
@@ -121,11 +121,11 @@ def test_merging_parts_in_autograd_without_the_gradient_of_lse_is_wrong_and_ours
         lse = torch.logaddexp(own_lse, prompt_lse)
         return own * (own_lse - lse).exp() + prompt * (prompt_lse - lse).exp()
 
-    expected = with_gradients(dense.attend, tensors, layout)
+    expected = with_gradients(masked.attend, tensors, layout)
     trapped = with_gradients(naive, tensors, layout)
     assert_close(trapped[:1] + expected[1:], expected, 1e-12)
     assert (trapped[1] - expected[1]).norm() / expected[1].norm() > 0.05
-    assert_close(with_gradients(attend_of(AttentionBackend.CPU), tensors, layout), expected, 1e-12)
+    assert_close(with_gradients(attend_of(AttentionBackend.TORCH_CPU), tensors, layout), expected, 1e-12)
 
 
 def test_nothing_the_size_of_the_row_squared_is_saved():
@@ -139,7 +139,7 @@ def test_nothing_the_size_of_the_row_squared_is_saved():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        attend_of(AttentionBackend.CPU)(query.requires_grad_(), key, value, layout, 0.25)
+        attend_of(AttentionBackend.TORCH_CPU)(query.requires_grad_(), key, value, layout, 0.25)
     assert sum(saved.values()) == 4 * (2 * 32768 + 2 * 16384 + 512 * 4)
 
 
@@ -149,7 +149,7 @@ def test_the_flex_mask_is_the_dense_mask(layout: Layout, monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     tensors = drawn(layout)
     found = with_gradients(flex.attend, tensors, layout)
-    assert_close(found, with_gradients(dense.attend, tensors, layout), 2e-6)
+    assert_close(found, with_gradients(masked.attend, tensors, layout), 2e-6)
 
 
 def segments_of(cumulative: Tensor) -> list[tuple[int, int]]:
@@ -219,7 +219,7 @@ def test_the_cuda_back_end_hands_torchs_varlen_kernels_what_they_take(layout: La
     monkeypatch.setattr(cuda_backend, "aten", Operators)
     tensors = drawn(layout)
     found = with_gradients(cuda_backend.attend, tensors, layout)
-    assert_close(found, with_gradients(dense.attend, tensors, layout), 2e-6)
+    assert_close(found, with_gradients(masked.attend, tensors, layout), 2e-6)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -268,11 +268,11 @@ def test_the_flash_attn_back_end_hands_the_package_what_it_takes(layout: Layout,
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
     tensors = drawn(layout)
     found = with_gradients(attend_of(AttentionBackend.FLASH), tensors, layout)
-    assert_close(found, with_gradients(dense.attend, tensors, layout), 2e-6)
+    assert_close(found, with_gradients(masked.attend, tensors, layout), 2e-6)
 
 
 def call(
-    layout: Layout | None, *, rows: int = 1, keys: int | None = None, backend="cpu", **kwargs: object
+    layout: Layout | None, *, rows: int = 1, keys: int | None = None, backend="torch_cpu", **kwargs: object
 ) -> Tensor:
     """The attention function as a model's layer calls it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -355,7 +355,7 @@ def test_values_narrower_than_keys_are_served():
     value = torch.randn(1, 2, 6, 8, generator=generator)
     found = [
         ALL_ATTENTION_FUNCTIONS[NAMES[backend]](nn.Identity(), query, key, value, None, layout=layout)[0]
-        for backend in (AttentionBackend.CPU, AttentionBackend.DENSE)
+        for backend in (AttentionBackend.TORCH_CPU, AttentionBackend.MASKED)
     ]
     assert found[0].shape == (1, 6, 2, 8)
     assert torch.allclose(*found, atol=1e-6)
@@ -363,23 +363,23 @@ def test_values_narrower_than_keys_are_served():
 
 def test_a_model_is_switched_and_switched_back(tiny_llama):
     model = tiny_llama("sdpa")
-    with attention_switched(model, "memtrain_cpu"):
-        assert model.config._attn_implementation == "memtrain_cpu"
+    with attention_switched(model, "memtrain_torch_cpu"):
+        assert model.config._attn_implementation == "memtrain_torch_cpu"
     assert model.config._attn_implementation == "sdpa"
-    set_attention(model, AttentionBackend.DENSE)
-    assert model.config._attn_implementation == "memtrain_dense"
-    set_attention(model, AttentionBackend.STOCK)
+    set_attention(model, AttentionBackend.MASKED)
+    assert model.config._attn_implementation == "memtrain_masked"
+    set_attention(model, AttentionBackend.TRANSFORMERS)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_probe_runs_what_runs_here_and_says_why_the_rest_does_not():
     found = {probed.backend: probed for probed in probe("cpu", torch.float32)}
     assert {backend for backend, probed in found.items() if probed.outcome is Outcome.WORKS} == {
-        "cpu",
-        "dense",
+        "torch_cpu",
+        "masked",
     }
-    assert "does not run on cpu" in found[AttentionBackend.CUDA].words
-    assert found[AttentionBackend.CUDA].outcome is Outcome.NOT_HERE
+    assert "does not run on cpu" in found[AttentionBackend.TORCH_VARLEN].words
+    assert found[AttentionBackend.TORCH_VARLEN].outcome is Outcome.NOT_HERE
 
 
 def test_the_probe_finds_wrong_numbers_and_quotes_a_kernels_failure(monkeypatch: pytest.MonkeyPatch):
@@ -391,7 +391,7 @@ def test_the_probe_finds_wrong_numbers_and_quotes_a_kernels_failure(monkeypatch:
         return dq * 0.8, dk, dv
 
     monkeypatch.setattr(kernel, "backward", staticmethod(without_dq))
-    wrong = probe_one(AttentionBackend.CPU, "cpu", torch.bfloat16)
+    wrong = probe_one(AttentionBackend.TORCH_CPU, "cpu", torch.bfloat16)
     assert wrong.outcome is Outcome.BROKEN
     assert "off by 2.0e-01" in wrong.words
 
@@ -399,7 +399,7 @@ def test_the_probe_finds_wrong_numbers_and_quotes_a_kernels_failure(monkeypatch:
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(kernel, "backward", staticmethod(fails))
-    failed = probe_one(AttentionBackend.CPU, "cpu", torch.float32)
+    failed = probe_one(AttentionBackend.TORCH_CPU, "cpu", torch.float32)
     assert (failed.outcome, failed.words) == (Outcome.BROKEN, "RuntimeError: no kernel image")
 
 
@@ -410,5 +410,5 @@ def test_no_back_end_is_broken_on_this_gpu(dtype: torch.dtype):
     found = probe("cuda", dtype)
     assert not [probed for probed in found if probed.outcome is Outcome.BROKEN]
     works = {probed.backend for probed in found if probed.outcome is Outcome.WORKS}
-    assert AttentionBackend.DENSE in works
-    assert dtype == torch.float32 or AttentionBackend.CUDA in works
+    assert AttentionBackend.MASKED in works
+    assert dtype == torch.float32 or AttentionBackend.TORCH_VARLEN in works

@@ -46,27 +46,27 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **config: object) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_model_passes_and_its_rows_do_not_move_each_other_by_a_bit(tiny_model, dtype: torch.dtype):
-    found = verify_isolation(tiny_model().to(dtype), AttentionBackend.CPU)
+    found = verify_isolation(tiny_model().to(dtype), AttentionBackend.TORCH_CPU)
     assert (found.packed_seen, found.shared_seen) == (0.0, 0.0)
     assert found.shared_alone is not None
     assert max(found.packed_alone, found.shared_alone) < (1e-6 if dtype == torch.float32 else 3e-2)
 
 
 def test_shared_prompts_are_left_out_when_not_asked_for(tiny_llama):
-    found = verify_isolation(tiny_llama(), AttentionBackend.DENSE, shared_prompts=False)
+    found = verify_isolation(tiny_llama(), AttentionBackend.MASKED, shared_prompts=False)
     assert (found.shared_seen, found.shared_alone) == (None, None)
 
 
 def test_experts_pass():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    verify_isolation(model_of("qwen3_moe", **experts), AttentionBackend.CPU)
+    verify_isolation(model_of("qwen3_moe", **experts), AttentionBackend.TORCH_CPU)
 
 
 def test_a_model_with_adapters_passes(tiny_llama):
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
-    verify_isolation(get_peft_model(tiny_llama(), config), AttentionBackend.CPU)
+    verify_isolation(get_peft_model(tiny_llama(), config), AttentionBackend.TORCH_CPU)
 
 
 def test_the_check_leaves_model_and_random_state_as_they_were(tiny_llama: Callable[..., nn.Module]):
@@ -74,7 +74,7 @@ def test_the_check_leaves_model_and_random_state_as_they_were(tiny_llama: Callab
     model.model.layers[0].eval()
     flags = [module.training for module in model.modules()]
     state = torch.get_rng_state()
-    verify_isolation(model, AttentionBackend.CPU)
+    verify_isolation(model, AttentionBackend.TORCH_CPU)
     assert [module.training for module in model.modules()] == flags
     assert torch.equal(torch.get_rng_state(), state)
     assert model.config._attn_implementation == "sdpa"
@@ -86,9 +86,9 @@ def test_the_check_leaves_model_and_random_state_as_they_were(tiny_llama: Callab
 def test_layers_that_carry_state_are_found_in_the_model_itself(family: str, dtype: torch.dtype):
     model = model_of(family, dtype, **HYBRIDS[family])
     with pytest.raises(LaunchError, match="see each other|gets no layout") as refused:
-        verify_isolation(model, AttentionBackend.CPU)
+        verify_isolation(model, AttentionBackend.TORCH_CPU)
     assert type(model).__name__ in str(refused.value)
-    assert "model.attention: stock" in refused.value.faults[0].fix
+    assert "model.attention: transformers" in refused.value.faults[0].fix
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_layers_that_carry_state_are_found_in_the_model_itself(family: str, dtyp
 def test_attention_of_another_kind_is_refused(family: str, config: dict[str, object], meaning: str):
     model = model_of(family, **config)
     with pytest.raises(LaunchError, match=meaning):
-        verify_isolation(model, AttentionBackend.CPU)
+        verify_isolation(model, AttentionBackend.TORCH_CPU)
     assert not model.config._attn_implementation.startswith("memtrain")
 
 
@@ -111,13 +111,13 @@ def test_an_unknown_change_of_the_scores_is_found_against_the_models_own_attenti
     monkeypatch.delitem(functions.UNSUPPORTED, "softcap")
     model = model_of("gemma2", attn_logit_softcapping=1.0, sliding_window=512, initializer_range=0.2)
     with pytest.raises(LaunchError, match="not what its rows are alone"):
-        verify_isolation(model, AttentionBackend.CPU)
+        verify_isolation(model, AttentionBackend.TORCH_CPU)
 
 
 def test_a_model_whose_attention_cannot_be_replaced_is_refused():
     model = model_of("bloom", n_head=4)
     with pytest.raises(LaunchError, match="does not let its attention be replaced"):
-        verify_isolation(model, AttentionBackend.CPU)
+        verify_isolation(model, AttentionBackend.TORCH_CPU)
 
 
 @pytest.mark.parametrize(
@@ -132,5 +132,5 @@ def test_stock_attention_is_the_one_that_the_models_class_allows(
     family: str, config: dict[str, object], implementation: str
 ):
     model = model_of(family, **config)
-    set_attention(model, AttentionBackend.STOCK)
+    set_attention(model, AttentionBackend.TRANSFORMERS)
     assert model.config._attn_implementation == implementation

@@ -128,7 +128,7 @@ def furthest(found: list[Tensor], expected: list[Tensor]) -> float:
 def test_a_packed_row_is_what_plain_transformers_gives_it_alone(kind: str):
     expected = alone(kind)
     model = model_of(kind, ours=True)
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     assert furthest(packed(model), expected) < 2e-5
     # What a neighbour has left behind changes nothing either.
     assert furthest(packed(model), expected) < 2e-5
@@ -138,7 +138,7 @@ def test_a_packed_row_is_what_plain_transformers_gives_it_alone(kind: str):
 def test_without_positions_of_our_own_a_packed_row_is_another(kind: str):
     """The fault that is mended: transformers takes the longest row for all."""
     model = model_of(kind, ours=False)
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     assert furthest(packed(model), alone(kind)) > 1e-2
 
 
@@ -163,7 +163,7 @@ def test_gradients_of_packed_rows_are_those_of_the_rows_alone():
             ),
         )
         model = model_of(kind, ours=True)
-        set_attention(model, AttentionBackend.CPU)
+        set_attention(model, AttentionBackend.TORCH_CPU)
         micro = lay_end_to_end(pieces(), pad_id=0)
         found = gradients(
             model,
@@ -187,10 +187,10 @@ def test_the_start_up_check_sees_a_model_whose_positions_follow_its_neighbours(
 ):
     """At 13 and 9 tokens, where the check looked before, LongRoPE and dynamic NTK show nothing."""
     lengths = {"shared_prompts": False, "longest": 40, "together": 64}
-    verify_isolation(model_of(kind, ours=True), AttentionBackend.CPU, **lengths)
+    verify_isolation(model_of(kind, ours=True), AttentionBackend.TORCH_CPU, **lengths)
     monkeypatch.setattr(functions, "is_tempered", lambda module: False)
     with pytest.raises(LaunchError, match="not what its rows are alone"):
-        verify_isolation(model_of(kind, ours=False), AttentionBackend.CPU, **lengths)
+        verify_isolation(model_of(kind, ours=False), AttentionBackend.TORCH_CPU, **lengths)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -205,7 +205,9 @@ def test_the_native_sampler_scales_queries_by_their_place_in_their_own_row():
     model = model_of("temperature", ours=True)
     prompts = [tuple(row[:length].tolist()) for row, length in zip(rows(), (5, 12, 3), strict=False)]
     groups = [Group(prompt, 2, seed) for seed, prompt in enumerate(prompts)]
-    made = NativeSampler(model, AttentionBackend.CPU, max_rows=6).generate(groups, Sampling(max_tokens=10))
+    made = NativeSampler(model, AttentionBackend.TORCH_CPU, max_rows=6).generate(
+        groups, Sampling(max_tokens=10)
+    )
     plain = model_of("temperature", ours=False)
     for group, samples in zip(groups, made, strict=True):
         for sample in samples:
@@ -222,6 +224,6 @@ def test_rows_whose_layers_are_streamed_are_what_plain_transformers_gives_them_a
     """Layers run over slices of 24 tokens, and Llama 4 counts places from the beginning of each."""
     expected = alone(kind)
     model = model_of(kind, ours=True)
-    set_attention(model, AttentionBackend.CPU)
+    set_attention(model, AttentionBackend.TORCH_CPU)
     stream_layers(model, 24)
     assert furthest(packed(model), expected) < 2e-5

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memtrain.trainers.model.attention.dense import mask_of
+from memtrain.trainers.model.attention.masked import mask_of
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, held_by, slice_of

@@ -221,7 +221,7 @@ def test_packed_rows_score_as_rows_alone(tiny_model):
     for row in rows:
         request = NllRequest(row[1:], torch.ones(len(row) - 1))
         alone({"input_ids": row[None]}, torch.arange(len(row) - 1), request).loss.backward()
-    set_attention(packed.model, AttentionBackend.CPU)
+    set_attention(packed.model, AttentionBackend.TORCH_CPU)
     verify_head(packed)
     layout, ids = packed_layout([len(row) for row in rows]), torch.cat(rows)
     request = NllRequest(ids[layout.predicted_rows], torch.ones(len(layout.predicted_rows)))

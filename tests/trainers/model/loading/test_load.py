@@ -15,7 +15,8 @@ from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.model.loading.load import load_model
 
 SETTINGS = Settings(
-    device="cpu", num_processes=1, threads=1, dtype="float32", attention="stock", liger=False, adapter=None,
+    device="cpu", num_processes=1, threads=1, dtype="float32", attention="transformers", liger=False,
+    adapter=None,
     quantize="none", max_length=64, truncation="keep_start", packing="none", cross_document_attention=False,
     padding_free=False, pad_to_multiple_of=None, group_by_length=False, batch_size=2, batch_tokens=None,
     micro_batch_size=2, micro_tokens=None, max_steps=10, checkpoint_every=0, offload="none", loss="full",
@@ -70,10 +71,10 @@ def test_weights_come_in_the_dtype_of_the_plan():
 def test_a_saved_model_is_read_back_and_attends_by_the_asked_back_end(tmp_path):
     saved = load_model(small(), SETTINGS, seed=0, vocab_size=64)
     saved.save_pretrained(tmp_path)
-    settings = SETTINGS.model_copy(update={"attention": "dense"})
+    settings = SETTINGS.model_copy(update={"attention": "masked"})
     model = load_model(Model(path=str(tmp_path)), settings, seed=1, vocab_size=64)
     assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
-    assert model.config._attn_implementation == "memtrain_dense"
+    assert model.config._attn_implementation == "memtrain_masked"
 
 
 def test_a_config_file_is_read(tmp_path):

@@ -146,7 +146,7 @@ def test_noise_under_shared_prompts_follows_each_row(tiny_model: TinyModel):
     model.get_input_embeddings().weight.data.zero_()
     add_noise(model, 5.0)
     model.get_input_embeddings().register_forward_hook(lambda m, a, out: seen.append(out.detach()))
-    set_attention(model, "cpu")
+    set_attention(model, "torch_cpu")
     ids = torch.randint(100, (1, layout.num_tokens))
     model.train().get_decoder()(input_ids=ids, position_ids=layout.position_ids, layout=layout)
     for place, length in ((slice(7, 9), 6), (slice(9, 17), 12)):

@@ -22,7 +22,9 @@ def sharp(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def native(model: torch.nn.Module, **changes) -> NativeSampler:
-    return NativeSampler(**({"model": model, "backend": AttentionBackend.CPU, "max_rows": 64} | changes))
+    return NativeSampler(
+        **({"model": model, "backend": AttentionBackend.TORCH_CPU, "max_rows": 64} | changes)
+    )
 
 
 def groups(count: int = 3) -> list[Group]:

@@ -71,7 +71,7 @@ def fallback(model: Any) -> Callable[[Form], TransformersSampler]:
 def test_the_native_sampler_keeps_keys_by_when_they_are_attended_to(family: str):
     """DiffLlama attends twice in a layer, HRM runs its layers in cycles: by layer one overwrote the other."""
     model = model_of(family)
-    form, told = checked(model, lambda form: NativeSampler(model, AttentionBackend.CPU, 4))
+    form, told = checked(model, lambda form: NativeSampler(model, AttentionBackend.TORCH_CPU, 4))
     assert (form, told) == (FORMS[0], [])
 
 
@@ -82,7 +82,7 @@ def test_keys_that_overwrite_each_other_are_stopped_with_a_way_out(monkeypatch: 
     monkeypatch.setattr(KVCache, "begin_pass", lambda self: setattr(self, "turn", 0))
     model = model_of("diffllama")
     with pytest.raises(LaunchError, match="does not give the model's own log-probs") as stopped:
-        checked(model, lambda form: NativeSampler(model, AttentionBackend.CPU, 4))
+        checked(model, lambda form: NativeSampler(model, AttentionBackend.TORCH_CPU, 4))
     assert "generate.backend: transformers" in stopped.value.faults[0].fix
 
 
@@ -142,7 +142,9 @@ def test_the_keys_that_are_kept_are_those_that_are_planned(family: str, monkeypa
 
     monkeypatch.setattr(native_sampler, "KVCache", Watched)
     model = model_of(family)
-    NativeSampler(model, AttentionBackend.CPU, 2).generate([Group(PROMPT[:3], 2, 0)], Sampling(max_tokens=4))
+    NativeSampler(model, AttentionBackend.TORCH_CPU, 2).generate(
+        [Group(PROMPT[:3], 2, 0)], Sampling(max_tokens=4)
+    )
     shape = shape_for(model.config.to_dict())
     asked = Generate.model_validate({"num_generations": 2, "max_tokens": 4})
     settings = Settings.model_validate(SETTINGS | {"sampler": "native"})

@@ -97,4 +97,4 @@ def test_its_revision_precision_and_adapter_are_not_the_policys(
     load_reward_model(RewardModel(path=str(folder), dtype="float32"), policy, model_type="llama")
     ((recipe, loaded),) = seen
     assert recipe.revision is None
-    assert (loaded.dtype, loaded.adapter, loaded.attention) == ("float32", None, "stock")
+    assert (loaded.dtype, loaded.adapter, loaded.attention) == ("float32", None, "transformers")

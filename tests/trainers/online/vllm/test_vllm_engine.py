@@ -97,7 +97,7 @@ def move(model: torch.nn.Module) -> None:
 
 
 def native(model: torch.nn.Module) -> NativeSampler:
-    return NativeSampler(model, AttentionBackend.CPU, max_rows=64)
+    return NativeSampler(model, AttentionBackend.TORCH_CPU, max_rows=64)
 
 
 def tokens(made: list[list[Sample]]) -> list[tuple[int, ...]]:

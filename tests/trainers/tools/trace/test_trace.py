@@ -17,7 +17,7 @@ from memtrain.trainers.tools.trace.extrapolate import named_owners, phases_of, p
 from memtrain.trainers.tools.trace.fake_model import bare_model
 from memtrain.trainers.tools.trace.trace import trace
 
-CUDA = {"device": "cuda", "attention": "cuda"}
+CUDA = {"device": "cuda", "attention": "torch_varlen"}
 FAST = (
     "bfloat16",
     "QLoRA",
@@ -53,7 +53,7 @@ SCRATCH = {
     "FSDP2, shards on the host": (0.002, GATHERING),
     "FSDP2, shards on the host, checkpointed, accumulating": (0.005, GATHERING),
     "FSDP2, dpo, a copy": (0.002, GATHERING),
-    "dense attention": (0.08, COPIES),
+    "masked attention": (0.08, COPIES),
     "DoRA": (0.05, COPIES),
 }
 """Share of the peak that CPU kernels take inside themselves, and why it is not the trace's business."""

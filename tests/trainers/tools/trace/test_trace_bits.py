@@ -21,7 +21,7 @@ from memtrain.trainers.tools.trace.trace import trace
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="needs bitsandbytes (pip install 'memtrain[quant]')"
 )
-CUDA = {"device": "cuda", "attention": "cuda"}
+CUDA = {"device": "cuda", "attention": "torch_varlen"}
 
 
 def storage_bytes(tensors):

@@ -11,11 +11,11 @@ from memtrain.trainers.tools.trace.client import can_trace
 from memtrain.trainers.tools.trace.trace import trace
 
 needs_liger = pytest.mark.skipif(not has_liger(), reason="needs Liger (pip install 'memtrain[liger]')")
-CUDA = {"device": "cuda", "attention": "cuda"}
+CUDA = {"device": "cuda", "attention": "torch_varlen"}
 
 
 def on_a_gpu(case):
-    is_stock = case.settings.attention == "stock"
+    is_stock = case.settings.attention == "transformers"
     return replace(case, changes=case.changes | ({} if is_stock else CUDA))
 
 

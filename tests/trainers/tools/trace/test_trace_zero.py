@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
     pytest.mark.filterwarnings("ignore"),
 ]
-CUDA = {"device": "cuda", "attention": "cuda"}
+CUDA = {"device": "cuda", "attention": "torch_varlen"}
 FAST = ("ZeRO-1", "ZeRO-3, LoRA, checkpointed")
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ZERO]
 NOTES = 80_000

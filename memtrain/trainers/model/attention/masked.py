@@ -1,4 +1,4 @@
-"""The dense back end: every score, then a T x T mask. The reference that the others are tested against.
+"""The masked back end: every score, then a T x T mask. The reference that the others are tested against.
 
 It runs on any device in any dtype and costs T x T x H numbers per layer: the last resort, and the definition.
 """
