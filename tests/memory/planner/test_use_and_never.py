@@ -92,6 +92,6 @@ def test_padded_rows_take_the_models_own_attention(settings_of: MakeSettings, ke
     """A back end for rows end to end stopped such a run in its first step."""
     assert settings_of("sft", key).attention == "transformers"
     with pytest.raises(
-        RecipeError, match="attention cpu takes rows that lie end to end, and rows are padded"
+        RecipeError, match="attention torch_cpu takes rows that lie end to end, and rows are padded"
     ):
         settings_of("sft", key, "model.attention=torch_cpu")
