@@ -35,7 +35,7 @@ OR = "\n   or: "
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong: what (with the value in hand), where (`file:line:column`), and the way out."""
+    """A fault: what is wrong (with the value in hand), where (`file:line:column`), and the way out."""
 
     what: str
     where: str = ""

@@ -17,7 +17,8 @@ from memtrain.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One verb. `target`: `module:function` below memtrain.cli.commands (or `module:app`, a Typer app)."""
+    """A command of memtrain. `target`: `module:function` below memtrain.cli.commands (or `module:app`, a
+    Typer app)."""
 
     name: str
     target: str

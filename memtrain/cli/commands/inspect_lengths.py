@@ -108,7 +108,8 @@ def inspect_lengths(
     html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """How long the rows are, and what each max_length loses and costs: choose length.max_length by it."""
+    """Length distribution of the rows, and losses and costs of each max_length: choose length.max_length by
+    it."""
     words = _sorted_words(_Words(dataset, tuple(overrides or ()), model, tokenizer, method, recipe))
     lengths = read_lengths(max_length)
     loaded = _loaded(words)

@@ -21,7 +21,7 @@ LINES = 40
 
 
 def status(run: RunArgument) -> None:
-    """How a run stands: its step, its loss, its job. Of an array, a line for each run."""
+    """State of a run: its step, its loss, its job. Of an array, a line for each run."""
     from memtrain.cli.launch.status import standing_of
 
     folders = runs_below(run)

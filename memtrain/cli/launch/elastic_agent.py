@@ -147,7 +147,8 @@ def _wait(process: subprocess.Popen[str], asked: _Asked, watch: HangWatch) -> in
 
 
 def plain_line(text: str) -> str:
-    """What a rank or a library of it wrote, without colours; progress that is written over goes on lines."""
+    """Output of a rank or of one of its libraries, without colours; overwritten progress goes on separate
+    lines."""
     return printable(COLOURS.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -164,7 +165,7 @@ class _Listener(threading.Thread):
 
     @property
     def said(self) -> str:
-        """What the agent said."""
+        """Text that the agent wrote."""
         return "".join(self._held)
 
     def run(self) -> None:
@@ -179,8 +180,8 @@ class _Listener(threading.Thread):
 
 
 def _fault(folder: RunFolder, num_ranks: int, code: int, *, is_early: bool, said: str) -> Exception:
-    """What ended the processes, told in the run folder too; the agent's own words only where no rank has
-    any."""
+    """The error that ended the processes, recorded in the run folder too; the agent's own words only where no
+    rank left any."""
     error = root_fault(folder, num_ranks)
     if error is None and is_early:
         return Interrupted(

@@ -28,7 +28,7 @@ class HangWatch:
     ) -> None:
         self.grace_s = grace_s
         self.hung: LaunchError | None = None
-        """What to tell of ranks that were given up."""
+        """The error to raise for ranks that were given up."""
         self._folder = folder
         self._num_ranks = num_ranks
         self._clock = clock
@@ -62,7 +62,7 @@ class HangWatch:
         return True
 
     def _read(self) -> list[str]:
-        """What each rank has left: a number that grows, and where it is."""
+        """Pulse of each rank: a number that grows, and the place of the rank."""
         found: list[str] = []
         for rank in range(self._num_ranks):
             try:
@@ -72,6 +72,6 @@ class HangWatch:
         return found
 
     def _places(self) -> str:
-        """Where each rank was last seen."""
+        """Last known place of each rank."""
         places = [said.partition(" ")[2] or "its imports" for said in self._seen]
         return "; ".join(f"rank {rank} is in {place}" for rank, place in enumerate(places))

@@ -26,7 +26,7 @@ SHORTEST_LEAD_S = 120
 """SLURM may signal up to 60 s early and looks at limits every 30 to 60 s: taste, twice that."""
 
 SAVES, STEPS = 3, 2
-"""What the lead must have time for: a save three times as slow as the slowest so far, and the step before."""
+"""Time that the lead must leave: a save three times as slow as the slowest so far, and the step before."""
 
 BYTES_PER_S = 200e6
 """Speed of a shared file system, where no save was measured yet. Taste: a slow one."""
@@ -37,12 +37,12 @@ class Job:
     """All that a batch script says."""
 
     says: str
-    """What it trains, in one line."""
+    """Summary of the training, in one line."""
     name: str
     asked: Slurm
     topology: Topology
     folder: Path
-    """Where the script and the logs lie; absolute."""
+    """Folder of the script and the logs; absolute."""
     runs: tuple[Path, ...]
     """Run folder of each job of an array, or of the only one; absolute."""
     digests: tuple[str, ...]
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def script(self) -> Path:
-        """Where the script is written."""
+        """Path of the script."""
         return self.folder / SCRIPT_FILE
 
     @property

@@ -14,7 +14,7 @@ KILLED = 128
 
 
 def verdict(folder: RunFolder, num_ranks: int, code: int) -> tuple[str, int]:
-    """What to say of a job whose srun ended with `code`, and the exit code that tells the truth.
+    """The message for a job whose srun ended with `code`, and the exit code to pass on.
 
     That of the rank that failed first; the code as it is where no rank left word.
     """

@@ -16,7 +16,7 @@ from memtrain.recipes.sections.slurm import Slurm
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What SLURM says of one node."""
+    """A node, as SLURM describes it."""
 
     partitions: tuple[str, ...]
     memory_bytes: int

@@ -45,12 +45,12 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """How SLURM says that a job stands."""
+    """State of a job, as SLURM describes it."""
 
     state: str
     """RUNNING, PENDING, COMPLETED, CANCELLED, TIMEOUT, ..."""
     reason: str
-    """Why it waits, or ended; empty where SLURM says None."""
+    """Reason of waiting or of ending; empty where SLURM says None."""
     nodes: str
     restarts: int
     run_time: str
@@ -63,7 +63,7 @@ class JobState:
         return self.state in LIVING
 
     def words(self) -> str:
-        """One line for people."""
+        """The state in a line for people."""
         said = [self.state + (f" ({self.reason})" if self.reason else "")]
         if self.nodes:
             said.append(f"on {self.nodes}")
@@ -97,7 +97,7 @@ def submit_script(script: Path) -> str:
 
 
 def try_submission(script: Path) -> str:
-    """What SLURM would do with a script now, in its words.
+    """SLURM's answer to a submission of the script now, in its own words.
 
     Raises: LaunchError with SLURM's own words when it would refuse.
     """
@@ -122,7 +122,7 @@ def _sbatch(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def job_state(job: str) -> JobState | None:
-    """How a job stands; None when SLURM does not know it any more (some minutes after its end).
+    """State of a job; None when SLURM does not know it any more (some minutes after its end).
 
     Raises: LaunchError when SLURM does not answer.
     """

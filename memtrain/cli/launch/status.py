@@ -1,4 +1,4 @@
-"""How a run stands, from its folder and from SLURM."""
+"""State of a run, from its folder and from SLURM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memtrain.trainers.run_folder.metrics import read_metrics
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a run stands, in words."""
+    """State of a run, in words."""
 
     folder: Path
     state: str
@@ -27,7 +27,7 @@ class Standing:
     log: str
 
     def lines(self) -> list[tuple[str, str]]:
-        """What there is to say, a line each."""
+        """Labels and values to show, one pair a line."""
         named = {
             "state": self.state,
             "step": self.steps,
@@ -41,7 +41,7 @@ class Standing:
 
 
 def standing_of(path: Path) -> Standing:
-    """How the run of a folder stands now.
+    """State of the run of a folder now.
 
     Raises: LaunchError when SLURM does not answer, or the plan is of another version.
     """

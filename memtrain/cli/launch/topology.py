@@ -1,4 +1,4 @@
-"""How many processes run where, and what follows from it: accelerate's configuration, environment, argv."""
+"""Processes and their places, and what follows for accelerate's configuration, the environment and argv."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACCELERATE_FILE = "accelerate.yaml"
 
 
 class Engine(StrEnum):
-    """What keeps the processes of a run together."""
+    """Engines that keep the processes of a run together."""
 
     ALONE = "alone"
     DDP = "ddp"
@@ -36,11 +36,11 @@ class Topology:
     """CPU threads of one process."""
     expandable_segments: bool = True
     shares: Engine = Engine.DDP
-    """What several processes do together."""
+    """The engine of several processes."""
     context_parallel: int = 1
     """Processes that hold each row together."""
     context_by: Literal["all_gather", "ulysses"] = "all_gather"
-    """What those send each other in attention."""
+    """Exchange in attention between processes that hold a row together."""
 
     @staticmethod
     def of(settings: Settings, num_nodes: int = 1) -> Topology:
@@ -65,7 +65,7 @@ class Topology:
 
     @property
     def engine(self) -> Engine:
-        """What keeps the processes together."""
+        """The engine that keeps the processes together."""
         return self.shares if self.num_processes > 1 else Engine.ALONE
 
     @property
@@ -74,7 +74,8 @@ class Topology:
         return int(self.engine.removeprefix("zero")) if self.engine.startswith("zero") else 0
 
     def words(self) -> str:
-        """One line for people: `2 nodes with 8 processes on cuda: fsdp2, rows held by 2 (heads)`."""
+        """The topology in a line for people: `2 nodes with 8 processes on cuda: fsdp2, rows held by 2
+        (heads)`."""
         count = f"{self.processes_per_node} process{'es' if self.processes_per_node > 1 else ''}"
         nodes = f"{self.num_nodes} nodes with " if self.num_nodes > 1 else ""
         rows = f", rows held by {self.context_parallel} ({self.context_by})"
@@ -104,7 +105,7 @@ def accelerate_config(topology: Topology) -> dict[str, object]:
 
 
 def environment(topology: Topology) -> dict[str, str]:
-    """What the processes need in their environment."""
+    """Environment variables that the processes need."""
     given = {"OMP_NUM_THREADS": str(topology.threads), "TOKENIZERS_PARALLELISM": "false"}
     if topology.device == "cuda" and topology.expandable_segments:
         given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -28,7 +28,7 @@ Progress = Callable[[str], None]
 
 @dataclass(slots=True)
 class Measured:
-    """One variant, and every time it was measured."""
+    """All measurements of a variant."""
 
     variant: Variant
     peaks: list[int] = field(default_factory=list[int])
@@ -40,10 +40,10 @@ class Measured:
     heaviest: tuple[int, int, int, int] | None = None
     """Rows, tokens, learnt tokens and longest row of its heaviest micro-batch."""
     fault: str = ""
-    """Why it was not measured: out of memory, or what else ended its process."""
+    """Reason of a missing measurement: out of memory, or another end of its process."""
 
     def take(self, told: dict[str, Any]) -> None:
-        """One measurement, as `memtrain.trainers.tools.bench` prints it."""
+        """Add a measurement, as `memtrain.trainers.tools.bench` prints it."""
         self.peaks.append(int(told["peak_bytes"]))
         self.reserved.append(int(told["reserved_bytes"]))
         self.rss.append(int(told["rss_bytes"]))
@@ -55,7 +55,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant in the result; bytes, seconds, tokens a second. None where it was not measured."""
+    """A variant in the result; bytes, seconds, tokens a second. None where it was not measured."""
 
     name: str
     strategies: tuple[str, ...]
@@ -64,7 +64,7 @@ class Row:
     rss_bytes: int | None
     tokens_per_s: float | None
     tokens_per_s_all: tuple[float, ...]
-    """One a repetition, in their order."""
+    """Speed of each repetition, in their order."""
     loss_difference_first: float | None
     """From the first row, in the first step: rounding."""
     loss_difference: float | None
@@ -90,7 +90,7 @@ class Bench:
     version: int = VERSION
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """JSON values of all fields."""
         return asdict(self)
 
 
@@ -138,7 +138,7 @@ def bench_recipe(
 
 
 def bench_plan(recipe: str, overrides: list[str], place: Path, *, steps: int, repeats: int) -> Row:
-    """One plan alone, measured several times; its losses are held against nothing.
+    """A single plan, measured several times; its losses are compared with nothing.
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit for a plan that cannot be made.
     """
@@ -202,7 +202,7 @@ def row(one: Measured, plainly: Sequence[float]) -> Row:
 
 
 def _planned(recipe: str, overrides: list[str], place: Path, steps: int) -> tuple[Plan, PlannerInputs]:
-    """One process's share of a recipe's plan, and what its predictions are made of."""
+    """A recipe's plan for one process, and the inputs of its predictions."""
     from memtrain.trainers.tools.verify.plans import on_one_process
 
     made = make_plan(read_recipe(recipe, overrides), run_dir=str(place / "run"))

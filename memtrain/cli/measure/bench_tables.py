@@ -35,7 +35,7 @@ NOTE = (
 
 
 def heading(made: Bench) -> str:
-    """What was measured, where."""
+    """Subject, device and repetitions of the measurements."""
     return (
         f"{made.method}: {made.recipe} on {made.device}; {made.steps} timed steps, {made.repeats} times in "
         "turns, each in a process of its own"

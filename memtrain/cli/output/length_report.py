@@ -160,14 +160,14 @@ def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:
 
 
 def _beside(left: Table, right: Table) -> Table:
-    """One table of two with the same first column."""
+    """A table of two with the same first column."""
     (left_head, left_rows), (right_head, right_rows) = left, right
     rows = [[*one, *other[1:]] for one, other in zip(left_rows, right_rows, strict=True)]
     return [*left_head, *right_head[1:]], rows
 
 
 def _refusal(found: Inspection) -> str | None:
-    """Why the shortest candidate that does not fit does not."""
+    """Reason that the shortest candidate that does not fit is refused."""
     refused = [one for one in found.candidates if one.cost is not None and not one.cost.fits]
     if not refused or refused[0].cost is None:
         return None

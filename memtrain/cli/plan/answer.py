@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned for what."""
+    """Inputs of a plan: recipe, model, hardware."""
 
     loaded: LoadedRecipe
     asked: SourcedRecipe
@@ -40,7 +40,7 @@ class Question:
     hardware: Hardware
     presumed: frozenset[str]
     notes: tuple[str, ...]
-    """What the reader has to know of the ground the plan stands on."""
+    """Remarks about the assumptions of the plan."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Answer:
 
     @property
     def report(self) -> LengthReport | None:
-        """What truncation and packing did; None where the data was not read."""
+        """Report of truncation and packing; None where the data was not read."""
         facts = self.resolved.case.facts
         return None if facts.is_guessed else facts.rows_of(self.resolved.settings).report
 
@@ -75,7 +75,7 @@ class Answer:
 
     @cached_property
     def engines(self) -> tuple[Weighed, ...]:
-        """What each engine would take."""
+        """Need of each engine."""
         resolved = self.resolved
         budget = resolved.prediction.budget_bytes or 0
         return weighed_engines(resolved.chosen, everything(self), budget, resolved.case)
@@ -108,7 +108,7 @@ def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int
 
 
 def facts_note(looked: LookedAt, path: str | None) -> str:
-    """What is uncertain about the shape."""
+    """Remark about an uncertain shape."""
     from memtrain.cli.plan.model_shape import shape_for
 
     note = shape_for(looked.config, path or "model.config").note
@@ -164,7 +164,7 @@ def everything(made: Answer) -> list[Priced]:
 
 
 def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
-    """(what a trace of the run's own step found, why there is none)."""
+    """(result of a trace of the run's own step, reason of its absence)."""
     from memtrain.errors import LaunchError
     from memtrain.trainers.tools.trace.client import can_trace, job_of, traced
 
@@ -193,7 +193,7 @@ def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
 
 
 def figures_words(hardware: Hardware) -> str:
-    """Where rates and overheads of the device come from."""
+    """Origin of the device's rates and overheads."""
     measured = hardware.measured
     return "typical" if measured is None else f"measured here on {measured.made}"
 

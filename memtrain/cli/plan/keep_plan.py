@@ -60,7 +60,7 @@ RESTS_ON = (
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """How a run began that is to go on."""
+    """State of a started run that is to go on."""
 
     step: int
     """Of its newest checkpoint."""
@@ -165,7 +165,7 @@ def _same_sampler(made: Settings, settings: Settings) -> Settings:
 
 
 def _beside(facts: PlannerInputs, settings: Settings) -> str:
-    """What this machine has more of, or less, than the plan was made for."""
+    """Devices or cores of this machine beyond, or short of, those of the plan."""
     hardware = facts.hardware
     cores, devices = hardware.num_nodes * hardware.num_cores, hardware.num_nodes * hardware.num_devices
     if hardware.device == "cuda" and devices > settings.num_processes:

@@ -23,7 +23,7 @@ from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model
 
 HUB_TIMEOUT_S = 3.0
-"""How long the hub is waited for: what it would say is a page of numbers."""
+"""Longest wait for the hub: its answer is a page of numbers."""
 
 ELSEWHERE = frozenset({"bitsandbytes", "deepspeed", "vllm"})
 """Packages that another machine is taken to have; a plan that needs one of them says so."""

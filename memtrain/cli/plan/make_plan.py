@@ -96,7 +96,7 @@ def facts_of(
     hardware: Hardware,
     presumed: frozenset[str] = frozenset(),
 ) -> PlannerInputs:
-    """What the resolver is to know of tokenized data, a model and devices."""
+    """The resolver's inputs from tokenized data, a model and devices."""
     shared = sequences_of(recipe, data, shares_prompts=True)
     has_apart = recipe.method in HAS_ANSWERS or recipe.online is not None
     apart = sequences_of(recipe, data, shares_prompts=False) if has_apart else None

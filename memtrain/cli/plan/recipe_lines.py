@@ -25,7 +25,7 @@ def at_their_lines(loaded: LoadedRecipe) -> Iterator[None]:
 
 
 def place_of(fault: Fault, loaded: LoadedRecipe) -> str:
-    """Where a fault is: `file:line:column` of its key where it names one that is written."""
+    """Place of a fault: `file:line:column` of its key where the key is written."""
     if not KEY.fullmatch(fault.where) or re.split(r"[.\[]", fault.where)[0] not in Recipe.model_fields:
         return fault.where
     found = loaded.nearest(fault.where)

@@ -47,12 +47,12 @@ class Solution:
     """The recipe's keys that say it."""
 
     def text(self) -> str:
-        """As it is printed."""
+        """The printed form."""
         lines = [line for words in self.words for line in textwrap.wrap(words, columns())]
         return "\n".join([*map(printable, lines), *(f"  {key}: {value}" for key, value in self.keys.items())])
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """JSON values of the answer."""
         return {"solved": self.what, "value": self.value, "words": list(self.words), "keys": dict(self.keys)}
 
 
@@ -88,7 +88,7 @@ def _max_length(question: Question, facts: PlannerInputs) -> Solution:
 
 
 def _beyond_training(question: Question, length: int) -> list[str]:
-    """What rows need that are longer than those a model was trained on."""
+    """Remark about rows that are longer than those the model was trained on."""
     trained = canonical(question.looked.config).get("max_position_embeddings")
     if not isinstance(trained, int) or length <= trained:
         return []
@@ -178,7 +178,7 @@ SOLVERS: dict[str, Callable[[Question, PlannerInputs], Solution]] = {
     "budget": _budget,
     "num_gpus": _num_gpus,
 }
-"""What can be solved for."""
+"""Quantities that can be solved for, each with its solver."""
 
 
 def _place(question: Question) -> str:

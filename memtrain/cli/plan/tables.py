@@ -104,12 +104,13 @@ def _print_sum(made: Answer) -> None:
 
 
 def signed_gib(num_bytes: int) -> str:
-    """As `gib`, with its sign."""
+    """Size in GiB, with its sign."""
     return f"{'-' if num_bytes < 0 else '+'}{gib(abs(num_bytes))}"
 
 
 def _print_rest(made: Answer) -> None:
-    """What the plan's strategies buy, what is left out and why, the best plan of each size, the pins."""
+    """Gains of the plan's strategies, strategies left out with their reasons, the best plan of each size, the
+    pins."""
     resolved, chosen = made.resolved, made.chosen
     bought = gains(chosen, resolved.case.facts)
     if bought:
@@ -138,7 +139,7 @@ def _print_rest(made: Answer) -> None:
 
 
 def _print_engines(made: Answer) -> None:
-    """What each engine would take; nothing with one process."""
+    """Needs of each engine; nothing with one process."""
     rows = [
         (
             one.name,
@@ -221,7 +222,7 @@ def seconds(value: float) -> str:
 
 
 def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: bool) -> None:
-    """What the trace says beside the arithmetic."""
+    """Result of the trace beside the arithmetic."""
     typer.echo()
     if traced is None:
         say(f"The arithmetic stands alone: {why_not}.")
@@ -248,12 +249,12 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
 
 
 def why_words(one: Decision) -> str:
-    """Why a setting has its value, and who decided."""
+    """Reason of a setting's value, and its source."""
     return f"{one.reason} ({whole(one.source)})" if one.reason else whole(one.source)
 
 
 def rows_words(report: LengthReport) -> str:
-    """What truncation and packing did, in one paragraph: nothing is lost that is not said here."""
+    """Effects of truncation and packing, in one paragraph: every loss is said here."""
     said = [
         f"{report.num_rows:,} rows, {report.num_tokens:,} tokens, {report.num_loss_tokens:,} of them learnt"
     ]
