@@ -1,1 +1,1 @@
-"""What fits: arithmetic, rules and search over memory strategies; no torch at import."""
+"""Planning: arithmetic, rules and search over memory strategies; no torch at import."""

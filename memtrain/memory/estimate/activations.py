@@ -110,7 +110,7 @@ def adapter_kept(load: Workload) -> int:
 
 
 def layer_kept(load: Workload) -> int:
-    """Everything one layer keeps for its backward pass when it is not checkpointed."""
+    """Bytes that one layer keeps for its backward pass when it is not checkpointed."""
     shape, N, a = load.shape, load.N, load.a
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
@@ -122,7 +122,7 @@ def layer_kept(load: Workload) -> int:
 
 
 def layer_boundary(load: Workload) -> int:
-    """What a checkpointed layer keeps: a*N*W, its input."""
+    """Bytes that a checkpointed layer keeps: a*N*W, its input."""
     return load.a * load.N * load.shape.width
 
 
@@ -298,7 +298,7 @@ def _widened(load: Workload, tokens: int, num_columns: int) -> int:
 
 
 def _beside_a_tile(load: Workload, tokens: int, num_columns: int, block: int) -> int:
-    """What a product with a tile of gradients takes: widened operands, or the tile in half precision."""
+    """Scratch of a product with a tile of gradients: widened operands, or the tile in half precision."""
     if not load.is_half:
         return 0
     if load.settings.device == "cuda":

@@ -28,14 +28,15 @@ class RewardShape:
     dtype: str
     """`auto`: the policy's."""
     config: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Its configuration, as in config.json."""
+    """The model's configuration, as in config.json."""
     is_alike: bool = True
-    """Its architecture is the policy's, so that its rows lie as the policy's do; else they are padded."""
+    """Whether its architecture is the policy's, so that its rows lie as the policy's do; else they are
+    padded."""
     max_length: int | None = None
     """Longest prompt with completion that it reads; None: all of it."""
 
     def weights_bytes(self, settings: Settings) -> int:
-        """Its weights on one rank, without a head over the vocabulary."""
+        """The model's weights on one rank, without a head over the vocabulary."""
         own = judge_settings(settings, self.dtype, is_alike=self.is_alike)
         return share(DTYPE_BYTES[own.dtype] * headless(self.shape).num_parameters, own, of="weights")
 
@@ -43,7 +44,7 @@ class RewardShape:
 def judge_settings(
     settings: Settings, dtype: str, *, is_alike: bool, follows_lengths: bool = False
 ) -> Settings:
-    """How a reward model of some precision stands beside a policy: without an adapter; in FSDP2's shards
+    """Settings of a reward model of some precision beside a policy: without an adapter; in FSDP2's shards
     where the policy's weights are in parts.
 
     `is_alike`: its architecture is the policy's. Rows of others are padded: nobody checked that they can lie
@@ -98,7 +99,7 @@ def with_beside(
 
 
 def value_model(load: Workload, activations: int, phase: str, *, passes: bool) -> dict[str, int]:
-    """What a value model of its own adds to a moment of a phase; nothing where there is none.
+    """Bytes that a value model of its own adds to a moment of a phase; nothing where there is none.
 
     `passes`: activations are held then: in the update of a step there are none, and in the first step there
     are no states before it.

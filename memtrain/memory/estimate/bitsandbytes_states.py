@@ -32,7 +32,7 @@ class StateBytes(NamedTuple):
 
 
 def blockwise_states(settings: Settings, shape: ModelShape) -> StateBytes:
-    """Where the states of `adamw_8bit`, `paged_adamw` or `paged_adamw_8bit` are, and how large."""
+    """Places and sizes of the states of `adamw_8bit`, `paged_adamw` or `paged_adamw_8bit`."""
     is_8bit, is_paged = settings.optimizer.endswith("8bit"), settings.optimizer.startswith("paged")
     device = host = 0
     for size, count in trained_tensors(settings, shape):

@@ -37,7 +37,7 @@ def dealt(load: Workload) -> int:
 
 
 def dealt_kept(load: Workload) -> int:
-    """What attention by heads keeps besides: its output before it goes back, and copies of keys."""
+    """Extra bytes of attention by heads: its output before it goes back, and copies of keys."""
     numbers = dealt(load)
     return load.a * load.N * (numbers - 2 * load.shape.kv_width) if numbers else 0
 

@@ -75,7 +75,7 @@ FIXES = {
     "the run itself": "lower cluster.processes, or train.micro_batch_size",
     "processes": "lower cluster.processes",
 }
-"""What takes an owner away."""
+"""Remedies for each owner."""
 
 
 def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> int:

@@ -164,14 +164,15 @@ class _Gradients(NamedTuple):
     in_first: int
     in_embedding: int
     arriving: int
-    """What an embedding's gradient needs to be added to what is there."""
+    """Scratch to add an embedding's gradient to the sum that is there."""
     at_step: int
     added: int
-    """What the largest matrix's gradient needs to be added, in every layer."""
+    """Scratch to add the largest matrix's gradient, in every layer."""
 
 
 def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients:
-    """Where whole weights are trained: `of_head` is what the loss makes of the head's gradient.
+    """Gradients where whole weights are trained: `of_head` is the part of the head's gradient that the loss
+    makes.
 
     A gradient arrives in its weight's precision; where any are added to each other it is widened to float32
     first (trainers/optim/wide_sums.py), and kept so.
@@ -250,7 +251,7 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
 
 
 def _resting(load: Workload, *, has_state: bool) -> Moment:
-    """What is there from the start of a step: weights, master copies, batch, and states but for the first."""
+    """Bytes held from the start of a step: weights, master copies, batch, and states but for the first."""
     static = static_bytes(load.settings, load.shape)
     return {
         "weights": static.weights,
@@ -323,7 +324,7 @@ def saving_moment(load: Workload) -> Moment:
 
 
 def kept_despite(load: Workload) -> int:
-    """What a layer keeps although it is checkpointed: with 8-bit weights the inputs of its linear maps.
+    """Bytes that a layer keeps although it is checkpointed: with 8-bit weights the inputs of its linear maps.
 
     Source: bitsandbytes 0.50.2, autograd/_functions.py: MatMul8bitLt holds its input as an attribute, which
     hooks on saved tensors do not see. Seen on a CPU by tests/trainers/tools/trace/test_trace_bits.py.

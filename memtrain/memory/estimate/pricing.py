@@ -23,7 +23,7 @@ from memtrain.recipes.registry import METHODS
 
 MARGIN_SHARE = 0.02
 MARGIN_BYTES = 256 * 2**20
-"""What a plan leaves of the budget for what it cannot see: no false "fits" is the aim."""
+"""Part of the budget that a plan leaves for unseen memory: no false "fits" is the aim."""
 
 CPU_SHARE = 0.8
 """Share of a machine's free memory that a CPU run takes as its budget; others need some. Taste."""
@@ -34,7 +34,7 @@ CountSteps = Callable[[int | None, int | None, float], int]
 
 @dataclass(frozen=True, slots=True)
 class PlannerInputs:
-    """What the resolver knows beside the recipe."""
+    """The resolver's inputs beside the recipe."""
 
     hardware: Hardware
     shape: ModelShape
@@ -57,7 +57,7 @@ class PlannerInputs:
     """The same facts with another `length.max_length`; None where rows cannot be laid out again."""
 
     def with_prompts_apart(self) -> PlannerInputs:
-        """These facts, with a prompt for each answer."""
+        """The same inputs, with a prompt for each answer."""
         assert self.apart is not None, "These rows have no answers that could share a prompt."
         profile, count_steps = self.apart
         return replace(self, profile=profile, count_steps=count_steps)
@@ -88,7 +88,7 @@ class Priced:
 
 
 def price(settings: Settings, facts: PlannerInputs) -> Priced:
-    """What settings cost in memory and in time, by arithmetic."""
+    """Cost of settings in memory and in time, by arithmetic."""
     prediction = predict(settings, facts)
     typical, num_micros = typical_micro(settings, facts)
     seconds = step_time(settings, facts.shape, typical, facts.hardware, num_micros=num_micros).seconds
@@ -144,7 +144,7 @@ def heaviest(settings: Settings, facts: PlannerInputs) -> HeaviestBatch:
 
 
 def asks_of(method: str) -> Asks:
-    """What the loss of a method asks of the LM head. (`sft.loss: dft` asks for a little more.)"""
+    """Outputs that the loss of a method needs from the LM head. (`sft.loss: dft` asks for a little more.)"""
     if METHODS[method].is_online:
         return Asks.ENTROPIES
     return Asks.NLL if method == "sft" else Asks.LOGPS

@@ -208,7 +208,7 @@ def _rows_and_columns(settings: Settings, shape: ModelShape) -> int:
 
 
 class Overhead(NamedTuple):
-    """What a device needs beside live tensors."""
+    """Memory that a device needs beside live tensors."""
 
     context: int
     """CUDA context and loaded kernels, or the interpreter and its libraries."""
@@ -217,7 +217,7 @@ class Overhead(NamedTuple):
     communication: int
     """Buffers of the collectives."""
     slack: float
-    """What the allocator reserves beyond live tensors, as a share of them."""
+    """Memory that the allocator reserves beyond live tensors, as a share of them."""
 
     @property
     def fixed(self) -> int:
@@ -242,7 +242,7 @@ def overhead(settings: Settings) -> Overhead:
 
 
 def measured_beside(settings: Settings, measured: Measured | None) -> int | None:
-    """What a process takes beside tensors on a device that was measured; None: it was not."""
+    """Memory of a process beside tensors, on a device that was measured; None: not measured."""
     if measured is None:
         return None
     talks = settings.device == "cuda" and settings.num_processes > 1

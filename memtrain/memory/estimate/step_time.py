@@ -42,7 +42,7 @@ class StepTime(NamedTuple):
     products_s: float
     """Matrix products and attention."""
     traffic_s: float
-    """Everything that only moves bytes: norms, activations, the loss's softmax, dequantization."""
+    """Time of operations that only move bytes: norms, activations, the loss's softmax, dequantization."""
     optimizer_s: float
     launch_s: float
     copy_s: float

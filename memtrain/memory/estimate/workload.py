@@ -13,7 +13,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Asks(StrEnum):
-    """What a loss asks of an LM head."""
+    """Outputs that a loss needs from an LM head."""
 
     NLL = "nll"
     """A weighted sum, its weights known before: gradients may be made with it."""
@@ -29,18 +29,18 @@ class HeaviestBatch(NamedTuple):
     rows: int
     """Sequences."""
     tokens: int
-    """Their tokens, without padding."""
+    """Tokens of the rows, without padding."""
     scored_tokens: int
     """Tokens that the loss scores; `tokens` where it is not known."""
     longest: int
     """Tokens of the longest sequence: padded rows are all as long."""
     asks: Asks = Asks.NLL
-    """What the loss asks of the scored tokens."""
+    """Outputs for the scored tokens that the loss needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One micro-batch on one model under some settings, in the letters of the formulas."""
+    """A micro-batch on a model under some settings, in the letters of the formulas."""
 
     settings: Settings
     shape: ModelShape

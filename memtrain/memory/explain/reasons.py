@@ -22,7 +22,7 @@ EQUAL = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a strategy of the plan buys: the same run without it."""
+    """Effect of a strategy of the plan: the same run without it."""
 
     strategy: str
     peak_bytes: int
@@ -41,7 +41,7 @@ class LeftOut:
 
 
 def gains(chosen: Priced, facts: PlannerInputs) -> tuple[Gain, ...]:
-    """What each strategy buys that can be taken away alone."""
+    """Effect of each strategy that can be taken away alone."""
     found: list[Gain] = []
     for strategy in used_in(chosen.settings):
         if not strategy.without:
@@ -219,7 +219,7 @@ def _changed(chosen: Priced, updates: Updates, facts: PlannerInputs) -> Priced:
 
 
 def _gain_words(chosen: Priced, without: Updates, facts: PlannerInputs) -> str:
-    """What a setting saves, as the peak and the time without it."""
+    """Savings of a setting, as the peak and the time without it."""
     other = _changed(chosen, without, facts)
     if other.prediction == chosen.prediction and other.token_s == chosen.token_s:
         return ""
@@ -228,5 +228,5 @@ def _gain_words(chosen: Priced, without: Updates, facts: PlannerInputs) -> str:
 
 
 def _price_of(chosen: Priced, updates: Updates, facts: PlannerInputs) -> str:
-    """What a setting that is off would buy."""
+    """Savings that a setting which is off would give."""
     return f"not needed; with it {_against(_changed(chosen, updates, facts), chosen)}"

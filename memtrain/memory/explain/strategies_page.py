@@ -20,7 +20,7 @@ learnt, and may be used where no exact plan fits). Which of them a plan takes, a
 
 
 LABELS = ("When", "Saves", "Costs", "Not exact", "Exact", "Refused")
-"""What the page of a strategy says of it, each after its own word and a colon."""
+"""Sections of a strategy's page, each after its own word and a colon."""
 
 
 def strategies_page() -> str:

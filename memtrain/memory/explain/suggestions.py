@@ -24,14 +24,14 @@ LEAST_LENGTH = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """One change of a recipe."""
+    """A change of a recipe."""
 
     words: str
-    """As it is written: `optim.kind: adafactor`."""
+    """The change as written: `optim.kind: adafactor`."""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
-    """What it changes of the settings."""
+    """Changed settings."""
     keys: Mapping[str, object] = field(default_factory=dict[str, object])
-    """What it changes of the recipe, by dotted key."""
+    """Changed keys of the recipe, by dotted key."""
     length: int | None = None
     """Longest sequence after it."""
 
@@ -44,7 +44,7 @@ class Suggestion:
     peak_bytes: int
 
     def words(self) -> str:
-        """As a person writes them into the recipe, with the peak."""
+        """The changes as written into the recipe, with the peak."""
         return f"{' and '.join(change.words for change in self.changes)} (peak {gib(self.peak_bytes)})"
 
 

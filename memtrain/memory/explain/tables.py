@@ -64,7 +64,7 @@ def verdict(settings: Settings, prediction: Prediction) -> str:
 
 
 def difference(arithmetic: Prediction, trace: Prediction) -> str:
-    """How far the arithmetic is from the trace at the peak, in words."""
+    """Distance of the arithmetic from the trace at the peak, in words."""
     told, found = arithmetic.peak, trace.peak
     share = told.num_bytes / found.num_bytes - 1
     return f"traced {gib(found.num_bytes)} in the {found.phase}; the arithmetic says {share:+.1%}"

@@ -49,7 +49,7 @@ def refuse_gathering(ledger: DecisionLog, settings: Settings) -> None:
 
 
 def ways(settings: Settings, facts: PlannerInputs, *, rows: int, tokens: int) -> Ways:
-    """What each way needs, and how much slower streaming is, for `rows` completions of `tokens`.
+    """Needs of each way, and the slowdown of streaming, for `rows` completions of `tokens`.
 
     Writing reads every weight once a token, computes 2 operations a weight and row, and launches a layer's
     operators. Streaming sends all other ranks' parts besides, at the speed of the link to the host (what is

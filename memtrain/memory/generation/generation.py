@@ -35,7 +35,7 @@ CHOICE_COPIES = 6
 """Copies of such a tile that are held while tokens are chosen."""
 
 PASS_FACTORS = (4, 2, 1)
-"""How many times larger micro-batches without gradients may be; beyond, they are hardly faster. Taste."""
+"""Factors by which micro-batches without gradients may be larger; beyond, they are hardly faster. Taste."""
 
 MOST_ROWS = 512
 """Completions that are written at a time at most, unless the recipe says more: more is hardly faster."""
@@ -109,7 +109,7 @@ def has_passes(recipe: Recipe) -> bool:
 
 
 def _decide_passes(settings: Settings, facts: PlannerInputs, peak: int) -> tuple[int, PhasePeak]:
-    """(how much larger micro-batches without gradients are than those with, their peak).
+    """(factor by which micro-batches without gradients are larger than those with, their peak).
 
     As large as need no more than the update: no activations are kept.
     """

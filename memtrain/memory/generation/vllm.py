@@ -32,7 +32,7 @@ CUDA_PROCESS = 2 * GIB
 """A CUDA engine beside weights and keys: context, graphs, activations of 8,192 tokens. Not measured."""
 
 CUDA_ASLEEP = 1229 * MIB
-"""What a sleeping CUDA engine keeps: 1.2 GiB in the log of vLLM issue 28714. Not measured."""
+"""Memory that a sleeping CUDA engine keeps: 1.2 GiB in the log of vLLM issue 28714. Not measured."""
 
 STANDING_SHARE = 0.25
 """Share of the budget that keys of an engine which never sleeps may take at most. Taste."""
@@ -82,7 +82,7 @@ def shares_device(recipe: Recipe) -> bool:
 def engine_need(
     recipe: Recipe, facts: PlannerInputs, dtype: str, num_processes: int, batch_size: int
 ) -> EngineNeed:
-    """What one engine process needs, by arithmetic.
+    """Memory needs of one engine process, by arithmetic.
 
     Keys: a prompt's once for its group (prefix caching), in whole blocks.
     """
@@ -120,7 +120,7 @@ def sampling_bytes(rows: int, shape: ModelShape) -> int:
 
 
 def sleep_of(section: Vllm, *, on_cuda: bool) -> Sleep:
-    """What the engine gives back between rollouts."""
+    """Memory that the engine gives back between rollouts."""
     if section.sleep == "auto":
         return "level2" if on_cuda and not section.devices else "none"
     return "none" if section.sleep == "off" else section.sleep

@@ -22,21 +22,21 @@ from memtrain.recipes.sections.base import Section
 OFF = "off"
 VARIABLE = "MEMTRAIN_CALIBRATION"
 PACKAGES = ("torch", "transformers")
-"""What the figures depend on: another version of these is another key."""
+"""Packages on which the figures depend: another version of these is another key."""
 
 
 class Measured(Section):
-    """One device as `memtrain calibrate` found it."""
+    """A device as `memtrain calibrate` measured it."""
 
     device: str
-    """Its name, as the driver says it; CPU."""
+    """Name of the device, as the driver gives it; CPU."""
     made: str
     """Day, as 2026-11-21."""
     versions: dict[str, str]
     beside_bytes: int
-    """What a process takes beside tensors: context, kernels and workspaces, or interpreter and libraries."""
+    """Memory of a process beside tensors: context, kernels and workspaces, or interpreter and libraries."""
     communication_bytes: int | None = None
-    """What a communicator of several processes takes; None where there was one device."""
+    """Memory of a communicator of several processes; None where there was one device."""
     half_matmul_per_s: float
     single_matmul_per_s: float
     bytes_per_s: float
@@ -47,11 +47,11 @@ class Measured(Section):
     granularity_bytes: int
     """The allocator's: sizes are rounded up to multiples of it."""
     scratch: dict[str, int] = {}
-    """What single kernels take inside themselves, by kernel."""
+    """Memory of single kernels inside themselves, by kernel."""
 
 
 def folder() -> Path | None:
-    """Where the store is, or None where it is switched off."""
+    """Folder of the store, or None where the store is switched off."""
     said = os.environ.get(VARIABLE)
     if said == OFF:
         return None
@@ -83,7 +83,8 @@ def remember(measured: Measured) -> Path | None:
 
 
 def measured_of(device: str) -> Measured | None:
-    """What was measured of a device under today's versions; None where nothing was, or it cannot be read."""
+    """Measurements of a device under today's versions; None where there are none, or the file cannot be
+    read."""
     file = device_file(device)
     if file is None or not file.is_file():
         return None

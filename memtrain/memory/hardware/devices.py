@@ -19,7 +19,7 @@ from memtrain.memory.plan.units import GIB, MIB, gib
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device reaches in practice, not what its data sheet promises."""
+    """Rates that a device reaches in practice, not those of its data sheet."""
 
     half_matmul_per_s: float
     """Floating-point operations a second of a large bfloat16 (or float16) matrix product."""
@@ -28,7 +28,7 @@ class Rates:
     bytes_per_s: float
     """Device memory read and written by elementwise kernels."""
     host_bytes_per_s: float
-    """One direction between pinned host memory and the device."""
+    """Speed of one direction between pinned host memory and the device."""
     launch_s: float
     """Host time of one eager operation."""
     kernel_s: float
@@ -45,7 +45,7 @@ class Hardware:
     memory_bytes: int
     """Memory of one device."""
     free_bytes: int
-    """What of it is free now; all of it for a device that is only named."""
+    """Memory that is free now; all memory for a device that is only named."""
     host_bytes: int
     """Memory that the processes of this node may use: RAM, or the limit of the container."""
     num_cores: int
@@ -55,9 +55,9 @@ class Hardware:
     """The device computes in bfloat16 at full speed."""
     rates: Rates
     num_nodes: int = 1
-    """How many such nodes there are."""
+    """Number of such nodes."""
     measured: Measured | None = None
-    """What `memtrain calibrate` found on this very machine; None: rates and overheads are typical."""
+    """Measurements of `memtrain calibrate` on this very machine; None: rates and overheads are typical."""
 
     @staticmethod
     def named(name: str, num_devices: int = 1) -> Hardware:
@@ -98,7 +98,7 @@ class Hardware:
         )
 
     def words(self) -> str:
-        """One line for people."""
+        """The hardware in a line for people."""
         count = f"{self.num_devices} x " if self.num_devices > 1 else ""
         nodes = f"{self.num_nodes} nodes with " if self.num_nodes > 1 else ""
         return f"{nodes}{count}{self.name}, {gib(self.memory_bytes)}"
@@ -106,13 +106,13 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """One line of the table: names as they are asked for and as the driver says them."""
+    """A line of the table: names as users and as the driver write them."""
 
     name: str
     driver: str
     """Pattern of the name the driver reports, after lower-casing."""
     memory_mib: int
-    """As `nvidia-smi` reports the total; the driver keeps up to 1 % of it."""
+    """Total as `nvidia-smi` reports it; the driver keeps up to 1 % of it."""
     capability: tuple[int, int]
     half_tflops: float
     """Dense bfloat16 (float16 where there is no bfloat16), data sheet."""
@@ -120,7 +120,7 @@ class _Card:
     gb_per_s: float
     """Device memory bandwidth, data sheet."""
     pcie_gb_per_s: float
-    """One direction, data sheet."""
+    """Speed of one direction, data sheet."""
 
 
 # Source: vendors' data sheets (dense rates). What is reached of them: _reached below.
@@ -159,7 +159,8 @@ CPU_RATES = Rates(
     launch_s=8e-6,
     kernel_s=2e-6,
 )
-"""One core. Measured: x86 server core, torch 2.13, 1024-wide products; bfloat16 without AMX is slower."""
+"""Rates of one core. Measured: x86 server core, torch 2.13, 1024-wide products; bfloat16 without AMX is
+slower."""
 
 
 def known_names() -> tuple[str, ...]:
@@ -199,7 +200,8 @@ def cpu(host_bytes: int, num_cores: int) -> Hardware:
 
 
 def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> Hardware:
-    """This machine. Asks nvidia-smi, never torch, so that it costs milliseconds and creates no context.
+    """The hardware of this machine. Asks nvidia-smi, never torch, so that it costs milliseconds and creates
+    no context.
 
     `auto` takes the GPUs that CUDA_VISIBLE_DEVICES leaves visible; of unlike cards the smallest counts.
     """
@@ -215,7 +217,8 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> Hardware:
 
 
 def _calibrated(found: Hardware) -> Hardware:
-    """This machine with its measured rates, where there are any. Rates of a CPU are of one core."""
+    """The hardware of this machine with its measured rates, where there are any. Rates of a CPU are of one
+    core."""
     measured = measured_of(found.name)
     if measured is None:
         return found

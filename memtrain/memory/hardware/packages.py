@@ -1,4 +1,4 @@
-"""Which optional packages are installed."""
+"""Optional packages that are installed."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import importlib.util
 
 
 def installed(*packages: str) -> frozenset[str]:
-    """Which of the packages can be imported here."""
+    """Packages of the given ones that can be imported here."""
     return frozenset(name for name in packages if importlib.util.find_spec(name) is not None)

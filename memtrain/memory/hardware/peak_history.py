@@ -53,7 +53,7 @@ def kind_of_run(settings: Settings, shape: ModelShape, method: str) -> str:
 
 
 def read_history() -> History:
-    """What is remembered; nothing where the store is off, empty or unreadable."""
+    """Remembered peaks; nothing where the store is off, empty or unreadable."""
     base = folder()
     if base is None:
         return EMPTY

@@ -176,7 +176,7 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def asked_code(config: Mapping[str, Any]) -> list[str]:
-    """What a configuration asks for by those keys, each as `key: value`."""
+    """Code that a configuration asks for by those keys, each as `key: value`."""
     found: list[str] = []
     for key, value in config.items():
         if key in KEYS_OF_CODE:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the code of a model type does that its config does not say."""
+    """Properties of a model type's code that its config does not give."""
 
     qk_norm: Literal["none", "head", "whole"] = "none"
     """Norms on queries and keys: none, one scale for all heads, or one over the whole width."""
@@ -22,9 +22,9 @@ class Family:
     norms_in_float: bool = False
     """The norm multiplies by its scale in float32 (others round first)."""
     sliding: Literal["none", "all", "types"] = "none"
-    """Which layers a `sliding_window` concerns when `layer_types` does not say."""
+    """Layers that a `sliding_window` concerns when `layer_types` does not say."""
     defaults: Mapping[str, Any] | None = None
-    """What transformers fills in for keys a config.json leaves out."""
+    """Values that transformers fills in for keys a config.json leaves out."""
 
 
 def _defaults(vocab: int, width: int, mlp: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
@@ -81,4 +81,4 @@ FAMILIES: dict[str, Family] = {
 FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 """Every n-th layer attends to everything where `layer_types` is not written."""
 ATTENTIONS_PER_LAYER = {"diffllama": 2}
-"""How often a layer attends, each time with keys and values of its own that the native sampler keeps."""
+"""Attentions in a layer, each with keys and values of its own that the native sampler keeps."""

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def known_config(model_id: str) -> Mapping[str, Any] | None:
-    """What the config.json of a hub id says of its shape; None for a model that is not in the table."""
+    """Shape keys in the config.json of a hub id; None for a model that is not in the table."""
     name = model_id.rsplit("/", 1)[-1].lower()
     for beginning in _BEGINNINGS:
         name = name.removeprefix(beginning)
@@ -22,11 +22,11 @@ def known_models() -> tuple[str, ...]:
 
 
 _ENDINGS = ("-base", "-instruct-v0.3", "-v0.3", "-instruct-2507", "-instruct", "-it", "-pt")
-"""What variants of one shape are called."""
+"""Endings of the names of one shape's variants."""
 
 
 _BEGINNINGS = ("skywork-reward-v2-",)
-"""What reward models of one shape are called."""
+"""Beginnings of the names of one shape's reward models."""
 
 
 def _llama(

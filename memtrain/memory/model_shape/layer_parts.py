@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One linear map of a decoder layer."""
+    """A linear map of a decoder layer."""
 
     name: str
     num_inputs: int
@@ -33,14 +33,14 @@ class Experts:
         return self.num_experts * width * (1 + 3 * self.mlp_width)
 
     def num_adapter(self, width: int, rank: int) -> int:
-        """What PEFT's `all-linear` adds: router, fused gate and up (at twice the rank), down."""
+        """Parameters that PEFT's `all-linear` adds: router, fused gate and up (at twice the rank), down."""
         gate_up = 2 * (width + 2 * self.mlp_width)
         return rank * (width + self.num_experts + self.num_experts * (gate_up + width + self.mlp_width))
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was counted in the modules of a model, where no formula of its family is known."""
+    """Parameters counted in the modules of a model, where no formula of its family is known."""
 
     num_trunk: int
     """Every parameter but the head's own, tied ones once."""

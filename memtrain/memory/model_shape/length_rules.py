@@ -15,7 +15,7 @@ numbers of its place in its own row. reach: a token sees other keys than all bef
 
 @dataclass(frozen=True, slots=True)
 class LengthRule:
-    """One thing that changes where rows are longer than `tokens`."""
+    """A property that changes where rows are longer than `tokens`."""
 
     kind: str
     """longrope, dynamic, temperature, window, chunk or top_keys."""
@@ -23,7 +23,7 @@ class LengthRule:
     """Up to so many tokens nothing changes."""
     depends: Depends
     says: str
-    """What changes, as a clause about the model."""
+    """The change, as a clause about the model."""
 
 
 ROTARY = {
@@ -45,7 +45,7 @@ TOP_KEYS = ("index_topk", "keep_window_size")
 
 
 def length_rules(config: Mapping[str, Any]) -> tuple[LengthRule, ...]:
-    """Everything that depends on lengths in a `config.json` (or `config.to_dict()`)."""
+    """Rules of a `config.json` (or `config.to_dict()`) that depend on lengths."""
     text = config.get("text_config")
     known = canonical(cast(Mapping[str, Any], text) if isinstance(text, Mapping) else config)
     return tuple(dict.fromkeys([*_rotary(known), *_temperature(known), *_reach(known)]))

@@ -42,13 +42,13 @@ class ModelShape:
     num_sliding_layers: int
     logit_softcap: bool
     note: str
-    """What is uncertain about these numbers; empty when nothing is."""
+    """Doubts about these numbers; empty when there are none."""
     makes_scores: bool = False
     """Attention keeps its scores: they are capped or dropped, or the class has no fused form."""
     hidden_dropout: bool = False
     """Numbers are dropped between layers."""
     counts: Counts | None = None
-    """What was counted in a model whose family has no formula here; None where the formulas hold."""
+    """Counts from the modules of a model whose family has no formula here; None where the formulas hold."""
     ends_in: Literal["lm", "score"] = "lm"
     """The LM head, or one number for a sequence."""
 

@@ -12,14 +12,14 @@ NUM_LONGEST = 4096
 
 
 class LengthReport(Section):
-    """What truncation and packing did to the rows: nothing is lost that is not counted here."""
+    """Effects of truncation and packing on the rows: every loss is counted here."""
 
     num_rows: int
     """Rows of the data that training sees."""
     num_tokens: int
-    """Their tokens."""
+    """Tokens of these rows."""
     num_loss_tokens: int
-    """Their learnt tokens (tokens that something predicts and the loss counts)."""
+    """Loss tokens of these rows (tokens that something predicts and the loss counts)."""
     rows_cut: int
     """Rows that lost tokens to truncation."""
     rows_dropped: int

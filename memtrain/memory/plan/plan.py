@@ -20,14 +20,14 @@ PLAN_FILE = "plan.json"
 
 
 class Decision(Section):
-    """One setting of the run: its value, why, and who decided."""
+    """A setting of the run: its value, why, and who decided."""
 
     setting: str
     """Name of the setting, as in Settings."""
     value: str
-    """Its value, as shown."""
+    """The value, as shown."""
     reason: str
-    """Why this value, in one sentence."""
+    """Reason of this value, in one sentence."""
     source: str
     """`recipe.yaml:12`, `override`, `default`, `rule`, or the name of a strategy."""
 
@@ -48,21 +48,21 @@ class PhasePeak(Section):
     num_bytes: int
     """Bytes of live tensors at the peak."""
     owners: tuple[Owned, ...]
-    """Who holds them; sums to `num_bytes`."""
+    """Owners of the bytes; sums to `num_bytes`."""
 
 
 class Prediction(Section):
-    """What the run is expected to need."""
+    """Expected memory of the run."""
 
     phases: tuple[PhasePeak, ...]
     method: str
-    """How it was made: `arithmetic` or `trace`."""
+    """Method of the prediction: `arithmetic` or `trace`."""
     budget_bytes: int | None
-    """What it was held against; None where nothing limits it."""
+    """Budget that the prediction is compared with; None where nothing limits it."""
     kind: str = ""
     """Key of runs whose predictions err alike (see history.py)."""
     correction_bytes: int = 0
-    """What runs of this kind needed beside their predictions (below zero: less), as measured here."""
+    """Memory that runs of this kind needed beside their predictions (below zero: less), as measured here."""
 
     @property
     def corrected_bytes(self) -> int:
@@ -88,12 +88,12 @@ class PreparedSplit(Section):
     """Bad rows that were left out (`data.on_bad_row: skip`)."""
     longest_tokens: int
     notes: tuple[str, ...] = ()
-    """What was not read, or is not learnt from: files, bad rows, fields."""
+    """Parts that were not read, or are not learnt from: files, bad rows, fields."""
     trained: str = ""
-    """What of the rows is learnt, in words."""
+    """Parts of the rows that are learnt, in words."""
 
     def trained_words(self) -> str:
-        """What is learnt, with its share of the tokens; empty where that was not asked."""
+        """Parts that are learnt, with their share of the tokens; empty where that was not asked."""
         share = self.num_loss_tokens / max(1, self.num_tokens)
         return f"trained: {self.trained}, {share:.1%} of the tokens" if self.trained else ""
 
@@ -107,7 +107,7 @@ class TurnEnd(Section):
     """The tokenizer's end-of-sequence token."""
 
     def words(self) -> str:
-        """Which token ends a completion."""
+        """The token that ends a completion, in words."""
         if self.token == self.eos_token:
             return f"turns end with {self.token}, the tokenizer's end-of-sequence token"
         return (
@@ -124,7 +124,7 @@ class PreparedData(Section):
     held_out_rows: int
     """Rows of `train` that are set aside for evaluation (`data.eval_fraction`)."""
     turn_end: TurnEnd | None = None
-    """Where rows are conversations: what ends a turn."""
+    """The token that ends a turn, where rows are conversations."""
 
     def words(self) -> list[str]:
         """Sentences on the trained parts of rows, the ends of turns, and keys without effect."""
@@ -134,7 +134,7 @@ class PreparedData(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was not read, or is not learnt from, of both splits."""
+        """Parts of both splits that were not read, or are not learnt from."""
         held = self.eval.notes if self.eval is not None else ()
         return (*self.train.notes, *(f"of data.eval: {note}" for note in held))
 

@@ -25,16 +25,16 @@ another run, told by the recipe's own key; a run of another length; or another r
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the rest of memtrain has to know of a setting, said once where it stands."""
+    """Facts about a setting that the rest of memtrain needs, said once where the setting stands."""
 
     resumed: Resumed
     not_of_kind: str = ""
-    """Why runs that differ in it correct one another's predictions; empty: they err apart, it changes which
-    tensors are there, or where."""
+    """Reason that runs which differ in it correct one another's predictions; empty: they err apart, because
+    the setting changes which tensors are there, or where."""
 
 
 class Settings(Section):
-    """What a run does, with nothing left open. Made by the resolver, never changed."""
+    """Decided settings of a run, with nothing left open. Made by the resolver, never changed."""
 
     device: Annotated[Literal["cpu", "cuda"], Mark("sums")]
     """Kind of device of every process."""
@@ -45,10 +45,10 @@ class Settings(Section):
     context_parallel: Annotated[int, Mark("sums")] = 1
     """Processes that hold each row together, a slice each."""
     context_by: Annotated[Literal["all_gather", "ulysses"], Mark("sums")] = "all_gather"
-    """What those send each other in attention; of no meaning with one."""
+    """Exchange in attention between processes of a row; of no meaning with one."""
 
     engine: Annotated[Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"], Mark("sums")] = "ddp"
-    """What several processes share; of no meaning with one."""
+    """State that several processes share; of no meaning with one."""
     shard_offload: Annotated[Literal["none", "optimizer", "parameters"], Mark("bits")] = "none"
     """Shards that wait in host memory between their uses."""
     loads_shards: Annotated[bool, Mark("bits")] = False
@@ -58,9 +58,9 @@ class Settings(Section):
     ] = 0
     """Numbers that DeepSpeed reduces, or gathers, at once; 0: it is not used."""
     checkpoint_layout: Annotated[Literal["full", "sharded"], Mark("bits")] = "full"
-    """Who writes checkpoints: the main process whole weights, or each its shards."""
+    """Writers of checkpoints: the main process whole weights, or each its shards."""
     background_save: Annotated[bool, Mark("bits")] = False
-    """What is saved is copied into host memory, and written from there while the run goes on."""
+    """Whether a save is copied into host memory, and written from there while the run goes on."""
 
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Mark("model.dtype")]
     """Precision of the weights and of the computation."""
@@ -73,12 +73,12 @@ class Settings(Section):
     adapter: Annotated[Adapter | None, Mark("recipe")]
     """The adapter that is trained, or none."""
     quantize: Annotated[Literal["none", "4bit", "8bit"], Mark("recipe")]
-    """How the frozen weights are stored."""
+    """Storage of the frozen weights."""
 
     max_length: Annotated[int | None, Mark("recipe", "a size of the rows")]
     """Longest sequence in tokens."""
     truncation: Annotated[Truncation, Mark("recipe", "which rows and tokens are kept")]
-    """What a longer row loses: its end, its start, or all."""
+    """Part that a longer row loses: its end, its start, or all."""
     max_prompt: Annotated[int | None, Mark("recipe", "a size of the rows")] = None
     """Longest prompt in tokens; where completions are written, with the room that they need."""
     max_completion: Annotated[int | None, Mark("recipe", "a size of the rows")] = None
@@ -90,7 +90,7 @@ class Settings(Section):
     packing: Annotated[
         Packing, Mark("recipe", "how full the rows are; that they lie end to end is padding_free's")
     ]
-    """How rows fill sequences of `max_length`."""
+    """Layout of rows in sequences of `max_length`."""
     cross_document_attention: Annotated[bool, Mark("recipe", "where attention looks, not what it keeps")]
     """Packed rows of one sequence attend to each other."""
     padding_free: Annotated[bool, Mark("sums")]
@@ -102,7 +102,7 @@ class Settings(Section):
     sampler: Annotated[
         Literal["none", "native", "transformers", "vllm", "vllm_server"], Mark("generate.backend")
     ] = "none"
-    """Who writes completions; none: the method writes no completions."""
+    """Sampler of completions; none: the method writes no completions."""
     sampler_bytes: Annotated[int, Mark("sums", "a size, beside the tensors of the run")] = 0
     """Memory of a device that a vLLM process of the run fills while it writes; 0: there is none."""
     sampler_keys_bytes: Annotated[int, Mark("sums", "a part of sampler_bytes")] = 0
@@ -110,17 +110,17 @@ class Settings(Section):
     sampler_context: Annotated[int, Mark("sums", "a size, of another process")] = 0
     """Longest prompt with its completion that the process is made for, in tokens."""
     sampler_sleep: Annotated[Literal["none", "level1", "level2"], Mark("bits")] = "none"
-    """What the process gives back while the policy trains."""
+    """Memory that the sampler's process gives back while the policy trains."""
     gather_weights: Annotated[bool, Mark("bits")] = True
     """Weights in shards are gathered once for a rollout; else layer by layer in every pass that writes."""
     rollout_rows: Annotated[int, Mark("sums", "a size of the rollout")] = 0
     """Completions that one rank writes at a time."""
     pass_factor: Annotated[int, Mark("sums", "a size of the passes without gradients")] = 1
-    """So many times larger are micro-batches without gradients over completions."""
+    """Factor by which micro-batches without gradients over completions are larger."""
     reference: Annotated[Literal["none", "copy", "adapter_off", "precomputed", "synced"], Mark("sums")] = (
         "none"
     )
-    """Where the log-probs of the reference model come from."""
+    """Source of the reference model's log-probs."""
     value: Annotated[Literal["none", "shared", "own"], Mark("recipe")] = "none"
     """The value model: none; a second head on the policy; or a model of its own."""
     pad_to_multiple_of: Annotated[int | None, Mark("recipe", "a size of the rows")]
@@ -164,7 +164,7 @@ class Settings(Section):
     master_weights: Annotated[bool, Mark("recipe")]
     """Half-precision weights are stepped in float32."""
     copies: Annotated[Literal["float32", "split", "stochastic"], Mark("recipe")] = "float32"
-    """What stays of the float32 numbers between steps: copies, the bits a weight has lost, or nothing."""
+    """Form of the float32 numbers between steps: copies, the bits a weight has lost, or nothing."""
     compressed_moments: Annotated[bool, Mark("recipe")] = False
     """AdamW's moments wait in 8 bits between steps."""
     expandable_segments: Annotated[bool, Mark("bits", "the allocator's slack, which is beside the peak")]
@@ -173,7 +173,7 @@ class Settings(Section):
     beside_bytes: Annotated[
         int | None, Mark("bits", "what the device needs beside tensors, and so beside the peak")
     ] = None
-    """What the device needs beside tensors, as measured here; None: typical values."""
+    """Memory that the device needs beside tensors, as measured here; None: typical values."""
     in_backward: Annotated[bool, Mark("bits")] = False
     """Each weight is stepped in the backward pass as soon as its gradient is whole, which is then freed."""
     optimizer_offload: Annotated[bool, Mark("bits")] = False
@@ -187,11 +187,11 @@ class Settings(Section):
         tuple[Literal["split", "slices", "checkpointing", "offloading", "loss_tile"], ...],
         Mark("bits", "what may change later; the peak is that of the plan until then"),
     ] = ()
-    """What may be done when memory runs out during the run; nothing: the run ends."""
+    """Steps that are allowed when memory runs out during the run; nothing: the run ends."""
 
     @property
     def row_limits(self) -> RowLimits:
-        """How rows are cut and packed."""
+        """Limits and packing of rows."""
         said: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(RowLimits)}
         return RowLimits(**said)
 

@@ -18,7 +18,7 @@ MOST = 64
 
 
 class Chosen(Protocol):
-    """What the resolver answers."""
+    """The resolver's answer."""
 
     @property
     def chosen(self) -> Priced:
@@ -27,12 +27,12 @@ class Chosen(Protocol):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Why it is as it is."""
+        """Reasons of the plan's settings."""
         ...
 
     @property
     def tried(self) -> tuple[Priced, ...]:
-        """What was weighed."""
+        """Plans that were weighed."""
         ...
 
 

@@ -15,13 +15,13 @@ from memtrain.memory.strategies.base import StrategyContext
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """One engine with what waits on the host and how many processes hold a row together."""
+    """An engine with its host offload and the number of processes that hold a row together."""
 
     name: str
     best: Priced | None
-    """Its fastest plan that fits, else its smallest; None: it was not weighed."""
+    """The engine's fastest plan that fits, else its smallest; None: the engine was not weighed."""
     words: str
-    """Why it was taken, or was not."""
+    """Reason that the engine was taken, or was not."""
 
 
 def form_words(settings: Settings) -> str:

@@ -48,7 +48,7 @@ class Resolved:
     chosen: Priced
     """The plan with its time, before who writes completions was decided."""
     case: StrategyContext
-    """What was asked, with `memory.use` and `memory.never` said by their keys; and the facts."""
+    """The recipe, with `memory.use` and `memory.never` expressed by their keys; and the facts."""
     tried: tuple[Priced, ...]
     """Every plan that was weighed against it, fitting or not."""
 
@@ -113,7 +113,7 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
 
 
 def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog, StrategyContext, Space]:
-    """What is decided by rule, what was asked in full, and every plan that is left open.
+    """Settings decided by rule, the complete request, and every plan that is left open.
 
     Raises: RecipeError with every refusal.
     """

@@ -27,7 +27,7 @@ SIMPLEST = tuple(OFFLOADS)
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is left open."""
+    """Plans that are left open."""
 
     exact: tuple[Settings, ...]
     """Plans with the same numbers, in the order of the strategies."""

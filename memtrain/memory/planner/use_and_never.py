@@ -83,7 +83,7 @@ def _check(recipe: Recipe, asked: SourcedRecipe) -> None:
 
 
 def _keys(strategy: Strategy, recipe: Recipe, word: str) -> Mapping[str, object]:
-    """What a word stands for; nothing where the recipe's own keys say so already."""
+    """Keys that a word stands for; nothing where the recipe's own keys say so already."""
     own = strategy.wish(recipe)
     if own == ("on" if word == "use" else "off"):
         return {}

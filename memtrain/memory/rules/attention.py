@@ -1,4 +1,4 @@
-"""Which attention back ends can run here, which one is taken, and why each other is not."""
+"""Attention back ends: those that can run here, the one that is taken, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REASONS: Mapping[AttentionBackend, str] = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What the choice depends on.
+    """Facts on which the choice depends.
 
     device: "cuda" or "cpu". compute_capability: of the oldest GPU, None on CPU. dtype: of queries and keys,
     e.g. "bfloat16". packages: importable ones among "flash_attn", "triton". longest_row_tokens: the most
@@ -111,14 +111,15 @@ def choose_attention(facts: AttentionFacts, asked: AttentionBackend | None = Non
 
 
 def refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:
-    """Why `backend` cannot run under `facts`, as a sentence without a full stop; None when it can."""
+    """Reason that `backend` cannot run under `facts`, as a clause without a full stop; None when it can."""
     if backend is AttentionBackend.TRANSFORMERS:
         return None
     return _model_refusal(facts) or _device_refusal(backend, facts)
 
 
 def _model_refusal(facts: AttentionFacts) -> str | None:
-    """What no back end of ours computes: the result would be another one than the model's own."""
+    """Property of the model that no back end of ours computes: the result would differ from the model's
+    own."""
     if facts.own_layers:
         return f"the model's {', '.join(facts.own_layers)} layers carry state from one row into the next"
     if facts.softcap:

@@ -116,7 +116,8 @@ def _how_rows_lie(
 
 
 def _tell_of_model(ledger: DecisionLog, facts: PlannerInputs) -> None:
-    """What a mixture of experts does not do, and rows that a table of positions does not reach."""
+    """Record properties of the model: a missing load balance of experts, and rows beyond a table of
+    positions."""
     if facts.shape.experts is not None:
         reason = "the loss is that of the tokens; expert loads are not evened"
         ledger.decide("router_balance_loss", "off", reason)

@@ -83,7 +83,7 @@ def micro_candidates(
 
 
 def who(num_replicas: int, num_sharing: int) -> str:
-    """Those who take rows of a step: processes, or groups of them that hold the same rows."""
+    """Takers of a step's rows: processes, or groups of them that hold the same rows."""
     if num_sharing == 1:
         return f"{num_replicas} process{'es' if num_replicas > 1 else ''}"
     return f"{num_replicas} group{'s' if num_replicas > 1 else ''} of {num_sharing} processes"

@@ -40,7 +40,8 @@ def refuse_context(
 
 
 def copies_of_keys(num_heads: int, num_key_heads: int, num_ranks: int) -> int:
-    """How often a head of keys is sent so that every rank has those of its heads; 0: they do not come out.
+    """Copies of each head of keys that are sent so that every rank has those of its heads; 0: no even
+    division.
 
     Ranks that hold a row together take as many heads each; see trainers/model/attention/by_heads.py.
     """
@@ -78,7 +79,7 @@ def refuse_attention(ledger: DecisionLog, choice: AttentionChoice) -> None:
 
 
 def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """(what, where, fix) of everything in a recipe and a model that slices of rows cannot honour."""
+    """(what, where, fix) of each part of a recipe and a model that slices of rows cannot honour."""
     faults: list[tuple[str, str, str]] = []
     if recipe.online is not None:
         faults.append(
@@ -111,5 +112,5 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
 
 
 def row_multiple(multiple: int | None, size: int) -> int | None:
-    """What rows are padded to a multiple of: the recipe's own number, and twice the processes of a row."""
+    """Multiple that rows are padded to: the recipe's own number, and twice the processes of a row."""
     return multiple if size == 1 else math.lcm(multiple or 1, 2 * size)

@@ -1,4 +1,4 @@
-"""Which engine keeps the processes of a run together: what is refused, what is left open to the search."""
+"""Engines that keep the processes of a run together: refusals, and choices left open to the search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFFLOADS: dict[EngineName, tuple[Offload, ...]] = {
     "zero2": ("none", "optimizer"),
     "zero3": ("none", "optimizer", "parameters"),
 }
-"""What may wait in host memory under each engine; the simpler engines first."""
+"""Offloads to host memory under each engine; the simpler engines first."""
 
 PACKAGE = "deepspeed"
 MISSING = "DeepSpeed is not installed (pip install 'memtrain[deepspeed]')"
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 def first_form(recipe: Recipe) -> Form:
-    """What is said of the engine, and the simplest where nothing is."""
+    """The engine that the recipe names, and the simplest where it names none."""
     engine, offload = recipe.cluster.engine, recipe.cluster.cpu_offload
     return Form("ddp" if engine == "auto" else engine, "none" if offload == "auto" else offload)
 
@@ -126,7 +126,7 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
 
 
 def decide_layout(ledger: DecisionLog, settings: Settings) -> Literal["full", "sharded"]:
-    """Who writes checkpoints."""
+    """Layout of checkpoints: whole weights from the main process, or shards from each."""
     wanted, path = ledger.asked.recipe.save.layout, "save.layout"
     if settings.num_processes == 1 or settings.engine == "ddp":
         if wanted == "sharded":
@@ -179,7 +179,7 @@ def _refuse_offload(ledger: DecisionLog, processes: int) -> None:
 
 
 def vllm_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """(what, where, fix) where a vLLM sampler is to be given weights that every process holds a part of."""
+    """(what, where, fix) for a vLLM sampler whose weights are divided over the processes."""
     if recipe.online is None or recipe.generation.backend != "vllm":
         return []
     return [
@@ -193,7 +193,7 @@ def vllm_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
 
 
 def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str, str]]:
-    """(what, where, fix) of everything in a recipe that DeepSpeed's engine cannot honour."""
+    """(what, where, fix) of each part of a recipe that DeepSpeed's engine cannot honour."""
     in_parts = engine == "zero3"
     faults = vllm_faults(recipe) if in_parts else []
     faults += _unshared_faults(recipe, "of flat parts")
@@ -225,7 +225,7 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
 
 
 def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """(what, where, fix) of everything in a recipe that FSDP2 cannot honour."""
+    """(what, where, fix) of each part of a recipe that FSDP2 cannot honour."""
     faults = vllm_faults(recipe) + _unshared_faults(recipe, "of shards")
     if recipe.memory.activation_offloading == "on" and recipe.memory.activation_checkpointing == "off":
         faults.append(
@@ -239,7 +239,7 @@ def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
 
 
 def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]:
-    """What no engine that shares weights or states out can honour."""
+    """Faults of a recipe that no engine with divided weights or states can honour."""
     faults: list[tuple[str, str, str]] = []
     if recipe.model.quantize != "none":
         faults.append(

@@ -54,7 +54,7 @@ def decide_rehearsal(ledger: DecisionLog, settings: Settings) -> bool:
 
 
 def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoveryStep, ...]:
-    """What may be done when memory runs out in a step, in no order."""
+    """Steps that are allowed when memory runs out, in no order."""
     recipe = ledger.asked.recipe
     if recipe.memory.oom_recovery == "off" or settings.in_backward:
         why = (
@@ -114,7 +114,7 @@ def in_backward_choices(
 def _refusal(
     ledger: DecisionLog, batch: tuple[int | None, int | None], num_processes: int
 ) -> tuple[str, str] | None:
-    """(why the step inside the backward pass would not be exact, the way out)."""
+    """(reason that the step inside the backward pass would not be exact, the way out)."""
     recipe = ledger.asked.recipe
     rows, _ = batch
     if recipe.optim.max_grad_norm is not None:

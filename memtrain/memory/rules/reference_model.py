@@ -75,7 +75,7 @@ def decide_shared_prompts(
 
 
 def decide_reference(ledger: DecisionLog, *, passes: float) -> str:
-    """Where the reference's log-probs come from; `passes` of the run over the data."""
+    """Source of the reference's log-probs; `passes` of the run over the data."""
     recipe = ledger.asked.recipe
     section = section_of(recipe)
     if section is None or (isinstance(section, Dpo | FromOwnCompletions) and not section.needs_reference):

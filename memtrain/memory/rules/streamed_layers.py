@@ -13,7 +13,7 @@ PATH = "memory.streamed_layers"
 
 
 def mixing_layers(config: Mapping[str, object]) -> str | None:
-    """Why layers of a model cannot be cut into slices; None where they can."""
+    """Reason that layers of a model cannot be cut into slices; None where they can."""
     own = cast(tuple[str, ...], model_facts(config)["own_layers"])
     return f"the model's {', '.join(own)} layers carry state from one token to the next" if own else None
 

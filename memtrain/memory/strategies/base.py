@@ -12,7 +12,7 @@ from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 
 StrategyRequest = Literal["on", "off", "auto", "allow"]
-"""What a recipe says of a strategy: it must be used, must not, the plan decides, or only when allowed."""
+"""Request of a recipe for a strategy: must be used, must not, the plan decides, or only when allowed."""
 
 StrategyGroup = Literal[
     "rows",
@@ -49,14 +49,14 @@ ON_A_GPU = "not yet: it needs a GPU"
 
 @dataclass(frozen=True, slots=True)
 class StrategyContext:
-    """What a strategy is judged on."""
+    """Context in which a strategy is judged."""
 
     asked: SourcedRecipe
     facts: PlannerInputs
 
     @property
     def recipe(self) -> Recipe:
-        """What is asked."""
+        """The recipe without its sources."""
         return self.asked.recipe
 
 
@@ -88,13 +88,13 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to spend less memory."""
+    """A way to spend less memory."""
 
     name: str
-    """As `memory.use` and `memory.never` take it."""
+    """Name in `memory.use` and `memory.never`."""
     axis: StrategyGroup
     says: str
-    """What it does, in a sentence without a full stop."""
+    """Effect of the strategy, in a clause without a full stop."""
     saves: str
     costs: str
     measured: str
@@ -103,7 +103,7 @@ class Strategy:
     """The same numbers as without it, up to the order of sums; else it changes what is learnt."""
     is_used: Callable[[Settings], bool]
     wish: Callable[[Recipe], StrategyRequest]
-    """What the recipe says of it by its own keys."""
+    """Request that the recipe's own keys make for it."""
     use_keys: Callable[[Recipe], Mapping[str, object]]
     """The recipe's keys that switch it on: what `memory.use` stands for."""
     never_keys: Callable[[Recipe], Mapping[str, object]] = no_keys
@@ -115,7 +115,7 @@ class Strategy:
     padded: Updates = field(default_factory=dict[str, object])
     """The settings of the run without it where that has other sequences: they alone price nothing."""
     refusal: Callable[[StrategyContext], str | None] = never_refused
-    """Why it cannot be used here, whatever else is chosen; None when it can."""
+    """Reason against the strategy here, whatever else is chosen; None when it can be used."""
     conflicts: tuple[Conflict, ...] = ()
     """The things that it cannot be with."""
 

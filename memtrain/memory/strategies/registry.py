@@ -44,7 +44,8 @@ UNNAMED: Updates = {
 
 
 def wish_of(strategy: Strategy, case: StrategyContext) -> StrategyRequest:
-    """What the whole recipe says of a strategy: its keys, `memory.use`, `memory.never` and `memory.allow`."""
+    """Request of the whole recipe for a strategy: its keys, `memory.use`, `memory.never` and
+    `memory.allow`."""
     memory = case.recipe.memory
     if strategy.name in memory.use:
         return "on"

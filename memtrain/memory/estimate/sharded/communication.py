@@ -40,7 +40,7 @@ class Sending(NamedTuple):
     after: float = 0.0
     """Once a step, while nothing is computed."""
     is_ahead: bool = True
-    """What the passes send is sent while they compute; DeepSpeed's stage 3 fetches nothing ahead here."""
+    """Whether the passes communicate while they compute; DeepSpeed's stage 3 fetches nothing ahead here."""
 
 
 def num_groups(settings: Settings, shape: ModelShape) -> int:
@@ -49,7 +49,7 @@ def num_groups(settings: Settings, shape: ModelShape) -> int:
 
 
 def sending(settings: Settings, shape: ModelShape, rates: Rates) -> Sending:
-    """What the engine of a run sends; nothing with one process."""
+    """Communication of a run's engine; nothing with one process."""
     count = settings.num_processes
     if count == 1:
         return Sending()
@@ -86,7 +86,7 @@ class Waiting(NamedTuple):
 
 
 def waiting(settings: Settings, shape: ModelShape, rates: Rates) -> Waiting:
-    """What the way to the host and the step there take; nothing where shards stay on the device.
+    """Time of copies to the host and of the step there; nothing where shards stay on the device.
 
     A rank's host memory moves as much as that of one core. Taste: nothing of it was measured.
     """

@@ -90,7 +90,7 @@ def pass_moments(load: Workload, resting: Mapping[str, int]) -> list[Moment]:
 
 
 def _forward(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, int]) -> list[Moment]:
-    """When groups are gathered: the first layer, another one, the head."""
+    """Moments of gathered groups: the first layer, another one, the head."""
     everything, of_last, _ = kept
     outer = GATHERED * cut.root.weights + cut.embedding.weights
     first = max(GATHERED * cut.embedding.weights, outer + GATHERED * cut.layer.weights)
@@ -132,7 +132,8 @@ def _loss(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, int],
 
 
 def _hidden_gradients(load: Workload, head: HeadBytes) -> int:
-    """What the loss's backward pass leaves of the scored rows while the head's gradient is summed."""
+    """Gradients of the scored rows that the loss's backward pass leaves while the head's gradient is
+    summed."""
     return load.S * load.shape.width * (load.a + (4 if load.is_half else 0)) if head.weight_gradient else 0
 
 

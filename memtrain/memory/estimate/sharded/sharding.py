@@ -1,4 +1,4 @@
-"""How weights are dealt to ranks: a rank's part of them, and the groups that are gathered together."""
+"""Sharding of weights over ranks: a rank's part of them, and the groups that are gathered together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ GATHERED = 2
 
 
 class Group(NamedTuple):
-    """What is gathered together; bytes of all ranks' parts."""
+    """A group of weights that is gathered together; bytes of all ranks' parts."""
 
     weights: int = 0
     gradients: int = 0
-    """As the backward pass makes them."""
+    """Gradients as the backward pass makes them."""
     sent: int = 0
     """Laid end to end to be summed: in float32 for half-precision weights."""
 
@@ -31,7 +31,7 @@ class Groups(NamedTuple):
     embedding: Group
     """Empty where it is the head, too."""
     head: Group
-    """One of its own."""
+    """The head, a group of its own."""
     root: Group
     """An embedding that is the head, too: in the group of the backbone, which is whole in both passes."""
 

@@ -25,7 +25,8 @@ TO_SAVE = "states to save"
 
 
 def between_steps(settings: Settings, shape: ModelShape) -> Moment:
-    """What stage 3 holds from its beginning: this rank's part of all gradients, and the reduce buffer."""
+    """Bytes that stage 3 holds from its beginning: this rank's part of all gradients, and the reduce
+    buffer."""
     if stage_of(settings) < 3:
         return {}
     return {"gradients": _part(settings, shape), "reduce buffers": _bucket(settings, shape)}
@@ -96,7 +97,7 @@ def saved_whole(settings: Settings, shape: ModelShape) -> int:
 
 
 def _part(settings: Settings, shape: ModelShape) -> int:
-    """This rank's float32 gradients."""
+    """Bytes of the float32 gradients of one rank."""
     return 4 * -(-num_trained(settings, shape) // settings.num_processes)
 
 

@@ -27,7 +27,7 @@ from memtrain.recipes.recipe import Recipe
 
 
 def wish(recipe: Recipe) -> StrategyRequest:
-    """As `memory.activation_offloading` says; it is full offloading where nothing is checkpointed."""
+    """Request of `memory.activation_offloading`; full offloading instead where nothing is checkpointed."""
     memory = recipe.memory
     if memory.activation_checkpointing == "off" and memory.streamed_layers != "on":
         return "off"

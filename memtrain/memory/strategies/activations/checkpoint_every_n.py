@@ -14,7 +14,8 @@ from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext,
 from memtrain.recipes.recipe import Recipe
 
 DISTANCES = (4, 2)
-"""What the search tries: a quarter and a half of the layers. Taste: the plans between differ little."""
+"""Distances that the search tries: a quarter and a half of the layers. Taste: the plans between differ
+little."""
 
 
 def wish(recipe: Recipe) -> StrategyRequest:

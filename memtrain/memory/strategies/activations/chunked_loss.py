@@ -17,7 +17,7 @@ from memtrain.recipes.recipe import Recipe
 
 
 def wish(recipe: Recipe) -> StrategyRequest:
-    """As `memory.loss` says."""
+    """Request of `memory.loss`."""
     loss = recipe.memory.loss
     return "auto" if loss == "auto" else "on" if loss == "chunked" else "off"
 

@@ -19,7 +19,7 @@ from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """What the recipe or the model has that slices cannot honour."""
+    """Part of the recipe or the model that slices cannot honour."""
     faults = context_faults(case.recipe, case.facts.config)
     return faults[0][0] if faults else None
 

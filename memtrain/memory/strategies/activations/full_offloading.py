@@ -28,14 +28,15 @@ from memtrain.recipes.recipe import Recipe
 
 
 def wish(recipe: Recipe) -> StrategyRequest:
-    """As `memory.activation_offloading` says; it is boundary offloading where layers are checkpointed."""
+    """Request of `memory.activation_offloading`; boundary offloading instead where layers are
+    checkpointed."""
     if recipe.memory.activation_checkpointing == "on":
         return "off"
     return on_off(recipe.memory.activation_offloading)
 
 
 def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
-    """Everything that is kept."""
+    """Offload all kept activations."""
     return ({"offload": "all"},)
 
 

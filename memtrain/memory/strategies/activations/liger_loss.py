@@ -20,7 +20,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """It is a CUDA kernel for cross-entropy."""
+    """Reason against Liger's loss, a CUDA kernel for cross-entropy; None where it can be used."""
     if case.recipe.method in HAS_ANSWERS:
         return f"it computes cross-entropy, and the loss of {case.recipe.method} is another"
     if case.facts.hardware.device != "cuda":

@@ -15,7 +15,7 @@ from memtrain.recipes.recipe import Recipe
 
 
 def wish(recipe: Recipe) -> StrategyRequest:
-    """What the recipe says; where it says nothing, rows are flat wherever they can be."""
+    """Request of the recipe; where it makes none, rows are flat wherever they can be."""
     flat = recipe.length.padding_free
     return "auto" if flat is None else "on" if flat else "off"
 

@@ -19,7 +19,7 @@ from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 
 
 def wish(recipe: Recipe) -> StrategyRequest:
-    """What the recipe says; where it says nothing, prompts are shared wherever they can be."""
+    """Request of the recipe; where it makes none, prompts are shared wherever they can be."""
     shared = recipe.length.shared_prompts
     return "auto" if shared is None else "on" if shared else "off"
 

@@ -14,7 +14,7 @@ from memtrain.memory.strategies.base import Strategy, StrategyContext, no_keys
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """There must be a length."""
+    """Reason against shorter sequences: no length is set."""
     return "length.max_length is null" if case.recipe.length.max_length is None else None
 
 

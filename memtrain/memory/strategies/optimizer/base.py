@@ -33,7 +33,7 @@ OF_COPIES: tuple[Conflict, ...] = (
 
 
 def without_bitsandbytes(case: StrategyContext) -> str | None:
-    """Why bitsandbytes, a package of CUDA kernels, is not to be had here; None where it is."""
+    """Reason that bitsandbytes, a package of CUDA kernels, is missing here; None where it is there."""
     if case.facts.hardware.device != "cuda":
         return "bitsandbytes computes on CUDA devices"
     if not case.facts.has("bitsandbytes"):

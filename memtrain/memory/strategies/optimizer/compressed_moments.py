@@ -30,7 +30,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """Where the recipe's optimizer has other moments."""
+    """Reason where the recipe's optimizer has other moments."""
     kind = case.recipe.optim.kind
     return None if kind == "adamw" else f"{kind} has no moments of that kind"
 

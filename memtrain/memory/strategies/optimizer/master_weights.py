@@ -17,13 +17,13 @@ from memtrain.recipes.recipe import Recipe
 
 
 def wish(recipe: Recipe) -> StrategyRequest:
-    """As the recipe says it; `auto` is decided by rule."""
+    """Request of the recipe; `auto` is decided by rule."""
     wanted = recipe.optim.master_weights
     return "auto" if wanted == "auto" else "on" if wanted else "off"
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """Where there is no half-precision weight that is trained."""
+    """Reason where no half-precision weight is trained."""
     model, hardware = case.recipe.model, case.facts.hardware
     if model.dtype == "float32" or (
         model.dtype == "auto" and not (hardware.device == "cuda" and hardware.has_bfloat16)

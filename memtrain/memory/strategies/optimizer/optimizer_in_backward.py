@@ -14,7 +14,7 @@ from memtrain.memory.strategies.base import ON_A_CPU, Conflict, Strategy, Strate
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """What needs all gradients at once."""
+    """Part of the recipe that needs all gradients at once."""
     recipe = case.recipe
     if recipe.optim.max_grad_norm is not None:
         return "gradients are scaled by the norm of all of them (optim.max_grad_norm)"

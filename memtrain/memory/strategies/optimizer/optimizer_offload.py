@@ -24,7 +24,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """Where it would move nothing."""
+    """Reason where the strategy would move nothing."""
     if case.facts.hardware.device == "cpu":
         return "on a CPU the moments are in host memory already"
     if case.recipe.optim.kind not in WITH_MOMENTS:

@@ -27,7 +27,7 @@ def reference_section(recipe: Recipe) -> WithReference | None:
 
 
 def wish_of(recipe: Recipe, kind: str) -> StrategyRequest:
-    """What the recipe says of one source of the reference's log-probs."""
+    """Request of the recipe for one source of the reference's log-probs."""
     section = reference_section(recipe)
     if section is None:
         return "off"
@@ -40,7 +40,7 @@ def keys_of(recipe: Recipe, kind: str) -> Mapping[str, object]:
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """Where nothing is compared with a reference."""
+    """Reason where nothing is compared with a reference."""
     if reference_section(case.recipe) is None:
         return f"{case.recipe.method} compares with no reference here"
     return None
