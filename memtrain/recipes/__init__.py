@@ -1,1 +1,1 @@
-"""What is asked: strict recipes, read from YAML; no torch."""
+"""Recipes: strict, read from YAML; no torch."""

@@ -29,10 +29,10 @@ HAS_ANSWERS = ("dpo", "kto", "reward")
 
 
 class Recipe(Section):
-    """One training run, as asked. What is not written takes the default shown in docs/recipe.md."""
+    """A training run, as asked. What is not written takes the default shown in docs/recipe.md."""
 
     method: MethodName
-    """What is done: the verb of the command line."""
+    """Method of training: the command of the command line."""
 
     run_dir: str | None = None
     """Folder of the run. Not given: `runs/<recipe file name>`."""
@@ -71,7 +71,7 @@ class Recipe(Section):
 
     @property
     def row_limits(self) -> RowLimits:
-        """How rows are cut and packed, with the method's defaults: what Settings say again."""
+        """Limits and packing of rows, with the method's defaults, for Settings."""
         to_write = self.generation.max_tokens if self.method in ONLINE else 0
         return limits_of(self.length, has_prompts=self.method != "sft", to_write=to_write)
 

@@ -14,11 +14,11 @@ class Method:
     says: str
     trainer: str
     head: Literal["lm", "score"] = "lm"
-    """What the model ends in: the LM head, or one number for a sequence."""
+    """End of the model: the LM head, or one number for a sequence."""
     is_online: bool = False
-    """It writes the completions it learns from."""
+    """Whether the method writes the completions it learns from."""
     in_pairs: bool = False
-    """It learns from two of a prompt's completions together."""
+    """Whether the method learns from two of a prompt's completions together."""
     has_value: bool = False
     """A value model is trained beside the policy."""
 

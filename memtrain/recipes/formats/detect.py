@@ -1,4 +1,4 @@
-"""Which format a row has: by a declared rule on its column names, the same in every process.
+"""Format of a row, by a declared rule on its column names, the same in every process.
 
 The rule, on the columns of the first row that are not null, after `data.columns`:
 
@@ -28,7 +28,7 @@ from memtrain.recipes.sections.data import Columns, Format
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One format: its name, the fields it needs and reads, the parts its rows have, and its reader."""
+    """A format: its name, the fields it needs and reads, the parts its rows have, and its reader."""
 
     name: Format
     needs: tuple[str, ...]
@@ -115,7 +115,7 @@ def matches(present: Sequence[str], names: Names) -> list[Form]:
 def no_format(
     present: Sequence[str], names: Names, fitting: Sequence[Form], allowed: Sequence[Format], where: str
 ) -> tuple[str, str, str]:
-    """What, where and fix for columns that fit no format the method can use."""
+    """(what, where, fix) for columns that fit no format the method can use."""
     shown = ", ".join(present) or "nothing"
     if fitting:
         form = fitting[0]

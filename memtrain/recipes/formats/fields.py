@@ -124,7 +124,7 @@ def shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in the words of a JSON file."""
+    """Kind of a value, in the words of a JSON file."""
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
         (bool, "true or false"),
         (str, "a string"),
@@ -213,7 +213,7 @@ def messages_in(value: object, column: str) -> Messages:
 
 
 def message_of(item: object, place: str) -> Message:
-    """One message with `role` and `content`; null fields are left out, others (tool_calls) are kept.
+    """A message with `role` and `content`; null fields are left out, others (tool_calls) are kept.
 
     Raises: BadRow when it has no known role, or neither content nor tool calls.
     """

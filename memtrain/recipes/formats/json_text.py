@@ -78,7 +78,7 @@ def read_json(text: str) -> Any:
 
 
 def too_much(error: RecursionError | ValueError) -> tuple[str, str]:
-    """What and fix for a value that Python's decoder refuses."""
+    """(what, fix) for a value that Python's decoder refuses."""
     if isinstance(error, RecursionError):
         return f"JSON nested deeper than {MAX_DEPTH} levels", "write the value flat, or remove the row"
     return (

@@ -39,7 +39,7 @@ class Prompt(Example):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What is stored beside its tokens: the columns, and under `ASKED` the prompt and its tools."""
+        """Values stored beside the row's tokens: the columns, and under `ASKED` the prompt and its tools."""
         return {**self.columns, ASKED: {"prompt": self.prompt, "tools": self.tools}}
 
 

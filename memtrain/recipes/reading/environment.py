@@ -27,14 +27,14 @@ DIGEST_BYTES = 8
 
 
 class EnvironmentText(Section):
-    """One text of a recipe that came from the environment."""
+    """A text of a recipe that came from the environment."""
 
     key: tuple[str | int, ...]
-    """Where the recipe writes it: keys, and numbers of items."""
+    """Place of the text in the recipe: keys, and numbers of items."""
     reference: str
-    """What is written in its place: `${oc.env:NAME}`, with the text around it."""
+    """Text written in its place: `${oc.env:NAME}`, with the text around it."""
     value: str = Field(default="", exclude=True, repr=False)
-    """What it is in this process; never written."""
+    """Value in this process; never written."""
 
 
 def environment_texts(
@@ -75,8 +75,8 @@ def _texts(node: Node) -> Iterator[tuple[Path, str]]:
 
 
 def that_can_be_hidden(recipe: Recipe, texts: Sequence[EnvironmentText]) -> tuple[EnvironmentText, ...]:
-    """Those of the texts that a recipe may hold by their reference; a key that takes certain words only
-    (`method`, a time limit) holds no secret."""
+    """Texts that a recipe may hold by their reference; a key that takes certain words only (`method`, a time
+    limit) holds no secret."""
     given = recipe.model_dump(mode="json")
     kept: list[EnvironmentText] = []
     for text in texts:

@@ -82,7 +82,7 @@ def readers(metadata: list[object]) -> list[Callable[..., object]]:
 
 
 def describe(annotation: Annotation) -> str:
-    """What a type accepts, in words: `a whole number above 0, or auto`."""
+    """Values that a type accepts, in words: `a whole number above 0, or auto`."""
     told: list[str] = []
     words: list[str] = []
     for base, metadata in parts(annotation):

@@ -48,9 +48,9 @@ class LoadedRecipe:
     """The file as it was read, without the files it extends."""
     overrides: tuple[str, ...]
     tree: Mapping = field(repr=False)
-    """Everything written: the file, the files it extends, and the overrides, with `${...}` replaced."""
+    """Complete tree: the file, the files it extends, and the overrides, with `${...}` replaced."""
     environment: tuple[EnvironmentText, ...] = ()
-    """Its texts that came from environment variables, which are written nowhere."""
+    """Texts that came from environment variables, which are written nowhere."""
     renamed: tuple[Renaming, ...] = ()
     """The previous names that were read as today's, in the order of the lines."""
 
@@ -65,7 +65,7 @@ class LoadedRecipe:
         return "default" if found is None else str(found[0])
 
     def nearest(self, key: str) -> str:
-        """`where` of a dotted key, or of the nearest section or list above it that is written."""
+        """Place of a dotted key, or of the nearest section or list above it that is written."""
         path = path_of(key)
         for length in range(len(path), 0, -1):
             if found := find(self.tree, path[:length]):

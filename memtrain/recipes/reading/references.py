@@ -54,13 +54,13 @@ class _Broken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one `${...}` stands for."""
+    """Value of one `${...}`."""
 
     node: Node
     name: str
     """The inside of the `${...}`."""
     is_text: bool = False
-    """Its value is text of an environment variable, read as YAML where it is a whole value."""
+    """Whether the value is text of an environment variable, read as YAML where it is a whole value."""
 
     def whole(self) -> Node:
         """The node, as the whole of a value."""
@@ -88,7 +88,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """One argument of a resolver."""
+    """An argument of a resolver."""
 
     value: object
     spelling: str
@@ -113,7 +113,7 @@ class _Visitor(GrammarVisitor):
         self._letters = 0
 
     def visitInterpolation(self, ctx: Any) -> Any:  # noqa: N802
-        """What stands for a `${...}`: the node itself as a whole value, else text or a bare value."""
+        """Value of a `${...}`: the node itself as a whole value, else text or a bare value."""
         found = cast(_Found, self.visit(ctx.getChild(0)))  # pyright: ignore[reportUnknownMemberType]
         above = ctx.parentCtx
         if not isinstance(above, OmegaConfGrammarParser.TextContext):
@@ -255,7 +255,7 @@ class Interpolation:
         return self.known[target]
 
     def _resolved(self, name: str, arguments: Sequence[_Argument], leaf: Leaf, path: Path) -> _Found:
-        """What `${name:arguments}` stands for, under OmegaConf's names."""
+        """Value of `${name:arguments}`, under OmegaConf's names."""
         spelt = f"{name}:{','.join(one.spelling for one in arguments)}"
         if name not in _RESOLVERS:
             known = ", ".join(_RESOLVERS.values())
@@ -291,7 +291,7 @@ _RESOLVERS = {
 """The resolvers that a recipe may use, and how they are written."""
 
 _COUNTS = {"oc.env": (1, 2), "oc.select": (2,), "oc.decode": (1,)}
-"""How many arguments they take."""
+"""Counts of arguments that the resolvers take."""
 
 
 def _variable(name: str, default: _Argument | None, place: Place, spelt: str) -> _Found:
@@ -335,7 +335,7 @@ def _target(name: str, path: Path) -> Path:
 
 
 def _depth(text: str) -> int:
-    """How many `${` are open at once, at most."""
+    """Largest number of `${` that are open at once."""
     depth = most = 0
     for one in re.findall(r"\$\{|\}", text):
         depth = depth + 1 if one == "${" else max(0, depth - 1)

@@ -173,7 +173,7 @@ RENAMED_KEYS: dict[str, str] = {
     "vllm_gpu_memory_utilization": "`generate.vllm.memory_share`",
     "num_generations": "`generate.num_generations`",
 }
-"""What replaces a key of another tool; the way-out line of the error says `write <this>`."""
+"""Replacements for keys of other tools; the way-out line of the error says `write <this>`."""
 
 RENAMED_VALUES: dict[str, dict[object, str]] = {
     "length.packing": {True: "bfd", False: "none", "bfd-requeue": "bfd_split", "ffd": "bfd"},
@@ -212,7 +212,7 @@ RENAMED_VALUES: dict[str, dict[object, str]] = {
     "sft.loss": {"chunked_nll": "nll"},
     "method": {"qlora": "sft", "lora": "sft", "pt": "sft", "finetune": "sft"},
 }
-"""What replaces a value of another tool, by the key that holds it."""
+"""Replacements for values of other tools, by the key that holds them."""
 
 
 def renamed_value(key: str, value: object) -> str | None:

@@ -65,7 +65,7 @@ def rewritten(text: str, renamed: Sequence[Renaming]) -> tuple[str, int]:
 
 
 def _offset(text: str, start: int, written: str) -> int:
-    """Where the word of a key, a value or a reference stands that begins at `start`."""
+    """Place of the word of a key, a value or a reference that begins at `start`."""
     match = _BEFORE.match(text, start)
     at = start if match is None else match.end()
     return at if text.startswith(written, at) else max(text.find(written, start), start)

@@ -15,7 +15,7 @@ from memtrain.recipes.sections.base import Section
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """What to tell of an unknown key. `meant`: dotted keys that its advice names."""
+    """Message about an unknown key. `meant`: dotted keys that its advice names."""
 
     what: str
     fix: str
@@ -23,7 +23,7 @@ class Unknown:
 
 
 def unknown_key(key: str, section: type[Section], path: Path) -> Unknown:
-    """What to tell of a key that `section`, at `path`, does not have."""
+    """Message about a key that `section`, at `path`, does not have."""
     shown, legal = dotted((*path, key)), list(section.model_fields)
     old = RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
     if old is not None:

@@ -73,7 +73,7 @@ def _check_method(tree: Mapping, faults: Faults, verb: str | None) -> None:
 
 
 def foreign_sections(tree: Mapping, method: Leaf, methods: Iterable[str]) -> list[tuple[str, Place, str]]:
-    """What, where and way out of every section that belongs to another method than the recipe's."""
+    """(what, where, fix) of every section that belongs to another method than the recipe's."""
     return [
         (
             f"{name}: the section of another method; {method.place} says method: {method.value}",

@@ -119,7 +119,7 @@ _PROBLEMS: tuple[tuple[str, str, str], ...] = (
     ("expected a single document", "a second document starts here", "keep one: remove the line ---"),
     ("expected alphabetic or numeric", "one of & * ! % stands without a name", "put the text in quotes"),
 )
-"""What yaml says, what it means, and the way out."""
+"""Problems in PyYAML's words, their meaning, and the way out."""
 
 
 def _in_words(problem: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ Scalar = None | bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something was written: a line of a file, or an override (line 0)."""
+    """Place of a value: a line of a file, or an override (line 0)."""
 
     source: str
     line: int = 0
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One value. `is_empty`: nothing was written after the key (its value is None)."""
+    """A value. `is_empty`: nothing was written after the key (its value is None)."""
 
     value: Scalar
     place: Place
@@ -61,7 +61,7 @@ class Mapping:
     place: Place
 
     def node(self, key: str) -> Node | None:
-        """What the key holds; None when it is not written."""
+        """Value of the key; None when the key is not written."""
         entry = self.entries.get(key)
         return None if entry is None else entry.node
 
@@ -89,7 +89,7 @@ class Renaming:
 
 @dataclass(slots=True)
 class Faults:
-    """Everything found wrong so far, told in the order of the lines; and the previous names that were met."""
+    """Faults found so far, listed in the order of the lines; and the previous names that were met."""
 
     found: list[tuple[Place, Fault]] = field(default_factory=list[tuple[Place, Fault]])
     renamed: list[Renaming] = field(default_factory=list[Renaming])

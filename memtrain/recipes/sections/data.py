@@ -41,7 +41,7 @@ class Columns(Section):
 
 
 class Source(Section):
-    """One place that rows come from."""
+    """A source of rows."""
 
     source: str
     """A file, a folder or a glob (JSONL, JSON, CSV, text, also packed with gzip, bzip2, xz or zstd; Parquet,
@@ -74,7 +74,7 @@ class Source(Section):
     """Arguments of the chat template for the rows of this source, beside those of the same key in `data`."""
 
     text_unit: TextUnit | None = None
-    """What is one row of the text files of this source, when it differs from `data.text_unit`."""
+    """Unit of a row in the text files of this source, when it differs from `data.text_unit`."""
 
 
 def source_of(value: object) -> object:
@@ -90,13 +90,13 @@ Sources = Annotated[tuple[Source, ...], BeforeValidator(source_of)]
 
 
 class Data(Section):
-    """What the model learns from."""
+    """Data of the run: sources, formats and columns of the rows."""
 
     train: Annotated[Sources, Field(min_length=1)]
-    """Where the rows come from: one source, or a list of them (a mixture)."""
+    """Source of the rows, or a list of sources (a mixture)."""
 
     eval: Sources = ()
-    """Where the held-out rows come from, when they are rows of their own."""
+    """Source or sources of the held-out rows, when these are rows of their own."""
 
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the training rows that is set aside for evaluation, sampled with the seed. Rows of one
@@ -109,9 +109,9 @@ class Data(Section):
     """Column names, where yours differ: `{prompt: question, completion: answer}`."""
 
     text_unit: TextUnit = "line"
-    """What is one row of a .txt file: `line` (blank ones are passed over), `paragraph` (lines up to a blank
-    one), or `document` (the whole file, cut after a paragraph where it is longer than 32,768 characters).
-    A longer unit is a longer row: more context to learn from, and more memory unless `length` cuts it."""
+    """Unit of a row in a .txt file: `line` (blank ones are passed over), `paragraph` (lines up to a blank
+    one), or `document` (the whole file, cut after a paragraph where it is longer than 32,768 characters). A
+    longer unit is a longer row: more context to learn from, and more memory unless `length` cuts it."""
 
     completion_only_loss: bool | None = None
     """Learn only the completion. Not given: yes for prompt-completion rows."""
@@ -142,7 +142,7 @@ class Data(Section):
     """Processes that tokenize."""
 
     cache_dir: str | None = None
-    """Where tokenized rows are kept. Not given: `$MEMTRAIN_CACHE`, else ~/.cache/memtrain."""
+    """Folder of tokenized rows. Not given: `$MEMTRAIN_CACHE`, else ~/.cache/memtrain."""
 
     @model_validator(mode="after")
     def _one_held_out(self) -> Data:

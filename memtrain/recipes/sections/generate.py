@@ -51,9 +51,9 @@ class Generate(Section):
     step: its weights are old ones, or another model's. null: never."""
 
     gather_weights: Literal["auto", "on", "off"] = "auto"
-    """Where every process holds a part of the weights (`fsdp2`, `zero3`): `on` gathers all of them once for a
-    rollout; `off` layer by layer for every token: less memory, many times slower. Same completions. `auto`:
-    gathered where that fits."""
+    """Gathering of weights for generation where every process holds a part of them (`fsdp2`, `zero3`): `on`
+    gathers all weights once for a rollout; `off` layer by layer for every token: less memory, many times
+    slower. Same completions. `auto`: gathered where that fits."""
 
     rows: PositiveInt | Literal["auto"] = "auto"
     """Completions that are written at a time. Higher: faster, more memory for keys. Same completions.

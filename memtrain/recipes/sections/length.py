@@ -21,10 +21,10 @@ class Length(Section):
     null: rows are never cut (not with packing)."""
 
     truncation: Truncation | None = None
-    """What happens to a longer row: its start is kept, its end is kept, or it is left out. With answers,
-    `keep_end` cuts the beginning of the prompt and leaves the answers whole where they fit; `keep_start`
-    cuts the end of the answers. Not given: `keep_start` for `sft`, `keep_end` for all
-    other methods, whose rows begin with a prompt."""
+    """Treatment of a longer row: its start is kept, its end is kept, or the row is left out. With answers,
+    `keep_end` cuts the beginning of the prompt and leaves the answers whole where they fit; `keep_start` cuts
+    the end of the answers. Not given: `keep_start` for `sft`, `keep_end` for all other methods, whose rows
+    begin with a prompt."""
 
     max_prompt: PositiveInt | None = None
     """Longest prompt in tokens (methods with answers); it is cut at the end that `truncation` does not
@@ -93,7 +93,7 @@ class Length(Section):
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """How rows are cut and how they share sequences, with nothing left open. Fields as in `Length`."""
+    """Limits of rows and of their packing, with nothing left open. Fields as in `Length`."""
 
     max_length: int | None
     truncation: Truncation

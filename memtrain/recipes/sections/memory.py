@@ -56,7 +56,7 @@ Changing = Literal[
 
 
 class Memory(Section):
-    """How the run is made to fit. Every setting has a reason in the plan."""
+    """Memory of the run, and strategies to fit into it. Every setting has a reason in the plan."""
 
     budget: Bytes | Literal["auto"] = "auto"
     """Memory of one device that the run may use. `auto`: what is free on the device at the start."""
@@ -92,8 +92,8 @@ class Memory(Section):
     faster fits."""
 
     offload_keep: NonNegativeInt | Literal["auto"] = "auto"
-    """So many of the last checkpointed layers keep their input on the device while the others' wait: less to
-    copy, more memory. Same numbers. `auto`: as many as make the step faster and fit."""
+    """Number of the last checkpointed layers that keep their input on the device while the others' wait: less
+    to copy, more memory. Same numbers. `auto`: as many as make the step faster and fit."""
 
     offload_disk: str | None = None
     """Folder for what `activation_offloading` moves out and `offload_host` has no room for. How long a disk
@@ -124,8 +124,8 @@ class Memory(Section):
     that would run out of memory at some later step ends in its first minute. `auto`: on a GPU."""
 
     oom_recovery: Literal["on", "off"] = "on"
-    """When memory runs out in a step: make the step again in smaller parts, then with the strategies that the
-    recipe does not rule out. Same numbers up to rounding. `off`: the run ends."""
+    """Steps of recovery when memory runs out: make the step again in smaller parts, then with the strategies
+    that the recipe does not rule out. Same numbers up to rounding. `off`: the run ends."""
 
     measure_peaks: bool = True
     """Measure the peak of every phase and report it beside the prediction."""

@@ -36,7 +36,7 @@ class Adapter(Section):
 
 
 class Model(Section):
-    """Which model is trained. Give `path` (weights that exist) or `config` (random weights)."""
+    """Model that is trained. Give `path` (weights that exist) or `config` (random weights)."""
 
     path: str | None = None
     """Hub id or folder of a causal LM in the Hugging Face format; `builtin:tiny` is made on the spot."""

@@ -14,7 +14,7 @@ def _pair(value: object) -> object:
 
 
 class Optim(Section):
-    """How gradients become new weights."""
+    """Optimizer, learning rate and schedule."""
 
     kind: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"] = (
         "adamw"
@@ -38,7 +38,7 @@ class Optim(Section):
     """Decoupled weight decay on matrices; norms and biases are never decayed."""
 
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How the learning rate falls after warm-up. `wsd`: constant, then linear over the last fifth."""
+    """Schedule of the learning rate after warm-up. `wsd`: constant, then linear over the last fifth."""
 
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Optimizer steps of linear warm-up."""
@@ -47,7 +47,7 @@ class Optim(Section):
     """Warm-up as a fraction of all steps. Neither given: 0.03."""
 
     min_lr_ratio: Fraction = 0.0
-    """Where the schedule ends, as a fraction of `lr`."""
+    """End of the schedule, as a fraction of `lr`."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm. null: never."""
@@ -58,10 +58,10 @@ class Optim(Section):
     trained. false: pure bfloat16, in which usual rates lose most updates; the plan tells their share."""
 
     copies: Literal["auto", "float32", "split", "stochastic"] = "auto"
-    """What stays of the float32 numbers of bfloat16 weights between steps. `float32`: copies, 4 bytes a
+    """Form in which the float32 numbers of bfloat16 weights wait between steps. `float32`: copies, 4 bytes a
     weight. `split`: the bits that the weight has not, 2 bytes, the same numbers, a little slower.
-    `stochastic`: nothing; a weight is rounded up or down at random, right on average. `auto`: copies, or
-    what memory.allow names."""
+    `stochastic`: nothing; a weight is rounded up or down at random, right on average. `auto`: copies, or what
+    memory.allow names."""
 
     compressed_moments: bool = False
     """AdamW's moments in 8 bits between steps: 2.25 bytes a weight in place of 8; rounded a little."""

@@ -62,7 +62,7 @@ class RewardFunction(Section):
     """Name in the metrics. Not given: the function's, or the model's."""
 
     weight: float = 1.0
-    """What its verdict is multiplied by before the rewards are summed. 0: it is only reported."""
+    """Factor of the reward in the sum of rewards. 0: the reward is only reported."""
 
     args: dict[str, JsonValue] = {}
     """More keyword arguments, the same for every call."""
@@ -73,7 +73,7 @@ class RewardFunction(Section):
 
     @property
     def label(self) -> str:
-        """What the metrics call it."""
+        """Name in the metrics."""
         if self.model is not None:
             return self.name or self.model.path.rstrip("/").rpartition("/")[2]
         return self.name or str(self.function).rpartition(":")[2]
@@ -123,7 +123,7 @@ class Rewards(Section):
     """The judges of completions: one function or several, and the answer to a failure."""
 
     functions: Annotated[tuple[RewardFunction, ...], BeforeValidator(functions_of), Field(min_length=1)]
-    """One reward, or a list of them: a name, or a section each."""
+    """A reward, or a list of them: a name, or a section each."""
 
     @property
     def models(self) -> tuple[RewardModel, ...]:
@@ -137,8 +137,8 @@ class Rewards(Section):
     """Calls of one function that run at the same time."""
 
     on_error: Literal["error", "zero", "skip"] = "error"
-    """When a function raises or takes too long: stop the run, count 0, or count no verdict. Always counted
-    in the metrics."""
+    """Treatment of a function that raises or takes too long: stop the run, count 0, or count no verdict.
+    Always counted in the metrics."""
 
     on_nan: Literal["error", "zero", "skip"] = "error"
     """The same for a reward that is not a finite number, or beyond 1e12. `None` is no fault: no verdict."""

@@ -15,7 +15,8 @@ Words = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 
 class Slurm(Section):
-    """How `memtrain slurm` asks for nodes. The other verbs do not read it: they run where they are called."""
+    """Request for nodes by `memtrain slurm`. The other commands do not read it: they run where they are
+    called."""
 
     partition: str | None = None
     """Partition (queue). Not given: the cluster's default."""
@@ -64,7 +65,7 @@ class Slurm(Section):
     steps where the run folder, or the plan, says that this is more."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 20
-    """How often a run that has saved puts itself back into the queue. 0: never."""
+    """Largest number of times that a run which has saved puts itself back into the queue. 0: never."""
 
     array: Words = ()
     """Values to try, a job of its own each: `train.seed=0,1,2`. Several keys: every pair."""

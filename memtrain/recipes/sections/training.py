@@ -11,7 +11,8 @@ from memtrain.recipes.sections.slurm import Slurm
 
 
 class Train(Section):
-    """How long, and how much per optimizer step. The batch is said once; the rest is derived and shown."""
+    """Length of the run and size of an optimizer step. The batch is given once; the rest is derived and
+    shown."""
 
     batch_size: PositiveInt | None = None
     """Rows of one optimizer step over all devices. A row is an example, or a packed sequence."""
@@ -88,7 +89,7 @@ class Save(Section):
 
 
 class Log(Section):
-    """What is told while it runs. `metrics.jsonl` has every step in any case."""
+    """Output while the run goes on. `metrics.jsonl` has every step in any case."""
 
     every_steps: PositiveInt = 10
     """Print a line every n optimizer steps (a file or a pipe; a terminal shows every step)."""
@@ -103,7 +104,7 @@ class Log(Section):
 
 
 class Cluster(Section):
-    """Which devices. The plan decides the rest."""
+    """Devices and processes. The plan decides the rest."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device. `auto`: CUDA when there is one."""
@@ -121,18 +122,18 @@ class Cluster(Section):
     fits."""
 
     context_parallel_mode: Literal["all_gather", "ulysses"] = "all_gather"
-    """What processes that hold a row together send each other in attention. `keys`: those of documents that
-    cross slices. `heads`: all of it, twice; each attends for some heads of whole rows (Ulysses), so they must
-    divide the heads. Same numbers."""
+    """Exchange in attention between processes that hold a row together. `all_gather`: the keys and values of
+    documents that cross slices. `ulysses`: all of them, twice; each process attends for some heads of whole
+    rows, so the processes must divide the heads. Same numbers."""
 
     engine: Literal["auto", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "auto"
-    """What several processes share. `ddp`: the rows; each holds all weights. `fsdp2`: weights, gradients and
-    optimizer states too, in shards; a layer is gathered while it computes. `zero1`, `zero2`, `zero3`:
-    DeepSpeed shares out states; gradients too; weights too. `auto`: the fastest that fits, the simplest of
-    equally fast ones; DeepSpeed's where it is installed and would learn the same."""
+    """State that several processes share. `ddp`: the rows; each holds all weights. `fsdp2`: weights,
+    gradients and optimizer states too, in shards; a layer is gathered while it computes. `zero1`, `zero2`,
+    `zero3`: DeepSpeed shares out states; gradients too; weights too. `auto`: the fastest that fits, the
+    simplest of equally fast ones; DeepSpeed's where it is installed and would learn the same."""
 
     cpu_offload: Literal["auto", "none", "optimizer", "parameters"] = "auto"
-    """What waits in host memory between its uses. `optimizer`: states, with an engine of DeepSpeed's;
+    """State that waits in host memory between its uses. `optimizer`: states, with an engine of DeepSpeed's;
     `parameters`: shards of weights, gradients and states (fsdp2, zero3). Less device memory, much slower
     steps. `auto`: what makes the run fit, where nothing else does."""
 

@@ -20,7 +20,7 @@ OF_PROCESS = (
 
 
 def numbers_of(value: object) -> object:
-    """One device, or a list of them, as a tuple."""
+    """A device, or a list of them, as a tuple."""
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else one_or_many(value)
 
 
@@ -48,8 +48,8 @@ class Vllm(Section):
     completions at a time. `auto`: what training leaves of the budget, and no more than a rollout needs."""
 
     sleep: Literal["auto", "off", "level1", "level2"] = "auto"
-    """What vLLM gives back while the policy trains: level1 moves its weights to the host, level2 drops them
-    (they come again in any case). `auto`: level2 on a CUDA device that it shares, else off."""
+    """Memory that vLLM gives back while the policy trains: level1 moves its weights to the host, level2 drops
+    them (they come again in any case). `auto`: level2 on a CUDA device that it shares, else off."""
 
     eager: bool = True
     """Without CUDA graphs: less memory, a quicker start, slower tokens."""
@@ -68,7 +68,8 @@ class Vllm(Section):
     kept, the others are written by the same seeds."""
 
     on_failure: Literal["abort", "native"] = "abort"
-    """When that is not enough: end the run, or go on with the trained module as the sampler."""
+    """Reaction when the restarts are not enough: end the run, or go on with the trained module as the
+    sampler."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Vllm:

@@ -172,7 +172,7 @@ def adapter(made: Translation) -> None:
 
 
 def data(made: Translation) -> None:
-    """One dataset with its splits, or a mixture."""
+    """The dataset with its splits, or a mixture."""
     mixture = made.config.get("datasets")
     if mixture:
         sources = [_source(made, cast(Mapping[str, Any], one)) for one in cast(list[object], mixture)]
@@ -237,7 +237,7 @@ def lengths(made: Translation) -> None:
 
 
 def evaluation(made: Translation) -> None:
-    """How often; TRL takes the steps of the logs where none are given."""
+    """Interval of evaluations; TRL takes the steps of the logs where none are given."""
     if made.get("eval_strategy", made.get("evaluation_strategy", "no")) == "steps":
         made.say("eval.every_steps", made.get("eval_steps", made.get("logging_steps", 10)), of=["eval_steps"])
 

@@ -21,9 +21,9 @@ class Imported:
 
     text: str
     told: list[str]
-    """One sentence for each key that is not carried over, and for each that means something else."""
+    """Sentences, one for each key that is not carried over, and for each that means something else."""
     faults: list[Fault]
-    """What `memtrain check` would find; empty when the recipe is whole."""
+    """Faults that `memtrain check` would find; empty when the recipe is whole."""
 
 
 def import_config(path: Path, method: str, processes: int | None) -> Imported:

@@ -10,7 +10,7 @@ ONLINE = ("grpo", "rloo")
 
 
 def sampling(made: Translation) -> None:
-    """What writes the completions: vLLM as a process of the run, or a server that is there."""
+    """Sampler of the completions: vLLM as a process of the run, or a server that is there."""
     written = [key for key in VLLM if key.startswith("vllm_") and key in made.config]
     if made.config.get("ds3_gather_for_generation") is False:
         made.lose(

@@ -41,7 +41,7 @@ def translate(config: Mapping[str, Any], method: str, processes: int) -> Transla
 
 
 def _carry(made: Translation, key: str, rule: To) -> None:
-    """One value to one key, where it is another method's it is noted."""
+    """Carry a value over to its key; a value that belongs to another method is noted."""
     written = key in made.config
     value = made.config[key] if written else rule.default_of(made.method)
     if not written and value is None:

@@ -21,7 +21,7 @@ class Lost:
 
 @dataclass(slots=True)
 class Translation:
-    """What has been read so far: `said` by dotted key of the recipe, each with a comment (or "")."""
+    """Result of the translation so far: `said` by dotted key of the recipe, each with a comment (or "")."""
 
     config: Mapping[str, Any]
     method: str

@@ -86,8 +86,8 @@ class Grpo(WithMismatch):
     """Several rewards: summed first, or each normalised in its group first (GDPO, arXiv:2601.05242)."""
 
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """How the KL term is estimated from the sampled tokens. Its gradient is that of the KL divergence with k1
-    and unbiased_kl, with k2 without it, and with k3 and unbiased_kl."""
+    """Estimator of the KL term from the sampled tokens. Its gradient is that of the KL divergence with k1 and
+    unbiased_kl, with k2 without it, and with k3 and unbiased_kl."""
 
     unbiased_kl: bool = False
     """Weight the KL term by the importance ratio (arXiv:2512.02556)."""

@@ -18,10 +18,10 @@ BY_ITSELF = "the trained module writes the completions itself"
 
 
 class FromOwnCompletions(WithReference):
-    """What the methods that learn from their own completions have in common."""
+    """Fields that the methods which learn from their own completions have in common."""
 
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly the policy is held near the reference. 0: no reference is loaded. Higher: nearer."""
+    """Strength of the pull towards the reference. 0: no reference is loaded. Higher: nearer."""
 
     steps_per_rollout: PositiveInt = 1
     """Optimizer steps that the completions of one rollout are divided over. Higher: the later ones learn from
@@ -73,7 +73,7 @@ class WithMismatch(FromOwnCompletions):
     """Upper bound of that ratio. null: none."""
 
     def correction(self, generate: Generate) -> tuple[MismatchMode, str]:
-        """How the sampler's probabilities are corrected for, and why where the recipe leaves it open."""
+        """Correction for the sampler's probabilities, and its reason where the recipe leaves it open."""
         if self.importance_correction != "auto":
             return self.importance_correction, ""
         if generate.backend != "vllm":

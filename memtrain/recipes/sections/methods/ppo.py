@@ -38,7 +38,7 @@ class Ppo(WithMismatch):
     """The ratio is clipped above 1 plus this. Not given: as clip_low."""
 
     gamma: Fraction = 1.0
-    """What a reward one token later is worth."""
+    """Discount: value of a reward one token later."""
 
     gae_lambda: Fraction = 0.95
     """Generalised advantage estimation (arXiv:1506.02438): 1 trusts what came, 0 trusts the value model."""

@@ -61,12 +61,12 @@ ReferenceKind = Literal["auto", "copy", "adapter_off", "precomputed", "synced"]
 
 
 class WithReference(Section):
-    """What the methods that stay near a reference model have in common."""
+    """Fields that the methods which stay near a reference model have in common."""
 
     reference: ReferenceKind = "auto"
-    """Where the reference's log-probs come from. `copy`: a frozen copy of the weights; `adapter_off`: the
-    model without its adapter; `precomputed`: one pass before training, kept on disk, and no reference is
-    loaded; `synced`: a copy that follows the policy. `auto`: the cheapest in memory, then in time."""
+    """Source of the reference's log-probs. `copy`: a frozen copy of the weights; `adapter_off`: the model
+    without its adapter; `precomputed`: one pass before training, kept on disk, and no reference is loaded;
+    `synced`: a copy that follows the policy. `auto`: the cheapest in memory, then in time."""
 
     reference_sync_steps: PositiveInt = 512
     """With `synced`: optimizer steps between two updates of the reference; 1 is a moving average
@@ -92,20 +92,20 @@ class Dpo(WithReference):
     loss: Annotated[tuple[PairLossName, ...], BeforeValidator(one_or_many), Field(min_length=1)] = (
         "sigmoid",
     )
-    """One loss or several, which are summed: `sigmoid` is DPO (arXiv:2305.18290); docs/methods.md lists the
+    """A loss or several, which are summed: `sigmoid` is DPO (arXiv:2305.18290); docs/methods.md lists the
     papers of the others. `simpo`, `orpo`, `cpo` and `sft` need no reference."""
 
     loss_weights: Annotated[tuple[float, ...], BeforeValidator(one_or_many)] = ()
     """A weight for each loss, in their order. Not given: 1 for each."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the policy is held near the reference (SimPO: 2 and more). Higher: nearer."""
+    """Strength of the pull towards the reference (SimPO: 2 and more). Higher: nearer."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that chosen and rejected are the wrong way round (cDPO, `robust`, `exo_pair`)."""
 
     divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    """What measures the distance from the reference (arXiv:2309.16240)."""
+    """Distance from the reference (arXiv:2309.16240)."""
 
     divergence_alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Of `alpha_divergence`: towards 0 it is reverse KL, 1 is forward KL."""
@@ -191,7 +191,7 @@ class Kto(WithReference):
     `apo_zero_unpaired`: without that term, a third of the forward passes less (arXiv:2408.06266)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the policy is held near the reference. Higher: nearer."""
+    """Strength of the pull towards the reference. Higher: nearer."""
 
     desirable_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of desirable answers. The paper keeps the two sums (weight x rows) within 1:1 to 4:3."""

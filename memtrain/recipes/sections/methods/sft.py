@@ -1,4 +1,4 @@
-"""One section for each method: its knobs, with the values of its paper as defaults."""
+"""Sections of the methods: their knobs, with the values of their papers as defaults."""
 
 from __future__ import annotations
 
