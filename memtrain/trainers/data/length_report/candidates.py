@@ -18,12 +18,12 @@ Ints = NDArray[np.int64]
 MOST_CANDIDATES = 8
 
 Price = Callable[[Length, Laying], Cost | None]
-"""What the planner says of these rows, laid out as a `length:` section says."""
+"""Prediction of the planner for these rows, laid out as a `length:` section says."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourcedRecipe:
-    """What the candidates are counted for."""
+    """Inputs of the counts of the candidates."""
 
     length: Length
     """The recipe's own section; each candidate replaces its max_length."""
@@ -53,7 +53,7 @@ def default_candidates(lengths: Ints, own: int | None) -> tuple[int, ...]:
 
 
 def candidate(rows: Laying, max_length: int, asked: SourcedRecipe) -> Candidate:
-    """One line of the table."""
+    """A row of the table for one max_length."""
     longest, scale = rows.longest_of_rows, asked.scale
     longer = int((longest > max_length).sum())
     laid = {way: rows.at(_length(asked, max_length, way)) for way in order_of(rows, asked.length)}

@@ -143,7 +143,7 @@ class Counting:
             self.add(rows_of_store(store, begin, min(begin + ROWS_AT_ONCE, store.num_rows)))
 
     def done(self) -> Counts:
-        """What was counted so far; after this, nothing more can be added."""
+        """Counts so far; after this, nothing more can be added."""
         columns: list[NDArray] = []
         empties = (
             np.zeros((0, len(self.parts)), np.int32),

@@ -40,7 +40,7 @@ def distribution(
 
 
 def finite(scale: float) -> float:
-    """What a sample without replacement takes off a standard error: sqrt(1 - rows read / rows there are).
+    """Factor of a sample without replacement on a standard error: sqrt(1 - rows read / rows there are).
 
     Source: Cochran 1977, Sampling Techniques, eq. 2.20.
     """

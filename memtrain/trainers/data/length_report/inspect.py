@@ -1,4 +1,4 @@
-"""One dataset and one tokenizer to the whole answer of `memtrain inspect-lengths`."""
+"""Inspection of a dataset with a tokenizer: the whole answer of `memtrain inspect-lengths`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Question:
     """The dataset to inspect, and the use of the answer."""
 
     dataset: str
-    """As the user named it."""
+    """Dataset, as the user named it."""
     data: Data
     length: Length
     train: Train
@@ -55,7 +55,7 @@ class Question:
     """Candidates; none: some that suit the lengths."""
     sample: int | None = None
     notes: tuple[str, ...] = ()
-    """What else is to be told."""
+    """Further remarks."""
 
 
 def inspect(
@@ -130,7 +130,7 @@ def method_of(kind: str) -> str:
 
 
 def extent_of(seen: Read) -> Extent:
-    """Which rows were read, and how many each of them stands for."""
+    """Rows that were read, and the number that each of them stands for."""
     counts = seen.counts
     scale = counts.num_seen / counts.num_rows
     if seen.sampled_of is not None:
@@ -174,7 +174,7 @@ def distributions(
 
 
 def notes(seen: Read, work: Work, data: Data, extent: Extent, held_out: int) -> tuple[str, ...]:
-    """What else has to be known to read the numbers."""
+    """Further remarks that are needed to read the numbers."""
     unrendered = unrendered_words(seen.unrendered, seen.rows_read - seen.faulty.rows)
     said = [f"Data {note}." for note in (*work.notes, *unrendered)]
     if extent.is_partial:

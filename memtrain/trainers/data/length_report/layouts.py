@@ -36,14 +36,14 @@ class LaidOut:
 
     report: LengthReport
     profile: LengthProfile | None
-    """What the planner takes; None where it plans nothing from these rows."""
+    """Profile for the planner; None where it plans nothing from these rows."""
     tokens: Ints
     """Tokens of each sequence."""
     padded: Padded
     lost_R: Ints
     """Learnt tokens lost of each counted row (of prompts: tokens), as often as the row is in an epoch."""
     held_R: Ints
-    """What the rows had of them: the field of `Laying`."""
+    """Lengths before truncation: the field of `Laying`."""
 
 
 class Laying(Protocol):
@@ -57,7 +57,7 @@ class Laying(Protocol):
 
     @property
     def longest_of_rows(self) -> Ints:
-        """What max_length is held against, for each row of an epoch."""
+        """Length that is compared with max_length, for each row of an epoch."""
         ...
 
     def at(self, length: Length) -> LaidOut:
@@ -231,4 +231,4 @@ LAYINGS: dict[str, type[TokenRows] | type[AnswerRows] | type[PromptRows]] = {
     "online_dpo": PromptRows,
     "ppo": PromptRows,
 }
-"""How the rows of each method become sequences."""
+"""Layouts of the rows as sequences, by method."""

@@ -47,7 +47,7 @@ COLUMNS_FILE = "columns.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was read."""
+    """Result of reading."""
 
     counts: Counts
     faulty: Faulty
@@ -119,7 +119,7 @@ def cached_store(work: Work, data: Data, seed: int) -> TokenStore | None:
 
 
 class _Reading:
-    """One pass over the rows."""
+    """A pass over the rows."""
 
     def __init__(self, work: Work, seed: int, stop: Stop, progress: Progress | None) -> None:
         self.work, self.seed, self.stop, self.progress = work, seed, stop, progress
@@ -200,7 +200,7 @@ def rows_there(work: Work) -> int | None:
 
 
 def nothing_usable(rows_read: int, faulty: Faulty, name: str) -> tuple[str, str, str]:
-    """What, where and fix when no row can be learnt from."""
+    """(what, where, fix) when no row can be learnt from."""
     if not faulty.kinds:
         return "reading was stopped before the first rows were tokenized", name, "run it again"
     first = faulty.kinds[0]

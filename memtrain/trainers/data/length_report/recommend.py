@@ -1,4 +1,4 @@
-"""Which max_length to write, with the reason in one sentence and the lines of the recipe."""
+"""Recommended max_length, with the reason in one sentence and the lines of the recipe."""
 
 from __future__ import annotations
 

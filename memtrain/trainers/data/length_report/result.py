@@ -14,15 +14,14 @@ Interval = tuple[float, float]
 
 
 class Extent(Section):
-    """Which rows the numbers are of."""
+    """Rows that the numbers describe."""
 
     rows_read: int
     """Rows that were tokenized, bad ones included."""
     rows_kept: int
     """Rows whose numbers were kept one by one; the tables are made of these."""
     scale: float
-    """What the tables' counts of rows, tokens, sequences and steps were multiplied by; 1 where they are
-    exact."""
+    """Factor of the tables' counts of rows, tokens, sequences and steps; 1 where they are exact."""
     is_partial: bool
     """Reading was stopped: these are the first rows, and no sample."""
     sampled_of: int | None
@@ -37,17 +36,17 @@ class Extent(Section):
 
 
 class Percentile(Section):
-    """One point of a distribution."""
+    """A point of a distribution."""
 
     percent: float
     tokens: int
     """The smallest length that this share of the rows does not exceed."""
     interval: tuple[int, int] | None
-    """Its 95 % confidence interval, where the rows are a sample."""
+    """95 % confidence interval of the length, where the rows are a sample."""
 
 
 class Bin(Section):
-    """One bar: rows of `first` to `last` tokens."""
+    """A bar: rows of `first` to `last` tokens."""
 
     first: int
     last: int
@@ -73,7 +72,7 @@ class Distribution(Section):
 
 
 class LongRow(Section):
-    """One of the longest rows."""
+    """A row among the longest."""
 
     tokens: int
     where: str
@@ -84,7 +83,7 @@ class BadRows(Section):
     """Rows that cannot be learnt from, of one kind."""
 
     what: str
-    """What is wrong with the first of them."""
+    """Fault of the first of them."""
     fix: str
     where: str
     """`file:line` of the first of them."""
@@ -114,7 +113,7 @@ class Loss(Section):
 
 
 class Packing(Section):
-    """One way of packing."""
+    """A way of packing."""
 
     packing: Literal["bfd", "bfd_split", "wrapped"]
     sequences: int
@@ -140,7 +139,7 @@ class Padding(Section):
 
 
 class Cost(Section):
-    """What the planner predicts of a run with this max_length."""
+    """Prediction of the planner for a run with this max_length."""
 
     fits: bool
     peak_bytes: int | None
@@ -172,7 +171,7 @@ class Candidate(Section):
 
 
 class Recommendation(Section):
-    """What to write into the recipe, and why."""
+    """Lines for the recipe, and their reason."""
 
     reason: str
     recipe: str
@@ -180,7 +179,7 @@ class Recommendation(Section):
 
 
 class Batch(Section):
-    """What the steps and the padding are counted for."""
+    """Batch for which steps and padding are counted."""
 
     rows: int | None
     tokens: int | None
@@ -188,7 +187,7 @@ class Batch(Section):
 
 
 class Inspection(Section):
-    """Everything that `memtrain inspect-lengths` has to say."""
+    """Answer of `memtrain inspect-lengths`."""
 
     version: int = VERSION
     memtrain: str
@@ -212,4 +211,4 @@ class Inspection(Section):
     candidates: tuple[Candidate, ...]
     recommendation: Recommendation
     notes: tuple[str, ...]
-    """What else has to be known to read the numbers."""
+    """Further remarks that are needed to read the numbers."""

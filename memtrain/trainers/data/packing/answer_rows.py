@@ -24,7 +24,7 @@ MOST_IN_A_GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class AnswerSequences:
-    """What enters the model: sequence s is the items `item_ptr[s]:item_ptr[s + 1]`, which share a prompt.
+    """Sequences of the model: sequence s is the items `item_ptr[s]:item_ptr[s + 1]`, which share a prompt.
 
     I items of K answers each.
     """
@@ -156,7 +156,7 @@ def _learnt(spans: Spans, rows: Ints, starts: Ints, kept: Ints, prompt: Ints) ->
 def _became_alike(
     store: TokenStore, rows: Ints, starts: Ints, kept: Ints, is_cut: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Which of the cut pairs have two equal answers left: they prefer nothing any more."""
+    """Mask of the cut pairs that have two equal answers left: they prefer nothing any more."""
     alike = np.zeros(len(rows), np.bool_)
     if kept.shape[1] < 2:
         return alike

@@ -32,7 +32,7 @@ class Laid(Protocol):
 
     @property
     def profile(self) -> LengthProfile:
-        """Their lengths, and what truncation did."""
+        """Lengths of the sequences, and the effects of truncation."""
         ...
 
 
@@ -85,7 +85,7 @@ def held_out_of(
 
 
 def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
-    """What, where and fix for rows of which none can be learnt from."""
+    """(what, where, fix) for rows of which none can be learnt from."""
     length = recipe.row_limits
     longest = length.max_length
     limit = f"{longest} tokens" if longest is not None else "the limits of length:"

@@ -18,7 +18,7 @@ short enough that the order stays random (the field's usual window)."""
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """One optimizer step over all ranks: a number of sequences, or a number of tokens."""
+    """Size of an optimizer step over all ranks: a number of sequences, or a number of tokens."""
 
     rows: int | None
     tokens: int | None
@@ -26,7 +26,7 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One pass: the order of the sequences, cut into steps."""
+    """A pass over the data: the order of the sequences, cut into steps."""
 
     order: Ints
     """Sequence numbers in the order they are learnt from."""
@@ -59,7 +59,7 @@ def make_epoch(
 
 
 def _cut(tokens: Ints, size: BatchSize) -> Ints:
-    """Where steps begin and end: `rows` each, or as many as stay within `tokens` (at least one)."""
+    """Bounds of the steps: `rows` each, or as many as stay within `tokens` (at least one)."""
     count = len(tokens)
     if size.rows is not None:
         return np.append(np.arange(0, count, size.rows, dtype=np.int64), count)
@@ -115,7 +115,7 @@ def count_steps(
 def micro_batches(
     sequences: Ints, tokens: Ints, *, num_ranks: int, micro_batch_size: int, micro_tokens: int | None
 ) -> list[list[Ints]]:
-    """One step's sequences as micro-batches of each rank: `result[rank][i]`, equally many on every rank.
+    """Micro-batches of a step's sequences for each rank: `result[rank][i]`, equally many on every rank.
 
     Order is kept; no micro-batch has more than `micro_batch_size` sequences or `micro_tokens` tokens (a
     longer sequence stands alone). Micro-batches are dealt round robin; a rank left over takes empty ones, so

@@ -28,7 +28,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What enters the model: sequence s is the pieces `bin_ptr[s]:bin_ptr[s + 1]`."""
+    """Sequences of the model: sequence s is the pieces `bin_ptr[s]:bin_ptr[s + 1]`."""
 
     row: Ints
     """Row of each piece."""

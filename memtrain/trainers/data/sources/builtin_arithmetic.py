@@ -42,7 +42,7 @@ class Problem:
 
 
 def problem(rng: random.Random) -> Problem:
-    """One problem: a start and a number of gains and losses, the running count between 0 and 99."""
+    """A problem: a start and a number of gains and losses, the running count between 0 and 99."""
     person, thing = rng.choice(PEOPLE), rng.choice(THINGS)
     count = rng.randint(1, 20)
     sentences, lines = [f"{person} has {count} {thing}."], []

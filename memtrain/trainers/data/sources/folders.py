@@ -96,7 +96,7 @@ def every_file(folder: Path) -> Iterator[Path]:
 
 
 def why_no_data(folder: Path, path: Path) -> str:
-    """Why a file of a folder holds no rows to read; empty for data. A broken link to data is data."""
+    """Reason that a file of a folder holds no rows to read; empty for data. A broken link to data is data."""
     if any(part.startswith(".") for part in path.relative_to(folder).parts):
         return "hidden"
     if path.name in NOT_DATA:
@@ -149,7 +149,7 @@ def bytes_words(num_bytes: int) -> str:
 
 
 def folders_among(paths: Iterable[Path]) -> tuple[Unread, ...]:
-    """What a glob matches that is no file: its files are not read."""
+    """Matches of a glob that are no files: nothing in them is read."""
     return tuple(
         Unread(path, 0, "no file but a folder, a pipe or a device")
         for path in paths

@@ -1,4 +1,4 @@
-"""One file to its rows: JSONL, JSON, CSV, TSV, Parquet, Arrow and text, packed or not, read as a stream.
+"""Reader of a file's rows: JSONL, JSON, CSV, TSV, Parquet, Arrow and text, packed or not, read as a stream.
 
 A row that cannot be read is a `BadRow` in its place, so that reading goes on after it; a file that cannot be
 read is a DataError. No torch here.
@@ -58,7 +58,7 @@ def json_row(line: bytes, reader: JsonReader) -> Row | BadRow:
 
 
 def not_utf8(error: UnicodeDecodeError) -> BadRow:
-    """What is wrong with bytes that are no UTF-8."""
+    """Fault of bytes that are no UTF-8."""
     byte = error.object[error.start]
     return BadRow(f"not UTF-8: byte 0x{byte:02x} at position {error.start}", "save the file as UTF-8")
 
@@ -202,7 +202,7 @@ def text_pieces(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 
 def text_cut(held: str) -> int:
-    """Where a full piece of text ends."""
+    """End of a full piece of text."""
     for mark in ("\n\n", "\n", " "):
         place = held.rfind(mark)
         if place > 0:

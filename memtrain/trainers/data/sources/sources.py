@@ -32,7 +32,7 @@ class Stream:
     """Rows that are read in order: one file, or one dataset."""
 
     name: str
-    """Where a row is from, as an error says it: the path of the file, or the dataset."""
+    """Origin of a row, as an error names it: the path of the file, or the dataset."""
     read: Callable[[], Iterator[Line]]
     digest: Callable[[], str]
     """A digest of the whole content: the same rows have the same digest."""
@@ -44,7 +44,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """What a source names."""
+    """Files and remarks of a source."""
 
     streams: tuple[Stream, ...]
     """In a fixed order."""
@@ -106,7 +106,7 @@ def streams_of(files: Sequence[Path], unit: TextUnit) -> tuple[Stream, ...]:
 
 
 def missing_file(path: Path) -> tuple[str, str, str]:
-    """What, where and fix for a file that is not there."""
+    """(what, where, fix) for a file that is not there."""
     beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     if near:

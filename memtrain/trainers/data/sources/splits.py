@@ -1,4 +1,4 @@
-"""Which rows of a store are learnt from and which are held out: mixtures and splits as indices."""
+"""Training rows and held-out rows of a store: mixtures and splits as indices."""
 
 from __future__ import annotations
 

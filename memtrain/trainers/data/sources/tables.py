@@ -64,7 +64,7 @@ def validated(batch: Any) -> Any:
 
 @contextmanager
 def table_faults(path: Path, kind: str) -> Iterator[None]:
-    """Whatever pyarrow says of a damaged file, as one DataError."""
+    """Context in which pyarrow's errors about a damaged file become one DataError."""
     import pyarrow as pa
 
     try:
@@ -110,7 +110,7 @@ def rows_of(batch: Any) -> list[Row | BadRow]:
 
 
 def row_at(batch: Any, at: int) -> Row | BadRow:
-    """One row, column by column."""
+    """A row, column by column."""
     row: dict[str, Any] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         read: Callable[[], Any] = column[at].as_py

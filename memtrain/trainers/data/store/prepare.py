@@ -51,7 +51,7 @@ HAS_LABEL = ("preference", "unpaired")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One source of the recipe, found and looked into."""
+    """A source of the recipe, found and looked into."""
 
     source: Source
     streams: tuple[Stream, ...]
@@ -95,7 +95,7 @@ class Work:
                 yield first + stream, line
 
     def made_of(self, data: Data, seed: int) -> dict[str, Any]:
-        """Everything that decides what is in the store; reads all files for their digests."""
+        """Properties that decide the contents of the store; reads all files for their digests."""
         limits = [one.source.limit for one in self.found]
         return {
             "layout": VERSION,
@@ -120,7 +120,7 @@ class KeptRows:
 
     store: TokenStore
     notes: tuple[str, ...]
-    """What was not read, or is not learnt from."""
+    """Parts that were not read, or are not learnt from."""
 
 
 def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData:
@@ -157,13 +157,13 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
 
 
 def turn_end_in(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> TurnEnd | None:
-    """What ends the assistant's turns; None where no source of the store holds conversations."""
+    """End of the assistant's turns; None where no source of the store holds conversations."""
     chats = [reading for reading in store.meta.made_of["readings"] if reading["is_chat"]]
     return turn_end_of(tokenizer, chats[0]["template_kwargs"]) if chats else None
 
 
 def split_of(made: KeptRows, rows: Any) -> PreparedSplit:
-    """What a plan says of a store: of the given rows, or of all."""
+    """Facts of a store for the plan: of the given rows, or of all."""
     store = made.store
     lengths, learnt = store.lengths, store.learnt_per_row
     if rows is not None:
@@ -219,7 +219,7 @@ def work_of(
 
 
 def store_folder(data: Data, made_of: dict[str, Any]) -> Path:
-    """Where the store that is made of this is kept."""
+    """Folder of the store with these properties."""
     return cache_dir(data.cache_dir) / "tokens" / key_of(made_of)
 
 
@@ -261,7 +261,7 @@ def is_chat(form: Form, row: Row, names: Names) -> bool:
 
 
 def no_rows(source: Source, streams: Sequence[Stream], key: str) -> tuple[str, str, str]:
-    """What, where and fix for a source without a row."""
+    """(what, where, fix) for a source without a row."""
     if len(streams) == 1:
         return f"there are no rows in '{streams[0].name}'", streams[0].name, "the file is empty: give another"
     return (
@@ -293,7 +293,7 @@ def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
 def rendering_of(
     data: Data, tokenizer: PreTrainedTokenizerFast, kind: str, found: Sequence[Found]
 ) -> Rendering:
-    """How the rows become texts.
+    """Rendering of the rows as texts.
 
     Raises: DataError when a setting has no effect on rows of this format, or the chat template marks nothing.
     """

@@ -89,7 +89,7 @@ class Stored(Section):
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One row on its way into a store."""
+    """A row on its way into a store."""
 
     ids: Ids
     parts: tuple[int, ...]

@@ -28,7 +28,7 @@ RESERVED = (
     "continue_final_message",
     "return_assistant_tokens_mask",
 )
-"""What memtrain gives the template itself."""
+"""Variables that memtrain gives the template itself."""
 
 
 def template_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
@@ -97,7 +97,7 @@ def turn_end_of(tokenizer: PreTrainedTokenizerFast, given: Mapping[str, Any]) ->
 
 
 def trained_words(made_of: dict[str, Any]) -> str:
-    """What of the rows of a store is learnt; empty for prompts, of which nothing is."""
+    """Parts of a store's rows that are learnt; empty for prompts, of which nothing is."""
     said, kind = made_of["rendering"], made_of["kind"]
     forms = {reading["form"] for reading in made_of["readings"]}
     if kind == "prompt":

@@ -35,7 +35,7 @@ class Encoded:
     cut: int
     """Tokens that lie wholly in the prompt."""
     learnt: tuple[TokenSpan, ...]
-    """What is learnt, in tokens."""
+    """Learnt spans, in tokens."""
     merged: bool
     """Whether a token reaches over the end of the prompt."""
 
@@ -48,7 +48,7 @@ def utf8_bytes(text: str, end: int | None = None) -> int:
 
 
 def shifted(text: str, origin: int, end: int) -> int:
-    """Where `text[:end]` ends, in bytes, when the text begins at `origin`."""
+    """End of `text[:end]` in bytes, when the text begins at `origin`."""
     return origin + utf8_bytes(text, end)
 
 

@@ -1,4 +1,4 @@
-"""One example to the texts that are tokenized, and which of their characters are learnt.
+"""Texts of an example for the tokenizer, with the spans of their characters that are learnt.
 
 A prompt with a string completion is the two put together, tokenized once. Where a token reaches over the
 boundary, it belongs to the completion: the boundary is the end of the last token that lies wholly in the
@@ -36,14 +36,14 @@ class Piece:
     cut: int
     """Characters of the prompt at its beginning."""
     learnt: tuple[CharSpan, ...]
-    """What is learnt, in characters."""
+    """Learnt spans, in characters."""
     adds_specials: bool
     """Whether the tokenizer adds special tokens of its own: not where a template wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """How examples become texts: everything that decides it, so that a cache key can hold it."""
+    """Rules for the texts of examples: every property that decides them, so that a cache key can hold it."""
 
     chat_template: str | None
     special_tokens: Mapping[str, str]

@@ -39,7 +39,7 @@ class _TooLong(BaseException):
 
 
 def within_limits(render: Callable[[], Made]) -> Made:
-    """What `render` makes of a template, within the limits; its own exceptions pass.
+    """Result of `render` for a template, within the limits; its own exceptions pass.
 
     Raises: DataError when it takes too long or too much memory, or calls itself without end.
     """

@@ -23,7 +23,7 @@ NUM_TOKENS = 1024
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<|im_start|>", "<|im_end|>")
 TRAINING_ROWS = 2000
 WORD_REPEATS = 20
-"""How often each common word counts: rarer than the arithmetic, more often than its fragments."""
+"""Repeats of each common word: rarer than the arithmetic, more often than its fragments."""
 
 COMMON_WORDS = """
 the of and to in a is that for it was on are as with his they at be this from have or by one had not but what
@@ -66,7 +66,7 @@ CHAT_TEMPLATE = """\
 
 
 def training_texts() -> Iterator[str]:
-    """What the tokenizer is trained on."""
+    """Training texts of the tokenizer."""
     for row in arithmetic.rows(TRAINING_ROWS, arithmetic.SPLITS["train"], "text"):
         yield str(row["text"])
     for word in dict.fromkeys(COMMON_WORDS.split()):

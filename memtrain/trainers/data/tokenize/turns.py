@@ -60,7 +60,7 @@ def _region(index: int, messages: Messages, text: str, render: Render) -> CharSp
 
 
 def _words(index: int, messages: Messages, text: str, render: Render) -> CharSpan:
-    """What the assistant writes in a turn: from its generation prompt to the token that ends the turn.
+    """Span that the assistant writes in a turn: from its generation prompt to the token that ends the turn.
 
     Blanks that the template writes after that token are not the assistant's.
     """
@@ -72,7 +72,7 @@ def _words(index: int, messages: Messages, text: str, render: Render) -> CharSpa
 
 
 def _end(count: int, messages: Messages, text: str, render: Render, *, is_asked: bool = False) -> int:
-    """Where the first `count` messages end in the text; `is_asked`: with a generation prompt.
+    """End of the first `count` messages in the text; `is_asked`: with a generation prompt.
 
     Raises: BadRow when they are written otherwise than in the whole conversation.
     """

@@ -34,7 +34,7 @@ CHARS_AT_ONCE = 2**21
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the rows of one source are read."""
+    """Form and names of one source's rows."""
 
     form: str
     names: Names
@@ -77,7 +77,7 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What was found wrong or unused in the rows of a batch, by their place in it."""
+    """Faults and unused columns in the rows of a batch, by their place in it."""
 
     bad: dict[int, BadRow]
     unused: list[set[str]]
@@ -145,7 +145,7 @@ class Tokenizing:
         return rows
 
     def _rendering(self, stream: int, example: Example) -> Rendering:
-        """How the example is rendered: with its own arguments above those of its source."""
+        """Rendering of the example: with its own arguments above those of its source."""
         given = {**self.job.readings[stream].template_kwargs, **example.template_kwargs}
         return replace(self.job.rendering, template_kwargs=given) if given else self.job.rendering
 
