@@ -18,7 +18,7 @@ def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout
 
 
 class PackageFlash:
-    """One varlen kernel call per part."""
+    """A varlen kernel call for each part."""
 
     @staticmethod
     def forward(

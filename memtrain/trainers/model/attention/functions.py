@@ -30,7 +30,7 @@ from memtrain.trainers.model.streamed.layer_keys import SliceLayout
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
 RowLayout = Layout | SlicedLayout | RowPart | SliceLayout
-"""What a pass is given: a whole row, a rank's part of one, or one slice of a layer's pass over it."""
+"""Layout that a pass is given: a whole row, a rank's part of one, or one slice of a layer's pass over it."""
 
 # Upstream treats any name with "flash" in it as its own flash path.
 NAMES = {

@@ -29,16 +29,16 @@ LENGTHS = (13, 9)
 """Tokens of the two rows, or of a prompt and of each of its two completions: short, and not alike."""
 
 SEEN = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 2e-3}
-"""How far changing one row may move the hidden states of the other, over the largest one. Exactly 0 for a
+"""Largest movement of a row's hidden states when another row changes, over the largest one. Exactly 0 for a
 plain model in any dtype (same shapes, same kernels); the room is half a rounding step of the largest."""
 
 SEEN_REGROUPED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """The same for experts and quantized weights, whose sums are grouped by what the other tokens are."""
 
 ALONE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""How far a row may be from itself alone under the model's own attention, over the largest hidden state: the
-rounding of two kernels, TF32 among them. Chosen, with room for depth and for GPUs; tiny random models of 16
-families stay under 8e-7 in fp32 and 2.5e-2 in bf16 (measured: CPU)."""
+"""Largest distance of a row from itself alone under the model's own attention, over the largest hidden state:
+the rounding of two kernels, TF32 among them. Chosen, with room for depth and for GPUs; tiny random models of
+16 families stay under 8e-7 in fp32 and 2.5e-2 in bf16 (measured: CPU)."""
 
 ALONE_ON_CPU = 2e-4
 """The same in float32 on a CPU, which has no TF32. Chosen: LongRoPE and dynamic NTK that follow a neighbour
@@ -62,7 +62,7 @@ REGROUPING = (
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What the check measured, each over the largest hidden state.
+    """Measurements of the check, each over the largest hidden state.
 
     seen: how far one row moves when the other row's tokens change. alone: how far a row is from itself alone.
     For a packed row, and for a shared prompt (None where it was not asked for).
@@ -138,7 +138,7 @@ def verify_causal(model: nn.Module) -> float:
 
 
 def seen_bound(model: PreTrainedModel, hidden_TD: Tensor) -> float:
-    """How far changing one row may move the hidden states of another, over the largest one."""
+    """Largest allowed movement of a row's hidden states when another row changes, over the largest one."""
     return _bound(model, hidden_TD, SEEN_REGROUPED if _regroups(model) else SEEN)
 
 
@@ -237,7 +237,7 @@ def own_kernel(model: PreTrainedModel, num_tokens: int) -> str:
 
 
 def alone_bound(model: PreTrainedModel, hidden_TD: Tensor) -> float:
-    """How far a row may be from itself alone, over the largest hidden state."""
+    """Largest allowed distance of a row from itself alone, over the largest hidden state."""
     if hidden_TD.device.type == "cpu" and {hidden_TD.dtype, _embedding(model).dtype} == {torch.float32}:
         return ALONE_ON_CPU
     return _bound(model, hidden_TD, ALONE_REGROUPED if _regroups(model) else ALONE)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memtrain.memory.model_shape.length_rules import ROTARY
 
 Turned = Tensor | tuple[Tensor, ...]
-"""What a rotary embedding gives: cosines and sines, or complex numbers, [B, T, D] each."""
+"""Output of a rotary embedding: cosines and sines, or complex numbers, [B, T, D] each."""
 
 
 class RotaryByRow(nn.Module):
@@ -142,7 +142,7 @@ def _frequencies(module: Any, kind: str, length: int, device: torch.device, laye
 def _turned(
     module: Any, frequencies: Tensor, x: Tensor, position_BT: Tensor, layer_type: str | None
 ) -> Turned:
-    """What the class gives for some frequencies, without choosing them."""
+    """Output of the class for some frequencies, without choosing them."""
     name = _named(layer_type, "inv_freq")
     classes = type(module).__mro__
     upstream: Any = classes[classes.index(RotaryByRow) + 1]

@@ -21,7 +21,7 @@ The wrong gradient to be found is off by 2e-1."""
 
 
 class Outcome(StrEnum):
-    """What came of a probe."""
+    """Outcome of a probe."""
 
     WORKS = "works"
     BROKEN = "broken"
@@ -38,7 +38,7 @@ class Probed:
 
 
 def probe(device: str, dtype: torch.dtype) -> list[Probed]:
-    """One `Probed` per back end of ours, in order of preference, then those of other devices."""
+    """Probes of our back ends, in order of preference, then those of other devices."""
     order = list(PREFERENCE[device]) + [backend for backend in NAMES if backend not in PREFERENCE[device]]
     return [probe_one(backend, device, dtype) for backend in order if backend in NAMES]
 

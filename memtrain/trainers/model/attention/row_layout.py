@@ -36,7 +36,7 @@ class Part:
     is_causal: bool
 
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """One `(query start, query end, key start, key end)` for each segment."""
+        """Bounds of each segment: `(query start, query end, key start, key end)`."""
         pairs = zip(pairwise(self.query_bounds), pairwise(self.key_bounds), strict=True)
         return [(*query, *key) for query, key in pairs]
 
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Layout:
-    """Who attends to whom in one flattened row of `num_tokens` tokens.
+    """Attention pattern of a flattened row of `num_tokens` tokens: the keys of each query.
 
     within: part A, every segment to itself, causal.
     to_prompt: part B, the completions of each group to their prompt; None for a packed row. Its query bounds
@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.position_ids.device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Layout:

@@ -20,7 +20,7 @@ def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout
 
 
 class SegmentLoop:
-    """One kernel call per segment."""
+    """Kernel calls per segment, one each."""
 
     @staticmethod
     def forward(

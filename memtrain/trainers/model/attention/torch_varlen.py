@@ -24,7 +24,7 @@ def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout
 
 
 class TorchFlash:
-    """One varlen kernel call per part."""
+    """A varlen kernel call for each part."""
 
     @staticmethod
     def forward(

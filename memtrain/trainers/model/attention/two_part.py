@@ -18,7 +18,7 @@ from memtrain.trainers.model.attention.row_layout import Layout, Part
 
 
 class Kernel(Protocol):
-    """One back end's attention of query to key segments, without autograd. Heads may be grouped (H > K)."""
+    """Attention of a back end from query to key segments, without autograd. Heads may be grouped (H > K)."""
 
     @staticmethod
     def forward(

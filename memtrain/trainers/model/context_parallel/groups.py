@@ -20,14 +20,15 @@ _scatter = (
 
 @dataclass(frozen=True, slots=True)
 class ContextRanks:
-    """This rank among those that hold the same row. All of them call every method, in one order."""
+    """Rank of this process among the ranks that hold the same row. All of them call every method,
+    in one order."""
 
     index: int
-    """Which slice of the row this rank holds."""
+    """Slice of the row that this rank holds."""
     size: int
-    """How many hold it."""
+    """Number of ranks that hold the row."""
     group: dist.ProcessGroup | None = None
-    """Their process group; None for the whole world."""
+    """Process group of these ranks; None for the whole world."""
     by_heads: bool = False
     """In attention each takes some heads of the whole row; else its slice, and keys are gathered."""
 

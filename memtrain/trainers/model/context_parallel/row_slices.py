@@ -42,7 +42,7 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlicedLayout:
-    """Who attends to whom, for the slice of one rank. Layouts of all ranks are made from the same row.
+    """Attention pattern for the slice of one rank. Layouts of all ranks are made from the same row.
 
     index: int64 [L], the rows of the whole row that the slice holds, in order.
     within: the slice's pieces of segments, each to itself, causal.
@@ -172,7 +172,8 @@ def pieces_of(layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int]]
 
 
 def looks_of(layout: Layout, held: Sequence[tuple[int, int]]) -> Iterator[Look]:
-    """What the queries of some rows attend to beside their own piece: their segment's beginning, a prompt."""
+    """Keys that the queries of some rows attend to beside their own piece: their segment's beginning, a
+    prompt."""
     bounds = layout.within.query_bounds
     for begin, end in held:
         segment = bisect_right(bounds, begin) - 1
@@ -235,7 +236,7 @@ def _reach(
 
 
 def _place(row: int, ranges: Sequence[tuple[int, int]]) -> int:
-    """Where a row stands when the ranges lie end to end."""
+    """Place of a row when the ranges lie end to end."""
     before = 0
     for begin, end in ranges:
         if begin <= row < end:

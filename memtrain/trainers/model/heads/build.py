@@ -25,7 +25,7 @@ def configure_loss(scorer: nn.Module, settings: Settings) -> None:
 
 
 def loss_form(settings: Settings) -> dict[str, Any]:
-    """How the logits are formed. Beside Liger's loss, which only knows the NLL, log-probs are in tiles."""
+    """Form of the logits. Beside Liger's loss, which only knows the NLL, log-probs are in tiles."""
     return {
         "is_chunked": settings.loss != "full",
         "is_liger": settings.loss == "liger",

@@ -20,7 +20,7 @@ Ask = Callable[[dict[str, Any], Tensor, Tensor], Answer]
 
 
 def over_slices(ranks: ContextRanks, inputs: dict[str, Any], rows_N: Tensor, ask: Ask[Answer]) -> Answer:
-    """What `ask` answers about rows `rows_N` of the flattened hidden states [B * T, D], on every rank.
+    """Answer of `ask` about rows `rows_N` of the flattened hidden states [B * T, D], on every rank.
 
     Each rank asks about the rows in its slice. Fields of the answer are per row [n], and become [N], or are
     sums over rows, and become the sum over all: differentiable as `ContextRanks.sum` is. A row's target

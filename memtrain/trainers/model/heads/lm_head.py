@@ -25,7 +25,7 @@ from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
 
 Inside = Callable[[Pairs, Tensor | None], Any]
-"""What runs inside a head's module call, on its summed products and its bias."""
+"""Function inside a head's module call, on its summed products and its bias."""
 
 _MULTIPLIES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVIDES = ("logits_scaling",)
@@ -118,7 +118,7 @@ def backbone_of(base: PreTrainedModel) -> nn.Module:
 
 
 def head_form(config: PretrainedConfig) -> HeadForm:
-    """What the model does to its logits, by the names transformers gives it in `config`."""
+    """Changes of the logits by the model, by the names transformers gives them in `config`."""
     known = config.get_text_config().to_dict()
     scale = 1.0
     for name in _MULTIPLIES:

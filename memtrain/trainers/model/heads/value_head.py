@@ -68,7 +68,7 @@ class ValueScorer(Scorer):
     def forward(
         self, inputs: dict[str, Any], scored_index_N: Tensor, request: Request | ValuedRequest
     ) -> Any:
-        """As that of a scorer; `Valued` for a request that asks for values too."""
+        """Result of a scorer's pass; `Valued` for a request that asks for values too."""
         if not isinstance(request, ValuedRequest):
             return super().forward(inputs, scored_index_N, request)
         if self.own is None:
@@ -86,7 +86,7 @@ class ValueScorer(Scorer):
 
 
 def value_of(scorer: ValueScorer) -> nn.Module:
-    """What is trained beside the policy: the value model of its own, or the head on the policy's."""
+    """Module that is trained beside the policy: the value model of its own, or the head on the policy's."""
     return scorer.value_head if scorer.own is None else scorer.own
 
 

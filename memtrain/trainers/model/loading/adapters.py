@@ -74,7 +74,7 @@ def add_adapter(
 
 
 def _round_to(model: nn.Module, dtype: torch.dtype) -> None:
-    """What PEFT does to new adapters beside weights that have data: they are float32 numbers of `dtype`."""
+    """Round new adapters as PEFT does beside weights that have data: they are float32 numbers of `dtype`."""
     for module in (module for module in model.modules() if isinstance(module, LoraLayer)):
         for low_rank in (*module.lora_A.values(), *module.lora_B.values()):
             for weight in low_rank.parameters():

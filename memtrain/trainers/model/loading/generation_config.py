@@ -45,7 +45,7 @@ def storable(model: nn.Module) -> tuple[GenerationConfig | None, list[str]]:
 
 
 def _refusal(config: GenerationConfig) -> str:
-    """Why transformers would not write it; empty where it would."""
+    """Reason that transformers would not write the configuration; empty where it would."""
     try:
         config.validate(strict=True)
     except (ValueError, TypeError) as error:

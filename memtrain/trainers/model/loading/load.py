@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 AUTO: dict[str, Any] = {"lm": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
-"""What loads a model, by the head that it ends in."""
+"""Loaders of a model, by its head."""
 
 
 def load_model(

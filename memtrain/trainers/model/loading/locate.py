@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, the hub, or the hub's cache when the hub cannot be reached."""
+"""Places of a model's files: a folder, the hub, or the hub's cache when the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Origin:
     is_offline: bool
 
     def kwargs(self) -> dict[str, Any]:
-        """What `from_pretrained` takes to read this and nothing else."""
+        """Arguments of `from_pretrained` to read this origin and nothing else."""
         return {"revision": self.revision or "main", "local_files_only": self.is_offline}
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What an adapter says of itself, empty where it does not."""
+    """Facts in an adapter's configuration, empty where they are missing."""
 
     base: str
     """Folder or hub id of the model that it was trained on."""
@@ -51,7 +51,7 @@ class AdapterFacts:
 
 
 def find_origin(path: str, revision: str | None) -> Origin:
-    """Where the model named in `model.path` is. Asks the hub once; transformers would retry for a minute.
+    """Place of the model named in `model.path`. Asks the hub once; transformers would retry for a minute.
 
     Raises: LaunchError when there is no such folder, no such model on the hub, or it is gated.
     """
@@ -147,7 +147,7 @@ def _without_code(config: PretrainedConfig) -> PretrainedConfig:
 def built(
     build: Callable[..., Any], config: PretrainedConfig | Mapping[str, Any], named: str, **kwargs: Any
 ) -> Any:
-    """What `build` makes of a configuration.
+    """Result of `build` for a configuration.
 
     Raises: LaunchError when the model's class cannot be built by its values.
     """
@@ -174,7 +174,7 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def adapter_of(origin: Origin) -> AdapterFacts | None:
-    """What the adapter at `origin` says of itself; None when it is no adapter."""
+    """Facts about the adapter at `origin`; None when it is no adapter."""
     from transformers.utils.hub import cached_file
 
     found = cached_file(

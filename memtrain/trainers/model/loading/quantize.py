@@ -12,7 +12,7 @@ from memtrain.memory.plan.settings import Settings
 
 
 def quantization_config(settings: Settings) -> Any | None:
-    """What `from_pretrained` takes as `quantization_config`; None when the weights stay as they are.
+    """Value of `quantization_config` for `from_pretrained`; None when the weights stay as they are.
 
     4bit: NF4 with double quantization (about 0.516 bytes a weight). 8bit: LLM.int8. The LM head, norms and
     embeddings keep `settings.dtype`.

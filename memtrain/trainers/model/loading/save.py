@@ -26,7 +26,7 @@ MOST_BYTES = 50 * 10**9
 """Bytes of one file of weights: transformers' own limit."""
 
 TRIED = ".final-tried-"
-"""How the folder is called in which a save is tried."""
+"""Beginning of the name of a folder in which a save is tried."""
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -110,7 +110,8 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 
 def _save_generation(model: nn.Module, folder: Path) -> None:
-    """Where an adapter learnt another end than its model's configuration says: what generation stops at."""
+    """Save the generation configuration where an adapter learnt another end token than its model's
+    configuration names."""
     if _ends_otherwise(model):
         made, _ = storable(model)
         assert made is not None, "What ends otherwise has such a configuration."

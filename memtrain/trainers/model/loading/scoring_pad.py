@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 SPARE = ("pad", "reserved", "unused", "placeholder", "extra")
-"""What the name of a special token that no text holds says of itself, the surest first."""
+"""Parts of the names of special tokens that no text holds, the surest first."""
 
 NEW = "<|pad|>"
 

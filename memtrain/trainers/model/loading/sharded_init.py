@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Stretch = Callable[[torch.Size], range]
-"""Which numbers of a weight of some shape this rank holds, counted in the flattened weight."""
+"""Range of a weight's numbers that this rank holds, counted in the flattened weight."""
 
 MAPPED_BYTES = 2**16
 """Numbers that need less are not given pages of their own. Taste."""
@@ -31,7 +31,7 @@ _ELEMENTWISE = {
     torch.ops.aten.zeros_like.default,
     torch.ops.aten.ones_like.default,
 }
-"""What makes another weight of a weight, number by number."""
+"""Operators that make another weight of a weight, number by number."""
 
 
 class NeedsWhole(Exception):
@@ -40,10 +40,10 @@ class NeedsWhole(Exception):
 
 @dataclass(slots=True)
 class Kept:
-    """This rank's numbers of one weight."""
+    """Numbers of a weight on this rank."""
 
     storage: torch.UntypedStorage
-    """That of the weight without data; held, so that no other gets its address."""
+    """Storage of the weight without data; held, so that no other gets its address."""
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[range], Tensor]
@@ -59,17 +59,17 @@ class Kept:
         return self.here
 
     def numbers(self, stretch: range) -> Tensor:
-        """Those of a stretch of the flattened weight, in its own precision."""
+        """Numbers of a stretch of the flattened weight, in its own precision."""
         return self.read(stretch).to(self.dtype)
 
     def forget(self) -> None:
-        """They have been taken."""
+        """Release the numbers after they have been taken."""
         _KEPT.pop(self.storage._cdata, None)
         self.read, self.here = _nowhere, None
 
 
 _KEPT: dict[int, Kept] = {}
-"""What is kept of weights that have no data, by the address of their storage."""
+"""Kept numbers of weights that have no data, by the address of their storage."""
 _MODES: list[_Making] = []
 
 
@@ -127,7 +127,7 @@ def keep(weight: Tensor, read: Callable[[range], Tensor] | None = None) -> None:
 
 
 def kept_of(model: nn.Module) -> dict[str, Kept]:
-    """What is kept of the weights of a model without data, by name."""
+    """Kept numbers of the weights of a model without data, by name."""
     found = {name: _kept(weight) for name, weight in model.named_parameters()}
     unknown = [name for name, kept in found.items() if kept is None]
     assert not unknown, f"Nobody knows the numbers of {', '.join(unknown)}."

@@ -35,7 +35,7 @@ Made = TypeVar("Made")
 
 
 def made_in_parts(settings: Settings, make: Callable[[], Made]) -> tuple[Made, str]:
-    """(what `make` makes of models, why they are whole): without data where each rank is to hold its part.
+    """(models from `make`, reason that they are whole): without data where each rank is to hold its part.
 
     Where the plan wants parts and they cannot be made apart, the models are whole, and the reason is told.
     """
@@ -49,7 +49,7 @@ def made_in_parts(settings: Settings, make: Callable[[], Made]) -> tuple[Made, s
 
 
 def own_rows() -> Stretch:
-    """Which numbers of a flattened weight this rank holds: those of its rows."""
+    """Range of a flattened weight's numbers that this rank holds: its rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def of_rows(shape: torch.Size) -> range:

@@ -109,7 +109,7 @@ def header_of(file: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def _pointer(file: Path) -> str:
-    """What stands in its place, where that is known."""
+    """Words about a file in the weights' place, where its kind is known."""
     with file.open("rb") as opened:
         begun = opened.read(64)
     is_pointer = begun.startswith(b"version https://git-lfs")

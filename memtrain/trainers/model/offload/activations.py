@@ -24,7 +24,7 @@ Taste."""
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What was put on a model. `checkpointing` is None when nothing is recomputed and nothing travels."""
+    """Parts put on a model. `checkpointing` is None when nothing is recomputed and nothing travels."""
 
     checkpointing: Checkpointing | None
     offloader: Offloader | None
@@ -80,7 +80,7 @@ def apply_checkpointing_and_offload(
 
 
 def disk_of(settings: Settings) -> DiskTier | None:
-    """Where activations go that the host has no room for; its files are gone when the run is.
+    """Disk tier for activations that the host has no room for; its files are gone when the run is.
 
     Raises: LaunchError when nothing can be written there.
     """

@@ -34,7 +34,7 @@ def recompute(layer: Callable[..., Any], *inputs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
-    """How the layers of one model are run in training."""
+    """Checkpointing of a model's layers in training."""
 
     layers: tuple[GradientCheckpointingLayer, ...]
     """Layers whose inside is recomputed."""

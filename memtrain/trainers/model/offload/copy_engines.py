@@ -1,4 +1,4 @@
-"""How bytes travel between the device and the host: on CUDA streams, at once, or as late as allowed."""
+"""Copy engines between the device and the host: on CUDA streams, at once, or as late as allowed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SyncEngine:
 
 
 class CudaEngine:
-    """One side stream for each direction, pinned host memory, and an event for each copy.
+    """Copies on a side stream for each direction, with pinned host memory and an event for each copy.
 
     Device memory goes back to the allocator only after compute was made to wait for its copy, so the
     allocator needs no `record_stream` and no guess at who still uses what.
@@ -157,7 +157,7 @@ class LazyEngine:
             first.is_done = True
 
     def settle(self, ticket: Ticket) -> None:
-        """As `wait`."""
+        """Wait, exactly as `wait` does."""
         self.wait(ticket)
 
     def _copy(self, queue: deque[_LazyCopy], run: Callable[[], Any], after: Ticket) -> Ticket:

@@ -62,7 +62,7 @@ class DiskTier:
 
 
 def _prefix() -> str:
-    """How the files of this machine's processes begin: the folder may be shared with other machines."""
+    """Beginning of the names of this machine's files: the folder may be shared with other machines."""
     return f"activation-{socket.gethostname()}-"
 
 
@@ -75,7 +75,7 @@ def _remove_left(folder: Path) -> None:
 
 
 class StoredBlock:
-    """One block on disk; its file goes when this does."""
+    """A block on disk; its file is removed with the block."""
 
     def __init__(self, path: Path, writing: Future[None]) -> None:
         self._path = path

@@ -38,7 +38,7 @@ class Traffic:
 
 
 class Block:
-    """One offloaded storage: on the device, on the host, on disk, or on the way."""
+    """An offloaded storage: on the device, on the host, on disk, or on the way."""
 
     __slots__ = (
         *("_owner", "key", "source", "place", "num_bytes", "previous", "uses", "__weakref__"),
@@ -70,7 +70,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What autograd keeps in place of a tensor: a block, and where in it the tensor lies."""
+    """Replacement of a saved tensor in autograd: a block, and the tensor's place in it."""
 
     block: Block
     dtype: torch.dtype

@@ -18,12 +18,12 @@ from memtrain.trainers.model.streamed.row_slices import slices_of
 from memtrain.trainers.model.streamed.tokenwise import TokenwiseForward
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
-"""What transformers' decoders call the norm after their layers."""
+"""Names of the norm after the layers in transformers' decoders."""
 
 Forward = Callable[..., Any]
 
 Hooks = Callable[[], AbstractContextManager[Any]]
-"""What surrounds the saving of a layer's input."""
+"""Contexts around the saving of a layer's input."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class StreamedForward:
     slice_tokens: int
     hooks: Hooks = nullcontext
     before: Forward | None = None
-    """What stood in the instance in place of the class's method: a kernel's."""
+    """Forward that was in the instance before, in place of the class's method: a kernel's."""
 
     def plain(self, *inputs: Any, **arguments: Any) -> Any:
         """The layer as it is without slices."""
@@ -90,7 +90,7 @@ def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontex
 
 @contextmanager
 def other_slices(model: nn.Module, slice_tokens: int) -> Iterator[None]:
-    """Whatever of `model` is streamed goes in slices of another length inside; with 0 in one piece."""
+    """Context in which the streamed parts of `model` use slices of another length; with 0 one piece."""
     streamed = [
         own
         for module in model.modules()

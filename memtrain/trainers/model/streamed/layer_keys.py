@@ -69,7 +69,7 @@ class LayerKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceLayout:
-    """What attention gets in place of the row's layout: one slice of the row, and the keys of the layer."""
+    """Layout of one slice of the row for attention, with the keys of the layer."""
 
     part: RowSlice
     keys: LayerKeys

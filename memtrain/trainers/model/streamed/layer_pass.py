@@ -1,4 +1,4 @@
-"""One decoder layer over one row in slices: forward without a graph, backward from the last slice on.
+"""A decoder layer over a row in slices: forward without a graph, backward from the last slice on.
 
 A layer is token-wise but for attention, and there a token needs keys and values of earlier ones only. So the
 forward pass goes through the slices in order and keeps the layer's input alone. The backward pass makes keys

@@ -21,7 +21,7 @@ class TokenwiseForward:
     module: nn.Module
     slice_tokens: int
     before: Callable[..., Any] | None = None
-    """What stood in the instance in place of the class's method: a kernel's."""
+    """Forward that was in the instance before, in place of the class's method: a kernel's."""
 
     def __call__(self, x_BTW: Tensor) -> Tensor:
         """The module's output; keeps its input for the backward pass."""
