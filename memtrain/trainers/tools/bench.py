@@ -1,4 +1,4 @@
-"""One variant of a benchmark in a process of its own: peak memory, speed and losses of a plan's first steps.
+"""Benchmark of one variant in a process of its own: peak memory, speed and losses of a plan's first steps.
 
     python -m memtrain.trainers.tools.bench PLAN.json NUM_STEPS
 
@@ -45,12 +45,12 @@ OUT_OF_MEMORY = 7
 
 @dataclass(frozen=True, slots=True)
 class Benched:
-    """What the steps of one variant needed."""
+    """Memory and time that the steps of one variant needed."""
 
     peak_bytes: int
     """Highest sum of live tensors on the device, in steps with the heaviest micro-batch among them."""
     reserved_bytes: int
-    """What CUDA's caching allocator held at most; 0 on a CPU."""
+    """Most memory that CUDA's caching allocator held; 0 on a CPU."""
     rss_bytes: int
     """Highest resident memory of the process, above what it had after its imports."""
     tokens: int
@@ -123,7 +123,7 @@ def heaviest_sequences(stepper: Stepper, *, until: int) -> Ints:
 
 
 def micro_of(feed: Feed, sequences: Ints) -> MicroBatch:
-    """What the model is given of some sequences."""
+    """Micro-batch that the model is given of some sequences."""
     made = feed.micro_batch(sequences)
     answers = made.answers if isinstance(made, PolicyMicro) else made
     micro = answers.micro if isinstance(answers, AnswerBatch) else answers

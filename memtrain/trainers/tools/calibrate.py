@@ -30,7 +30,7 @@ def measure(kind: Kind, name: str) -> Measured:
 
 
 def of_cpu(name: str) -> Measured:
-    """One core: figures are of one thread."""
+    """Measurements of one core: figures are of one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -45,7 +45,7 @@ class Examination:
 
     @property
     def broken(self) -> list[Finding]:
-        """What is installed and does not work."""
+        """Installed packages that do not work."""
         return [finding for finding in self.findings if finding.outcome is Outcome.BROKEN]
 
     def as_json(self) -> dict[str, Any]:

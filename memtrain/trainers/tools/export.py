@@ -27,7 +27,7 @@ from memtrain.trainers.run_folder.folder import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """Model that was written."""
 
     folder: Path
     step: int

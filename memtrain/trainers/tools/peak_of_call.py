@@ -16,7 +16,7 @@ from memtrain.trainers.model.loading.load import local_device
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a few steps of a plan needed on this device."""
+    """Memory and time that a few steps of a plan needed on this device."""
 
     peak_bytes: int
     """Highest sum of live tensors: weights, gradients, optimizer state, activations."""

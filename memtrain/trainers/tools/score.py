@@ -34,7 +34,7 @@ def rewards_of(
     *,
     tell: Callable[[str], object] = lambda note: None,
 ) -> Iterator[dict[str, object]]:
-    """One line for each row of `data.train`, in its order: where it is from, and a reward for each answer.
+    """A line for each row of `data.train`, in its order: where it is from, and a reward for each answer.
 
     `adapter`: folder or hub id of an adapter of a reward model, whose base is `recipe.model`. `tell` is given
     what of the data was not read or has no effect.

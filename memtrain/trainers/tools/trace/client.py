@@ -29,7 +29,7 @@ class Judged(Section):
     """A reward model beside the policy."""
 
     config: dict[str, Any]
-    """Its configuration, as in config.json."""
+    """The model's configuration, as in config.json."""
     dtype: str = "auto"
     """`auto`: the policy's."""
     is_alike: bool = True
@@ -39,7 +39,7 @@ class Judged(Section):
 
 
 class TraceJob(Section):
-    """One step to trace."""
+    """A step to trace."""
 
     recipe: Recipe
     settings: Settings
@@ -65,25 +65,25 @@ class TraceJob(Section):
 
 
 class Traced(Section):
-    """What a trace found."""
+    """Result of a trace."""
 
     prediction: Prediction
     reserved_bytes: int | None
-    """What CUDA's caching allocator would reserve for the same allocations; None unless `is_whole`."""
+    """Memory that CUDA's caching allocator would reserve for the same allocations; None unless `is_whole`."""
     host_bytes: dict[str, int] = {}
-    """What waits in the host's memory, by owner (CUDA)."""
+    """Bytes that wait in the host's memory, by owner (CUDA)."""
     seconds: float
     is_remembered: bool = False
-    """It was found before, and comes from disk."""
+    """Whether the result was found before, and comes from disk."""
 
 
 PACKAGES = ("memtrain", "torch", "transformers", "peft", "liger_kernel", "deepspeed")
-"""Whose code a trace runs."""
+"""Packages whose code a trace runs."""
 TRACED_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
 
 
 def can_trace(recipe: Recipe, settings: Settings) -> str | None:
-    """Why a run cannot be traced (then the arithmetic stands alone); None when it can."""
+    """Reason that a run cannot be traced (then the arithmetic stands alone); None when it can."""
     if recipe.method not in TRACED_METHODS:
         return f"the step of {recipe.method} is not traced yet"
     if uses_zero(settings) and settings.shard_offload != "none":
@@ -176,7 +176,7 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
 
 
 def cache_folder() -> Path:
-    """Where traces are remembered: `$XDG_CACHE_HOME/memtrain/traces`."""
+    """Folder of remembered traces: `$XDG_CACHE_HOME/memtrain/traces`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memtrain" / "traces"
 
 

@@ -248,10 +248,11 @@ def segment_size(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the allocator made of a sequence of events."""
+    """Result of the allocator for a sequence of events."""
 
     peak_allocated: int
-    """As `torch.cuda.max_memory_allocated` counts: rounded sizes, with rests too small to split off."""
+    """Peak as `torch.cuda.max_memory_allocated` counts it: rounded sizes, with rests too small to split
+    off."""
     peak_reserved: int
     num_retries: int
     fits: bool
@@ -314,7 +315,7 @@ def _room(block: Block) -> int:
 
 
 def _first_with_room(hole: Block, size: int) -> Block | None:
-    """Where a free stretch around `hole` starts that holds `size`; None when there is less room."""
+    """Start of a free stretch around `hole` that holds `size`; None when there is less room."""
     before = hole.prev
     start = before if before is not None and before.is_free and before.is_mapped else hole
     room, block = 0, start

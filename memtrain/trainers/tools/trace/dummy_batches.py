@@ -33,12 +33,12 @@ NOTHING = Needs(old=False, reference=False)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a micro-batch is made for."""
+    """Subject of a micro-batch."""
 
     recipe: Recipe
     settings: Settings
     needs: Needs = NOTHING
-    """What the loss of an online method reads."""
+    """Quantities that the loss of an online method reads."""
 
 
 def token_micro(subject: Subject, batch: HeaviestBatch) -> MicroBatch:
@@ -98,12 +98,12 @@ DUMMIES: dict[Any, Callable[[Subject, HeaviestBatch], Any]] = {
     AnswerFeed: answer_micro,
     PromptFeed: policy_micro,
 }
-"""What makes the micro-batch of a method, by the feed that its module names."""
+"""Makers of a method's micro-batch, by the feed that its module names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DummyFeed:
-    """As much of a feed as a method looks at before a step: each micro-batch is one sequence."""
+    """The part of a feed that a method reads before a step: each micro-batch is one sequence."""
 
     micro: Any
 

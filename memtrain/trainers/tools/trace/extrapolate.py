@@ -25,7 +25,7 @@ Owners = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What traces say of a job."""
+    """Result of the traces of a job."""
 
     phases: tuple[PhasePeak, ...]
     host: Owners
@@ -74,7 +74,7 @@ def shallow_depths(depth: int, period: int) -> tuple[int, int] | None:
 
 
 def extrapolated(low: Mapping[str, Owners], high: Mapping[str, Owners], factor: float) -> dict[str, Owners]:
-    """What each owner holds in each phase where `low` is 0 and `high` is 1 on the line to `factor`."""
+    """Bytes of each owner in each phase, where `low` is 0 and `high` is 1 on the line to `factor`."""
     found: dict[str, Owners] = {}
     for phase, owners in high.items():
         start = low.get(phase, owners)

@@ -119,7 +119,7 @@ def without_launches() -> Iterator[None]:
 
 @contextmanager
 def unchanged(modules: list[ModuleType]) -> Iterator[None]:
-    """What is put into these modules inside is taken out again."""
+    """Context inside which changes of these modules are undone at the end."""
     before = [(module, dict(vars(module))) for module in modules]
     try:
         yield

@@ -10,7 +10,7 @@ from torch import Tensor
 from memtrain.trainers.model.offload.copy_engines import Ticket
 
 HOST = "meta"
-"""What plays the host's memory."""
+"""Device that plays the host's memory."""
 
 
 class TracedHost:

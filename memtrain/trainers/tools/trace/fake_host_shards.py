@@ -20,7 +20,7 @@ from memtrain.trainers.tools.trace.fake_host import HOST
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 DEVICE = "cpu"
-"""What plays the GPU: the device of FSDP2's mesh, and what it calls the host, are both of this name."""
+"""Device that plays the GPU: the device of FSDP2's mesh, and the host's name there, are both of this name."""
 
 
 @contextmanager

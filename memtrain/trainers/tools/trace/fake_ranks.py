@@ -1,4 +1,4 @@
-"""One rank of a run of several processes: a process group whose other members are not there."""
+"""A rank of a run of several processes: a process group whose other members are not there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Rules = dict[Any, Callable[..., Any]]
 
 @contextmanager
 def playing_ranks(settings: Settings) -> Iterator[None]:
-    """This process is rank 0 of the run inside; its collectives move nothing and allocate what they would."""
+    """Context in which this process is rank 0 of the run; its collectives move nothing and allocate what they
+    would."""
     if settings.num_processes == 1:
         yield
         return
@@ -80,7 +81,7 @@ def _real_mesh() -> Iterator[None]:
 
 
 def engine_of_ranks(scorer: nn.Module, trained: list[nn.Parameter], settings: Settings) -> DistributedStep:
-    """How a step reaches the other ranks."""
+    """Engine by which a step reaches the other ranks."""
     if settings.num_processes == 1:
         return DistributedStep()
     if settings.engine == "fsdp2":

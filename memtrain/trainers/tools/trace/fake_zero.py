@@ -1,4 +1,4 @@
-"""One rank under DeepSpeed's ZeRO: its own engine, cutting and stepping tensors without data.
+"""A rank under DeepSpeed's ZeRO: its own engine, cutting and stepping tensors without data.
 
 DeepSpeed runs on its CPU accelerator in a process group whose other members are not there; nothing of it is
 modelled. What it asks of data is answered: gradients are finite, other ranks agree.
@@ -47,7 +47,7 @@ def playing_zero(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def zero_without_data(settings: Settings) -> Iterator[None]:
-    """What DeepSpeed asks of numbers is answered inside, and weights stay where they are."""
+    """Context in which DeepSpeed's questions about numbers are answered, and weights stay where they are."""
     if not uses_zero(settings):
         yield
         return
@@ -65,7 +65,7 @@ def zero_without_data(settings: Settings) -> Iterator[None]:
 def begin_playing_zero(
     scorer: nn.Module, optimizer: ZeroOptimizer, settings: Settings, max_grad_norm: float | None
 ) -> DistributedStep:
-    """As begin_zero, with the buffers of `settings` on a device that is a CPU to DeepSpeed."""
+    """Counterpart of begin_zero, with the buffers of `settings` on a device that is a CPU to DeepSpeed."""
     asked = zero_config(settings, max_grad_norm)
     with replaced(zero, "zero_config", lambda *which: asked):
         played = settings.model_copy(update={"device": "cpu"})

@@ -34,7 +34,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Everything is kept: the most memory that can be asked for."""
+    """Largest result: all elements are kept, the most memory that can be asked for."""
     tensor: Tensor = args[0]
     return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.long, device=_device(tensor))
 
@@ -49,7 +49,8 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is computed in place allocates nothing: the tensor comes back as it is, and time is saved."""
+    """Result of an operation in place, which allocates nothing: the tensor comes back as it is, and time is
+    saved."""
     return kwargs["out"] if "out" in kwargs else args[0]
 
 
@@ -79,7 +80,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
 }
-"""What a Recorder does in place of these operators."""
+"""Replacements of these operators in a Recorder."""
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class Judge:
 
 
 def bare_judge(recipe: Recipe, settings: Settings, judged: Judged, device: str) -> Judge:
-    """One reward model of a run, as load_reward_model stands it beside the policy of `settings`."""
+    """A reward model of a run, as load_reward_model puts it beside the policy of `settings`."""
     own = judge_settings(settings, judged.dtype, is_alike=judged.is_alike)
     model = bare_model(judged.config, own, device=device, head="score")
     scorer = RewardScorer(model.requires_grad_(False)).eval()
@@ -44,6 +44,6 @@ def bare_judge(recipe: Recipe, settings: Settings, judged: Judged, device: str) 
 
 
 def one_judgement(judge: Judge) -> None:
-    """What a reward model does with one batch of completions (see RewardJudge)."""
+    """Pass of a reward model over one batch of completions (see RewardJudge)."""
     with torch.no_grad():
         judge.scorer(judge.micro.micro.model_inputs(), judge.micro.last_A)

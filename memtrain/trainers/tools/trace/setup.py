@@ -1,4 +1,4 @@
-"""Everything around a model that a step needs, put together as a run puts it (see build.py and worker.py)."""
+"""Parts of a step around the model, put together as a run puts them (see build.py and worker.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Model = PreTrainedModel | PeftModel
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Everything a step needs."""
+    """Parts that a step needs."""
 
     scorer: Scorer | RewardScorer
     method: Method
@@ -60,7 +60,7 @@ class Stage:
     reference: Reference | None
     offloaders: tuple[Offloader, ...]
     parameters: list[nn.Parameter]
-    """What this rank's optimizer steps."""
+    """Parameters that this rank's optimizer steps."""
 
     @property
     def follower(self) -> TracksPolicy | None:
@@ -126,7 +126,7 @@ def module_of(recipe: Recipe) -> ModuleType:
 def reference_of(
     scorer: nn.Module, copy: Model | None, recipe: Recipe, settings: Settings
 ) -> Reference | None:
-    """As build_reference, with nothing loaded and nothing computed before."""
+    """Counterpart of build_reference, with nothing loaded and nothing computed before."""
     kind = settings.reference
     if kind == "none":
         return None

@@ -62,7 +62,7 @@ def one_step(
 
 
 def before_step(stage: Stage) -> None:
-    """What a method does before the first micro-batch of a step."""
+    """Run the method's work before the first micro-batch of a step."""
     if isinstance(stage.method, LooksAhead):
         feed = DummyFeed(stage.micros[0])
         sequences = [np.array([number]) for number in range(len(stage.micros))]
@@ -163,7 +163,7 @@ def own_gradients(model: nn.Module, recorder: Recorder) -> None:
 
 
 def own_states(stage: Stage, recorder: Recorder) -> None:
-    """Whatever the optimizer keeps belongs to `optimizer`, its float32 copies to `master copies`."""
+    """Assign the optimizer's states to `optimizer`, its float32 copies to `master copies`."""
     recorder.own(tensors_of(stage.optimizer.state), "optimizer")
     masters = getattr(stage.optimizer, "_masters", [])
     weights = set(map(id, stage.parameters))

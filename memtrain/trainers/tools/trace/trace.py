@@ -48,7 +48,7 @@ STEPS = ("first step", "steady step")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is traced."""
+    """Subject of a trace."""
 
     recipe: Recipe
     settings: Settings
@@ -61,14 +61,14 @@ class Job:
     """Trace only the first layers; None: all."""
     want_stats: bool = False
     passes: HeaviestBatch | None = None
-    """What an online method scores without gradients before it learns from it; None: it does not."""
+    """Batch that an online method scores without gradients before it learns from it; None: it scores none."""
     judges: tuple[Judged, ...] = ()
     """Reward models beside the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a trace saw."""
+    """Records of a trace."""
 
     recorder: Recorder
     host: Mapping[str, int]
@@ -116,7 +116,7 @@ class Models:
     """The reference that is held beside the policy."""
     micros: list[Any]
     passes: Any | None
-    """What an online method scores before it learns."""
+    """Batch that an online method scores before it learns."""
     own: Any | None = None
     """A value model beside the policy."""
     judges: Sequence[Judge] = ()

@@ -31,17 +31,17 @@ MOST_ROWS = 6
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What the probe saw, over the largest hidden state."""
+    """Differences that the probe saw, over the largest hidden state."""
 
     different: float
-    """How far a row of the planned step is from itself alone."""
+    """Largest distance of a row of the planned step from itself alone."""
     limit: float
     lengths: tuple[int, ...]
     """Tokens of the rows that were computed alone."""
 
     @property
     def fault(self) -> str:
-        """What is wrong; empty when nothing is."""
+        """Description of the fault; empty when there is none."""
         if self.different <= self.limit:
             return ""
         return f"a row is not what plain transformers makes of it alone: off by {self.different:.1e}"

@@ -1,4 +1,4 @@
-"""How far two recordings of the same step are apart, and how far they may be.
+"""Distance between two recordings of the same step, and its limits.
 
 Float32: fixed limits, of what the order of sums may move. Half precision: the planned side may be as far from
 a float32 run of the same weights as the plain side is, give or take a factor: rounding is the plain run's
@@ -38,13 +38,13 @@ LOSS_HALF = 1e-2
 """Of a step that was made without log-probs, in half precision: what bfloat16 knows of a nat."""
 
 HALF_FACTOR = 2.0
-"""How much further than the plain side half precision may be from float32. Packed rows sum in another order,
-so a rounding error is another draw of the same size; tests/equal holds 1.5 over whole models."""
+"""Factor by which half precision may be further from float32 than the plain side. Packed rows sum in another
+order, so a rounding error is another draw of the same size; tests/equal holds 1.5 over whole models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far apart, how far allowed, and where."""
+    """A distance, its limit, and its place."""
 
     value: float
     limit: float
@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class StepDifferences:
-    """One step of two sides."""
+    """Differences of a step between two sides."""
 
     loss: Difference
     scores: Difference | None
@@ -68,10 +68,10 @@ class StepDifferences:
     update: Difference
     """Of the weights after the step, by the same gradient on both sides."""
     by_parameter: Mapping[str, float]
-    """What `gradients` is the largest of."""
+    """Differences of which `gradients` is the largest."""
 
     def named(self) -> dict[str, Difference]:
-        """Those that were measured."""
+        """Differences that were measured."""
         found = {"loss": self.loss, "log-probs": self.scores, "gradients": self.gradients}
         return {name: one for name, one in (found | {"update": self.update}).items() if one is not None}
 

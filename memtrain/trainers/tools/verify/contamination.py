@@ -23,18 +23,18 @@ MOST_ROWS = 4
 MOST_SEQUENCES = 8
 """Sequences of the micro-batch that is looked at. Taste."""
 MOVED = 1e-4
-"""How far a row must move at its own change, over the largest hidden state; less, and the probe is blind."""
+"""Least movement of a row at its own change, over the largest hidden state; with less, the probe is blind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the probe saw, each over the largest hidden state."""
+    """Movements that the probe saw, each over the largest hidden state."""
 
     others_moved: float
-    """How far a row moved when another was changed: exactly 0 but for experts and quantized weights."""
+    """Movement of a row when another was changed: exactly 0 but for experts and quantized weights."""
     limit: float
     own_moved: float
-    """How far a changed row moved at least."""
+    """Least movement of a changed row."""
     num_rows: int
     """Rows that were changed."""
     rows_together: int
@@ -42,7 +42,7 @@ class Seen:
 
     @property
     def fault(self) -> str:
-        """What is wrong; empty when nothing is."""
+        """Description of the fault; empty when there is none."""
         if not self.others_moved <= self.limit:
             return f"a row sees another: its hidden states move by {self.others_moved:.1e} of the largest"
         if not self.own_moved > MOVED:

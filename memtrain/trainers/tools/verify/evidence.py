@@ -27,14 +27,14 @@ from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.tools.verify.record import Side
 
 ATTENTION_OPS = ("attention", "flex")
-"""What names of attention operators have in them."""
+"""Parts of the names of attention operators."""
 MOST_KERNELS = 8
 """Device kernels that are named, those with most time first. Taste."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What one step of a side ran."""
+    """Operators and passes of one step of a side."""
 
     attention: str
     """Name of the attention function that the model's layers call."""
@@ -102,13 +102,13 @@ class _Layers:
 
 
 class Watch:
-    """What the passes of a step run: `with Watch(side, number) as watch`, then `watch.ran`."""
+    """Watch over the passes of a step: `with Watch(side, number) as watch`, then `watch.ran`."""
 
     def __init__(self, side: Side, number: int) -> None:
         self.side = side
         self.work = side.work(number)
         self.ran: Ran | None = None
-        """What ran, once the pass is over."""
+        """Operators and passes, once the pass is over."""
 
     def __enter__(self) -> Watch:
         built = self.side.built
@@ -151,13 +151,13 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a strategy leaves behind in a step."""
+    """Evidence that a strategy leaves in a step."""
 
     acted: bool
     had_work: bool
     """Whether there was something for it to do: small steps fit one micro-batch, and one tile of logits."""
     expected: str
-    """What should have been seen."""
+    """Evidence that was expected."""
 
 
 def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, Trace]:
@@ -221,7 +221,7 @@ def _is_precomputed(side: Side) -> bool:
 
 
 def offloader_of(built: Built) -> Offloader | None:
-    """What moves the activations of a side's model; None where nothing is moved."""
+    """Offloader of the activations of a side's model; None where nothing is moved."""
     for layer in built.model.modules():
         run: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
         forward = vars(layer).get("forward")

@@ -22,8 +22,8 @@ above, its scores of row length squared would not fit, and torch's SDPA on padde
 
 STIR_SHARE = 0.1
 STIR_ZEROS = 0.02
-"""How far weights are moved from their start, over their own size; zeros by so much. At the start a policy is
-its reference and an adapter adds nothing: terms vanish that should be compared. Taste."""
+"""Distance by which weights are moved from their start, over their own size; zeros by so much. At the start a
+policy is its reference and an adapter adds nothing: terms vanish that should be compared. Taste."""
 
 
 def on_one_process(plan: Plan, *, steps: int) -> Plan:

@@ -24,7 +24,7 @@ MOST_PLAIN_TOKENS = 8192
 
 @dataclass(slots=True)
 class Recorded:
-    """One optimizer step of one side, on the host."""
+    """An optimizer step of one side, on the host."""
 
     loss: float
     score_N: Tensor | None

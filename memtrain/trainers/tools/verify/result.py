@@ -11,7 +11,7 @@ VERSION = 1
 
 
 class Check(Section):
-    """One check."""
+    """A check of a verification."""
 
     name: str
     """loss, log-probs, gradients, update, contamination, resume, or ran."""
@@ -19,7 +19,7 @@ class Check(Section):
     found: float | None
     """The largest value of all steps."""
     limit: float | None
-    """What it may be."""
+    """Limit of the value."""
     where: str
     """The parameter, token or strategy that is furthest off."""
     says: str
@@ -41,7 +41,7 @@ class Ran(Section):
 
 
 class Verification(Section):
-    """What `memtrain verify` found."""
+    """Result of `memtrain verify`."""
 
     version: int = VERSION
     is_exact: bool

@@ -122,7 +122,7 @@ def _nearer(config: dict[str, Any], before: int, longest: int) -> dict[str, Any]
 
 
 def _narrow_angles(section: dict[str, Any], config: Mapping[str, Any], near: int | None) -> dict[str, Any]:
-    """As many factors of LongRoPE as heads now have angles, and the length at which they change."""
+    """LongRoPE factors, as many as heads now have angles, and the length at which they change."""
     heads = int(config.get("num_attention_heads") or 1)
     width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     share = section.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0

@@ -62,7 +62,7 @@ class Compared:
     """In the first step, of the planned side."""
     plainly: Watched
     work: StepWork
-    """What the first step of the planned side did."""
+    """Facts of the first step of the planned side."""
 
 
 def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verification:
