@@ -27,7 +27,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 def open_generating(
     plan: Plan, built: Built, ranks: Ranks, *, version: Callable[[], int], tell: Callable[[str], None]
 ) -> Generating:
-    """Who writes the completions of a run, as its plan says.
+    """Sampler of a run's completions, as its plan says.
 
     `version` grows whenever the weights change. Engines of their own are opened here, once, and choose
     themselves how many they write at a time.
@@ -58,10 +58,10 @@ class OwnSampler:
     plan: Plan
     built: Built
     form: Form = FORMS[0]
-    """How transformers' `generate` is called."""
+    """Form of the calls of transformers' `generate`."""
 
     def __call__(self, rows: int) -> Sampler:
-        """One of so many rows at a time."""
+        """Sampler of so many rows at a time."""
         return build_sampler(self.plan, self.built, max_rows=rows, form=self.form)
 
     def check(self, generating: Generating, prompts: PromptFeed) -> None:
@@ -113,7 +113,7 @@ def build_sampler(
 
 
 def sampling_of(plan: Plan, built: Built, *, is_evaluation: bool = False) -> Sampling:
-    """How tokens are chosen. Held-out prompts: at `eval_temperature`, nothing else cut or penalised."""
+    """Choice of tokens. Held-out prompts: at `eval_temperature`, nothing else cut or penalised."""
     generate = plan.recipe.generation
     stop_ids = stop_tokens(built)
     if is_evaluation:

@@ -27,7 +27,7 @@ def show(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def as_text(line: dict[str, Any]) -> str:
-    """One completion for a terminal: its prompt's end, itself, its rewards and its advantage."""
+    """Line of a completion for a terminal: its prompt's end, itself, its rewards and its advantage."""
     rewards = ", ".join(
         f"{name} {'none' if value is None else format(value, '.3g')}"
         for name, value in line["rewards"].items()

@@ -14,7 +14,8 @@ from memtrain.trainers.runtime.ranks import Ranks
 
 @dataclass(slots=True)
 class Generating:
-    """Who writes completions. The same ones for any number of ranks, and of rows at a time."""
+    """Sampler of completions over all ranks. The same completions for any number of ranks, and of rows at a
+    time."""
 
     make: Callable[[int], Sampler]
     """A sampler of so many rows."""

@@ -28,7 +28,7 @@ NAME = "memtrain_rollout"
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one forward pass is about: prompts that are read (`layout`), or rows that are written (`at`)."""
+    """Subject of a forward pass: prompts that are read (`layout`), or rows that are written (`at`)."""
 
     keys: KVCache
     backend: AttentionBackend

@@ -15,7 +15,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class Standing:
-    """Which rows are being written, and where each of them stands."""
+    """Rows that are being written, and the place of each of them."""
 
     group_R: Tensor
     """int64: group slot of each row."""
@@ -72,8 +72,8 @@ class KVCache:
     rows: dict[int, Pair] = field(default_factory=dict)
     """By turn: [R, K, T, D] each."""
     turn: int = 0
-    """How often the model has attended in this pass. Every pass attends in the same order, and a layer may do
-    so several times: layers that are run in cycles, or twice with other values."""
+    """Number of attentions of the model so far in this pass. Every pass attends in the same order, and a
+    layer may do so several times: layers that are run in cycles, or twice with other values."""
 
     def begin_pass(self) -> None:
         """From now on the model attends for the first time again."""
@@ -81,7 +81,7 @@ class KVCache:
         self.turn = 0
 
     def next_turn(self) -> int:
-        """Which time of this pass the model attends."""
+        """Number of this attention in the pass."""
         self.turn += 1
         return self.turn - 1
 

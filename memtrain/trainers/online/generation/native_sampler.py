@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(slots=True)
 class Row:
-    """One completion being written."""
+    """A completion that is being written."""
 
     part: int
     """Slot of its prompt."""
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(slots=True)
 class Slot:
-    """One prompt in use."""
+    """A prompt in use."""
 
     length: int
     rows: int

@@ -11,7 +11,7 @@ Finish = Literal["stop", "string", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One prompt, and how many completions it gets."""
+    """A prompt, and the number of its completions."""
 
     prompt_ids: tuple[int, ...]
     count: int
@@ -21,7 +21,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. Defaults change nothing of the model's distribution."""
+    """Choice of the next token. Defaults change nothing of the model's distribution."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -43,7 +43,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion."""
+    """A completion."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -62,7 +62,7 @@ class Sampler(Protocol):
 
     @property
     def name(self) -> str:
-        """What the plan calls it."""
+        """Name in the plan."""
         ...
 
     def generate(

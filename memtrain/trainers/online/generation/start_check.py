@@ -77,7 +77,7 @@ class StartCheck:
         )
 
     def _fault(self, sampler: Sampler, groups: Sequence[Group]) -> str:
-        """What is wrong with it; empty when nothing is."""
+        """Fault of the sampler; empty when there is none."""
         weight = next(self.model.parameters())
         limit = EXACT if weight.dtype == torch.float32 else HALF
         with self.writing():

@@ -1,4 +1,4 @@
-"""One completion with all that a reward may want to know. No torch."""
+"""A completion with all facts that a reward may use. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion of one prompt."""
+    """A completion of a prompt."""
 
     prompt: str
     completion: str
@@ -28,4 +28,4 @@ class Answer:
     """Other columns of the row."""
     prompt_ids: tuple[int, ...] = ()
     asked: Asked | None = None
-    """Its prompt as the row says it: what a reward model renders by its own template."""
+    """Prompt in the words of the row, which a reward model renders by its own template."""

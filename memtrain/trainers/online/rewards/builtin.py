@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 MARK = "####"
-"""What GSM8K writes before an answer."""
+"""Mark that GSM8K writes before an answer."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FRACTION = re.compile(r"^\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}$")
@@ -60,7 +60,7 @@ def plain(answer: str) -> Fraction | str:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    """(where, inside) of the last box; braces inside are matched, an unfinished box does not count."""
+    """(place, inside) of the last box; braces inside are matched, an unfinished box does not count."""
     boxes = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     open_at: list[int] = []
     last: tuple[int, str] | None = None

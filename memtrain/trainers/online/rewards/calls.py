@@ -92,7 +92,7 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 async def _awaited(call: Call) -> Any:
-    """What an async call comes to. One that exits would end the event loop, and later calls never begin."""
+    """Result of an async call. One that exits would end the event loop, and later calls never begin."""
     try:
         return await call()
     except (SystemExit, KeyboardInterrupt) as error:

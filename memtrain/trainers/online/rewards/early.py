@@ -65,7 +65,7 @@ def is_called_for_each(function: Function) -> bool:
 
 
 def given_of(answer: Answer) -> dict[str, Any]:
-    """What a function that takes one completion may take."""
+    """Arguments for a function that takes one completion."""
     own = {
         "prompt": answer.prompt,
         "completion": answer.completion,

@@ -17,30 +17,30 @@ from memtrain.recipes.sections.rewards import RewardFunction, Rewards
 from memtrain.trainers.online.rewards.builtin import BUILTINS
 
 GIVEN = ("prompts", "completions", "completion_ids")
-"""What every row has beside its columns. A function that is called for each takes `prompt`, `completion` and
-`completion_ids`."""
+"""Arguments of every row beside its columns. A function that is called for each takes `prompt`, `completion`
+and `completion_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One reward function, ready to be called."""
+    """A reward function, ready to be called."""
 
     recipe: RewardFunction
     call: Callable[..., Any]
     is_batched: bool
-    """It takes all completions at once."""
+    """Whether the function takes all completions at once."""
     is_async: bool
     is_builtin: bool
     takes: tuple[str, ...]
     """Parameters that can be given by name, without those of `recipe.args`."""
     needs: tuple[str, ...]
-    """Those of them that have no default."""
+    """Parameters without a default."""
     takes_all: bool
-    """It has `**kwargs`: every column is given."""
+    """Whether the function has `**kwargs`: every column is given."""
 
     @property
     def label(self) -> str:
-        """What the metrics call it."""
+        """Name in the metrics."""
         return self.recipe.label
 
 

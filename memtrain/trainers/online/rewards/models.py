@@ -38,7 +38,8 @@ class RewardJudge:
     pad_id: int
     max_length: int | None
     most_of: Callable[[int], int] = lambda count: count
-    """How many passes the rank with most of them makes: where its weights are in shards, all make as many."""
+    """Number of passes of the rank with most of them: where its weights are in shards, all ranks make as
+    many."""
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         """The reward of each answer, read at its last token. Prompts are read once for their answers."""

@@ -12,7 +12,7 @@ from memtrain.trainers.online.rewards.calls import Outcome
 from memtrain.trainers.online.rewards.functions import Function
 
 Ask = Callable[[dict[str, Any], int], list[Outcome]]
-"""One call of a judge: (keyword arguments, number of pairs) to an outcome for each pair."""
+"""Call of a judge: (keyword arguments, number of pairs) to an outcome for each pair."""
 
 NEITHER = (None, -1)
 """Verdicts that say that neither is better."""
@@ -50,7 +50,7 @@ def won_shares(answers: Sequence[Answer], function: Function, ask: Ask, group_si
 
 
 def _given(answers: Sequence[Answer], shown: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """What a judge may take: prompts, pairs of completions, and the columns of their rows."""
+    """Arguments for a judge: prompts, pairs of completions, and the columns of their rows."""
     firsts = [answers[pair[0]] for pair in shown]
     names: set[str] = {name for answer in firsts for name in answer.columns}
     return {
@@ -62,7 +62,7 @@ def _given(answers: Sequence[Answer], shown: Sequence[tuple[int, ...]]) -> dict[
 
 
 def _points(verdict: Any, function: Function, index: int) -> float:
-    """What the first of a pair gets of 1: all, nothing, or half."""
+    """Share of the first of a pair in 1: all, nothing, or half."""
     value = verdict.item() if hasattr(verdict, "item") else verdict
     if value in NEITHER:
         return 0.5

@@ -35,7 +35,7 @@ Ids = tuple[int, ...]
 
 
 class Reading(Section):
-    """How the rows of a reward model's training were written. The default: nothing is known of it."""
+    """Form of the rows in a reward model's training. The default: nothing is known of it."""
 
     rows: Literal["conversations", "strings", "both", "unknown"] = "unknown"
     end_token: bool = True
@@ -44,7 +44,7 @@ class Reading(Section):
 
 
 def reading_of(meta: Stored) -> Reading:
-    """How the rows of a store were written."""
+    """Form of the rows of a store."""
     readings: list[dict[str, Any]] = meta.made_of["readings"]
     chats = [one for one in readings if one["is_chat"]]
     kinds = {bool(one["is_chat"]) for one in readings}
@@ -123,7 +123,7 @@ class RewardReader:
 
     @property
     def _rendering(self) -> Rendering:
-        """As the rows of pairs are written: see data/store/prepare.py."""
+        """Rendering of rows, as for pairs: see data/store/prepare.py."""
         end = self.tokenizer.eos_token if self.reading.end_token else None
         return Rendering(
             chat_template=template_of(self.tokenizer),
@@ -144,7 +144,7 @@ def _with_answer(prompt: Messages, completion: str) -> tuple[Messages, dict[str,
 
 
 def asked_of(kept: str | dict[str, Any]) -> Asked:
-    """What a store keeps of a row's prompt."""
+    """Prompt of a row, as a store keeps it."""
     held: dict[str, Any] = json.loads(kept) if isinstance(kept, str) else kept
     prompt = held["prompt"]
     return Asked(prompt if isinstance(prompt, str) else tuple(prompt), tuple(held["tools"]))

@@ -79,7 +79,7 @@ def score(
 def _outcomes(
     answers: Sequence[Answer], function: Function, rewards: Rewards, early: Early, group_size: int
 ) -> list[Outcome]:
-    """One outcome for each answer."""
+    """Outcomes, one for each answer."""
     if function.is_batched:
         return _asked_whole(_batch(answers), len(answers), function=function, rewards=rewards)
     if function.is_builtin:

@@ -21,7 +21,7 @@ from memtrain.trainers.online.rollout.scoring_passes import Passes
 
 @dataclass(frozen=True, slots=True)
 class AdvantageStep:
-    """How the answers of a rollout are weighed."""
+    """Step that gives the answers of a rollout their advantages."""
 
     method: OnlineMethod
     feed: PolicyFeed
@@ -63,7 +63,7 @@ class AdvantageStep:
             self.passes().fill(self.feed, needs)
 
     def _norms(self, window: Rollout, may_learn_A: NDArray[np.bool_]) -> list[dict[str, float]]:
-        """What each part's loss is divided by, whatever is left out of the update."""
+        """Divisors of each part's loss, whatever is left out of the update."""
         num_parts = self.method.section.steps_per_rollout
         tokens_A = window.length_A * may_learn_A
         return [
@@ -77,7 +77,7 @@ class AdvantageStep:
 
 
 def rollout_facts(window: Rollout, reward_A: Tensor, group_size: int) -> dict[str, float]:
-    """What the metrics say of a rollout; `reward_A`: the weighted rewards of its answers."""
+    """Metrics of a rollout; `reward_A`: the weighted rewards of its answers."""
     known_A = reward_A[~reward_A.isnan()]
     lengths = window.length_A
     return {

@@ -38,7 +38,7 @@ ADVICE = {
     "vllm_server": "another engine has other kernels, and a little is usual: importance_correction (auto "
     "does it) weighs tokens by their ratio; a server in the trainer's precision comes nearer",
 }
-"""What a steady difference calls for, by who samples."""
+"""Advice on a steady difference, by sampler."""
 
 REMEMBERED = 32
 LEAST_REMEMBERED = 5
@@ -60,7 +60,7 @@ class MismatchAlarm:
     tell: Callable[[str], None]
     where: str
     sampler: str = "native"
-    """Who samples, as the settings call it."""
+    """Sampler, by its name in the settings."""
     rounding: float | None = None
     """Nats up to which a steady difference is rounding; None: nothing is said of one (dropout moves it)."""
     past: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))

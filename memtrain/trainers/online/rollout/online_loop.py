@@ -103,7 +103,7 @@ class OnlineSteps:
         return self.built.method
 
     def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
-        """What `rank` does in optimizer step number `step`; a rollout is made where the step needs a new one.
+        """Work of `rank` in optimizer step number `step`; a rollout is made where the step needs a new one.
 
         Called by all ranks together.
         """
@@ -230,7 +230,7 @@ class OnlineSteps:
         return step == 0 or (step + 1) % every == 0 or self.method.section.steps_in_window > 1
 
     def passes(self) -> Passes:
-        """Who is asked for log-probs and values before an update."""
+        """Passes for log-probs and values before an update."""
         return Passes(
             model=self.built.scorer,
             reference=self.method.reference,
@@ -241,7 +241,7 @@ class OnlineSteps:
         )
 
     def work_of(self, window: Rollout, step: int, part: int, *, rank: int, num_ranks: int) -> StepWork:
-        """What `rank` learns from a part of a window."""
+        """Work of `rank` on a part of a window."""
         settings = self.plan.settings
         answers = np.flatnonzero((window.part_A == part) & window.is_learnt_A)
         kept = None

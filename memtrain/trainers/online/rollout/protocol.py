@@ -31,7 +31,7 @@ class Needs:
     skip_zero_advantage: bool = True
     """Answers of advantage 0 add nothing: no KL term and no entropy looks at them."""
     values: bool = False
-    """What a value model expects before each token."""
+    """Whether a value model's expectation before each token is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class OnlineMethod(Protocol):
     needs: Needs
     temperature: float
     told: dict[str, float]
-    """What the metrics say beside the sums; the loop puts the rollout's facts here."""
+    """Metrics beside the sums; the loop puts the rollout's facts here."""
     answer_feed: type[PolicyFeed]
-    """How answers become micro-batches."""
+    """Feed that turns answers into micro-batches."""
 
     def advantages(self, judged: ScoredRollout) -> Tensor:
         """The advantage of each answer [A]."""

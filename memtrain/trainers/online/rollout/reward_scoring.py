@@ -43,13 +43,13 @@ class RewardScoring:
     tokenizer: PreTrainedTokenizerFast
     ranks: Ranks
     path: Path
-    """Where completions are shown."""
+    """File in which completions are shown."""
     say: Callable[[str], None]
     """Takes what the terminal and the log show."""
 
     @property
     def weight_F(self) -> Tensor:  # noqa: N802
-        """What each verdict is multiplied by."""
+        """Factor of each verdict."""
         return torch.tensor([function.recipe.weight for function in self.functions], dtype=torch.float64)
 
     @property
@@ -143,7 +143,7 @@ class RewardScoring:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _answer_text(self, sample: Sample) -> str:
-        """What rewards read: the completion without special tokens."""
+        """Text for the rewards: the completion without special tokens."""
         return str(self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True))
 
 

@@ -175,7 +175,7 @@ class PolicyFeed:
         return self.prompts.sample_prompt()
 
     def told(self, split: str) -> DataEvent:
-        """What truncation did to the prompts."""
+        """Effects of truncation on the prompts."""
         return self.prompts.told(split)
 
     def _collated(self, answers: Sequence[int]) -> AnswerBatch:

@@ -1,4 +1,4 @@
-"""One rollout as it is learnt from: ragged answers with their log-probs and advantages, as arrays.
+"""A rollout as training uses it: ragged answers with their log-probs and advantages, as arrays.
 
 It is saved with a checkpoint, so that a run that stopped between two steps of a rollout goes on with the very
 same completions.
@@ -27,7 +27,7 @@ class Rollout:
     """The completions of a rollout, with their facts."""
 
     number: int
-    """Which rollout of the run it is."""
+    """Number of the rollout in the run."""
     prompt_ids: Ids
     """Prompts end to end."""
     prompt_ptr: Ints
@@ -35,7 +35,7 @@ class Rollout:
     row_Q: Ints
     """Number of each prompt in its feed."""
     part_A: Ints
-    """Which optimizer step of the rollout learns from each answer."""
+    """Optimizer step of the rollout that learns from each answer."""
     prompt_A: Ints
     """The prompt of each answer."""
     ids_N: Ids
@@ -54,16 +54,16 @@ class Rollout:
     is_kept_N: NDArray[np.bool_] | None = None
     """Tokens that a top-entropy mask keeps."""
     value_N: Floats | None = None
-    """What the value model expected before each token."""
+    """Expectation of the value model before each token."""
     token_advantage_N: Floats | None = None
     return_N: Floats | None = None
-    """What came, from each token on: the value model's target."""
+    """Return from each token on: the value model's target."""
     kept: dict[str, float] = field(default_factory=dict)
     """Numbers of the method that follow the rollouts, as they are after this one."""
     norms: list[dict[str, float]] = field(default_factory=list)
     """By part: answers and tokens that the loss is divided by."""
     told: dict[str, float] = field(default_factory=dict)
-    """What the metrics say of the rollout."""
+    """Metrics of the rollout."""
 
     @property
     def num_answers(self) -> int:

@@ -45,7 +45,7 @@ def valued_scores(model: nn.Module, micro: PolicyMicro, *, temperature: float, w
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Who is asked, and how."""
+    """Models that are asked for log-probs and values, and their settings."""
 
     model: nn.Module
     reference: Reference | None

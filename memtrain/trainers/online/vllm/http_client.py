@@ -1,4 +1,4 @@
-"""One question to a server, and its answer, or why there is none. Never asked twice by itself."""
+"""A question to a server, and its answer, or the reason that there is none. Never asked twice by itself."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def engine_arguments(
 
 
 def logprobs_mode(plan: Plan) -> str | None:
-    """Which of vLLM's log-probs are those of softmax(logits / temperature); None: neither are.
+    """Mode of vLLM whose log-probs are those of softmax(logits / temperature); None: neither mode.
 
     Processed ones come after truncation and penalty, raw ones before the temperature.
     """

@@ -29,7 +29,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""One process, nothing asked of the network: the model's configuration is in the run folder."""
+"""Environment of a process that asks nothing of the network: the model's configuration is in the run
+folder."""
 
 OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Of the trainer alone: its packages are not the worker's, nor is its process group."""
@@ -46,7 +47,7 @@ class Faulty(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the process is started."""
+    """Start of the process."""
 
     python: str
     """The interpreter: one with vLLM."""
@@ -61,7 +62,7 @@ class Launch:
 
 
 class Process:
-    """One engine process, ready."""
+    """An engine process, ready."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -118,7 +119,7 @@ class Process:
         return frame
 
     def send(self, frame: Frame) -> None:
-        """One frame. Raises: Faulty."""
+        """Send a frame. Raises: Faulty."""
         data = json.dumps(frame).encode()
         try:
             self.socket.settimeout(self.launch.deadline_s)
@@ -170,6 +171,6 @@ class Process:
         return f" by {signal.Signals(-code).name}" if code < 0 else self._last_words()
 
     def _last_words(self) -> str:
-        """What it printed last: the end of the log."""
+        """End of the process's log."""
         lines = self.launch.log.read_text(errors="replace").strip().splitlines()
         return f"; its last words: {lines[-1].strip()}" if lines else ""

@@ -37,11 +37,11 @@ class VllmSampler:
     """Grows whenever the weights change."""
     tell: Callable[[str], None]
     sleep_level: int
-    """What the engine gives back between rollouts: 0 nothing, 1 keys, 2 weights too."""
+    """Memory that the engine gives back between rollouts: 0 nothing, 1 keys, 2 weights too."""
     restarts: int
     """Times that the process is replaced in one rollout."""
     fallback: Callable[[], Sampler] | None
-    """Who writes when that is not enough; None: the run ends."""
+    """Sampler when the restarts are not enough; None: the run ends."""
     has_logprobs: bool = True
     """Whether the engine can say the log-probs that the trainer computes."""
     limit: float | None = None
@@ -55,7 +55,7 @@ class VllmSampler:
     is_asleep: bool = False
     is_given_up: bool = False
     acts: list[str] = field(default_factory=list)
-    """What the process was asked to do in the last rollout, in order."""
+    """Commands to the process in the last rollout, in order."""
 
     def generate(
         self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None

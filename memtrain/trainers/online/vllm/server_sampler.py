@@ -59,7 +59,7 @@ class ServerSampler:
     model: PreTrainedModel | PeftModel
     address: str
     folder: Path
-    """Where checkpoints are written; the server sees it under the same path."""
+    """Folder of checkpoints; the server sees it under the same path."""
     version: Callable[[], int]
     """Grows whenever the weights change."""
     ranks: Ranks
@@ -76,7 +76,7 @@ class ServerSampler:
     """The server's name of the model."""
     held: int | None = None
     mark: str = ""
-    """What the server calls the weights that it was given last."""
+    """Server's name for the weights that it was given last."""
     is_given_up: bool = False
 
     def generate(

@@ -176,7 +176,7 @@ def in_buckets(weights: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iter
 
 @dataclass(slots=True)
 class Transport:
-    """How a bucket gets to the other process: a file of memory, or a buffer on the device (CUDA IPC)."""
+    """Transport of a bucket to the other process: a file of memory, or a buffer on the device (CUDA IPC)."""
 
     folder: Path
     """Of this sampler alone."""
@@ -184,7 +184,7 @@ class Transport:
     buffer: Tensor | None = None
     """uint8 [bucket_bytes] on the device, shared; None: files."""
     handle: str | None = None
-    """What the other process opens the buffer with."""
+    """Handle by which the other process opens the buffer."""
     count: int = 0
 
     def put(self, bucket: Bucket) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def open_transport(
 
 
 def shared_handle(buffer: Tensor) -> str:
-    """What another process opens a CUDA tensor with (not run: no GPU)."""
+    """Handle by which another process opens a CUDA tensor (not run: no GPU)."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)

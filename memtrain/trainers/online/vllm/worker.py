@@ -48,7 +48,7 @@ class Wire:
         self.connection = connection
 
     def send(self, frame: Frame) -> None:
-        """One frame."""
+        """Send a frame."""
         data = json.dumps(frame).encode()
         self.connection.sendall(struct.pack("<I", len(data)) + data)
 
