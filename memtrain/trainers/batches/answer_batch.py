@@ -21,7 +21,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer: its tokens, and which of them are learnt."""
+    """An answer: its tokens, and its loss mask."""
 
     ids: Ids
     loss_mask: NDArray[np.bool_]
@@ -37,7 +37,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerBatch:
-    """What one forward pass over prompts with answers takes. Answers stand item after item.
+    """Input of a forward pass over prompts with answers. Answers stand item after item.
 
     micro: its scored tokens are the learnt tokens of the answers, answer after answer.
     lengths_A: int64, learnt tokens of each answer.

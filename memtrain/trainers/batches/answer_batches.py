@@ -137,7 +137,7 @@ class AnswerFeed:
         return torch.from_numpy(ids.astype(np.int64))
 
     def made_of(self) -> dict[str, Any]:
-        """What the sequences are made of: equal where all of it is equal."""
+        """Properties of the sequences: equal where all of the sequences are equal."""
         return {
             "store": self.store.folder.name,
             "rows": hashlib.sha256(self.sequences.row.tobytes()).hexdigest(),
@@ -145,7 +145,7 @@ class AnswerFeed:
         }
 
     def told(self, split: str) -> DataEvent:
-        """What truncation did to the rows."""
+        """Effects of truncation on the rows."""
         return data_event(split, self.sequences.profile.report, self.store.lengths[self.rows])
 
     def _collated(

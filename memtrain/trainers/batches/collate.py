@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """What one forward pass takes.
+    """Input of a forward pass.
 
     input_ids, position_ids: int64 [B, T]; B = 1 where rows lie end to end.
     layout: who attends to whom in a flattened row; None for padded rows, where causality is enough: padding
@@ -96,7 +96,7 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
 def pad_right(
     pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = None, by_row: bool = False
 ) -> MicroBatch:
-    """One row for each piece, padded on the right to the longest (and up to a multiple).
+    """A micro-batch with a row for each piece, padded on the right to the longest (and up to a multiple).
 
     `by_row`: positions of padding stay at those of the row's last token, and so tell how long it is.
     """

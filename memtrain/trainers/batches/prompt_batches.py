@@ -85,5 +85,5 @@ class PromptFeed:
         return torch.tensor(self.ids(int(self.tokens.argmin())))
 
     def told(self, split: str) -> DataEvent:
-        """What truncation did to the prompts."""
+        """Effects of truncation on the prompts."""
         return data_event(split, self.prompts.report, self.store.lengths[self.rows])

@@ -75,7 +75,7 @@ class TokenFeed:
         return batch.input_ids[0, : max(1, end)]
 
     def told(self, split: str) -> DataEvent:
-        """What truncation and packing did to the rows."""
+        """Effects of truncation and packing on the rows."""
         return data_event(split, self.sequences.profile.report, self.store.lengths[self.rows])
 
     def _pieces(self, sequence: int) -> list[Piece]:

@@ -20,7 +20,7 @@ from memtrain.trainers.runtime.seed import seed_step
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One optimizer step as it went."""
+    """Facts of an optimizer step that was made."""
 
     loss: float
     grad_norm: float
@@ -42,7 +42,7 @@ class Stepper:
     plan: Plan
     built: Built
     source: StepSource | None = None
-    """Where the work of the steps comes from; of itself the rows of `built`."""
+    """Source of the steps' work; without one the rows of `built`."""
     engine: DistributedStep = field(init=False)
     device: torch.device = field(init=False)
     steps: StepSource = field(init=False)
@@ -58,11 +58,11 @@ class Stepper:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer steps."""
+        """Parameters that the optimizer steps."""
         return list(self.built.trained.values())
 
     def work(self, number: int) -> StepWork:
-        """What optimizer step `number` does."""
+        """Work of optimizer step `number`."""
         return self.steps.work(number, rank=0, num_ranks=1)
 
     def gradients(self, work: StepWork, *, want_stats: bool = False) -> dict[str, Tensor]:

@@ -61,15 +61,15 @@ class Built:
     train: Feed
     eval: Feed | None
     trained: dict[str, nn.Parameter]
-    """What this rank's optimizer steps, by name: whole weights, or its rows of them."""
+    """Parameters that this rank's optimizer steps, by name: whole weights, or its rows of them."""
     spread: WeightLayout = field(default_factory=WeightLayout)
-    """How the weights lie over the ranks."""
+    """Layout of the weights over the ranks."""
     follower: TracksPolicy | None = None
     """A reference model that follows the policy."""
     reference: nn.Module | None = None
     """A reference model that is held beside the policy."""
     why_whole: str = ""
-    """Why each rank loaded the whole model, where the plan had it read its part alone."""
+    """Reason that each rank loaded the whole model, where the plan had it read its part alone."""
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
@@ -161,8 +161,8 @@ def longest_row(plan: Plan) -> int:
 
 
 def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) -> None:
-    """One pass over nothing through the scorer itself, with all ranks: FSDP2 takes the module of the first
-    pass for the outermost one, and completions are written by a module inside."""
+    """Make an empty pass through the scorer itself, with all ranks: FSDP2 takes the module of the first pass
+    for the outermost one, and completions are written by a module inside."""
     if not is_sharded(settings):
         return
     multiple = settings.pad_to_multiple_of
@@ -176,7 +176,7 @@ def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) 
 
 
 def build_scorer(plan: Plan, *, vocab_size: int) -> Scorer | RewardScorer:
-    """What scores tokens, or answers, with the model of a plan."""
+    """Scorer of tokens, or of answers, with the model of a plan."""
     model = build_model(plan, vocab_size=vocab_size)
     scorer = scorer_of(model, METHODS[plan.recipe.method].head, plan.settings)
     if plan.settings.value != "none":

@@ -111,7 +111,7 @@ def check_same_plan_on_ranks(plan: Plan, ranks: Ranks) -> None:
 
 
 def make_spread(settings: Settings) -> WeightLayout:
-    """How weights lie over the ranks under a plan's settings.
+    """Layout of weights over the ranks under a plan's settings.
 
     Raises: LaunchError where the plan's engine is not installed.
     """
@@ -154,7 +154,8 @@ def _in_rows(settings: Settings) -> Callable[[nn.Module], None]:
 
 
 def make_engine(plan: Plan, built: Built) -> DistributedStep:
-    """How this process reaches the others: our own exchange (exchange.py), that of the shards, or DeepSpeed.
+    """Engine by which this process reaches the others: our own exchange (ddp.py), that of the shards, or
+    DeepSpeed.
 
     Made when weights and optimizer states are loaded: DeepSpeed cuts them here.
     """
@@ -177,7 +178,7 @@ def _same_everywhere(model: nn.Module) -> None:
 
 
 def ranks_of(accelerator: Accelerator) -> Ranks:
-    """This process among the others."""
+    """Place of this process among the others."""
     ranks = current_ranks()
     assert ranks.world == accelerator.num_processes, "accelerate and torch disagree about the processes."
     return ranks

@@ -34,7 +34,7 @@ class Background:
         self._fault: tuple[Fault, ...] | None = None
         self._error: BaseException | None = None
         self.ended = 0.0
-        """When this rank's thread had done its part of the last save, by `time.perf_counter`."""
+        """Time at which this rank's thread had done its part of the last save, by `time.perf_counter`."""
 
     @property
     def is_open(self) -> bool:

@@ -32,7 +32,7 @@ from memtrain.trainers.runtime.atomic_files import disk_fault, sync_file, sync_f
 from memtrain.trainers.runtime.ranks import Ranks
 
 Parts = Mapping[str, Callable[[Path], None]]
-"""What is saved: each writes a file, a folder, or files that have the given path's name before a dot."""
+"""Parts of a save: each writes a file, a folder, or files that have the given path's name before a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search for a checkpoint came to."""
+    """Result of a search for a checkpoint."""
 
     checkpoint: Checkpoint | None
     rejected: tuple[Rejected, ...]
@@ -90,7 +90,7 @@ def best_complete(folder: RunFolder) -> Found:
 
 
 def left_checkpoints(folder: RunFolder) -> list[Path]:
-    """What a kill left half-written or half-removed, or beside a checkpoint that has taken its place."""
+    """Checkpoints that a kill left half-written or half-removed, or beside one that has taken its place."""
     asides = [path for path in folder.checkpoints.glob(".old-*") if _home_of(path).exists()]
     return sorted([*asides, *folder.checkpoints.glob(".tmp-*"), *folder.checkpoints.glob(".gone-*")])
 
@@ -145,16 +145,16 @@ class Save:
     keep: int
     keep_best: bool = False
     left: list[str] = field(default_factory=list)
-    """What could not be removed when it was finished, in words: the run goes on beside it."""
+    """Words about files that could not be removed when the save was finished: the run goes on beside them."""
 
     @property
     def target(self) -> Path:
-        """Where it stands when it is whole."""
+        """Place of the checkpoint when it is whole."""
         return self.folder.checkpoints / step_name(self.facts.step)
 
     @property
     def unfinished(self) -> Path:
-        """Where it is written."""
+        """Place of the checkpoint while it is written."""
         return self.folder.checkpoints / f".tmp-{self.target.name}"
 
     def stands(self) -> bool:
@@ -196,7 +196,7 @@ class Save:
         self.left.extend(_prune(self.folder.checkpoints, self.facts.step, self.keep, self.keep_best))
 
     def fault(self, error: OSError) -> LaunchError:
-        """What a user reads when the disk refuses."""
+        """Error that a user reads when the disk refuses."""
         steps = complete_steps(self.folder.checkpoints).items()
         earlier = [path.name for number, path in steps if number < self.facts.step]
         stands = f"{earlier[-1]} stands" if earlier else "there is no earlier one"

@@ -18,7 +18,7 @@ WEIGHTS = ".safetensors"
 
 
 class FinalFile(Section):
-    """One file of a trained model."""
+    """A file of a trained model."""
 
     name: str
     """Path below `final/`, with forward slashes."""
@@ -50,7 +50,7 @@ def note_final(folder: RunFolder, facts: CheckpointFacts) -> None:
 
 
 def read_final(folder: RunFolder) -> Final | None:
-    """What was written down; None where nothing was, or by another version of memtrain."""
+    """List of files that was written; None where there is none, or one by another version of memtrain."""
     try:
         return Final.model_validate_json(folder.final_list.read_text())
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ def read_final(folder: RunFolder) -> Final | None:
 
 
 def final_fault(folder: RunFolder) -> str:
-    """Why `final/` is not the model that was written, in a few words; empty where it is."""
+    """Reason that `final/` is not the model that was written, in a few words; empty where it is."""
     if not folder.final.is_dir():
         return "it is not there"
     known = read_final(folder)

@@ -23,7 +23,7 @@ class OtherVersion(ValueError):
 
 
 class FileEntry(Section):
-    """One file of a checkpoint."""
+    """A file of a checkpoint."""
 
     name: str
     """Path below the checkpoint's folder, with forward slashes."""
@@ -33,7 +33,7 @@ class FileEntry(Section):
 
 
 class CheckpointFacts(Section):
-    """Which run a checkpoint belongs to, and where in it."""
+    """Run of a checkpoint, and its place in the run."""
 
     step: int
     """Optimizer steps made: which rows come next, and every random draw, is a function of it."""
@@ -139,7 +139,8 @@ def is_of_another_version(folder: Path) -> bool:
 
 
 def fault_of(folder: Path) -> str:
-    """Why a checkpoint cannot be trusted, in a few words; empty when every file is as it was written."""
+    """Reason that a checkpoint cannot be trusted, in a few words; empty when every file is as it was
+    written."""
     try:
         manifest = read_manifest(folder)
     except ValueError as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 State = Any
-"""As in state_io.py."""
+"""State as in state_io.py."""
 
 STAGE_BYTES = 64 * 2**20
 """Pinned memory that a copy from CUDA passes through, a piece at a time. Taste: large copies reach the bus's
@@ -30,7 +30,8 @@ class HostCopies:
         self._stage: Tensor | None = None
 
     def begin(self) -> None:
-        """What was copied before is not read any more: its buffers may be written."""
+        """Begin a new copy: nothing that was copied before is read any more, and its buffers may be
+        written."""
         self._next = 0
 
     @property

@@ -77,7 +77,7 @@ SETTING_NAMES = {name: mark.resumed for name, mark in MARKS.items() if "." in ma
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One key that differs between a checkpoint and a plan."""
+    """A key that differs between a checkpoint and a plan."""
 
     key: str
     saved: JsonValue
@@ -86,7 +86,7 @@ class Difference:
 
 
 def check_resumable(facts: CheckpointFacts, plan: Plan) -> list[str]:
-    """What to tell the user when `plan` continues the checkpoint; empty when every number stays the same.
+    """Sentences for the user when `plan` continues the checkpoint; empty when every number stays the same.
 
     Raises: ResumeError with every key that differs and would make it another run.
     """

@@ -1,4 +1,4 @@
-"""How a run folder stands towards a plan, asked before anything is written into it."""
+"""State of a run folder towards a plan, asked before anything is written into it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def is_over(folder: RunFolder, plan: Plan) -> bool:
 
 
 def lost_model(folder: RunFolder) -> str:
-    """Why the model of a run that was made to its end is not what was written; empty where it is, or the run
-    was not."""
+    """Reason that the model of a run that was made to its end is not the one that was written; empty where it
+    is, or the run was not."""
     status = folder.read_status()
     return final_fault(folder) if status is not None and status.state is RunState.DONE else ""
 
@@ -65,7 +65,7 @@ def refuse_unread(found: Found) -> None:
 
 
 def newest_facts(folder: RunFolder) -> CheckpointFacts | None:
-    """What the newest checkpoint of a folder says of its run; None where there is none.
+    """Facts of the newest checkpoint of a folder; None where there is none.
 
     Damaged ones are passed over while an older one can be read.
 

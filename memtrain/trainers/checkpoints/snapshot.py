@@ -152,7 +152,7 @@ class _Reading:
         return found
 
     def pieces(self, optimizer: ZeroOptimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, State]:
-        """This rank's pieces of the weights, by name."""
+        """Pieces of the weights on this rank, by name."""
         names = names_in(optimizer, trained)
         return {
             names[index]: {"first": first, "numbers": self.own(numbers)}
@@ -174,7 +174,7 @@ class _Reading:
         return state | {"state": entries, "param_groups": groups}
 
     def _of(self, value: Any, weight: Tensor, own: Tensor) -> Any:
-        """One entry of the state of a weight."""
+        """Entry of the state of a weight, to be saved."""
         if not isinstance(value, Tensor):
             return value
         is_of_rows = isinstance(weight, DTensor) and value.shape == own.shape

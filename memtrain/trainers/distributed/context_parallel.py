@@ -24,18 +24,18 @@ class Shared:
     num_sharing: int
 
     def loss(self, model: nn.Module, micro: Any, *, denominator: float, want_stats: bool) -> Loss:
-        """This rank's share of the loss, and of the sums."""
+        """Share of the loss, and of the sums, of this rank."""
         whole = self.inner.loss(model, micro, denominator=denominator, want_stats=want_stats)
         sums = {name: value / self.num_sharing for name, value in whole.sums.items()}
         return Loss(whole.value / self.num_sharing, sums)
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
-        """What the method itself does."""
+        """Run the method's own work before a step."""
         if isinstance(self.inner, LooksAhead):
             self.inner.before_step(model, ahead)
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """What the method itself tells."""
+        """Means of the method itself."""
         return means_of(self.inner, sums, count)
 
 

@@ -17,7 +17,7 @@ from memtrain.trainers.optim.wide_sums import set_wide
 
 @dataclass(slots=True)
 class _Sent:
-    """One parameter's sum under way."""
+    """A parameter's sum under way."""
 
     parameter: nn.Parameter
     tensor: Tensor
@@ -45,7 +45,7 @@ class GradientAllReduce:
             parameter.register_post_accumulate_grad_hook(self._made)
 
     def engine(self) -> DistributedStep:
-        """How a step reaches the other ranks."""
+        """Engine by which a step reaches the other ranks."""
         return DistributedStep(begin=self.begin, last_pass=self.sending, finish=self.finish)
 
     def begin(self, model: nn.Module, num_micros: int) -> None:

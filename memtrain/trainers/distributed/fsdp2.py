@@ -130,7 +130,7 @@ def check_shards(model: nn.Module, num_ranks: int) -> None:
 
 
 def own_shards(model: nn.Module) -> dict[str, nn.Parameter]:
-    """This rank's rows of every trained weight, as plain parameters that an optimizer can step.
+    """Rows of every trained weight on this rank, as plain parameters that an optimizer can step.
 
     They share their storage with the model's, so that every optimizer that looks at single numbers works on
     them as it would on whole weights.
@@ -147,7 +147,8 @@ def own_shards(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shard_engine(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> DistributedStep:
-    """How a step reaches the other ranks: torch has summed gradients over them when a pass is through."""
+    """Engine by which a step reaches the other ranks: torch has summed gradients over them when a pass is
+    through."""
     named = dict(model.named_parameters())
     sums = _Sums([(named[name], own) for name, own in trained.items()])
     return DistributedStep(begin=sums.begin, finish=sums.hand_over, clip=clip_shards)
@@ -209,7 +210,7 @@ def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
 
 
 def _meeting_place(device: torch.device) -> torch.device:
-    """Where a scalar can be sent from: shards that wait on the host meet on the device with NCCL."""
+    """Device from which a scalar can be sent: shards that wait on the host meet on the device with NCCL."""
     if device.type == "cpu" and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return device

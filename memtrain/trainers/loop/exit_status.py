@@ -1,4 +1,4 @@
-"""How a run ended, whatever ended it: status and report, and out of memory in words."""
+"""Record of a run's end: status and report, and out of memory in words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def record_exit(folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterat
 
 
 def recovered_words(position: TrainState) -> str:
-    """How often memory ran out in a run that went on; empty where it never did."""
+    """Number of times that memory ran out in a run that went on, in words; empty where it never did."""
     count = position.num_recoveries
     return f"ran out of memory {count} time{'s' if count > 1 else ''}, and went on" if count else ""
 

@@ -27,7 +27,7 @@ MOST_ITEMS = 4
 """Rows that are looked at: the shortest ones. Taste."""
 
 NEAR = 1e-5
-"""How far a score in float32 on a CPU may be, over the largest of them (of 1 at least)."""
+"""Largest distance of a score in float32 on a CPU, over the largest of them (of 1 at least)."""
 
 ELSEWHERE = 2e-2
 """The same in other precisions and on other devices, whose kernels round otherwise. Chosen: a score that is
@@ -36,7 +36,7 @@ read at another token is off by more than a tenth."""
 
 @dataclass(frozen=True, slots=True)
 class FinalScores:
-    """What was found."""
+    """Result of the comparison."""
 
     difference: float
     """Largest, over the largest score (over 1 at least)."""
@@ -47,7 +47,7 @@ class FinalScores:
 
     @property
     def fault(self) -> str:
-        """What a person must know; empty where scores are the same."""
+        """Sentence that a user must know; empty where scores are the same."""
         if not self.difference <= self.limit:
             return (
                 "plain transformers gives final/ other scores than were learnt (off by "

@@ -75,7 +75,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
 
 
 def _other_scores(run: Run, built: Built) -> str:
-    """What must be known of the scores of `final/` in plain transformers; mostly nothing."""
+    """Sentence about the scores of `final/` in plain transformers; mostly empty."""
     feed = run.eval_feed or run.steps.feed
     if not isinstance(built.scorer, RewardScorer) or not isinstance(feed, AnswerFeed):
         return ""
@@ -120,7 +120,7 @@ def remember_peaks(run: Run) -> None:
 
 
 def sample(run: Run, built: Built) -> str:
-    """What the trained model writes after the beginning of a held-out row (or of a training row).
+    """Text of the trained model after the beginning of a held-out row (or of a training row).
 
     Nothing where it scores sequences. Where its class cannot write (transformers' generate fails on some), or
     memory runs out, the reason: the model is saved all the same.

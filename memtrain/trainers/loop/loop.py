@@ -28,7 +28,7 @@ from memtrain.trainers.runtime.seed import seed_step
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything that the loop moves."""
+    """State that the loop moves."""
 
     plan: Plan
     model: nn.Module
@@ -36,7 +36,7 @@ class Run:
     method: Method
     optimizer: Optimizer
     parameters: list[nn.Parameter]
-    """What this rank's optimizer steps: whole weights, or its rows of them."""
+    """Parameters that this rank's optimizer steps: whole weights, or its rows of them."""
     lr_at: Callable[[int], float]
     steps: StepSource
     eval_feed: Feed | None
@@ -49,11 +49,11 @@ class Run:
     is_asked_to_stop: Callable[[], bool]
     saver: Saver
     recovery: Recovery
-    """What is done when memory runs out."""
+    """Recovery when memory runs out."""
     post_mortem: Callable[[Exhausted], MemtrainError]
     """Says why a run could not go on, and what would."""
     follower: TracksPolicy | None = None
-    """What follows the weights beside the optimizer: a reference model that is synchronised."""
+    """Follower of the weights beside the optimizer: a reference model that is synchronised."""
     judge: Callable[[], float] | None = None
     """Measures on the held-out rows in place of the loss: what is lower is better."""
     position: TrainState = field(default_factory=TrainState)

@@ -27,7 +27,7 @@ ECHOES = (
 
 
 class RankFault(Section):
-    """What ended one rank."""
+    """Error that ended one rank."""
 
     rank: int
     time: float
@@ -61,7 +61,7 @@ def clear_faults(folder: RunFolder) -> None:
 
 
 def read_faults(folder: RunFolder) -> list[RankFault]:
-    """What the ranks left, the earliest first."""
+    """Faults that the ranks left, the earliest first."""
     files = folder.faults.glob("rank-*.json")
     found = [RankFault.model_validate_json(file.read_text(), strict=False) for file in files]
     return sorted(found, key=lambda fault: fault.time)

@@ -45,7 +45,7 @@ class Saver:
         self._step = 0
         self._began = 0.0
         self._held_s = 0.0
-        """So long did the steps wait for the save that is under way."""
+        """Time for which the steps waited for the save that is under way."""
         self._waited_s = 0.0
         self._left: list[str] = []
         self._told: set[str] = set()

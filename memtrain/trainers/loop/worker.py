@@ -246,7 +246,7 @@ def _rehearse(run: Run, built: Built) -> None:
 
 
 def _engine(plan: Plan, built: Built) -> DistributedStep:
-    """How a step reaches the other ranks and the weights."""
+    """Engine by which a step reaches the other ranks and the weights."""
     if not plan.settings.in_backward:
         return make_engine(plan, built)
     return InBackward(built.optimizer, list(built.trained.values())).engine()

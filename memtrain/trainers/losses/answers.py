@@ -36,7 +36,7 @@ def desensitised_logps(logp_N: Tensor, lengths_A: Tensor, shared_A: Tensor, *, a
 
 
 def wpo_answer_weights(logp_N: Tensor, log_sum_squares_N: Tensor, lengths_A: Tensor) -> Tensor:
-    """How likely the policy is to write each answer: exp(mean_t(log p_t - log sum_v p_v^2)), a constant.
+    """Likelihood that the policy writes each answer: exp(mean_t(log p_t - log sum_v p_v^2)), a constant.
 
     A pair's weight is the product of its two. Source: Zhou et al. 2024 (WPO), arXiv:2406.11827, eq. 2.
     """

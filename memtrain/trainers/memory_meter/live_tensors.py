@@ -108,7 +108,7 @@ class TensorPeak(TorchDispatchMode):
 
 
 class Event(NamedTuple):
-    """One allocation (`num_bytes` above zero) or the end of one (zero)."""
+    """An allocation (`num_bytes` above zero) or the end of one (zero)."""
 
     serial: int
     num_bytes: int
@@ -116,7 +116,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an allocation came from."""
+    """Origin of an allocation."""
 
     num_bytes: int
     phase: str

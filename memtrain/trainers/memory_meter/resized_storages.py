@@ -11,7 +11,8 @@ from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
 
 class ResizedPeak(TensorPeak):
-    """As TensorPeak, with storages that are resized inside: a dispatch mode sees nothing of that.
+    """Peak of live tensors as TensorPeak counts it, with storages that are resized inside: a dispatch mode
+    sees nothing of that.
 
     A storage that was there before is counted by how much it grew.
     """
@@ -40,7 +41,7 @@ class ResizedPeak(TensorPeak):
         super().__exit__(*error)
 
     def count(self, tensor: Tensor, name: str = "") -> None:
-        """As TensorPeak's; a storage that grew before it was seen is not counted twice."""
+        """Count a tensor as TensorPeak does; a storage that grew before it was seen is not counted twice."""
         entry = self._grown.get(tensor.untyped_storage()._cdata)
         if entry is None or entry[0]() is not tensor.untyped_storage():
             super().count(tensor, name)
@@ -61,5 +62,5 @@ class ResizedPeak(TensorPeak):
 
 
 def counting_mode(*, in_shards: bool) -> type[TensorPeak]:
-    """What counts live tensors of a run on a CPU."""
+    """Counter of live tensors of a run on a CPU."""
     return ResizedPeak if in_shards else TensorPeak

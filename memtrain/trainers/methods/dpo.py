@@ -44,13 +44,14 @@ def method(recipe: Recipe, reference: Reference | None = None) -> Dpo:
 
 
 def ask(recipe: Recipe) -> AskLogps:
-    """What is asked of a reference."""
+    """Question to a reference."""
     ld_alpha = (recipe.dpo or DpoRecipe()).ld_alpha
     return lambda model, batch: answer_logps(model, batch, ld_alpha=ld_alpha).logp_A
 
 
 def changes_answers(recipe: Recipe) -> dict[str, Any]:
-    """What of the recipe changes the reference's log-probs of an answer: part of the key they are kept by."""
+    """Keys of the recipe that change the reference's log-probs of an answer: part of the key they are kept
+    by."""
     return {"ld_alpha": (recipe.dpo or DpoRecipe()).ld_alpha}
 
 

@@ -51,12 +51,12 @@ def method(recipe: Recipe, reference: Reference | None = None) -> Kto:
 
 
 def ask(recipe: Recipe) -> AskLogps:
-    """What is asked of a reference."""
+    """Question to a reference."""
     return ask_logps
 
 
 def changes_answers(recipe: Recipe) -> dict[str, Any]:
-    """What of the recipe changes the reference's log-probs of an answer: nothing."""
+    """Keys of the recipe that change the reference's log-probs of an answer: none."""
     return {}
 
 

@@ -65,7 +65,7 @@ class Ppo:
     """The KL term's weight as it is now."""
     temperature: float = 1.0
     mismatch: MismatchMode = "none"
-    """How the sampler's log-probs are corrected for."""
+    """Correction for the sampler's log-probs."""
     told: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed

@@ -63,7 +63,7 @@ class Rloo:
     reference: Reference | None
     temperature: float = 1.0
     mismatch: MismatchMode = "none"
-    """How the sampler's log-probs are corrected for."""
+    """Correction for the sampler's log-probs."""
     told: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed

@@ -24,7 +24,7 @@ class Adafactor(optimization.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every tensor that has a gradient."""
+        """Step every tensor that has a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -22,7 +22,7 @@ memory was another process's. Taste."""
 
 
 def step_whole(optimizer: Optimizer) -> None:
-    """One optimizer step, group by group; the gradients of a group are freed when it is done.
+    """Make an optimizer step, group by group; the gradients of a group are freed when it is done.
 
     Raises: OutOfMemory when memory runs out again and again: some weights are then a step ahead of others.
     """

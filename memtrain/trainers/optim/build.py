@@ -151,4 +151,4 @@ KINDS: dict[str, Callable[[list[Group], Optim], Optimizer]] = {
     "muon": _muon,
     "sgd": _sgd,
 }
-"""What makes each `Settings.optimizer`."""
+"""Makers of each `Settings.optimizer`."""

@@ -115,7 +115,7 @@ class CompressedMoments(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside, with codes and scales in place of moments."""
+        """State of the optimizer inside, with codes and scales in place of moments."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ class InBackward:
             parameter.register_post_accumulate_grad_hook(self._made)
 
     def engine(self) -> DistributedStep:
-        """How a step reaches the weights: all is done when the backward pass is."""
+        """Engine by which a step reaches the weights: all is done when the backward pass is."""
         return DistributedStep(
             begin=lambda model, num_micros: None,
             clip=self._norm,

@@ -1,4 +1,4 @@
-"""How a half-precision weight waits between two steps, and the float32 numbers that the optimizer steps.
+"""Forms of a half-precision weight between two steps, and the float32 numbers that the optimizer steps.
 
 Each form gives the optimizer a float32 tensor for a bucket's time, and takes the new numbers back: as copies
 that stay, as the bits that the weight has lost, or as nothing but the weight, rounded at random.
@@ -19,7 +19,7 @@ FORMS = ("float32", "split", "stochastic")
 
 
 class Form(Protocol):
-    """What stays of the float32 numbers of some parameters."""
+    """Form of some parameters' float32 numbers between steps."""
 
     stays: bool
     """The float32 tensors are there between steps too."""
@@ -33,7 +33,7 @@ class Form(Protocol):
         ...
 
     def held(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is saved of a parameter, by name."""
+        """Saved tensors of a parameter, by name."""
         ...
 
     def load(self, parameter: Tensor, saved: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Stochastic:
         parameter.copy_(bits.add_(draws).bitwise_and_(-(2**16)).view(torch.float32))
 
     def held(self, parameter: Tensor) -> dict[str, Tensor]:
-        """How many steps were drawn for, with the first parameter: the draws go on from there."""
+        """Number of steps that were drawn for, with the first parameter: the draws go on from there."""
         return {"draws": torch.tensor(self.num_steps)} if parameter is self._first else {}
 
     def load(self, parameter: Tensor, saved: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class MasterWeights(Optimizer):
         self.state = self._inner.state
 
     def _leaf(self, parameter: Tensor) -> Tensor:
-        """What the optimizer inside knows a parameter by: itself, its copy, or a tensor that is filled."""
+        """Key of a parameter in the optimizer inside: itself, its copy, or a tensor that is filled."""
         if parameter.dtype == torch.float32:
             return parameter
         if self.form.stays:

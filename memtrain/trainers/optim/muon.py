@@ -45,7 +45,7 @@ class HiddenMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
-        """One step of every matrix that has a gradient."""
+        """Step every matrix that has a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -125,7 +125,7 @@ class Muon(Optimizer):
             part.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
-        """One step of both parts."""
+        """Step both parts."""
         loss = closure() if closure is not None else None
         for part in self._parts():
             part.step()

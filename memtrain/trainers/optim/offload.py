@@ -16,7 +16,8 @@ STATES = 2
 """Numbers of state of a weight at most: AdamW's two moments, in the dtype of what is stepped."""
 
 HOST = "cpu"
-"""Where states wait. A trace, in which the CPU plays the GPU, has another kind of tensor play the host."""
+"""Device on which states wait. A trace, in which the CPU plays the GPU, has another kind of tensor play the
+host."""
 
 
 class OffloadedStates(Optimizer):
@@ -59,7 +60,7 @@ class OffloadedStates(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside, its tensors in host memory."""
+        """State of the optimizer inside, its tensors in host memory."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of its micro-batches, then the update. Traced by the planner."""
+"""An optimizer step: forward and backward of its micro-batches, then the update. Traced by the planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from memtrain.trainers.protocols.method import Method
 
 @dataclass(frozen=True, slots=True)
 class DistributedStep:
-    """How a step reaches the other ranks, and the weights. The default is one process with plain autograd."""
+    """Engine by which a step reaches the other ranks, and the weights. The default is one process with plain
+    autograd."""
 
     begin: Callable[[nn.Module, int], None] = sum_wide
     """Called with the model and the number of micro-batches before the first of a step."""

@@ -31,11 +31,11 @@ class Piece:
     """Numbers of one weight that are in a flat part."""
 
     weight: int
-    """Which weight, in the order of the optimizer's groups."""
+    """Number of the weight, in the order of the optimizer's groups."""
     first: int
     """First number, counted in the flattened weight."""
     place: int
-    """Where it is in the flat part."""
+    """Place in the flat part."""
     count: int
 
 
@@ -218,7 +218,7 @@ class ZeroOptimizer(Optimizer):
 
 
 def _meeting_place(device: torch.device) -> torch.device:
-    """Where a sum can be made: parts that wait on the host meet on the device with NCCL."""
+    """Device on which a sum can be made: parts that wait on the host meet on the device with NCCL."""
     if device.type == "cpu" and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -37,7 +37,7 @@ class StepEvent:
     sequences: int = 0
     """Sequences (rows, or packed ones) of the step."""
     extra: Mapping[str, float] = field(default_factory=dict)
-    """What the method measures beside (accuracy, entropy, ...); in the line, each is a field of its own."""
+    """Further metrics of the method (accuracy, entropy, ...); in the line, each is a field of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class SaveEvent:
     seconds: float
     """Wall time of writing it, for the ranks together."""
     held_s: float | None = None
-    """So long did the steps wait for it: all of that time, or what a save in the background left."""
+    """Time that the steps waited for the save: all of its time, or the rest of a save in the background."""
     waited_s: float = 0.0
     """Of this, for the save before, which was still being written."""
 
@@ -135,7 +135,7 @@ class FinalEvent:
 
     step: int
     state: str
-    """As in status.json."""
+    """State as in status.json."""
     seconds: float
     """Wall time since the run was started, or last continued."""
     model: str = ""
@@ -143,7 +143,7 @@ class FinalEvent:
     best_step: int | None = None
     """Step whose weights are the final ones, with `save.keep_best`."""
     sample: str = ""
-    """What the trained model writes."""
+    """Text that the trained model writes."""
 
 
 Event = StepEvent | EvalEvent | DataEvent | MemoryEvent | SaveEvent | NoteEvent | FinalEvent

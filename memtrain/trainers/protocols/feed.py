@@ -34,7 +34,7 @@ class Feed(Protocol):
 
     @property
     def weights(self) -> Ints:
-        """What the loss is averaged over, by sequence: learnt tokens, or pairs."""
+        """Counts by which the loss is averaged, by sequence: loss tokens, or pairs."""
         ...
 
     @property
@@ -51,13 +51,13 @@ class Feed(Protocol):
         ...
 
     def told(self, split: str) -> DataEvent:
-        """What truncation and packing did to the rows."""
+        """Effects of truncation and packing on the rows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One optimizer step of one rank."""
+    """Work of one rank in an optimizer step."""
 
     step: int
     epoch: int
@@ -67,7 +67,7 @@ class StepWork:
     micros: tuple[Ints, ...]
     """Sequences of each micro-batch of this rank; as many as on any other rank."""
     denominator: float
-    """What the losses of the whole step, over all ranks, are divided by."""
+    """Divisor of the losses of the whole step, over all ranks."""
     num_tokens: int
     """Tokens of the whole step over all ranks."""
     num_sequences: int
@@ -76,15 +76,15 @@ class StepWork:
 
 
 class StepSource(Protocol):
-    """Where the work of each optimizer step comes from."""
+    """Source of the work of each optimizer step."""
 
     @property
     def feed(self) -> Feed:
-        """What the step's sequences are numbers in."""
+        """Feed whose numbers the step's sequences are."""
         ...
 
     def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
-        """What `rank` does in optimizer step number `step`; called by all ranks together."""
+        """Work of `rank` in optimizer step number `step`; called by all ranks together."""
         ...
 
 
@@ -101,7 +101,7 @@ class Steps:
     _current: tuple[int, Epoch] | None = None
 
     def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
-        """What `rank` does in optimizer step number `step`."""
+        """Work of `rank` in optimizer step number `step`."""
         number, epoch = self._epoch_of(step)
         index = step - self._epochs[number]
         sequences = epoch.step(index)
@@ -151,7 +151,7 @@ def eval_order(feed: Feed) -> Ints:
 
 
 def eval_micro_batches(feed: Feed, settings: Settings, *, rank: int, num_ranks: int) -> list[Ints]:
-    """One pass over `feed` in `eval_order`, as micro-batches of one rank."""
+    """Micro-batches of one rank in a pass over `feed` in `eval_order`."""
     dealt = micro_batches(
         eval_order(feed),
         feed.tokens,

@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 
 class Batch(Protocol):
-    """One micro-batch of a method."""
+    """A micro-batch of a method."""
 
     @property
     def num_tokens(self) -> int:
@@ -24,7 +24,7 @@ class Batch(Protocol):
 
     @property
     def num_loss_tokens(self) -> int:
-        """What the loss is averaged over: learnt tokens, pairs, or answers."""
+        """Count by which the loss is averaged: loss tokens, pairs, or answers."""
         ...
 
     def to(self, device: torch.device | str) -> Any:
@@ -51,7 +51,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepPreview:
-    """One optimizer step, or one pass over the held-out rows, before its first micro-batch."""
+    """An optimizer step, or a pass over the held-out rows, before its first micro-batch."""
 
     feed: Any
     """The feed of the method."""
@@ -62,7 +62,7 @@ class StepPreview:
     device: torch.device
     num_ranks: int
     num_sharing: int = 1
-    """How many ranks hold the same rows as this one, itself counted."""
+    """Number of ranks that hold the same rows as this one, itself counted."""
 
 
 @runtime_checkable
@@ -79,7 +79,7 @@ class TellsMeans(Protocol):
     """A method whose sums are not all means over `count`."""
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """What is told of sums over all micro-batches and ranks."""
+        """Metrics from sums over all micro-batches and ranks."""
         ...
 
 

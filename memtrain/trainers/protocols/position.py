@@ -1,4 +1,4 @@
-"""Where a run stands: all that a checkpoint needs beside the weights and the optimizer."""
+"""State of a run: all that a checkpoint needs beside the weights and the optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a run stands. Plain values only: it is saved as it is."""
+    """State of a run. Plain values only: it is saved as it is."""
 
     step: int = 0
     """Optimizer steps made."""

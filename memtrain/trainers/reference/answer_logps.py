@@ -22,7 +22,7 @@ class AnswerLogps(NamedTuple):
     plain_A: Tensor
     """The same without that scale."""
     weight_A: Tensor | None
-    """How likely the policy is to write it (WPO), a constant, where it was asked for."""
+    """Likelihood that the policy writes the answer (WPO), a constant, where it was asked for."""
 
 
 def answer_logps(

@@ -39,7 +39,7 @@ def build_reference(
     held_out: Feed | None,
     lay: Callable[[nn.Module], None] = lambda scorer: None,
 ) -> Reference | None:
-    """What the policy is compared with; None for methods and losses without a reference.
+    """Reference that the policy is compared with; None for methods and losses without a reference.
 
     Called before a checkpoint is restored: the policy's weights are the reference's then. With
     `precomputed`, all ranks compute together, and the feeds hold the numbers afterwards. `lay` lays the

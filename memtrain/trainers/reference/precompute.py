@@ -49,10 +49,10 @@ class Question:
     batch: Callable[[Ints], AnswerBatch]
     """The batch of some of the Q."""
     places: Callable[[Ints], Ints]
-    """Where the values of its answers belong among the V."""
+    """Places among the V for the values of its answers."""
     num_values: int
     made_of: dict[str, Any]
-    """What the tokens and their answers are made of: equal where all of it is equal."""
+    """Properties of the tokens and their answers: equal where all of them are equal."""
 
 
 Answered = Callable[[Question], Floats]

@@ -21,7 +21,7 @@ AskLogps = Callable[[nn.Module, AnswerBatch], Tensor]
 
 
 class Reference(Protocol):
-    """What a policy is compared with."""
+    """Model that a policy is compared with."""
 
     def logps(self, batch: AnswerBatch, ask: AskLogps) -> Tensor:
         """Log-probs [A] of the answers, constants."""
@@ -32,7 +32,7 @@ class Precomputed:
     """Log-probs that came with the batch: no model is there."""
 
     def logps(self, batch: AnswerBatch, ask: AskLogps) -> Tensor:
-        """Those of the batch."""
+        """Log-probs of the batch."""
         assert batch.reference_A is not None, "The feed was given the reference's log-probs."
         return batch.reference_A
 

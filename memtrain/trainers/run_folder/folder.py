@@ -20,7 +20,7 @@ TRIES = 20
 
 
 class RunState(StrEnum):
-    """How a run stands."""
+    """State of a run."""
 
     RUNNING = "running"
     SAVED = "saved"
@@ -31,7 +31,7 @@ class RunState(StrEnum):
 
 
 class Status(Section):
-    """What `status.json` says."""
+    """Contents of `status.json`."""
 
     state: RunState
     step: int
@@ -39,7 +39,7 @@ class Status(Section):
     time: float
     """Seconds since 1970 when this was written."""
     message: str = ""
-    """Why it failed, in one sentence."""
+    """Reason of a failure, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON line for every event (events.py)."""
+        """File of metrics: a JSON line for every event (events.py)."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -80,7 +80,7 @@ class RunFolder:
 
     @property
     def final_list(self) -> Path:
-        """What `final/` holds (checkpoints/final_model.py)."""
+        """List of the files in `final/` (checkpoints/final_model.py)."""
         return self.path / "final.json"
 
     @property
@@ -95,17 +95,17 @@ class RunFolder:
 
     @property
     def status(self) -> Path:
-        """How the run stands, for a person or a script that watches it."""
+        """State of the run, for a person or a script that watches it."""
         return self.path / "status.json"
 
     @property
     def log(self) -> Path:
-        """What was printed, as plain lines."""
+        """Lines that were printed, as plain text."""
         return self.path / "log.txt"
 
     @property
     def faults(self) -> Path:
-        """What ended the ranks of a run with several (faults.py)."""
+        """Errors that ended the ranks of a run with several (rank_failures.py)."""
         return self.path / ".faults"
 
     @property
@@ -191,7 +191,7 @@ class RunFolder:
             raise disk_fault(error, "the status of the run cannot be written", self.status) from None
 
     def read_status(self) -> Status | None:
-        """How the run stands, or None when it has not begun, or says it in no words of this version.
+        """State of the run, or None when it has not begun, or the file is of another version.
 
         One that says `running` may have been killed.
         """

@@ -18,7 +18,7 @@ TRIED = re.compile(r"\.(final-tried|rehearsal)-.+")
 """Folders in which a save or a step is tried."""
 
 OTHERS = ("export", "merged")
-"""What other commands write into a run folder, beside a run: theirs while they live."""
+"""Names that other commands write into a run folder, beside a run: theirs while they live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Litter:
 
 
 def litter_in(folder: Path) -> list[Litter]:
-    """What is left in a run folder by processes that are gone. The folder must be the caller's to write."""
+    """Files left in a run folder by processes that are gone. The folder must be the caller's to write."""
     found = sorted(path for path in folder.iterdir() if _is_left(path)) if folder.is_dir() else []
     return [weighed(path) for path in found]
 

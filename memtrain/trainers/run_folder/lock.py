@@ -23,7 +23,7 @@ OWNER = "MEMTRAIN_RUN_OWNER"
 """Set for launched processes: the owner that holds the run folder for them, as JSON."""
 
 NOT_THERE = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What file systems without locks answer."""
+"""Errors of file systems without locks."""
 
 
 class Owner(Section):

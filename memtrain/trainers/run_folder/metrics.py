@@ -72,7 +72,7 @@ def read_metrics(path: Path) -> list[Event]:
 
 
 def _lines_up_to(path: Path, step: int | None) -> list[str]:
-    """What a run that goes on after `step` keeps: it is not over, whatever an end that was cut off said."""
+    """Lines that a run which goes on after `step` keeps: without the end of a run that was cut off."""
     if step is None:
         return []
     return [line for line, event in _read(path) if event.step <= step and not isinstance(event, FinalEvent)]

@@ -40,7 +40,7 @@ class Family:
 
     @staticmethod
     def of_this_process(environment: Mapping[str, str]) -> Family:
-        """As they are now."""
+        """Family of this process now."""
         said = environment.get(OWNER)
         return Family(Owner.model_validate_json(said) if said else None, os.getppid())
 
@@ -86,12 +86,12 @@ class Pulse(threading.Thread):
 
 
 def pulse_file(folder: RunFolder, rank: int) -> Path:
-    """Where a rank leaves word."""
+    """File in which a rank leaves word."""
     return folder.faults / f"pulse-{rank}"
 
 
 def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    """Which instruction of which function the thread is in, and in what calls."""
+    """Instructions that the thread is in, with those of its callers."""
     found: list[tuple[int, int]] = []
     while frame is not None:
         found.append((id(frame), frame.f_lasti))

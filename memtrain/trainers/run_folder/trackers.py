@@ -88,7 +88,7 @@ class Trackers:
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """What a tracker shows of an event, under `train/`, `eval/` and `run/`."""
+    """Numbers of an event for a tracker, under `train/`, `eval/` and `run/`."""
     if isinstance(event, StepEvent):
         shown = {
             "loss": event.loss,

@@ -74,7 +74,8 @@ def share_one_mode(folder: Path) -> None:
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """What safetensors says of a disk that refuses becomes an OSError, as everybody else raises it."""
+    """Context in which safetensors' words about a disk that refuses become an OSError, as everybody else
+    raises it."""
     try:
         yield
     except SafetensorError as error:

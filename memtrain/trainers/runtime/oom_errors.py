@@ -11,7 +11,7 @@ import torch
 Made = TypeVar("Made")
 
 WORDS = ("out of memory", "can't allocate memory", "not enough memory")
-"""What torch says where no class names the error: the CPU allocator, cuBLAS, cuDNN."""
+"""Words of torch's errors where no class names them: the CPU allocator, cuBLAS, cuDNN."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -22,7 +22,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def attempt(act: Callable[[], Made], *, is_on: bool = True) -> tuple[Made | None, bool]:
-    """(what `act` made, True), or (None, False) when memory ran out.
+    """(result of `act`, True), or (None, False) when memory ran out.
 
     The error is let go here: its traceback holds every tensor of the broken pass. With `is_on` false it is
     raised on.

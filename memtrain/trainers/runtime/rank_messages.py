@@ -40,7 +40,7 @@ def to_bytes(item: object) -> bytes:
 
 
 def from_bytes(message: bytes) -> Any:
-    """What `to_bytes` was given.
+    """Value that `to_bytes` was given.
 
     Raises: ValueError for a message that speaks of records that are not memtrain's.
     """

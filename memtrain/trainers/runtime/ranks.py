@@ -18,22 +18,22 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all of a run. Every rank must call every method, in the same order."""
+    """Place of this process among all of a run. Every rank must call every method, in the same order."""
 
     rank: int = 0
-    """Which one this is, over all nodes."""
+    """Number of this process, over all nodes."""
     world: int = 1
-    """How many there are."""
+    """Number of processes."""
     local_rank: int = 0
-    """Which one this is on its node."""
+    """Number of this process on its node."""
     device: torch.device = torch.device("cpu")
-    """Where small tensors are put to be sent."""
+    """Device on which small tensors are put to be sent."""
     num_sharing: int = 1
-    """How many neighbours hold the same rows, a slice of each (context parallelism)."""
+    """Number of neighbours that hold the same rows, a slice of each (context parallelism)."""
 
     @property
     def replica(self) -> int:
-        """Which part of a step's rows this one has, alone or together with its neighbours."""
+        """Part of a step's rows that this rank has, alone or together with its neighbours."""
         return self.rank // self.num_sharing
 
     @property

@@ -1,4 +1,4 @@
-"""How the weights of a run lie over its ranks: whole on each (plain data parallel), or in shards."""
+"""Layout of a run's weights over its ranks: whole on each (plain data parallel), or in shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a weight, in the same storage; a plain tensor is itself."""
+    """Part of a weight on this rank, in the same storage; a plain tensor is itself."""
     if hasattr(tensor, "ds_tensor"):
         return cast(Any, tensor).ds_tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -47,14 +47,14 @@ def gathered_here(tensors: Sequence[Tensor], *, writes: bool = False) -> Abstrac
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """What is done to weights so that they lie where the plan says. The default leaves them whole."""
+    """Functions that lay weights where the plan says. The default leaves them whole."""
 
     lay: Callable[[nn.Module], None] = lambda scorer: None
     """Lays the weights of the scorer that is trained over the ranks, in place."""
     lay_frozen: Callable[[nn.Module], None] = lambda scorer: None
     """The same for a model beside it that is only asked: a reference, a reward model."""
     trained: Callable[[nn.Module], dict[str, nn.Parameter]] = trained_parameters
-    """What this rank's optimizer steps, by the name of the weight that it is (a part of)."""
+    """Parameters that this rank's optimizer steps, by the name of the weight that each is (a part of)."""
     whole: Callable[[nn.Module], AbstractContextManager[None]] = lambda scorer: nullcontext()
     """Context in which passes of single ranks are possible: no collectives inside."""
     streamed: Callable[[nn.Module], AbstractContextManager[None]] = lambda scorer: nullcontext()

@@ -1,4 +1,4 @@
-"""Why memory ran out, and what would fit: said at the end of a run that could not go on."""
+"""Reason that memory ran out, and settings that would fit: said at the end of a run that could not go on."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PIECE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """What a rehearsal found."""
+    """Result of a rehearsal."""
 
     peak_bytes: int
     """Highest peak of live tensors of any rank; 0 where nothing is measured."""

@@ -61,7 +61,7 @@ def write_longest(steps: OnlineSteps) -> None:
 
 
 def longest_rows(steps: OnlineSteps, count: int) -> list[int]:
-    """So many prompts, the longest first; the same again where there are fewer."""
+    """Indices of so many prompts, the longest first; the same again where there are fewer."""
     order = np.argsort(-steps.prompts.tokens, kind="stable")
     return [int(order[place % len(order)]) for place in range(count)]
 

@@ -49,12 +49,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Where memory ran out."""
+    """Place at which memory ran out."""
 
     load: int
     """Tokens of the part, padding included."""
     is_single: bool
-    """It was one sequence, which cannot be split."""
+    """Whether the part was one sequence, which cannot be split."""
 
 
 class Exhausted(Exception):
@@ -73,16 +73,16 @@ class Recovery:
     """
 
     settings: Settings
-    """As they are now: strategies that were switched on included."""
+    """Settings now: strategies that were switched on included."""
     position: TrainState
-    """What was learnt is kept here, so that a run that is continued has learnt it too."""
+    """State in which the limits are kept, so that a run that is continued has them too."""
     treat: Callable[[Settings], None] = lambda settings: None
     """Makes the model obey changed settings."""
     tell: Callable[[str], None] = lambda text: None
     """Takes notes."""
     has_dropout: bool = False
     eval_limit: int | None = None
-    """As `TrainState.micro_limit`, for passes without gradients."""
+    """Limit like `TrainState.micro_limit`, for passes without gradients."""
     failures: list[Failure] = field(default_factory=list)
 
     @property
@@ -113,7 +113,7 @@ class Recovery:
         clear: Callable[[], None],
         ranks: Ranks,
     ) -> Made:
-        """What `act` makes of all parts of a step, however often memory runs out on any rank.
+        """Result of `act` for all parts of a step, however often memory runs out on any rank.
 
         `act` moves the cursor to the part it is at. `finish` ends the exchange with the other ranks, whether
         this one's passes broke off or not. `clear` throws away what a broken attempt left. Called by all
@@ -141,7 +141,8 @@ class Recovery:
     def each(
         self, feed: Feed, micros: Sequence[Ints], act: Callable[[Ints], Made], *, ranks: Ranks
     ) -> list[Made]:
-        """What `act` makes of each micro-batch, or of its parts, in a pass without gradients and collectives.
+        """Results of `act` for each micro-batch, or for its parts, in a pass without gradients and
+        collectives.
 
         Called by all ranks together. Raises: Exhausted, on every rank.
         """

@@ -26,7 +26,7 @@ _MIN_COLUMNS = 256
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Gradients that are asked for."""
 
     hidden: tuple[bool, ...]
     weight: tuple[bool, ...]
@@ -38,7 +38,7 @@ class Needs(NamedTuple):
 
 
 class ScoredTokens(NamedTuple):
-    """What the forward pass left of each token, and how the loss depends on its results."""
+    """Results of the forward pass for each token, and the derivative of the loss by them."""
 
     targets_N: Tensor
     log_z_N: Tensor

@@ -47,7 +47,7 @@ def full_logprob(
     want_log_sum_squares: bool = False,
     tile_bytes: int = 0,
 ) -> LogprobResult:
-    """As `linear_logprob`, with all logits held; `tile_bytes` is not used."""
+    """Log-probs as `linear_logprob` gives them, with all logits held; `tile_bytes` is not used."""
     logits_NV = full_logits(pairs, bias=bias, temperature=temperature, softcap=softcap, scale=scale)
     logp_NV = logits_NV.log_softmax(-1)
     entropy_N = -(logp_NV.exp() * logp_NV).sum(-1) if want_entropy else None
@@ -69,7 +69,8 @@ def full_nll(
     want_stats: bool = False,
     tile_bytes: int = 0,
 ) -> NllResult:
-    """As `linear_nll` by torch's cross_entropy, with all logits held; `tile_bytes` is not used."""
+    """Loss as `linear_nll` gives it, by torch's cross_entropy, with all logits held; `tile_bytes` is not
+    used."""
     logits_NV = full_logits(pairs, bias=bias, temperature=temperature, softcap=softcap, scale=scale)
     loss_N = F.cross_entropy(logits_NV, targets_N, reduction="none", label_smoothing=label_smoothing)
     if z_loss:

@@ -31,7 +31,7 @@ def liger_nll(
     tile_bytes: int = TILE_BYTES,
     weight_of_all: float | None = None,
 ) -> NllResult:
-    """As `linear_nll`, computed by Liger; gradients accumulate in float32.
+    """Loss as `linear_nll` gives it, computed by Liger; gradients accumulate in float32.
 
     weight_of_all: the weight, where every token has the same: gradients are then made in the forward pass.
         Otherwise Liger recomputes its chunks in the backward pass.

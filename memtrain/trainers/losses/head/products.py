@@ -43,7 +43,7 @@ def sums_half_in_fp32(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """How products are formed on one device: sums in `wide`, weights widened `block_bytes` at a time."""
+    """Products on one device: sums in `wide`, weights widened `block_bytes` at a time."""
 
     wide: torch.dtype
     half_kernel: bool

@@ -16,7 +16,7 @@ from memtrain.trainers.losses.head.tiles import TILE_BYTES
 
 
 class HeadForm(NamedTuple):
-    """How the head and the loss are computed, and what the model does to its logits."""
+    """Form of the head and the loss, and the model's changes of its logits."""
 
     is_chunked: bool = True
     """In tiles of logits; else all logits at once."""
@@ -28,7 +28,7 @@ class HeadForm(NamedTuple):
 
 
 class Request(Protocol):
-    """One question to the LM head.
+    """A question to the LM head.
 
     Requests are opaque objects on purpose: FSDP2's mixed precision rounds every float tensor it finds in
     the arguments of a module call (in tuples, dicts and dataclasses too), the loss weights among them.

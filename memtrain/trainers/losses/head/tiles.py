@@ -1,4 +1,4 @@
-"""One tile of logits: bending, log-probs and statistics, and the gradient with respect to it."""
+"""A tile of logits: bending, log-probs and statistics, and the gradient with respect to it."""
 
 # N scored tokens, T tokens of one tile, V vocabulary (or the columns of one tile of it), D width of one pair
 
@@ -20,7 +20,7 @@ TILE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """How a model turns head outputs into logits: `softcap * tanh(scale * x / softcap) / temperature`.
+    """Rule of a model from head outputs to logits: `softcap * tanh(scale * x / softcap) / temperature`.
 
     Without a softcap: `scale * x / temperature`. Source: Gemma 2, arXiv:2408.00118, section 2 (softcap).
     """
@@ -56,7 +56,7 @@ class TileScores(NamedTuple):
 
 
 class ScoreOptions(NamedTuple):
-    """What a scoring call computes besides log p and log Z, and how its backward pass goes."""
+    """Results of a scoring call besides log p and log Z, and the form of its backward pass."""
 
     rule: LogitRule
     dtypes: tuple[torch.dtype, ...]
@@ -93,7 +93,7 @@ def gather_operands(dtypes: Sequence[torch.dtype], bias_V: Tensor | None, flat: 
 
 
 def products_for(operands: Operands, rule: LogitRule) -> Products:
-    """How the products of these operands are formed on their device."""
+    """Products of these operands on their device."""
     wide = wide_dtype(*operands.hidden, *operands.weight)
     return Products(wide, sums_half_in_fp32(operands.hidden[0].device), rule.tile_bytes // 4)
 

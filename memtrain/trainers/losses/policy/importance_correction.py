@@ -24,7 +24,7 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 
 class Mismatch(NamedTuple):
-    """What multiplies each token's loss, and what the raw ratios were."""
+    """Factor of each token's loss, and facts of the raw ratios."""
 
     weight_N: Tensor
     """The corrected ratio at each token; that of its answer with the sequence modes."""
@@ -65,7 +65,7 @@ def mismatch(
 
 
 def mismatch_facts(old_logp_N: Tensor, sampler_logp_N: Tensor) -> dict[str, float]:
-    """What the metrics say of the raw difference d = log p_trainer - log p_sampler of a step's tokens.
+    """Metrics of the raw difference d = log p_trainer - log p_sampler of a step's tokens.
 
     Means and quantiles are taken before any bound is applied: a jump of mean |d| says that the sampler's
     weights are stale.

@@ -42,7 +42,7 @@ NORMALISERS: Mapping[str, Per] = {
     "dr_grpo": "longest",
     "luspo": "sum",
 }
-"""What each loss divides by. `answer`: the mean of each answer's tokens, then over answers. `step_tokens`,
+"""Divisor of each loss. `answer`: the mean of each answer's tokens, then over answers. `step_tokens`,
 `rollout_tokens`: tokens of the optimizer step, or of an equal share of the rollout. `longest`: answers times
 the completion limit, a constant. `sum`: each answer's tokens are summed, so that long answers weigh more."""
 
@@ -70,7 +70,7 @@ class PolicyKnobs:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """What a whole optimizer step is divided by, over all micro-batches and ranks: then they add up."""
+    """Divisors of a whole optimizer step, over all micro-batches and ranks: then they add up."""
 
     num_answers: float
     """Answers of the step, those without signal and truncated ones included."""
@@ -95,7 +95,8 @@ class PolicyBatch:
     old_logp_N: Tensor | None = None
     """Of the policy that the update started from; None: it is the policy itself (the first update)."""
     sampler_logp_N: Tensor | None = None
-    """As recorded while sampling; for `off_policy_limit`, which looks back to it where it is known."""
+    """Log-probs as recorded while sampling; for `off_policy_limit`, which looks back to it where it is
+    known."""
     reference_N: Tensor | None = None
     entropy_N: Tensor | None = None
     """Differentiable where `entropy_coef` is not 0."""
@@ -114,7 +115,7 @@ class PolicyLoss:
 
 
 def token_weights(lengths_A: Tensor, num_tokens: int, loss: str, norms: Norms) -> Tensor:
-    """What each token's loss is multiplied by [N], so that summing over all micro-batches gives the loss.
+    """Factor of each token's loss [N], so that summing over all micro-batches gives the loss.
 
     Source: grpo: Shao et al. 2024, arXiv:2402.03300, eq. 3; dapo: Yu et al. 2025, arXiv:2503.14476, eq. 8;
     dr_grpo: Liu et al. 2025, arXiv:2503.20783, section 3.2; luspo: arXiv:2602.05261; bnpo: TRL's name for the

@@ -18,7 +18,7 @@ LOWEST_LOG_WEIGHT = math.log(1e-8)
 
 
 class Clip(NamedTuple):
-    """How far the ratio may move before its gradient stops."""
+    """Bounds of the ratio beyond which its gradient stops."""
 
     low: float = 0.2
     """The ratio is clipped below 1 - low."""

@@ -1,4 +1,4 @@
-"""How far a reward model's probabilities are from what happens: expected calibration error, in ten bins."""
+"""Calibration of a reward model's probabilities: expected calibration error, in ten bins."""
 
 # B pairs
 

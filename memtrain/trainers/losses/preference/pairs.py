@@ -17,7 +17,7 @@ _MAX_EXPONENT = 40.0
 
 
 class Divergence(StrEnum):
-    """What keeps the policy near the reference: f(u), u = policy / reference probability of an answer."""
+    """Distance of the policy from the reference: f(u), u = policy / reference probability of an answer."""
 
     REVERSE_KL = "reverse_kl"
     FORWARD_KL = "forward_kl"

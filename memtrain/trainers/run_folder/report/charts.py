@@ -19,7 +19,7 @@ MOST_POINTS = 800
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a chart."""
+    """A line of a chart."""
 
     name: str
     points: Sequence[Point]
@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One horizontal bar: its parts lie end to end."""
+    """A horizontal bar: its parts lie end to end."""
 
     label: str
     parts: Sequence[tuple[str, float, str]]

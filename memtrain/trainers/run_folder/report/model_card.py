@@ -28,7 +28,7 @@ from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
 METHOD_WORDS = {"sft": "supervised fine-tuning"}
-"""What the card calls a method; a method that is not here is called by its name."""
+"""Words of the card for a method; a method that is not here is called by its name."""
 
 
 def write_card(folder: RunFolder) -> Path:
@@ -99,7 +99,7 @@ def metadata(recipe: Recipe, adapter: Adapter | None) -> dict[str, object]:
 
 
 def base_words(recipe: Recipe) -> str:
-    """What the training began from."""
+    """Model that the training began from."""
     if recipe.model.path is None:
         return "random weights"
     revision = f" at {recipe.model.revision}" if recipe.model.revision else ""

@@ -33,7 +33,7 @@ MOST_AVERAGED_STEPS = 10
 
 
 REHEARSAL = "rehearsal: "
-"""What stands before the name of a phase that was rehearsed: it is held against the same prediction."""
+"""Words before the name of a phase that was rehearsed: its peak is compared with the same prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Figures:
 
 
 def load_report(folder: RunFolder) -> Report:
-    """What the folder says so far.
+    """Report of the folder so far.
 
     Raises: DataError for a damaged metrics file; LaunchError for a plan of another version.
     """
@@ -165,7 +165,7 @@ def phases_of(report: Report) -> list[PhaseMemory]:
 
 
 def state_of(report: Report) -> str:
-    """How the run stands, in words."""
+    """State of the run, in words."""
     if report.status is None:
         return "not started"
     if report.status.message:
@@ -174,7 +174,8 @@ def state_of(report: Report) -> str:
 
 
 def summary(folder: RunFolder) -> RenderableType:
-    """What the terminal shows at the end of a run: the figures, memory by phase, rows and what they lost.
+    """Summary that the terminal shows at the end of a run: the figures, memory by phase, rows and losses of
+    them.
 
     Raises: as `load_report`.
     """
@@ -198,7 +199,7 @@ def loss_words(figures: Figures) -> str:
 
 
 def eval_name(figures: Figures) -> str:
-    """What `eval_words` are of."""
+    """Name of the figure in `eval_words`."""
     return "held-out reward" if figures.rewards else "held-out loss"
 
 
@@ -226,7 +227,7 @@ def reward_words(figures: Figures) -> str:
 
 
 def save_words(saves: Sequence[SaveEvent]) -> str:
-    """How many checkpoints were written, and how long the steps waited for them."""
+    """Number of checkpoints that were written, and the time that the steps waited for them."""
     held_s = sum(one.seconds if one.held_s is None else one.held_s for one in saves)
     waited_s = sum(one.waited_s for one in saves)
     words = f"{len(saves):,} written, steps waited {held_s:.1f} s"
@@ -234,7 +235,7 @@ def save_words(saves: Sequence[SaveEvent]) -> str:
 
 
 def lost_words(data: DataEvent) -> str:
-    """What truncation and packing took, in one sentence."""
+    """Losses by truncation and packing, in one sentence."""
     lost = []
     if data.rows_skipped:
         lost.append(f"{_rows(data.rows_skipped, 'bad row')} left out")
