@@ -1,5 +1,6 @@
 """What every test may use: one thread, and tiny random models of the shapes the project promises."""
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -11,6 +12,12 @@ torch.set_num_threads(1)
 os.environ["MEMTRAIN_CALIBRATION"] = "off"
 
 TinyModel = Callable[..., torch.nn.Module]
+
+
+def pytest_collection_finish() -> None:
+    """Objects of imported modules are left out of collections: recovery collects at every failure."""
+    gc.collect()
+    gc.freeze()
 
 
 def _tiny(config_class: type, model_class: type, attention: str, seed: int, config: dict[str, object]):

@@ -52,7 +52,9 @@ def ended(runs, name: str, engine: str, *overrides: str, num_ranks: int = 2, ver
     return runs.folder / name
 
 
-@pytest.mark.parametrize("engine", ["zero2", "zero3", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine", ["zero2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero3"))]
+)
 def test_a_stage_has_the_losses_and_the_weights_of_one_process(
     runs, one: Path, curve_of, metrics, engine: str
 ):
@@ -86,13 +88,16 @@ SELDOM = [pytest.param(case, marks=pytest.mark.slow) for case in [*KILLED][1:]]
 
 
 @pytest.mark.parametrize("case", ["stage 3", *SELDOM])
-def test_a_killed_run_goes_on_to_the_last_bit(runs, curve_of, monkeypatch, case: str):
+def test_a_killed_run_goes_on_to_the_last_bit(runs, one: Path, curve_of, monkeypatch, case: str):
     engine, asked = KILLED[case]
     whole = ended(runs, "whole", engine, *SAVED, *asked)
     stop_after(runs, "run", 2, 4, monkeypatch, *SAVED, *asked, f"cluster.engine={engine}")
     ended(runs, "run", engine, *SAVED, *asked)
     assert curve_of(runs.folder / "run") == curve_of(whole)
     assert_same_model(runs.folder / "run", whole, exactly=True)
+    if not asked:
+        assert_same_curve(curve_of(whole), curve_of(one))
+        assert_same_model(whole, one, exactly=False)
 
 
 def test_each_rank_writes_what_it_steps_and_export_makes_a_model_of_it(runs, tmp_path: Path):
