@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.memory.estimate.static import COMPRESSED_GROUP, MASTER_BUCKET
+from memtrain.trainers.optim.buckets import buckets_of, step_by_bucket
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 Draws = torch.Generator | None
@@ -99,19 +100,9 @@ class CompressedMoments(Optimizer):
         When it breaks off, the gradients of buckets that are done are gone, and all others are there.
         """
         loss = closure() if closure is not None else None
-        gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
-        left = dict(gradients)
-        for parameter in gradients:
-            parameter.grad = None
-        try:
-            for bucket in _buckets(list(gradients)):
-                self._step_bucket(bucket, gradients)
-                for parameter in bucket:
-                    del left[parameter]
-            left = gradients
-        finally:
-            for parameter, gradient in left.items():
-                parameter.grad = gradient
+        step_by_bucket(
+            (p for group in self.param_groups for p in group["params"]), _buckets, self._step_bucket
+        )
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,13 +161,5 @@ def _expanded(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    num_bytes = 0
-    for parameter in parameters:
-        if bucket and num_bytes + parameter.nbytes > MASTER_BUCKET:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(parameter)
-        num_bytes += parameter.nbytes
-    if bucket:
-        yield bucket
+    """Tensors of at most MASTER_BUCKET bytes together, or one tensor alone."""
+    return buckets_of(parameters, MASTER_BUCKET, lambda parameter: parameter.nbytes)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.memory.estimate.static import OFFLOAD_BUCKET
+from memtrain.trainers.optim.buckets import buckets_of, step_by_bucket
 from memtrain.trainers.runtime.oom_errors import attempt
 
 STATES = 2
@@ -44,19 +45,7 @@ class OffloadedStates(Optimizer):
         When it breaks off, the gradients of buckets that are done are gone, and all others are there.
         """
         loss = closure() if closure is not None else None
-        gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
-        left = dict(gradients)
-        for parameter in gradients:
-            parameter.grad = None
-        try:
-            for bucket in _buckets(list(gradients)):
-                self._step_bucket(bucket, gradients)
-                for parameter in bucket:
-                    del left[parameter]
-            left = gradients
-        finally:
-            for parameter, gradient in left.items():
-                parameter.grad = gradient
+        step_by_bucket(self._parameters(), _buckets, self._step_bucket)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,17 +107,7 @@ class OffloadedStates(Optimizer):
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors whose states are at most OFFLOAD_BUCKET bytes together, or one tensor alone."""
-    bucket: list[Tensor] = []
-    num_bytes = 0
-    for parameter in parameters:
-        states = STATES * parameter.nbytes
-        if bucket and num_bytes + states > OFFLOAD_BUCKET:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(parameter)
-        num_bytes += states
-    if bucket:
-        yield bucket
+    return buckets_of(parameters, OFFLOAD_BUCKET, lambda parameter: STATES * parameter.nbytes)
 
 
 def _to_device(value: Any, parameter: Tensor) -> Any:
