@@ -56,6 +56,8 @@ LARGEST = 3
 """Strategies of the largest combinations."""
 STEPS = 1
 """`memtrain verify` makes more; here every cell has fresh optimizer states."""
+SLICE_TOKENS = 24
+"""Of streamed layers: every micro-batch has several slices, and documents go on from one to the next."""
 OF_SEVERAL_PROCESSES = ("context_parallel",)
 """Strategies that one process has not; their exactness is shown by tests of their own."""
 EXACT = tuple(
@@ -156,6 +158,8 @@ def words_of(cell: Cell) -> list[str]:
     words.append(f"model.attention={cell.backend}")
     if "adapter_off_reference" in cell.strategies:
         words.append("model.adapter={r: 4, target_modules: [q_proj, v_proj, down_proj]}")
+    if "streamed_layers" in cell.strategies:
+        words.append(f"memory.slice_tokens={SLICE_TOKENS}")
     if "optimizer_in_backward" in cell.strategies:
         words.append("optim.max_grad_norm=null")
     return words

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.context_parallel import dealt_kept, gathered_backward, gathered_forward
+from memtrain.memory.estimate.context_parallel import (
+    dealt_kept,
+    gathered_backward,
+    gathered_forward,
+    num_gathered_kv,
+)
 from memtrain.memory.estimate.workload import Asks, Workload
 
 
@@ -131,22 +136,66 @@ def layer_backward(load: Workload) -> int:
 
     In the MLP: everything kept, and the gradients of the product's two factors and of the residual stream
     (the product itself is gone by then; Liger writes them over the factors, and the product's own is there).
-    In the attention: what the attention kept, and its gradients.
+    In the attention: what the attention kept, its gradients, and the kernel's scratch.
     """
+    return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
+
+
+def scratch_at_peak(load: Workload) -> int:
+    """What of `layer_backward` is a kernel's own: flash attention's, where its moment is the higher."""
+    return flash_scratch(load) if attention_backward(load) > mlp_backward(load) else 0
+
+
+def mlp_backward(load: Workload) -> int:
+    """Bytes at the MLP's moment of a layer's backward pass."""
     shape, N, a = load.shape, load.N, load.a
     experts = shape.experts
     width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
     factors = 1 if load.settings.liger else 2
-    mlp = layer_kept(load) + a * N * (shape.width + factors * width) + _in_float(load, 16 * N * width)
+    return layer_kept(load) + a * N * (shape.width + factors * width) + _in_float(load, 16 * N * width)
+
+
+def attention_backward(load: Workload) -> int:
+    """Bytes at the attention's moment, the kernel's own scratch included."""
+    shape, N, a = load.shape, load.N, load.a
     attention = attention_kept(load) + norm_kept(load, shape.width, num_scales=1)
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
-    attention += gathered_backward(load)
+    attention += gathered_backward(load) + flash_scratch(load)
     if load.settings.attention == "masked":
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
         attention += N * N * shape.num_heads * (6 if load.is_half else 4)
     if shape.makes_scores:
         attention += 8 * _scores(load)
-    return max(mlp, attention) + dequantized(load)
+    return attention
+
+
+SCRATCH = "kernel scratch"
+"""Owner of what a kernel takes for itself while it runs."""
+
+FLASH = ("torch_varlen", "flash")
+"""Back ends on variable-length flash kernels for CUDA."""
+
+
+def flash_scratch(load: Workload) -> int:
+    """What flash attention's backward kernel takes for itself on a GPU: no tensor that a program sees.
+
+    Float32 sums of the queries' gradients with the head width rounded up to 32, and of their row sums:
+    4*N*(Q' + heads). Where query heads share a head of keys, gradients of keys and values for every query
+    head before they are summed: 2*a*M*Q, M keys at once (all that a process gathers).
+
+    Source: flash-attn 2.8.3, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd (dq_accum, softmax_d, dk_expanded,
+    dv_expanded); torch ships the same. Not measured on a GPU.
+    """
+    shape, settings, N = load.shape, load.settings, load.N  # noqa: N806
+    if settings.device != "cuda" or settings.attention not in FLASH:
+        return 0
+    heads = shape.num_heads // (settings.context_parallel if settings.context_by == "ulysses" else 1)
+    tokens = load.num_whole if settings.context_by == "ulysses" else N
+    wide = -(-shape.head_dim // 32) * 32
+    sums = 4 * tokens * heads * (wide + 1)
+    keys = max(tokens, num_gathered_kv(load))
+    is_shared = shape.kv_width != shape.query_width
+    return sums + is_shared * 2 * load.a * keys * heads * shape.head_dim
 
 
 def layer_forward(load: Workload) -> int:

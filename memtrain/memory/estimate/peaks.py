@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
+    SCRATCH,
     HeadBytes,
     head_bytes,
     layer_backward,
@@ -16,6 +17,7 @@ from memtrain.memory.estimate.activations import (
     norm_backward,
     norm_kept,
     rotary,
+    scratch_at_peak,
 )
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
@@ -131,7 +133,8 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     made = _gradients(load, head.weight_gradient, accumulates=accumulates and not settings.in_backward)
     is_away = settings.offload == "all"
     backward = (offloaded_backward(load) if is_away else layer_backward(load)) + made.added
-    inner, final_backward = {"recomputation": backward}, norm_backward(load)
+    kernel = 0 if is_away else scratch_at_peak(load)
+    inner, final_backward = {"recomputation": backward - kernel, SCRATCH: kernel}, norm_backward(load)
     if settings.slice_tokens:
         inner, final_backward = streamed_backward(load), final_norm_backward(load)
     loss = {"gradients": made.before, "activations": kept + head.norm}

@@ -6,7 +6,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memtrain.memory.estimate.activations import layer_backward, layer_boundary, layer_forward, norm_kept
+from memtrain.memory.estimate.activations import (
+    SCRATCH,
+    attention_backward,
+    dequantized,
+    flash_scratch,
+    layer_boundary,
+    layer_forward,
+    mlp_backward,
+    norm_kept,
+)
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 
 KEYS = "keys and values"
@@ -27,19 +36,29 @@ def streamed_backward(load: Workload) -> dict[str, int]:
 
     a*N*W for the gradient of the output (that of the input takes the place of the input); 2*a*N*K for keys
     and values, 2*4*N*K for their gradients, which are summed in float32; and of one slice what a layer holds
-    in its backward pass (`layer_backward`). Gradients of weights are summed over the slices in float32.
+    in its backward pass (`_slice_backward`). Gradients of weights are summed over the slices in float32.
 
     Source: derived from trainers/model/streamed; held against traces by
     tests/trainers/tools/trace/test_trace.py.
     """
     part, a, N = slice_of(load), load.a, load.N  # noqa: N806
     keys = 2 * N * load.shape.kv_width * (a + max(4, a))
-    return {ROW: layer_boundary(load), KEYS: keys, "recomputation": _slice_backward(part) + _sums(load)}
+    inner, kernel = _slice_backward(part)
+    return {ROW: layer_boundary(load), KEYS: keys, "recomputation": inner + _sums(load), SCRATCH: kernel}
 
 
-def _slice_backward(part: Workload) -> int:
-    """Of one slice: input, output and that one's gradient are no memory of its own (seen in traces)."""
-    return layer_backward(part) - 3 * layer_boundary(part)
+def _slice_backward(part: Workload) -> tuple[int, int]:
+    """Of one slice, a kernel's scratch apart from the rest (seen in traces).
+
+    In the MLP input, output and that one's gradient are no memory of its own. In the attention the
+    gradient of the queries is summed over blocks of keys in float32: 4*n*Q, beside what one block gives.
+    """
+    shape, n = part.shape, part.N
+    mlp = mlp_backward(part) - 3 * layer_boundary(part)
+    attention = attention_backward(part) + max(4, part.a) * n * shape.query_width
+    attention += layer_boundary(part) + 4 * n * shape.num_heads
+    kernel = flash_scratch(part) if attention > mlp else 0
+    return max(mlp, attention) - kernel + dequantized(part), kernel
 
 
 def _sums(load: Workload) -> int:

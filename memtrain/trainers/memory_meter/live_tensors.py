@@ -256,7 +256,8 @@ class Recorder(TensorPeak):
         taken = self.scratch.get(func)
         if taken is not None:
             num_bytes = taken(args, kwargs, out)
-            self._freed(num_bytes, self._allocated(num_bytes, f"scratch of {func.__name__}"))
+            with self.owned_by("kernel scratch"):
+                self._freed(num_bytes, self._allocated(num_bytes, f"scratch of {func.__name__}"))
 
 
 def _device_type(tensor: Tensor) -> str:

@@ -103,10 +103,14 @@ class SliceAttention(torch.autograd.Function):
         dq_SHD, dk_SKD, dv_SKD = kernel.backward(
             grad_SHD, query_SHD, *keys.held(own), out_SHD, lse_HS, part.within, ctx.scale
         )
+        dtype = dq_SHD.dtype
         if needs_keys:
             keys.add_gradients(own, dk_SKD, dv_SKD)
-        wide = torch.promote_types(dq_SHD.dtype, torch.float32)
+        # A name that outlives its use holds what the next kernel call could take.
+        del dk_SKD, dv_SKD
+        wide = torch.promote_types(dtype, torch.float32)
         sum_SHD = dq_SHD.to(wide) if part.key_blocks else dq_SHD
+        del dq_SHD
         for queries, rows, block in part.key_blocks:
             dq_there, dk_there, dv_there = kernel.backward(
                 grad_SHD[queries],
@@ -120,5 +124,6 @@ class SliceAttention(torch.autograd.Function):
             sum_SHD[queries].add_(dq_there)
             if needs_keys:
                 keys.add_gradients(rows, dk_there, dv_there)
-        own_grads = keys.gradients(own, dk_SKD.dtype) if needs_keys else (None, None)
-        return sum_SHD.to(dq_SHD.dtype), *own_grads, None, None, None
+            del dq_there, dk_there, dv_there
+        own_grads = keys.gradients(own, dtype) if needs_keys else (None, None)
+        return sum_SHD.to(dtype), *own_grads, None, None, None

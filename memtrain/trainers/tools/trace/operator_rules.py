@@ -83,6 +83,22 @@ RULES: dict[Any, Callable[..., Any]] = {
 """Replacements of these operators in a Recorder."""
 
 
+def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Bytes of flash attention's backward kernel; see `flash_scratch` of the arithmetic for the source."""
+    query_THD, key_TKD, cu_query = args[1], args[2], args[6]
+    tokens, heads, head_dim = query_THD.shape
+    # Each segment's rows are padded to a block of 128.
+    rows = tokens + 128 * (cu_query.numel() - 1)
+    wide = -(-head_dim // 32) * 32
+    num_keys, key_heads, _ = key_TKD.shape
+    expanded = 2 * key_TKD.itemsize * num_keys * heads * head_dim if key_heads != heads else 0
+    return 4 * rows * heads * (wide + 1) + expanded
+
+
+SCRATCH: dict[Any, Callable[..., int]] = {aten._flash_attention_backward.default: _flash_backward}
+"""What kernels take for themselves where no operator returns it, in bytes."""
+
+
 @contextmanager
 def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterator[None]:
     """Code takes the branches it takes in a real run on `device_kind` (`cpu` or `cuda`).

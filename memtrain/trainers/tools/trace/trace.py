@@ -28,7 +28,7 @@ from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify, withou
 from memtrain.trainers.tools.trace.fake_ranks import lay_frozen, playing_ranks, slicing_without_data
 from memtrain.trainers.tools.trace.fake_zero import own_parts, playing_zero, zero_without_data
 from memtrain.trainers.tools.trace.liger import playing_liger
-from memtrain.trainers.tools.trace.operator_rules import RULES, with_operator_rules
+from memtrain.trainers.tools.trace.operator_rules import RULES, SCRATCH, with_operator_rules
 from memtrain.trainers.tools.trace.reward_models import Judge, bare_judge, one_judgement
 from memtrain.trainers.tools.trace.setup import Stage, build_step, module_of
 from memtrain.trainers.tools.trace.steps import (
@@ -98,7 +98,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
             passes=without_data(cast.passes, mode.from_tensor),
             judges=[judge.without_data(mode.from_tensor) for judge in cast.judges],
         )
-        recorder = Recorder("cpu", rules=RULES | rules)
+        recorder = Recorder("cpu", rules=RULES | rules, scratch=SCRATCH)
         recorder.enter("load")
         stage = run_steps(cast, job, recorder, is_fake=True)
         host = _on_host(stage)

@@ -10,6 +10,7 @@ import torch
 from trace_cases import BASE, CASES, HALF, LLAMA, QWEN, random_states, real_peak, sft
 
 import memtrain.trainers.tools.trace.client
+from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.tools.trace.client import Traced, TraceJob, can_trace, job_of, traced
 from memtrain.trainers.tools.trace.cuda_allocator import replay
@@ -226,3 +227,23 @@ def test_what_cannot_be_traced_says_why():
 def test_asking_for_a_trace_loads_no_torch():
     code = "import sys; import memtrain.trainers.tools.trace.client; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FLASHY = LLAMA | {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "head_dim": 32}
+"""Attention's moment is the highest: 8 query heads of 32 numbers share 2 heads of keys."""
+
+
+@pytest.mark.parametrize("slices", [{}, {"slice_tokens": 512}])
+def test_scratch_of_flash_attention_is_an_owner_of_its_own(slices):
+    """Of n tokens at once: float32 sums of 8 * 32 numbers and 8 row sums; keys and values for 8 heads."""
+    case = sft(FLASHY, HALF | CUDA | {"checkpoint_every": 1 - bool(slices)} | slices)
+    case = replace(case, batch=HeaviestBatch(2, 4096, 3000, 2048))
+    told = {one.owner: one.num_bytes for one in case.estimated().peak.owners}
+    recorder = trace(case.job).recorder
+    seen = named_owners(recorder)["steady step.backward.last"]
+    n = slices.get("slice_tokens", 4096)
+    by_hand = 4 * n * (8 * 32 + 8) + 2 * 2 * n * 8 * 32
+    assert told["kernel scratch"] == by_hand
+    # The kernel pads each segment to a block of 128 rows.
+    assert seen["kernel scratch"] == pytest.approx(by_hand, rel=0, abs=2 * 128 * 4 * 8 * 33)
+    assert case.estimated().peak.num_bytes == pytest.approx(recorder.peak_bytes, rel=0.02)

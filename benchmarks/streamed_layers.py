@@ -1,0 +1,171 @@
+"""Streamed layers: is what a layer holds flat in the length of a row, and what does a step cost?
+
+    python benchmarks/streamed_layers.py           # both questions: minutes; writes the results
+    python benchmarks/streamed_layers.py --memory  # traces of a 25M model at 8,192 to 65,536 tokens
+    python benchmarks/streamed_layers.py --time    # processor time against checkpointing, in pairs
+
+Memory: live tensors of the own trace (tensors without data, as `memtrain plan --trace`), at the peak
+of the backward pass through the layers; what grows with the row by design is listed by owner, and the rest is
+one slice. Time: forward and backward of the same row, one thread, the two ways by turns, the least of each.
+Results: benchmarks/results/streamed_layers.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from memtrain.memory.estimate.activations import layer_boundary, rotary
+from memtrain.memory.estimate.streamed_layers import KEYS, ROW, streamed_backward
+from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.model.attention import set_attention
+from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
+from memtrain.trainers.tools.trace.extrapolate import named_owners
+from memtrain.trainers.tools.trace.trace import Job, trace
+
+RESULTS = Path(__file__).parent / "results" / "streamed_layers.json"
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131_072,
+}
+"""25 million weights."""
+LENGTHS = (8_192, 16_384, 32_768, 65_536)
+SLICE_TOKENS = 4_096
+TIMED = CONFIG | {"hidden_size": 256, "intermediate_size": 896, "vocab_size": 1024}
+TIMED_TOKENS, TIMED_SLICE = 4_096, 1_024
+MIB = 2**20
+
+
+def settings_of(length: int, **changes: Any) -> Settings:
+    """One row of `length` tokens on a CPU in float32."""
+    known: dict[str, Any] = {
+        "device": "cpu",
+        "num_processes": 1,
+        "threads": 1,
+        "dtype": "float32",
+        "attention": "torch_cpu",
+        "liger": False,
+        "adapter": None,
+        "quantize": "none",
+        "max_length": length,
+        "truncation": "keep_start",
+        "packing": "bfd",
+        "cross_document_attention": False,
+        "padding_free": True,
+        "pad_to_multiple_of": None,
+        "group_by_length": False,
+        "batch_size": 1,
+        "batch_tokens": None,
+        "micro_batch_size": 1,
+        "micro_tokens": None,
+        "max_steps": 1,
+        "checkpoint_every": 0,
+        "offload": "none",
+        "loss": "chunked",
+        "loss_tile_bytes": 1 << 22,
+        "optimizer": "adamw",
+        "master_weights": False,
+        "expandable_segments": True,
+    }
+    return Settings.model_validate(known | changes)
+
+
+def layer_memory(length: int) -> dict[str, float]:
+    """MiB at the peak of the backward pass through the last layer: by owner what grows, and the rest."""
+    settings = settings_of(length, slice_tokens=SLICE_TOKENS)
+    batch = HeaviestBatch(1, length, length, length)
+    recipe = Recipe.model_validate(
+        {"method": "sft", "model": {"config": {"model_type": "llama"}, "tokenizer": "builtin:tiny"}}
+        | {"data": {"train": ("rows.jsonl",)}}
+    )
+    found = trace(Job(recipe, settings, CONFIG, batch, num_micros=1, want_stats=False)).recorder
+    held = named_owners(found)["steady step.backward.last"]
+    load = Workload(settings, shape_of(CONFIG), batch)
+    by_design = streamed_backward(load)
+    told = {
+        "resting": sum(held.get(owner, 0) for owner in ("weights", "optimizer", "gradients", "batch")),
+        "inputs of the layers": CONFIG["num_hidden_layers"] * layer_boundary(load),
+        "rotary tables": rotary(load),
+        ROW: by_design[ROW],
+        KEYS: by_design[KEYS],
+    }
+    told["one slice, and sums of weights"] = sum(held.values()) - sum(told.values())
+    return {owner: round(size / MIB, 2) for owner, size in {"in all": sum(held.values()), **told}.items()}
+
+
+def step_seconds(model: Any) -> float:
+    """Processor seconds of a forward and a backward pass over one row."""
+    layout = packed_layout([TIMED_TOKENS])
+    ids = torch.randint(0, TIMED["vocab_size"], (1, TIMED_TOKENS))
+    started = time.process_time()
+    hidden = model.model(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False)[0]
+    hidden.square().mean().backward()
+    return time.process_time() - started
+
+
+def times(pairs: int) -> dict[str, Any]:
+    """Least processor seconds of each way, made by turns, and their ratio."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ways = {
+        "checkpointed": {"checkpoint_every": 1},
+        "streamed": {"slice_tokens": TIMED_SLICE},
+    }
+    models: dict[str, Any] = {}
+    for name, changes in ways.items():
+        known = {key: value for key, value in TIMED.items() if key != "model_type"}
+        models[name] = LlamaForCausalLM(LlamaConfig(**known)).train()
+        set_attention(models[name], "torch_cpu")
+        apply_checkpointing_and_offload(models[name], settings_of(TIMED_TOKENS, **changes))
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(pairs):
+        for name, model in models.items():
+            taken[name].append(step_seconds(model))
+    least = {name: min(seconds) for name, seconds in taken.items()}
+    return {
+        "tokens": TIMED_TOKENS,
+        "slice_tokens": TIMED_SLICE,
+        "pairs": pairs,
+        "seconds": {name: [round(one, 3) for one in seconds] for name, seconds in taken.items()},
+        "ratio": round(least["streamed"] / least["checkpointed"], 3),
+    }
+
+
+def main() -> None:
+    """Answer the questions that are asked, keep the other's answer, and print both."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--memory", action="store_true", help="traces alone")
+    parser.add_argument("--time", action="store_true", help="processor time alone")
+    parser.add_argument("--pairs", type=int, default=5, help="how often the two ways take turns")
+    asked = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    if asked.memory or not asked.time:
+        results["config"], results["slice_tokens"] = CONFIG, SLICE_TOKENS
+        results["memory_MiB"] = {}
+        for length in LENGTHS:
+            results["memory_MiB"][str(length)] = layer_memory(length)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if asked.time or not asked.memory:
+        results["time"] = times(asked.pairs)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
