@@ -8,9 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.errors import DataError
-from memtrain.recipes.formats import ids, messages, preference, prompt, prompt_completion, text, unpaired
+from memtrain.recipes.formats import (
+    alpaca,
+    ids,
+    messages,
+    preference,
+    prompt,
+    prompt_completion,
+    question_answer,
+    text,
+    unpaired,
+)
 from memtrain.recipes.formats.detect import METHOD_FORMATS, detect
 from memtrain.recipes.formats.fields import BadRow, Names, names_of
+from memtrain.recipes.formats.system_prompt import with_system
 from memtrain.recipes.sections.data import Columns
 
 NAMES = Names()
@@ -29,6 +40,8 @@ def found(row: dict, method: str = "sft", declared="auto", **columns: str) -> st
         ({"text": "a"}, "sft", "text"),
         ({"prompt": "a", "completion": "b"}, "sft", "prompt_completion"),
         ({"prompt": "a", "completion": "b", "template": "c"}, "sft", "prompt_completion"),
+        ({"instruction": "a", "input": "", "output": "b"}, "sft", "alpaca"),
+        ({"question": "a", "answer": "b"}, "sft", "question_answer"),
         ({"messages": [HI, YO]}, "sft", "messages"),
         ({"conversations": [{"from": "human", "value": "hi"}]}, "sft", "messages"),
         ({"prompt": "hi", "messages": [HI, YO]}, "sft", "messages"),
@@ -49,6 +62,8 @@ def test_user_columns_say_the_format():
     assert (
         found({"question": "a", "answer": "b"}, prompt="question", completion="answer") == "prompt_completion"
     )
+    row = {"instruction": "a", "input": "b", "output": "c"}
+    assert found(row, prompt="instruction", completion="output") == "prompt_completion"
 
 
 def test_rows_of_two_formats_are_refused():
@@ -63,8 +78,10 @@ def test_rows_of_two_formats_are_refused():
 
 
 def test_familiar_column_names_are_proposed_and_never_taken():
-    with pytest.raises(DataError, match=r"data.columns: \{prompt: question, completion: answer\}"):
-        found({"question": "a", "answer": "b"})
+    with pytest.raises(DataError, match=r"data.columns: \{prompt: query, completion: response\}"):
+        found({"query": "a", "response": "b"})
+    with pytest.raises(DataError, match=r"data.columns: \{prompt: question\}"):
+        found({"question": "a", "answer": "b"}, "grpo")
 
 
 def test_verdicts_are_not_learnt_as_completions_unless_said():
@@ -103,6 +120,58 @@ def test_string_prompts_with_message_answers_give_one_answer_in_every_process():
     assert said == {
         "strings and messages are mixed in one row: 'prompt' is a string, 'completion' is messages\n"
     }
+
+
+def test_an_instruction_row_is_a_conversation_of_all_its_columns():
+    row = {
+        "instruction": "Add.",
+        "input": "1 + 1",
+        "output": "2",
+        "system": "Be short.",
+        "history": [["hi", "yo"]],
+    }
+    made = alpaca.parse(row, NAMES)
+    assert made.prompt == (
+        {"role": "system", "content": "Be short."},
+        HI,
+        YO,
+        {"role": "user", "content": "Add.\n1 + 1"},
+    )
+    assert made.completion == ({"role": "assistant", "content": "2"},)
+    assert alpaca.parse({"instruction": "hi", "input": None, "output": "yo"}, NAMES).prompt == (HI,)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"instruction": "", "input": "", "output": "b"}, "'instruction' and 'input' are both empty"),
+        ({"instruction": 3, "output": "b"}, "column 'instruction' is a number"),
+        ({"instruction": "a", "input": ["x"], "output": "b"}, "column 'input' is a list"),
+        ({"instruction": "a", "output": "b", "history": "x"}, "column 'history' is a string"),
+        ({"instruction": "a", "output": "b", "history": [["x"]]}, r"history\[0\] is \['x'\], not a question"),
+    ],
+)
+def test_a_wrong_instruction_row_is_bad(row, words):
+    with pytest.raises(BadRow, match=words):
+        alpaca.parse(row, NAMES)
+
+
+def test_a_question_and_its_answer_are_two_turns():
+    made = question_answer.parse({"question": "hi", "answer": "yo"}, NAMES)
+    assert (made.prompt, made.completion) == ((HI,), (YO,))
+    with pytest.raises(BadRow, match="column 'question' is empty"):
+        question_answer.parse({"question": "", "answer": "yo"}, NAMES)
+
+
+def test_a_system_prompt_goes_before_conversations_that_have_none():
+    system = {"role": "system", "content": "Be kind."}
+    asked = question_answer.parse({"question": "hi", "answer": "yo"}, NAMES)
+    assert with_system(asked, "Be kind.").prompt == (system, HI)
+    assert with_system(asked, None) is asked
+    chat = messages.parse({"messages": [{"role": "system", "content": "own"}, HI, YO]}, NAMES)
+    assert with_system(chat, "Be kind.") is chat
+    with pytest.raises(BadRow, match="no conversation"):
+        with_system(text.parse({"text": "a"}, NAMES), "Be kind.")
 
 
 def test_text_is_a_string():

@@ -6,6 +6,8 @@ The rule, on the columns of the first row that are not null, after `data.columns
     chosen, rejected             preference
     prompt, completion, label    unpaired
     prompt, completion           prompt_completion
+    instruction, output          alpaca
+    question, answer             question_answer
     messages (or conversations)  messages
     text                         text
     prompt, and none of these    prompt
@@ -21,9 +23,21 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memtrain.errors import DataError
-from memtrain.recipes.formats import ids, messages, preference, prompt, prompt_completion, text, unpaired
+from memtrain.recipes.formats import (
+    alpaca,
+    ids,
+    messages,
+    preference,
+    prompt,
+    prompt_completion,
+    question_answer,
+    text,
+    unpaired,
+)
 from memtrain.recipes.formats.fields import Example, Names, Row, mapping_hint, names_of
 from memtrain.recipes.sections.data import Columns, Format
+
+Parse = Callable[[Row, Names], Example]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +49,13 @@ class Form:
     reads: tuple[str, ...]
     """Every field that is used, needed or not."""
     parts: tuple[str, ...]
-    parse: Callable[[Row, Names], Example]
+    parse: Parse
+    stored_as: Format | None = None
+    """Format whose examples its rows become, where it is another."""
+
+
+def _prompted(name: Format, needs: tuple[str, ...], reads: tuple[str, ...], parse: Parse) -> Form:
+    return Form(name, needs, reads, prompt_completion.PARTS, parse, "prompt_completion")
 
 
 FORMS: Mapping[str, Form] = {
@@ -51,6 +71,8 @@ FORMS: Mapping[str, Form] = {
             prompt_completion.PARTS,
             prompt_completion.parse,
         ),
+        _prompted("alpaca", alpaca.NEEDS, alpaca.READS, alpaca.parse),
+        _prompted("question_answer", question_answer.NEEDS, question_answer.READS, question_answer.parse),
         Form("messages", messages.NEEDS, messages.READS, messages.PARTS, messages.parse),
         Form("text", text.NEEDS, text.READS, text.PARTS, text.parse),
         Form("prompt", prompt.NEEDS, prompt.READS, prompt.PARTS, prompt.parse),
@@ -58,7 +80,14 @@ FORMS: Mapping[str, Form] = {
 }
 """Every format, in the order of the rule."""
 
-SUPERVISED: tuple[Format, ...] = ("prompt_completion", "messages", "text", "ids")
+SUPERVISED: tuple[Format, ...] = (
+    "prompt_completion",
+    "messages",
+    "text",
+    "ids",
+    "alpaca",
+    "question_answer",
+)
 METHOD_FORMATS: Mapping[str, tuple[Format, ...]] = {
     "sft": SUPERVISED,
     "dpo": ("preference",),
@@ -68,7 +97,7 @@ METHOD_FORMATS: Mapping[str, tuple[Format, ...]] = {
     "rloo": ("prompt",),
     "online_dpo": ("prompt",),
     "ppo": ("prompt",),
-    "score": ("preference", "unpaired", "prompt_completion"),
+    "score": ("preference", "unpaired", "prompt_completion", "alpaca", "question_answer"),
 }
 """Formats each method can use, the one it is usually given first."""
 
@@ -117,6 +146,7 @@ def no_format(
 ) -> tuple[str, str, str]:
     """(what, where, fix) for columns that fit no format the method can use."""
     shown = ", ".join(present) or "nothing"
+    needed = [need for name in allowed for need in FORMS[name].needs]
     if fitting:
         form = fitting[0]
         declared = [
@@ -125,8 +155,7 @@ def no_format(
         what = f"the columns {shown} are rows of format {form.name}, which this method does not take"
         if declared:
             return what, where, f"if you mean it, say so: data.format: {declared[0]}"
-        return what, where, f"it takes {' or '.join(allowed)}"
-    needed = [need for name in allowed for need in FORMS[name].needs]
+        return what, where, mapping_hint(present, needed) or f"it takes {' or '.join(allowed)}"
     rule = "; ".join(
         f"{name} needs {', '.join(getattr(names, need) for need in FORMS[name].needs)}" for name in allowed
     )
@@ -141,7 +170,7 @@ def no_format(
 def check_mapping(columns: Columns, present: Sequence[str], where: str) -> None:
     """Raise DataError when `data.columns` names a column that the first row has not."""
     for field in fields(Names):
-        column: Any = getattr(columns, field.name)
+        column: Any = getattr(columns, field.name, None)
         if column is not None and column not in present:
             raise DataError(
                 f"data.columns.{field.name} is '{column}', and the first row has no such column",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any, cast
@@ -98,6 +98,13 @@ class Names:
     rejected: str = "rejected"
     margin: str = "margin"
     label: str = "label"
+    instruction: str = "instruction"
+    input: str = "input"
+    output: str = "output"
+    question: str = "question"
+    answer: str = "answer"
+    system: str = "system"
+    history: str = "history"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +116,16 @@ class Example:
 
 
 def names_of(columns: Columns, present: Sequence[str]) -> Names:
-    """Column names after the user's own; `conversations` stands for `messages` where only it is present."""
-    declared = {field.name: getattr(columns, field.name) for field in fields(Names)}
-    names = replace(Names(), **{name: column for name, column in declared.items() if column is not None})
+    """Column names after the user's own; `conversations` stands for `messages` where only it is present.
+
+    A column that the user gave to a field is no other field's.
+    """
+    declared = {field.name: getattr(columns, field.name, None) for field in fields(Names)}
+    own = {name: column for name, column in declared.items() if column is not None}
+    taken = {
+        name: "" for name, column in asdict(Names()).items() if column in own.values() and name not in own
+    }
+    names = replace(Names(), **taken, **own)
     if columns.messages is None and "messages" not in present and "conversations" in present:
         return replace(names, messages="conversations")
     return names

@@ -8,7 +8,18 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from memtrain.recipes.sections.base import PositiveInt, Section, one_or_many
 
-Format = Literal["auto", "text", "prompt_completion", "messages", "ids", "preference", "unpaired", "prompt"]
+Format = Literal[
+    "auto",
+    "text",
+    "prompt_completion",
+    "messages",
+    "alpaca",
+    "question_answer",
+    "ids",
+    "preference",
+    "unpaired",
+    "prompt",
+]
 
 TextUnit = Literal["line", "paragraph", "document"]
 
@@ -73,6 +84,9 @@ class Source(Section):
     chat_template_kwargs: dict[str, JsonValue] = {}
     """Arguments of the chat template for the rows of this source, beside those of the same key in `data`."""
 
+    system_prompt: str | None = None
+    """System message of this source's conversations, when it differs from `data.system_prompt`."""
+
     text_unit: TextUnit | None = None
     """Unit of a row in the text files of this source, when it differs from `data.text_unit`."""
 
@@ -127,6 +141,9 @@ class Data(Section):
     chat_template_kwargs: dict[str, JsonValue] = {}
     """Arguments of the chat template: `{enable_thinking: false}`. Those of a source stand above them, and
     those of a row (a column `chat_template_kwargs`) above both."""
+
+    system_prompt: str | None = None
+    """System message of every conversation that has none of its own."""
 
     end_token: bool = True
     """End every row with the end-of-sequence token, and learn it, where the format does not end by itself."""

@@ -10,35 +10,29 @@ import importlib.metadata
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtrain import __version__
 from memtrain.errors import DataError
 from memtrain.memory.plan.plan import PreparedData, PreparedSplit, TurnEnd
-from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, Form, detect
-from memtrain.recipes.formats.fields import BadRow, Names, Row
+from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.sections.data import Columns, Data, Format, Source
+from memtrain.recipes.sections.data import Data, Format, Source
 from memtrain.trainers.data.sources.readers import Line
-from memtrain.trainers.data.sources.sources import Stream, locate, sampled
+from memtrain.trainers.data.sources.sources import Stream, sampled
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.cache import cache_dir, kept, key_of
+from memtrain.trainers.data.store.look_into import Found, kind_of, look_into, rendering_of
 from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
 from memtrain.trainers.data.tokenize.chat import (
-    check_template_kwargs,
-    specials_of,
-    template_kwargs,
-    template_of,
     trained_words,
     turn_end_of,
 )
-from memtrain.trainers.data.tokenize.chat_templates import MARKS, training_template
-from memtrain.trainers.data.tokenize.render import Rendering
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of
 from memtrain.trainers.data.tokenize.unrendered import notes_of
-from memtrain.trainers.data.tokenize.workers import Job, Reading, Tokenized, tokenized
+from memtrain.trainers.data.tokenize.workers import Job, Tokenized, tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -47,17 +41,6 @@ Progress = Callable[[int, int], None]
 """Called with (rows read so far, tokens so far)."""
 SKIPPED_SHOWN = 10
 HAS_LABEL = ("preference", "unpaired")
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A source of the recipe, found and looked into."""
-
-    source: Source
-    streams: tuple[Stream, ...]
-    reading: Reading
-    notes: tuple[str, ...]
-    """Files that lie among the data and are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,122 +204,6 @@ def work_of(
 def store_folder(data: Data, made_of: dict[str, Any]) -> Path:
     """Folder of the store with these properties."""
     return cache_dir(data.cache_dir) / "tokens" / key_of(made_of)
-
-
-def look_into(source: Source, data: Data, allowed: Sequence[Format], key: str) -> Found:
-    """A source with its streams, and its format from its first row; `key` is its place in the recipe.
-
-    Raises: DataError when there are no rows, or they fit no format the method can use.
-    """
-    declared = source.format if source.format != "auto" else data.format
-    source = source.model_copy(update={"text_unit": source.text_unit or data.text_unit})
-    try:
-        located = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
-    except DataError as error:
-        faults = (replace(one, where=key) if one.where == "data" else one for one in error.faults)
-        raise DataError(tuple(faults)) from None
-    columns = source.columns if source.columns is not None else data.columns
-    if source.source.startswith("builtin:"):
-        columns = Columns()
-    for stream in located.streams:
-        for line, row in stream.read():
-            where = f"{stream.name}:{line}"
-            if isinstance(row, BadRow):
-                if data.on_bad_row == "skip":
-                    continue
-                raise DataError([row.fault(where)])
-            form, names = detect(row, columns, declared, allowed, where)
-            reading = Reading(form.name, names, template_kwargs(data, source), is_chat(form, row, names))
-            return Found(source, located.streams, reading, located.notes)
-    raise DataError(*no_rows(source, located.streams, key))
-
-
-def is_chat(form: Form, row: Row, names: Names) -> bool:
-    """Whether a row is a conversation, which the chat template renders; not where it cannot be read."""
-    try:
-        example: Any = form.parse(row, names)
-    except BadRow:
-        return False
-    return form.name == "messages" or not isinstance(getattr(example, "prompt", ""), str)
-
-
-def no_rows(source: Source, streams: Sequence[Stream], key: str) -> tuple[str, str, str]:
-    """(what, where, fix) for a source without a row."""
-    if len(streams) == 1:
-        return f"there are no rows in '{streams[0].name}'", streams[0].name, "the file is empty: give another"
-    return (
-        f"there are no rows in the {len(streams)} files of '{source.source}'",
-        key,
-        "give files with rows",
-    )
-
-
-def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
-    """The format that the rows of all sources are stored in.
-
-    Raises: DataError when the sources cannot be learnt from together.
-    """
-    kinds = list(dict.fromkeys(one.reading.form for one in found))
-    if len(kinds) == 1 and not (kinds[0] == "preference" and allowed[0] == "unpaired"):
-        return kinds[0]
-    if set(kinds) <= {"unpaired", "preference"}:
-        return "unpaired"
-    if set(kinds) <= set(METHOD_FORMATS["sft"]):
-        return "text"
-    raise DataError(
-        f"the sources are of formats that do not mix: {', '.join(kinds)}",
-        "data.train",
-        "train on one of them, or bring the others into its form",
-    )
-
-
-def rendering_of(
-    data: Data, tokenizer: PreTrainedTokenizerFast, kind: str, found: Sequence[Found]
-) -> Rendering:
-    """Rendering of the rows as texts.
-
-    Raises: DataError when a setting has no effect on rows of this format, or the chat template marks nothing.
-    """
-    forms = {one.reading.form for one in found}
-    if data.completion_only_loss and not forms & {"prompt_completion", "unpaired", "preference"}:
-        raise DataError(
-            f"data.completion_only_loss has no effect on rows of format {kind}",
-            "data.completion_only_loss",
-            "remove it; for messages, data.assistant_only_loss learns only what the assistant says",
-        )
-    for name in ("assistant_only_loss", "last_turn_only_loss"):
-        if getattr(data, name) and not forms & {"messages", "prompt_completion"}:
-            raise DataError(
-                f"data.{name} has no effect on rows of format {kind}",
-                f"data.{name}",
-                "remove it; it is for rows of messages",
-            )
-    template = template_of(tokenizer)
-    if "messages" in forms and template is None:
-        raise DataError(
-            "the rows are messages, and the tokenizer has no chat template",
-            "model.chat_template",
-            "set model.chat_template: chatml, or the path of a Jinja file",
-        )
-    for one in found:
-        check_template_kwargs(one.reading.template_kwargs, template, one.reading.is_chat)
-    specials = specials_of(tokenizer)
-    assistant_only = data.assistant_only_loss or data.last_turn_only_loss
-    own = template
-    if assistant_only and template is not None:
-        template = training_template(template, specials)
-    end = tokenizer.eos_token if data.end_token and kind != "prompt" else None
-    only = data.completion_only_loss is not False
-    return Rendering(
-        chat_template=template,
-        special_tokens=specials,
-        end_token=str(end) if end else None,
-        completion_only=only,
-        assistant_only=assistant_only,
-        own_template=own if own != template else None,
-        last_turn_only=data.last_turn_only_loss,
-        has_marks=template is not None and bool(MARKS.search(template)),
-    )
 
 
 def build(

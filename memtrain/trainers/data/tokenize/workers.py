@@ -20,6 +20,7 @@ from memtrain.recipes.formats.fields import BadRow, Example, Names
 from memtrain.recipes.formats.ids import Ids
 from memtrain.recipes.formats.preference import Preference
 from memtrain.recipes.formats.prompt import Prompt, text_of
+from memtrain.recipes.formats.system_prompt import with_system
 from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
@@ -42,6 +43,8 @@ class Reading:
     """Arguments of the chat template for all rows of the source."""
     is_chat: bool = False
     """Whether its first row is one that the chat template renders."""
+    system_prompt: str | None = None
+    """System message of the conversations that have none of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class Tokenizing:
             try:
                 if isinstance(row, BadRow):
                     raise row
-                example = FORMS[reading.form].parse(row, reading.names)
+                example = with_system(FORMS[reading.form].parse(row, reading.names), reading.system_prompt)
                 examples += [(at, one) for one in self._as_kind(example)]
                 seen.unused[at].update(unused_columns(row, example, reading.form, reading.names, kind))
             except BadRow as wrong:

@@ -35,6 +35,43 @@ def jsonl(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+SYSTEM, ASKED, TOLD = (
+    {"role": role, "content": content}
+    for role, content in (("system", "Be kind."), ("user", "Add.\n1 + 1"), ("assistant", "2"))
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Add.", "input": "1 + 1", "output": "2"},
+        {"question": "Add.\n1 + 1", "answer": "2"},
+    ],
+)
+def test_instructions_and_questions_are_the_tokens_of_their_messages(tmp_path, row):
+    plain = {"prompt": [ASKED], "completion": [TOLD]}
+    kinds = [store(tmp_path, train=jsonl(tmp_path / f"{len(one)}.jsonl", [one])) for one in (row, plain)]
+    asked = {"prompt": [SYSTEM, ASKED], "completion": [TOLD]}
+    kinds += [
+        store(tmp_path, train=jsonl(tmp_path / "asked.jsonl", [asked])),
+        store(tmp_path, train=jsonl(tmp_path / "row.jsonl", [row]), system_prompt="Be kind."),
+    ]
+    for one, other in zip(kinds[::2], kinds[1::2], strict=True):
+        assert one.meta.format == "prompt_completion"
+        assert one.row(0).tolist() == other.row(0).tolist()
+        assert one.learnt_mask(0).tolist() == other.learnt_mask(0).tolist()
+    assert len(kinds[0].row(0)) < len(kinds[3].row(0))
+
+
+def test_a_system_prompt_for_strings_is_refused(tmp_path):
+    rows = jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(DataError, match="data.system_prompt has no effect"):
+        store(tmp_path, train=rows, system_prompt="Be kind.")
+    mixed = [{"source": rows, "system_prompt": ""}, {"source": "builtin:arithmetic", "limit": 2}]
+    with pytest.raises(DataError, match="'builtin:arithmetic' are strings"):
+        store(tmp_path, train=mixed, system_prompt="Be kind.")
+
+
 def test_a_pair_of_which_one_answer_is_bad_is_left_out_whole(tmp_path):
     pairs = [{"prompt": "a", "chosen": " b", "rejected": answer} for answer in (" c", "")]
     path = tmp_path / "d.json"

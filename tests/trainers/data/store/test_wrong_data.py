@@ -207,11 +207,12 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
     ),
     "columns of no format": (
         "d.jsonl",
-        b'{"question": "a", "answer": "b"}\n',
-        "no format fits the columns question, answer (prompt_completion needs prompt, completion; messages "
-        "needs messages; text needs text; ids needs input_ids)",
+        b'{"query": "a", "response": "b"}\n',
+        "no format fits the columns query, response (prompt_completion needs prompt, completion; messages "
+        "needs messages; text needs text; ids needs input_ids; alpaca needs instruction, output; "
+        "question_answer needs question, answer)",
         "{file}:1",
-        "data.columns: {prompt: question, completion: answer}",
+        "data.columns: {prompt: query, completion: response}",
     ),
     "an unknown role": (
         "d.jsonl",

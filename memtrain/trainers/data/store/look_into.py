@@ -1,0 +1,180 @@
+"""Looking into the sources of a recipe: the format of their rows, and the rendering of these as texts.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memtrain.errors import DataError
+from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, Form, detect
+from memtrain.recipes.formats.fields import BadRow, Names, Row
+from memtrain.recipes.sections.data import Columns, Data, Format, Source
+from memtrain.trainers.data.sources.sources import Stream, locate
+from memtrain.trainers.data.tokenize.chat import (
+    check_template_kwargs,
+    specials_of,
+    template_kwargs,
+    template_of,
+)
+from memtrain.trainers.data.tokenize.chat_templates import MARKS, training_template
+from memtrain.trainers.data.tokenize.render import Rendering
+from memtrain.trainers.data.tokenize.workers import Reading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A source of the recipe, found and looked into."""
+
+    source: Source
+    streams: tuple[Stream, ...]
+    reading: Reading
+    notes: tuple[str, ...]
+    """Files that lie among the data and are not read."""
+
+
+def look_into(source: Source, data: Data, allowed: Sequence[Format], key: str) -> Found:
+    """A source with its streams, and its format from its first row; `key` is its place in the recipe.
+
+    Raises: DataError when there are no rows, or they fit no format the method can use.
+    """
+    declared = source.format if source.format != "auto" else data.format
+    source = source.model_copy(update={"text_unit": source.text_unit or data.text_unit})
+    try:
+        located = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
+    except DataError as error:
+        faults = (replace(one, where=key) if one.where == "data" else one for one in error.faults)
+        raise DataError(tuple(faults)) from None
+    columns = source.columns if source.columns is not None else data.columns
+    if source.source.startswith("builtin:"):
+        columns = Columns()
+    for stream in located.streams:
+        for line, row in stream.read():
+            where = f"{stream.name}:{line}"
+            if isinstance(row, BadRow):
+                if data.on_bad_row == "skip":
+                    continue
+                raise DataError([row.fault(where)])
+            form, names = detect(row, columns, declared, allowed, where)
+            system = source.system_prompt if source.system_prompt is not None else data.system_prompt
+            chats = is_chat(form, row, names)
+            reading = Reading(form.name, names, template_kwargs(data, source), chats, system or None)
+            return Found(source, located.streams, reading, located.notes)
+    raise DataError(*no_rows(source, located.streams, key))
+
+
+def is_chat(form: Form, row: Row, names: Names) -> bool:
+    """Whether a row is a conversation, which the chat template renders; not where it cannot be read."""
+    try:
+        example: Any = form.parse(row, names)
+    except BadRow:
+        return False
+    return form.name == "messages" or not isinstance(getattr(example, "prompt", ""), str)
+
+
+def needs_template(found: Found) -> bool:
+    """Whether every row of a source is a conversation, whatever its first row is."""
+    form = FORMS[found.reading.form]
+    return form.name == "messages" or form.stored_as is not None
+
+
+def check_system_prompt(found: Found) -> None:
+    """Raise DataError for a system prompt that no row of the source can take."""
+    if found.reading.system_prompt is not None and not found.reading.is_chat:
+        raise DataError(
+            f"data.system_prompt has no effect: the rows of '{found.source.source}' are strings",
+            "data.system_prompt",
+            "remove it, or give system_prompt to the sources of conversations alone",
+        )
+
+
+def no_rows(source: Source, streams: Sequence[Stream], key: str) -> tuple[str, str, str]:
+    """(what, where, fix) for a source without a row."""
+    if len(streams) == 1:
+        return f"there are no rows in '{streams[0].name}'", streams[0].name, "the file is empty: give another"
+    return (
+        f"there are no rows in the {len(streams)} files of '{source.source}'",
+        key,
+        "give files with rows",
+    )
+
+
+def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
+    """The format that the rows of all sources are stored in.
+
+    Raises: DataError when the sources cannot be learnt from together.
+    """
+    kinds = list(dict.fromkeys(stored_as(one) for one in found))
+    if len(kinds) == 1 and not (kinds[0] == "preference" and allowed[0] == "unpaired"):
+        return kinds[0]
+    if set(kinds) <= {"unpaired", "preference"}:
+        return "unpaired"
+    if set(kinds) <= set(METHOD_FORMATS["sft"]):
+        return "text"
+    raise DataError(
+        f"the sources are of formats that do not mix: {', '.join(kinds)}",
+        "data.train",
+        "train on one of them, or bring the others into its form",
+    )
+
+
+def stored_as(found: Found) -> Format:
+    """Format whose examples the rows of a source become."""
+    form = FORMS[found.reading.form]
+    return form.stored_as or form.name
+
+
+def rendering_of(
+    data: Data, tokenizer: PreTrainedTokenizerFast, kind: str, found: Sequence[Found]
+) -> Rendering:
+    """Rendering of the rows as texts.
+
+    Raises: DataError when a setting has no effect on rows of this format, or the chat template marks nothing.
+    """
+    forms = {stored_as(one) for one in found}
+    if data.completion_only_loss and not forms & {"prompt_completion", "unpaired", "preference"}:
+        raise DataError(
+            f"data.completion_only_loss has no effect on rows of format {kind}",
+            "data.completion_only_loss",
+            "remove it; for messages, data.assistant_only_loss learns only what the assistant says",
+        )
+    for name in ("assistant_only_loss", "last_turn_only_loss"):
+        if getattr(data, name) and not forms & {"messages", "prompt_completion"}:
+            raise DataError(
+                f"data.{name} has no effect on rows of format {kind}",
+                f"data.{name}",
+                "remove it; it is for rows of messages",
+            )
+    template = template_of(tokenizer)
+    if template is None and any(needs_template(one) for one in found):
+        raise DataError(
+            "the rows are conversations, and the tokenizer has no chat template",
+            "model.chat_template",
+            "set model.chat_template: chatml, or the path of a Jinja file",
+        )
+    for one in found:
+        check_template_kwargs(one.reading.template_kwargs, template, one.reading.is_chat)
+        check_system_prompt(one)
+    specials = specials_of(tokenizer)
+    assistant_only = data.assistant_only_loss or data.last_turn_only_loss
+    own = template
+    if assistant_only and template is not None:
+        template = training_template(template, specials)
+    end = tokenizer.eos_token if data.end_token and kind != "prompt" else None
+    only = data.completion_only_loss is not False
+    return Rendering(
+        chat_template=template,
+        special_tokens=specials,
+        end_token=str(end) if end else None,
+        completion_only=only,
+        assistant_only=assistant_only,
+        own_template=own if own != template else None,
+        last_turn_only=data.last_turn_only_loss,
+        has_marks=template is not None and bool(MARKS.search(template)),
+    )
