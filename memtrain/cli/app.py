@@ -54,8 +54,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("init", "init:init", "Write a commented recipe to start from."),
     Command(
-        "import-trl", "import_trl:import_trl", "A TRL configuration as a recipe; what has no counterpart."
+        "import",
+        "import_config:import_config",
+        "Another trainer's configuration as a recipe; what has no counterpart.",
     ),
+    Command("import-trl", "import_config:import_trl", "The same for TRL, with the method said."),
     Command("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
     Command("methods", "methods:methods", "List the methods that a recipe may ask for."),
     Command("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),

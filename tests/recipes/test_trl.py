@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import RecipeError
+from memtrain.recipes.importers.importing import Imported, read_foreign
+from memtrain.recipes.importers.importing import import_config as imported
 from memtrain.recipes.reading.load import load_text
-from memtrain.recipes.trl.importing import import_config
 from memtrain.recipes.trl.keys import KEYS
 from memtrain.recipes.trl.page import trl_page
 from memtrain.recipes.trl.rules import To
@@ -37,6 +38,10 @@ def recipe_of(method: str, processes: int = 1, **config: object):
 
     made = translate(needs | config, method, processes)
     return load_text(recipe_text(made, "trl.yaml"), "recipe.yaml").recipe, made
+
+
+def import_config(path: Path, method: str, processes: int | None) -> Imported:
+    return imported(read_foreign(str(path), "trl", method, processes))
 
 
 def lost(made) -> set[str]:

@@ -15,7 +15,7 @@ _ULYSSES = "`cluster.context_parallel`, and `cluster.context_parallel_mode: ulys
 
 RENAMED_KEYS: dict[str, str] = {
     # model
-    "model_name_or_path": "`model.path` (memtrain import-trl reads a whole file of TRL)",
+    "model_name_or_path": "`model.path` (memtrain import reads a whole file of another trainer)",
     "model_name": "`model.path`",
     "base_model": "`model.path`",
     "pretrained_model_name_or_path": "`model.path`",

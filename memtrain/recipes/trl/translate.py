@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from memtrain.recipes.reading.field_types import field_types, section_of
@@ -11,19 +11,27 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.trl import groups
 from memtrain.recipes.trl.keys import KEYS
 from memtrain.recipes.trl.rules import Gone, To
-from memtrain.recipes.trl.translation import Translation
+from memtrain.recipes.trl.translation import TRLS_DEFAULT, Translation
 
 IMPORTED: tuple[str, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 """Methods whose configurations are read: those of TRL 1.16's command line."""
 
 
-def translate(config: Mapping[str, Any], method: str, processes: int) -> Translation:
+def translate(
+    config: Mapping[str, Any],
+    method: str,
+    processes: int,
+    assumed: Collection[str] = (),
+    default_words: str = TRLS_DEFAULT,
+) -> Translation:
     """The recipe of a TRL configuration, as dotted keys. `processes`: devices it was written for.
+
+    `assumed`: keys of it that nobody wrote, defaults of another tool whose values stand with `default_words`.
 
     What TRL takes by default and memtrain does not (three epochs, a linear schedule, seed 42, ...) is written
     out, so that the recipe trains what the configuration did.
     """
-    made = Translation(config, method, processes)
+    made = Translation(config, method, processes, assumed=assumed, default_words=default_words)
     made.say("method", method)
     for read in groups.ALL:
         read(made)

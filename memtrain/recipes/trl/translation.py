@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,10 @@ class Translation:
     said: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
     lost: list[Lost] = field(default_factory=list[Lost])
     notes: list[str] = field(default_factory=list[str])
+    assumed: Collection[str] = ()
+    """Keys of `config` that nobody wrote: defaults of another tool."""
+    default_words: str = TRLS_DEFAULT
+    """The comment beside a value that nobody wrote."""
 
     def get(self, key: str, default: Any) -> Any:
         """The value that TRL would take."""
@@ -37,8 +41,9 @@ class Translation:
 
     def say(self, key: str, value: object, *, of: Sequence[str] = (), comment: str = "") -> None:
         """Write a value; where none of the keys `of` is in the file, it is TRL's default."""
-        if not comment and of and not any(one in self.config for one in of):
-            comment = TRLS_DEFAULT
+        written = [one for one in of if one in self.config and one not in self.assumed]
+        if not comment and of and not written:
+            comment = self.default_words
         self.said[key] = (value, comment)
 
     def lose(self, key: str, why: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import yaml
 
 from memtrain.recipes.reading.field_types import field_types, section_of
+from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.reference.json_schema import SCHEMA_FILE
 from memtrain.recipes.sections.base import Section
@@ -24,8 +25,8 @@ def default_of(key: str) -> object:
     return section.model_fields[last].default
 
 
-def recipe_text(made: Translation, name: str) -> str:
-    """The YAML of a recipe; a value that is memtrain's own default is left out."""
+def recipe_text(made: Translation, name: str, origin: str = "") -> str:
+    """The YAML of a recipe; a value that is memtrain's own default is left out. `origin`: `TRL's sft`."""
     top: dict[str, Any] = {}
     for key, (value, comment) in made.said.items():
         if key != "method" and type(value) is type(default_of(key)) and value == default_of(key):
@@ -35,10 +36,11 @@ def recipe_text(made: Translation, name: str) -> str:
         for part in path:
             node = node.setdefault(part, {})
         node[last] = (value, comment)
-    lines = [f"# From {name}, a configuration of TRL's {made.method}; written by `memtrain import-trl`."]
+    origin = origin or f"TRL's {made.method}"
+    lines = [f"# From {name}, a configuration of {origin}; written by `memtrain import`."]
     for one in made.lost:
         lines += _comment(f"not carried over: {one.key}: {inline(one.value)} ({one.why})")
-    lines += [f"# yaml-language-server: $schema={SCHEMA_FILE}", ""]
+    lines += [f"# yaml-language-server: $schema={(configs_dir() / SCHEMA_FILE).as_posix()}", ""]
     order = [*Recipe.model_fields]
     for section in sorted(top, key=order.index):
         lines += _lines({section: top[section]}, 0, Recipe)

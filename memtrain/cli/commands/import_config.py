@@ -1,0 +1,91 @@
+"""`memtrain import`, `memtrain import-trl`: configurations of other trainers as recipes."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.output.terminal import columns, write_text
+from memtrain.errors import RecipeError
+
+Config = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="A YAML file, a Python script (read, never run), or the command line in quotes.",
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method", "-m", help="sft, dpo, kto, reward, grpo or rloo, where the file does not say it."
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="The recipe to write; else it is printed.")
+]
+Processes = Annotated[
+    int | None,
+    typer.Option("--processes", min=1, help="Devices that it was run on; 1 where it does not say."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
+
+
+def import_config(
+    config: Config,
+    tool: Annotated[
+        str | None,
+        typer.Option("--tool", "-t", help="trl, axolotl, llamafactory, unsloth or verl; else it is guessed."),
+    ] = None,
+    method: Method = None,
+    output: Output = None,
+    processes: Processes = None,
+    force: Force = False,
+) -> None:
+    """Write the recipe that trains what another tool's configuration trains; list what has no counterpart."""
+    _import(config, tool, method, output, processes, force)
+
+
+def import_trl(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A YAML file as `trl sft --config` takes it.")
+    ],
+    method: Annotated[str, typer.Option("--method", "-m", help="sft, dpo, kto, reward, grpo or rloo.")],
+    output: Output = None,
+    processes: Processes = None,
+    force: Force = False,
+) -> None:
+    """Write the recipe that trains what a TRL configuration trains; list what has no counterpart."""
+    _import(str(config), "trl", method, output, processes, force)
+
+
+def _import(
+    config: str, tool: str | None, method: str | None, output: Path | None, processes: int | None, force: bool
+) -> None:
+    from memtrain.recipes.importers.importing import import_config as imported
+    from memtrain.recipes.importers.importing import read_foreign
+    from memtrain.recipes.trl.translate import IMPORTED
+
+    if method is not None and method not in IMPORTED:
+        near = difflib.get_close_matches(method.lower(), IMPORTED, n=1)
+        raise RecipeError(
+            f"'{method}' is no method that is read",
+            fix=f"did you mean {near[0]}?" if near else f"say one of {', '.join(IMPORTED)}",
+        )
+    foreign = read_foreign(config, tool, method, processes)
+    made = imported(foreign, "recipe.yaml" if output is None else str(output))
+    write_text(made.text, output, replace=force, says_aside=True)
+    says = f"Read as a configuration of {made.tool.title}, method {made.method}."
+    for line in [says, *made.told] if tool is None else made.told:
+        wrapped = textwrap.wrap(line, columns(), subsequent_indent="  ", break_long_words=False)
+        typer.echo("\n".join(wrapped), err=True)
+    if made.faults:
+        name = "the recipe" if output is None else str(output)
+        typer.echo(f"{name} is not complete yet:", err=True)
+        raise RecipeError(made.faults)
+    if output is not None:
+        typer.echo(f"next: memtrain check {output}", err=True)

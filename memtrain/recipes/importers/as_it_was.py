@@ -1,0 +1,90 @@
+"""How the other tool computes, as keys of a recipe: what the plan of a run as it was is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from memtrain.recipes.importers.tool import Said, Tool
+from memtrain.recipes.trl.sampling import ONLINE
+from memtrain.recipes.trl.translation import Translation
+
+_ATTENTION = {"flash_attention_2": "flash", "flash_attention_3": "flash", "eager": "masked"}
+"""Back ends of transformers; every other one keeps what `transformers` does: no scores."""
+
+_PACKS_WITH = "torch_varlen"
+"""Packed rows of other tools keep what variable-length kernels keep."""
+
+_OFF: Mapping[str, object] = {
+    "memory.streamed_layers": "off",
+    "optim.in_backward": "off",
+    "optim.compressed_moments": False,
+    "memory.expandable_segments": False,
+    "length.shared_prompts": False,
+}
+"""What no other tool does of itself."""
+
+
+def as_it_was(tool: Tool, said: Said, made: Translation) -> dict[str, object]:
+    """Dotted keys over those of the imported recipe. `made`: the recipe's keys, with the method."""
+    trl = said.trl
+    pins: dict[str, object] = dict(_OFF)
+    pins["train.micro_batch_size"] = _micro(trl)
+    checkpoints = bool(trl.get("gradient_checkpointing", trl.get("activation_checkpointing", True)))
+    pins["memory.activation_checkpointing"] = "on" if checkpoints else "off"
+    if checkpoints:
+        pins["memory.checkpoint_every"] = 1
+    pins["memory.activation_offloading"] = "on" if trl.get("activation_offloading") else "off"
+    pins["memory.optimizer_offload"] = "off"
+    pins["memory.loss"] = _loss(tool, said)
+    pins["model.liger"] = "auto" if trl.get("use_liger_kernel") else "off"
+    packs = bool(trl.get("packing"))
+    pins["length.padding_free"] = None if packs else bool(trl.get("padding_free"))
+    asked = str(trl.get("attn_implementation", ""))
+    pins["model.attention"] = (
+        _PACKS_WITH if packs or trl.get("padding_free") else _ATTENTION.get(asked, "transformers")
+    )
+    if pins["model.attention"] == "flash":
+        # Padded rows of flash-attn keep what those of torch's kernels do.
+        pins["model.attention"] = "transformers"
+    pins["cluster.processes"] = said.processes
+    pins["cluster.engine"] = "ddp"
+    pins["cluster.cpu_offload"] = "none"
+    pins |= _reference(said, trl)
+    pins |= {
+        key: value for key, (value, _) in said.direct.items() if key in pins or key.startswith("cluster.")
+    }
+    pins |= said.computed
+    if pins.get("length.padding_free"):
+        pins["model.attention"] = _PACKS_WITH
+    if "train.micro_tokens" in pins:
+        pins["train.micro_batch_size"] = "auto"
+    if said.method in ONLINE and made.said.get("generate.backend") is None:
+        pins["generate.backend"] = "transformers"
+    return pins
+
+
+def _micro(trl: Mapping[str, Any]) -> object:
+    rows = trl.get("per_device_train_batch_size", 8)
+    return rows if isinstance(rows, int) else "auto"
+
+
+def _loss(tool: Tool, said: Said) -> str:
+    if tool.name == "unsloth" and said.on("unsloth"):
+        return "chunked"
+    if said.trl.get("use_liger_kernel") or said.trl.get("use_liger_loss"):
+        return "chunked"
+    return "chunked" if said.trl.get("loss_type") == "chunked_nll" else "full"
+
+
+def _reference(said: Said, trl: Mapping[str, Any]) -> dict[str, object]:
+    """Whole weights have a frozen copy beside them, adapters are switched off."""
+    if said.method in ("dpo", "kto"):
+        losses = trl.get("loss_type")
+        names = cast(list[object], losses) if isinstance(losses, list) else [losses]
+        if all(name in ("orpo", "simpo", "cpo", "sft") for name in names):
+            return {}
+        if trl.get("precompute_ref_log_probs"):
+            return {f"{said.method}.reference": "precomputed"}
+        return {f"{said.method}.reference": "adapter_off" if trl.get("use_peft") else "copy"}
+    return {}

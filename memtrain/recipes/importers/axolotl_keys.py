@@ -1,0 +1,255 @@
+"""Every key of Axolotl's configuration, with its rule. Schema: axolotl 0.19, commit 067b021c."""
+
+from __future__ import annotations
+
+from memtrain.recipes.importers.axolotl_run_keys import DEVICES, ONLINE, PREFERENCES, RUN, TRAINING
+from memtrain.recipes.importers.tool import As, ToolRule
+from memtrain.recipes.trl.rules import Decided, Gone, To, Together
+
+_MODEL_CODE = Decided("the architecture is read from the model's config.json")
+_UPLOAD = Gone("nothing is uploaded; `hf upload` takes the run's final/ folder")
+_PREPARED = Decided("tokenized rows are kept in memtrain's own cache (data.cache_dir)")
+_LOADER = Decided("rows are read from memory-mapped files; there are no loader processes to set")
+_EXOTIC = Gone("methods that memtrain does not have")
+_KERNEL = Gone("kernels of a tool's own; `model.liger` and `memory.loss` name those that there are")
+_IMAGES = Gone("rows are text")
+_PEFT = Gone("LoRA here has a rank, a scale, a dropout and module names")
+
+MODEL: dict[str, ToolRule] = {
+    "base_model": As("model_name_or_path"),
+    "revision_of_model": As("model_revision"),
+    "tokenizer_config": To("model.tokenizer"),
+    "chat_template_jinja": Together(),
+    "chat_template": Together(),
+    "chat_template_kwargs": As("chat_template_kwargs"),
+    "trust_remote_code": As("trust_remote_code"),
+    **dict.fromkeys(
+        (
+            "base_model_config",
+            "cls_model_config",
+            "type_of_model",
+            "model_type",
+            "is_falcon_derived_model",
+            "is_llama_derived_model",
+            "is_mistral_derived_model",
+            "is_qwen_derived_model",
+            "tokenizer_type",
+            "tokenizer_use_fast",
+            "tokenizer_legacy",
+            "tokenizer_use_mistral_common",
+            "tokenizer_save_jinja_files",
+            "low_cpu_mem_usage",
+            "experimental_skip_move_to_device",
+            "save_safetensors",
+            "num_labels",
+            "strict",
+        ),
+        _MODEL_CODE,
+    ),
+    **dict.fromkeys(
+        (
+            "special_tokens",
+            "bos_token",
+            "eos_token",
+            "pad_token",
+            "unk_token",
+            "additional_special_tokens",
+            "tokens",
+            "added_tokens_overrides",
+            "eot_tokens",
+            "fix_untrained_tokens",
+            "resize_token_embeddings_to_32x",
+            "mean_resizing_embeddings",
+            "shrink_embeddings",
+        ),
+        Together(),
+    ),
+    "overrides_of_model_config": Gone(
+        "changes of the model's configuration: write them into its config.json"
+    ),
+    "overrides_of_model_kwargs": Gone("arguments of the model's loading"),
+    "rope_scaling": Gone("scaled positions: write rope_scaling into the model's config.json"),
+    "embeddings_skip_upcast": Decided("embeddings are held in the run's precision"),
+    "reinit_weights": Gone("`model.config` in place of `model.path` starts from random weights"),
+    "bf16": Together(),
+    "fp16": Together(),
+    "bfloat16": Together(),
+    "float16": Together(),
+    "float32": Together(),
+    "tf32": Decided("TensorFloat-32 is left as torch has it"),
+    "fp8": Gone("8-bit floating-point training"),
+    "fp8_enable_fsdp_float8_all_gather": Gone("8-bit floating-point training"),
+    **dict.fromkeys(("fp32_norms", "fp32_norm_classes"), Decided("norms are computed in float32")),
+    **dict.fromkeys(
+        (
+            "attn_implementation",
+            "flash_attention",
+            "sdp_attention",
+            "flex_attention",
+            "eager_attention",
+            "xformers_attention",
+            "sage_attention",
+            "s2_attention",
+        ),
+        Together(),
+    ),
+    **dict.fromkeys(
+        (
+            "flex_attn_compile_kwargs",
+            "flash_attn_cross_entropy",
+            "flash_attn_fuse_mlp",
+            "flash_attn_rms_norm",
+            "flash_attn_d512",
+            "flash_optimum",
+            "gemma4_hybrid_attn_impl",
+            "large_head_attention",
+            "sdpa_varlen",
+            "fused_attn_kernel",
+            "experts_implementation",
+            "lora_mlp_kernel",
+            "lora_qkv_kernel",
+            "lora_o_kernel",
+            "lora_embedding_kernel",
+            "use_kernels",
+            "use_onebitllms",
+            "llama4_linearized_experts",
+            "liger_use_token_scaling",
+        ),
+        _KERNEL,
+    ),
+    **dict.fromkeys(("scaling_softmax", "scaling_softmax_factor", "scaling_softmax_bias"), _EXOTIC),
+    **dict.fromkeys(
+        (
+            "liger_rope",
+            "liger_rms_norm",
+            "liger_rms_norm_gated",
+            "liger_layer_norm",
+            "liger_swiglu",
+            "liger_glu_activation",
+            "liger_cross_entropy",
+            "liger_fused_linear_cross_entropy",
+            "cut_cross_entropy",
+            "chunked_cross_entropy",
+            "plugins",
+        ),
+        Together(),
+    ),
+    "chunked_cross_entropy_num_chunks": Decided("memory.loss_chunk_size is the size of a tile"),
+    **dict.fromkeys(
+        ("processor_type", "processor_kwargs", "image_*", "role_boundaries", "freeze_mm_modules"), _IMAGES
+    ),
+    **dict.fromkeys(
+        ("quantize_moe_experts", "model_quantization_config*", "qat", "quantization", "gptq"), _EXOTIC
+    ),
+}
+"""Keys about the model and how it computes."""
+
+ADAPTER: dict[str, ToolRule] = {
+    "adapter": Together(),
+    "load_in_8bit": As("load_in_8bit"),
+    "load_in_4bit": As("load_in_4bit"),
+    "lora_r": As("lora_r"),
+    "lora_alpha": As("lora_alpha"),
+    "lora_dropout": As("lora_dropout"),
+    "lora_target_modules": Together(),
+    "lora_target_linear": Together(),
+    "lora_modules_to_save": As("lora_modules_to_save"),
+    "peft_use_dora": As("use_dora"),
+    "peft_use_rslora": As("use_rslora"),
+    "lora_model_dir": Gone("an adapter that is trained on: merge it into its base model first"),
+    "lora_target_parameters": As("lora_target_parameters"),
+    "unfrozen_parameters": Gone(
+        "some weights trained, others frozen: `model.adapter.modules_to_save` is nearest"
+    ),
+    **dict.fromkeys(
+        (
+            "lora_fan_in_fan_out",
+            "lora_on_cpu",
+            "peft_autocast_adapter_dtype",
+            "qlora_sharded_model_loading",
+            "peft_ensure_weight_tying",
+        ),
+        Decided("adapters are float32, and are made where the model is"),
+    ),
+    **dict.fromkeys(
+        (
+            "lora_alpha_pattern",
+            "lora_rank_pattern",
+            "loftq_config",
+            "peft",
+            "peft_init_lora_weights",
+            "peft_layer_replication",
+            "peft_layers_pattern",
+            "peft_layers_to_transform",
+            "peft_trainable_token_indices",
+            "loraplus_lr_embedding",
+            "loraplus_lr_ratio",
+            "bnb_config_kwargs",
+        ),
+        _PEFT,
+    ),
+    **dict.fromkeys(("merge_lora", "merge_method"), Decided("`memtrain merge` folds an adapter")),
+    **dict.fromkeys(("relora*", "lisa_*", "jagged_restart_*"), _EXOTIC),
+}
+"""Keys about the adapter."""
+
+DATA: dict[str, ToolRule] = {
+    **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "val_set_size"), Together()),
+    "dataset_processes": As("dataset_num_proc"),
+    "dataset_num_proc": As("dataset_num_proc"),
+    "streaming": As("streaming"),
+    "train_on_inputs": As("completion_only_loss", {True: False, False: True}),
+    "sequence_len": As("max_length"),
+    "max_packed_sequence_len": As("max_length"),
+    "max_prompt_len": As("max_prompt_length"),
+    "excess_length_strategy": As(
+        "truncation_mode", {"drop": "drop", "truncate": "keep_start", "raise": None}
+    ),
+    "pad_to_sequence_len": Together(),
+    "pad_to_multiple_of": As("pad_to_multiple_of"),
+    "sample_packing": Together(),
+    "group_by_length": As("group_by_length"),
+    "batch_flattening": As("padding_free", {"auto": None}),
+    "dpo_padding_free": As("padding_free"),
+    "shuffle_merged_datasets": Together(),
+    "default_system_message": To("data.system_prompt"),
+    "min_sample_len": Gone("short rows are not left out"),
+    "dataset_exact_deduplication": Gone("rows that are there twice are learnt twice"),
+    "eval_sequence_len": Gone("held-out rows are cut as those of training"),
+    "curriculum_sampling": Gone("rows are shuffled, or in their order (train.shuffle: false)"),
+    **dict.fromkeys(("use_pose", "pose_*"), _EXOTIC),
+    **dict.fromkeys(
+        (
+            "dataset_prepared_path",
+            "dataset_shard_num",
+            "dataset_shard_idx",
+            "dataset_keep_in_memory",
+            "skip_prepare_dataset",
+            "num_dataset_shards_to_save",
+            "shuffle_before_merging_datasets",
+            "preprocess_iterable",
+            "is_preprocess",
+            "remove_unused_columns",
+            "total_num_tokens",
+            "total_supervised_tokens",
+        ),
+        _PREPARED,
+    ),
+    **dict.fromkeys(
+        (
+            "sample_packing_*",
+            "multipack_real_batches",
+            "pretrain_multipack_*",
+            "pretraining_sample_concatenation",
+            "streaming_multipack_buffer_size",
+        ),
+        Decided("memtrain packs by best-fit decreasing, over all rows"),
+    ),
+    "eval_sample_packing": As("eval_packing"),
+    "dataloader_*": _LOADER,
+    **dict.fromkeys(("push_dataset_to_hub", "hf_use_auth_token"), _UPLOAD),
+}
+"""Keys about rows."""
+
+KEYS: dict[str, ToolRule] = MODEL | ADAPTER | DATA | TRAINING | PREFERENCES | ONLINE | RUN | DEVICES
+"""Every key by its name; one with `*` stands for all that it matches."""

@@ -1,0 +1,130 @@
+"""A pasted command line: the launcher's devices, and the trainer's arguments as keys."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from memtrain.errors import RecipeError
+
+_DEVICES = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-processes")
+_NODES = ("--nnodes", "--num_machines")
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """What a command line says."""
+
+    words: list[str]
+    """The programs and files, in their order."""
+    keys: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The trainer's arguments: `--key value`, `key=value`."""
+    processes: int | None = None
+    files: list[Path] = field(default_factory=list[Path])
+    """YAML files that it names and that are here."""
+
+
+def looks_like(text: str) -> bool:
+    """Whether a text is a command line, or a shell script of one."""
+    return (
+        re.search(r"(^|\s)--[A-Za-z][\w-]*[ =]|(^|\s)[\w.]+\.[\w.]+=\S|llamafactory-cli|verl\.trainer", text)
+        is not None
+    )
+
+
+def read_command(text: str, name: str) -> CommandLine:
+    """The command that trains: of several in a script, the one with the most arguments.
+
+    Raises: RecipeError when its quotes do not close.
+    """
+    joined = re.sub(r"\\\s*\n", " ", text)
+    found: list[CommandLine] = []
+    known: dict[str, str] = {}
+    for line in joined.splitlines():
+        stripped = line.strip()
+        assigned = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(\S+)", stripped)
+        if assigned is not None:
+            known[assigned[1]] = assigned[2].strip("\"'")
+        elif stripped and not stripped.startswith("#"):
+            found.append(_parsed(_with_variables(stripped, known), name))
+    if not found:
+        raise RecipeError(f"{name} holds no command", name, "paste the command that trains")
+    best = max(found, key=lambda one: len(one.keys))
+    if best.processes is None and (visible := known.get("CUDA_VISIBLE_DEVICES")):
+        best.processes = len([word for word in visible.split(",") if word.strip()])
+    return best
+
+
+def _with_variables(line: str, known: dict[str, str]) -> str:
+    return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda one: known.get(one[1], one[0]), line)
+
+
+def _parsed(line: str, name: str) -> CommandLine:
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise RecipeError(f"the command cannot be read: {error}", name, "close its quotes") from None
+    made = CommandLine([])
+    nodes, at = 1, 0
+    while at < len(words):
+        word = words[at]
+        flag, has_value, value = word.partition("=")
+        if word.startswith("CUDA_VISIBLE_DEVICES="):
+            made.processes = len([one for one in value.split(",") if one.strip()])
+        elif word.startswith("--"):
+            if not has_value:
+                at, value = _argument(words, at)
+            if flag in _DEVICES and str(value).isdigit():
+                made.processes = int(value)
+            elif flag in _NODES and str(value).isdigit():
+                nodes = int(value)
+            elif flag == "--config_file":
+                made.keys["accelerate_config"] = value
+            else:
+                made.keys[flag.removeprefix("--").replace("-", "_")] = _value(value)
+        elif has_value and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*", flag):
+            made.keys[flag.lstrip("+")] = _value(value)
+        else:
+            made.words.append(word)
+            if word.endswith((".yaml", ".yml")) and Path(word).is_file():
+                made.files.append(Path(word))
+        at += 1
+    if made.processes is not None:
+        made.processes *= nodes
+    return made
+
+
+def _argument(words: list[str], at: int) -> tuple[int, Any]:
+    """(where the argument ends, its value): one word, several of a list, or a switch."""
+    taken: list[str] = []
+    while (
+        at + 1 < len(words)
+        and not words[at + 1].startswith("--")
+        and "=" not in words[at + 1].partition(".")[0]
+    ):
+        at += 1
+        taken.append(words[at])
+        if words[at].endswith(".py"):
+            taken.pop()
+            at -= 1
+            break
+    if not taken:
+        return at, True
+    return at, taken[0] if len(taken) == 1 else taken
+
+
+def _value(text: Any) -> Any:
+    """The value of a word, as YAML reads it; `1e-4` is a number."""
+    if isinstance(text, list):
+        return [_value(one) for one in text]
+    if not isinstance(text, str):
+        return text
+    try:
+        return float(text) if re.fullmatch(r"-?\d+(\.\d+)?[eE][+-]?\d+", text) else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text

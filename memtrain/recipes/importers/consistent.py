@@ -1,0 +1,137 @@
+"""Keys of an imported recipe that do not go together: which is left out, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from memtrain.recipes.sections.methods.grpo_rloo import KNOBS_OF
+from memtrain.recipes.sections.methods.preference import READS
+from memtrain.recipes.trl.translation import Lost, Translation
+
+_ANSWERS = ("dpo", "kto", "reward")
+_ONLINE = ("grpo", "rloo")
+_CUTS_TOKENS = ("generate.top_k", "generate.top_p", "generate.min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """One key that is left out where something else is said."""
+
+    key: str
+    clashes: Callable[[Translation], bool]
+    why: str
+
+
+def _has(made: Translation, key: str) -> bool:
+    return made.said.get(key, (None, ""))[0] not in (None, False, 0, "none", [])
+
+
+def _holds_out(made: Translation) -> bool:
+    return _has(made, "data.eval") or _has(made, "data.eval_fraction")
+
+
+def _cuts_tokens(made: Translation) -> bool:
+    return any(_has(made, key) and made.said[key][0] not in (1, 1.0, 0.0) for key in _CUTS_TOKENS)
+
+
+CLASHES: tuple[Clash, ...] = (
+    Clash(
+        "length.group_by_length",
+        lambda made: (
+            _has(made, "length.packing") or made.method in _ONLINE or _has(made, "length.padding_free")
+        ),
+        "it saves padding, and these rows have none",
+    ),
+    Clash(
+        "length.packing",
+        lambda made: made.method in (*_ANSWERS, *_ONLINE),
+        "rows with answers lie end to end anyway",
+    ),
+    Clash("eval.every_steps", lambda made: not _holds_out(made), "no rows are held out"),
+    Clash("eval.at_start", lambda made: not _holds_out(made), "no rows are held out"),
+    Clash("save.keep_best", lambda made: not _holds_out(made), "no rows are held out to compare losses on"),
+    Clash("data.eval_fraction", lambda made: _has(made, "data.eval"), "held-out rows are said twice"),
+    Clash("length.max_prompt", lambda made: made.method == "sft", "rows are learnt whole"),
+    Clash("dpo.simpo_gamma", lambda made: not _loss_reads(made, "simpo_gamma"), "the loss does not read it"),
+    Clash("dpo.beta", lambda made: not _loss_reads(made, "beta"), "the loss does not read it"),
+    Clash(
+        "dpo.label_smoothing",
+        lambda made: not _loss_reads(made, "label_smoothing"),
+        "the loss does not read it",
+    ),
+    Clash(
+        "memory.optimizer_offload",
+        lambda made: _has(made, "cluster.engine"),
+        "the engine says where states are",
+    ),
+    Clash(
+        "grpo.unbiased_kl",
+        lambda made: made.method != "grpo" or not _has(made, "grpo.beta"),
+        "there is no KL term",
+    ),
+)
+"""What is left out, in the order in which it is looked for."""
+
+
+def _loss_reads(made: Translation, knob: str) -> bool:
+    if made.method != "dpo":
+        return True
+    losses = made.said.get("dpo.loss", ("sigmoid", ""))[0]
+    names = cast(list[object], losses) if isinstance(losses, list) else [losses]
+    return any(knob in READS.get(str(name), ()) for name in names)
+
+
+def make_consistent(made: Translation) -> None:
+    """Leave out what clashes, and note each that somebody wrote as lost."""
+    for clash in CLASHES:
+        if clash.key in made.said and clash.clashes(made):
+            value, comment = made.said.pop(clash.key)
+            if value not in (None, False, "none") and not comment.endswith("default"):
+                made.lost.append(Lost(clash.key, value, clash.why))
+    _policy_knobs(made)
+    _correction(made)
+    _references(made)
+    if "generate.vllm.eager" in made.said and made.said.get("generate.backend", ("", ""))[0] != "vllm":
+        made.said.pop("generate.vllm.eager")
+    if "data.train" not in made.said:
+        made.notes.append("no rows are named: write them into data.train")
+
+
+def _policy_knobs(made: Translation) -> None:
+    """Knobs that the loss does not read; `epsilon_high` of CISPO is its highest weight."""
+    if made.method != "grpo":
+        return
+    loss = str(made.said.get("grpo.loss", ("dapo", ""))[0])
+    if loss == "cispo" and "grpo.clip_high" in made.said:
+        made.said["grpo.cispo_max_weight"] = made.said.pop("grpo.clip_high")
+    for knob, losses in KNOBS_OF.items():
+        key = f"grpo.{knob}"
+        if key in made.said and loss not in losses:
+            value, _ = made.said.pop(key)
+            if value is not None:
+                made.lost.append(Lost(key, value, f"the loss {loss} does not read it"))
+
+
+def _correction(made: Translation) -> None:
+    """Probabilities of a sampler that may choose among fewer tokens are not those of the trainer."""
+    key = f"{made.method}.importance_correction"
+    asked = made.said.get(key, (None, ""))[0]
+    if asked in (None, "none") or not _cuts_tokens(made):
+        return
+    for name in (key, f"{key}_min", f"{key}_max"):
+        made.said.pop(name, None)
+    made.said[key] = ("none", "top_k, top_p or min_p leave the sampler fewer tokens")
+    made.notes.append(
+        "the sampler's probabilities are not corrected for: top_k, top_p or min_p leave it fewer tokens than "
+        "the trainer has, and the ratios would be wrong"
+    )
+
+
+def _references(made: Translation) -> None:
+    """A reference is said where one is asked."""
+    key = f"{made.method}.reference"
+    if made.method in _ONLINE and _has(made, key) and not _has(made, f"{made.method}.beta"):
+        value, _ = made.said.pop(key)
+        made.lost.append(Lost(key, value, "beta is 0: no reference is asked"))

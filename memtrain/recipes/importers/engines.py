@@ -1,0 +1,100 @@
+"""What several devices share at other tools: DeepSpeed's stages and FSDP, as `cluster:` says it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from memtrain.recipes.importers.tool import Said
+
+
+def deepspeed(said: Said, key: str, value: object) -> None:
+    """The stage of a DeepSpeed configuration: a mapping, a file that is here, or one whose name tells it."""
+    found = _deepspeed_of(value)
+    if found is None:
+        said.lose(
+            key, "the DeepSpeed file is not here, and its name does not tell the stage; set cluster.engine"
+        )
+        return
+    stage, offload = found
+    if stage == 0:
+        return
+    if said.processes == 1:
+        said.notes.append(
+            f"{key}: with one device there is nothing to share; `--processes` says how many there are"
+        )
+        if offload == "none":
+            return
+        # What waits on the host does so without shards too.
+        said.put("memory.optimizer_offload", "on", f"{key} with its optimizer on the host")
+        return
+    said.put("cluster.engine", f"zero{stage}", key)
+    if offload != "none":
+        said.put("cluster.cpu_offload", offload, key)
+
+
+def _deepspeed_of(value: object) -> tuple[int, str] | None:
+    """(stage, what waits on the host); None where nobody knows."""
+    if isinstance(value, str):
+        path = Path(value)
+        if path.suffix == ".json" and path.is_file():
+            try:
+                value = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                return None
+        else:
+            return _by_name(path.name.lower())
+    if not isinstance(value, Mapping):
+        return None
+    zero = cast(Mapping[str, Any], value).get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        return None
+    shares = cast(Mapping[str, Any], zero)
+    away = {name: _device(shares.get(f"offload_{name}")) for name in ("param", "optimizer")}
+    offload = "parameters" if away["param"] else "optimizer" if away["optimizer"] else "none"
+    stage = shares.get("stage", 0)
+    return (stage, offload) if stage in (0, 1, 2, 3) else None
+
+
+def _device(value: object) -> bool:
+    return isinstance(value, Mapping) and cast(Mapping[str, Any], value).get("device") in ("cpu", "nvme")
+
+
+def _by_name(name: str) -> tuple[int, str] | None:
+    found = re.search(r"(?:z|zero|stage)[_-]?([0-3])", name)
+    if found is None:
+        return None
+    stage = int(found[1])
+    is_away = re.search(r"offload|cpu", name) is not None
+    all_away = stage == 3 and "optim" not in name
+    return stage, "none" if not is_away else "parameters" if all_away else "optimizer"
+
+
+def fsdp(said: Said, key: str, value: object, more: object) -> None:
+    """FSDP of either generation is FSDP2 here."""
+    words = " ".join(map(str, cast(list[object], value))) if isinstance(value, list) else str(value)
+    if value in (None, False, "", []) and not more:
+        return
+    options: Mapping[str, Any] = cast(Mapping[str, Any], more) if isinstance(more, Mapping) else {}
+    if said.processes == 1:
+        said.notes.append(
+            f"{key}: with one device there is nothing to share; `--processes` says how many there are"
+        )
+        return
+    strategy = str(options.get("fsdp_sharding_strategy", options.get("sharding_strategy", words))).lower()
+    if "shard_grad_op" in strategy:
+        said.notes.append(
+            f"{key}: shard_grad_op keeps whole weights; the nearest here is cluster.engine: zero2"
+        )
+        said.put("cluster.engine", "zero2", key)
+        return
+    said.put("cluster.engine", "fsdp2", key)
+    if (
+        "offload" in words
+        or options.get("fsdp_offload_params") is True
+        or options.get("offload_params") is True
+    ):
+        said.put("cluster.cpu_offload", "parameters", key)

@@ -1,0 +1,92 @@
+"""Which tool a file or a command line is of, and which method, by the keys and words that only one has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.trl.translate import IMPORTED
+
+SIGNS: Mapping[str, tuple[str, ...]] = {
+    "verl": (
+        "actor_rollout_ref",
+        "algorithm.adv_estimator",
+        "model.partial_pretrain",
+        "trainer.n_gpus_per_node",
+    ),
+    "axolotl": ("base_model", "sequence_len", "sample_packing", "micro_batch_size", "lora_target_linear"),
+    "llamafactory": (
+        "stage",
+        "finetuning_type",
+        "cutoff_len",
+        "lora_target",
+        "template",
+        "dataset_dir",
+        "pref_loss",
+    ),
+    "trl": ("model_name_or_path", "dataset_name", "per_device_train_batch_size", "use_peft", "reward_funcs"),
+}
+"""Keys by which each tool is known, the surest first."""
+
+_PROGRAMS = {
+    "verl": "verl",
+    "llamafactory": "llamafactory",
+    "train_bash": "llamafactory",
+    "axolotl": "axolotl",
+}
+_METHOD_SIGNS = {
+    "grpo": ("num_generations", "reward_funcs", "max_completion_length", "steps_per_generation"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "dpo": ("precompute_ref_log_probs", "ref_model_sync_steps", "rpo_alpha", "max_prompt_length", "beta"),
+    "reward": ("center_rewards_coefficient",),
+}
+
+
+def is_recipe(config: Mapping[str, Any]) -> bool:
+    """Whether it is a recipe of memtrain."""
+    return "extends" in config or ("method" in config and isinstance(config.get("model"), Mapping))
+
+
+def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> str:
+    """The tool whose keys the most are.
+
+    Raises: RecipeError when no key is known by.
+    """
+    for word in words:
+        found = next((tool for sign, tool in _PROGRAMS.items() if sign in word.lower()), None)
+        if found is not None:
+            return found
+    scores = {
+        tool: sum(any(key == sign or key.startswith(f"{sign}.") for key in config) for sign in signs)
+        for tool, signs in SIGNS.items()
+    }
+    best = max(scores, key=lambda tool: scores[tool])
+    if not scores[best]:
+        raise RecipeError(
+            f"{name}: no key tells which tool it is of",
+            name,
+            "say it with --tool trl, axolotl, llamafactory, unsloth or verl",
+        )
+    return best
+
+
+def guess_method(config: Mapping[str, Any], words: Sequence[str], name: str) -> str:
+    """The method of a configuration of TRL, which does not say it: by the command, else by its keys."""
+    for word in words:
+        stem = PurePath(word).stem.lower()
+        for part in re.split(r"[^a-z]+", stem):
+            if part in IMPORTED:
+                return part
+        if "reward_modeling" in stem or stem == "rm":
+            return "reward"
+    stem = re.split(r"[^a-z]+", PurePath(name).stem.lower())
+    for method in IMPORTED:
+        if method in stem:
+            return method
+    for method, signs in _METHOD_SIGNS.items():
+        if any(sign in config for sign in signs):
+            return method
+    return "sft"

@@ -1,0 +1,190 @@
+"""Any configuration of another trainer -> the text of a recipe, with notes, and how the tool computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from memtrain.errors import Fault, RecipeError
+from memtrain.recipes.importers.as_it_was import as_it_was
+from memtrain.recipes.importers.axolotl import AXOLOTL
+from memtrain.recipes.importers.command_line import looks_like, read_command
+from memtrain.recipes.importers.consistent import make_consistent
+from memtrain.recipes.importers.guess import guess_method, guess_tool, is_recipe
+from memtrain.recipes.importers.llamafactory import LLAMAFACTORY
+from memtrain.recipes.importers.tool import Said, Tool, say
+from memtrain.recipes.importers.unsloth import UNSLOTH, script_config
+from memtrain.recipes.importers.verl import VERL
+from memtrain.recipes.reading.load import load_text, read_mapping
+from memtrain.recipes.reading.yaml_tree import plain
+from memtrain.recipes.trl.translate import IMPORTED, translate
+from memtrain.recipes.trl.translation import Lost, Translation
+from memtrain.recipes.trl.writing import inline, recipe_text
+
+TRL = Tool("trl", "TRL", "1.16", {}, lambda said: None, {}, takes_trl=True)
+"""TRL itself: its rules are in `memtrain.recipes.trl`."""
+
+TOOLS: dict[str, Tool] = {tool.name: tool for tool in (TRL, AXOLOTL, LLAMAFACTORY, UNSLOTH, VERL)}
+"""Every tool by its name."""
+
+MOST_BYTES = 2**20
+"""Largest file that is read. Taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A configuration of another tool, as it was read."""
+
+    tool: Tool
+    config: Mapping[str, Any]
+    """Its keys; nested ones are dotted where the tool's table has them so."""
+    method: str | None
+    """The method, where the tool's keys do not say it."""
+    processes: int
+    name: str
+    """The file, or `the command line`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A recipe made of another tool's configuration."""
+
+    tool: Tool
+    method: str
+    text: str
+    told: list[str]
+    """One sentence for each key that is not carried over, and for each that means something else."""
+    faults: list[Fault]
+    """What `memtrain check` would find; empty when the recipe is whole."""
+    pins: Mapping[str, object] = field(default_factory=dict[str, object])
+    """How the tool computes, as keys over those of the recipe."""
+
+
+def read_foreign(
+    source: str, tool: str | None = None, method: str | None = None, processes: int | None = None
+) -> Foreign:
+    """What a file, or the words of a command, say. `source`: a path, or the command itself.
+
+    Raises: RecipeError when it cannot be read, is a recipe already, or tells no tool.
+    """
+    if tool is not None and tool not in TOOLS:
+        raise RecipeError(f"--tool {tool}: nothing has that name", fix=f"one of {', '.join(TOOLS)}")
+    path = Path(source) if len(source) < 4096 and "\n" not in source else None
+    if path is not None and path.is_file():
+        text = _text(path)
+        if path.suffix == ".py":
+            return _script(text, path, tool, method, processes)
+        if path.suffix not in (".sh", ".txt", ".bash") or not looks_like(text):
+            return _mapping(path, tool, method, processes)
+        return _command(text, path.name, tool, method, processes)
+    if looks_like(source):
+        return _command(source, "the command line", tool, method, processes)
+    raise RecipeError(
+        f"there is no file {source}", fix="name a configuration, a script, or paste a command line"
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise RecipeError(f"{path} is longer than a configuration", str(path), "name the configuration")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}", str(path), "name a text file") from None
+
+
+def _script(text: str, path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:
+    config, found, is_unsloth = script_config(text, path.name)
+    if is_unsloth:
+        config["unsloth"] = True
+    return Foreign(TOOLS[tool or "unsloth"], config, method or found, processes or 1, path.name)
+
+
+def _mapping(path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:
+    config = cast(dict[str, Any], plain(read_mapping(path)))
+    if is_recipe(config):
+        raise RecipeError(
+            f"{path} is a recipe of memtrain already", str(path), f"run `memtrain check {path}`"
+        )
+    return _foreign(config, [], path.name, tool, method, processes)
+
+
+def _command(text: str, name: str, tool: str | None, method: str | None, processes: int | None) -> Foreign:
+    command = read_command(text, name)
+    config: dict[str, Any] = {}
+    for file in command.files:
+        config |= cast(dict[str, Any], plain(read_mapping(file)))
+    config |= command.keys
+    return _foreign(config, command.words, name, tool, method, processes or command.processes)
+
+
+def _foreign(
+    config: dict[str, Any],
+    words: list[str],
+    name: str,
+    tool: str | None,
+    method: str | None,
+    processes: int | None,
+) -> Foreign:
+    dotted = flat(config)
+    found = TOOLS[tool or guess_tool(dotted, words, name)]
+    config = dotted if found is VERL else flat(config, only=("trl", "vllm")) if found is AXOLOTL else config
+    if method is None and found is TRL:
+        method = guess_method(config, words, name)
+    said = config.get("num_processes")
+    return Foreign(found, config, method, processes or (said if isinstance(said, int) else 1), name)
+
+
+def flat(config: Mapping[str, Any], above: str = "", only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Dotted keys; `only`: of these sections alone."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        path = f"{above}{key}"
+        if isinstance(value, Mapping) and value and (not only or above or key in only):
+            found |= flat(cast(Mapping[str, Any], value), f"{path}.", only)
+        else:
+            found[path] = value
+    return found
+
+
+def import_config(foreign: Foreign, output: str = "recipe.yaml") -> Imported:
+    """The recipe of a configuration. `output`: the file that it is for, as errors name it.
+
+    Raises: RecipeError for a method that has no counterpart.
+    """
+    tool = foreign.tool
+    said = say(tool, foreign.config, foreign.processes)
+    if foreign.method is not None:
+        said.method = foreign.method
+    if said.method not in IMPORTED:
+        raise RecipeError(f"'{said.method}' is no method that is read", fix=f"one of {', '.join(IMPORTED)}")
+    made = translated(tool, said)
+    text = recipe_text(made, foreign.name, f"{tool.title}'s {said.method}")
+    try:
+        load_text(text, output)
+        faults: list[Fault] = []
+    except RecipeError as error:
+        faults = list(error.faults)
+    return Imported(tool, said.method, text, _told(made), faults, as_it_was(tool, said, made))
+
+
+def translated(tool: Tool, said: Said) -> Translation:
+    """The keys of the recipe, those of TRL's rules and those that are said directly."""
+    made = translate(said.trl, said.method, said.processes, said.assumed, f"{tool.title}'s default")
+    renamed = [
+        Lost(said.names.get(one.key, one.key), one.value, one.why.replace("TRL", tool.title))
+        for one in made.lost
+        if one.key not in said.assumed
+    ]
+    made.lost = [*said.lost, *renamed]
+    made.notes = [*said.notes, *(note.replace("TRL", tool.title) for note in made.notes)]
+    made.said |= said.direct
+    make_consistent(made)
+    return made
+
+
+def _told(made: Translation) -> list[str]:
+    lines = [f"{one.key}: {inline(one.value)} is not carried over: {one.why}." for one in made.lost]
+    return lines + [f"note: {note}." for note in made.notes]

@@ -1,0 +1,171 @@
+"""Arguments of a training script in Python, read from its syntax; nothing of it is executed."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from memtrain.errors import RecipeError
+
+_PRECISIONS = ("bfloat16", "float16", "float32")
+_SUPPORTED = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
+
+
+def _add(left: float, right: float) -> float:
+    return left + right
+
+
+def _subtract(left: float, right: float) -> float:
+    return left - right
+
+
+def _multiply(left: float, right: float) -> float:
+    return left * right
+
+
+def _divide(left: float, right: float) -> float:
+    return left / right
+
+
+def _divide_whole(left: float, right: float) -> float:
+    return left // right
+
+
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: _add,
+    ast.Sub: _subtract,
+    ast.Mult: _multiply,
+    ast.FloorDiv: _divide_whole,
+    ast.Div: _divide,
+}
+
+MOST_BYTES = 2**20
+"""Largest script that is read. Taste."""
+
+
+class Computed(str):
+    """An argument whose value nobody knows before the script runs: its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: the function's last name, the object before it, and its arguments."""
+
+    name: str
+    owner: str
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    positional: tuple[Any, ...] = ()
+
+
+def calls_of(text: str, name: str) -> list[Call]:
+    """Every call of a script, in order, with the values of its arguments as far as they are written.
+
+    Raises: RecipeError when it is no Python.
+    """
+    if len(text) > MOST_BYTES:
+        raise RecipeError(f"{name} is longer than a training script", name, "name the script that trains")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{name}:{line}" if line else name
+        raise RecipeError(
+            f"{name} is no Python: {getattr(error, 'msg', error)}", where, "mend the script"
+        ) from None
+    known: dict[str, Any] = {}
+    found: list[Call] = []
+    for node in _in_order(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            _assign(node, known)
+        elif isinstance(node, ast.Call):
+            call = _call(node, known)
+            if call is not None:
+                found.append(call)
+    return found
+
+
+def _in_order(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes in the order of their lines; what is assigned on a line before what is called in it."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Call)]
+    return iter(sorted(nodes, key=lambda node: (node.lineno, isinstance(node, ast.Call))))
+
+
+def _assign(node: ast.Assign | ast.AnnAssign, known: dict[str, Any]) -> None:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    assert node.value is not None, "Only assignments with a value are read."
+    value = _value(node.value, known)
+    for target in targets:
+        if isinstance(target, ast.Name) and not isinstance(value, Computed):
+            known[target.id] = value
+        elif isinstance(target, ast.Name):
+            known.pop(target.id, None)
+
+
+def _call(node: ast.Call, known: dict[str, Any]) -> Call | None:
+    function, owner = node.func, ""
+    if isinstance(function, ast.Attribute):
+        owner = ast.unparse(function.value)
+        name = function.attr
+    elif isinstance(function, ast.Name):
+        name = function.id
+    else:
+        return None
+    arguments: dict[str, Any] = {}
+    for word in node.keywords:
+        if word.arg is not None:
+            arguments[word.arg] = _value(word.value, known)
+            continue
+        spread = _value(word.value, known)
+        if isinstance(spread, dict):
+            arguments |= {str(key): value for key, value in cast(dict[Any, Any], spread).items()}
+    return Call(name, owner, arguments, tuple(_value(one, known) for one in node.args))
+
+
+def _value(node: ast.expr, known: dict[str, Any]) -> Any:
+    """What an expression is, where it is written; else its text as `Computed`."""
+    try:
+        return _written(node, known)
+    except (KeyError, TypeError, ZeroDivisionError, ValueError, OverflowError):
+        return Computed(ast.unparse(node)[:200])
+
+
+def _written(node: ast.expr, known: dict[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return known[name]
+        case ast.Attribute(attr=name) if name in _PRECISIONS:
+            return name
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_written(one, known) for one in items]
+        case ast.Dict(keys=keys, values=values):
+            return {
+                _written(key, known): _value(value, known)
+                for key, value in zip(keys, values, strict=True)
+                if key
+            }
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_written(operand, known)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _written(operand, known)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            numbers = _number(_written(left, known)), _number(_written(right, known))
+            return _ARITHMETIC[type(op)](*numbers)
+        case ast.IfExp(test=test, body=body, orelse=other):
+            return _written(body if _written(test, known) else other, known)
+        case ast.Call(func=function) if ast.unparse(function).rpartition(".")[2] in _SUPPORTED:
+            return True
+        case _:
+            raise KeyError(ast.unparse(node)[:80])
+
+
+def _number(value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e12:
+        raise TypeError("no number that a script computes with")
+    return value

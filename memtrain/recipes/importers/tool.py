@@ -1,0 +1,148 @@
+"""A tool whose configurations are read: its table of keys, its defaults, and what they say together."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
+from memtrain.recipes.trl.rules import Decided, Gone, Rule, To, Together
+from memtrain.recipes.trl.translation import Lost
+
+
+@dataclass(frozen=True, slots=True)
+class As:
+    """The value is said by a key of TRL, whose rule then applies.
+
+    `values`: other words for its values; a value that maps to None is left out.
+    """
+
+    key: str
+    values: Mapping[object, object] = field(default_factory=dict[object, object])
+
+
+ToolRule = As | Rule
+
+
+@dataclass(slots=True)
+class Said:
+    """A configuration of another tool, said in TRL's words as far as those go."""
+
+    config: Mapping[str, Any]
+    """Their keys, nested ones dotted."""
+    processes: int
+    method: str = "sft"
+    trl: dict[str, Any] = field(default_factory=dict[str, Any])
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    """Their key by TRL's."""
+    assumed: set[str] = field(default_factory=set[str])
+    """Keys of `trl` that nobody wrote: the tool's defaults."""
+    direct: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
+    """Keys of the recipe that TRL has none for, each with a comment (or "")."""
+    computed: dict[str, object] = field(default_factory=dict[str, object])
+    """Keys of the recipe for how the tool computes, where that is not as transformers' trainer does."""
+    lost: list[Lost] = field(default_factory=list[Lost])
+    notes: list[str] = field(default_factory=list[str])
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Their value of a key; the default where it is not written, or empty."""
+        value = self.config.get(key)
+        return default if value is None or value == "" else value
+
+    def on(self, key: str) -> bool:
+        """Whether a switch is written and on."""
+        value = self.config.get(key)
+        return value is True or (isinstance(value, str) and value.lower() == "true")
+
+    def say(self, key: str, value: object, of: str = "") -> None:
+        """A value of a key of TRL; `of`: the key that it comes from."""
+        self.trl[key] = value
+        if of:
+            self.names[key] = of
+
+    def put(self, key: str, value: object, comment: str = "") -> None:
+        """A value of a key of the recipe."""
+        self.direct[key] = (value, comment)
+
+    def lose(self, key: str, why: str) -> None:
+        """Note that a key which is written has no counterpart."""
+        value = self.config.get(key)
+        self.lost.append(Lost(key, str(value) if isinstance(value, str) else value, why))
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool."""
+
+    name: str
+    """As `--tool` takes it."""
+    title: str
+    """As people write it."""
+    version: str
+    """Of the schema that the table was held against."""
+    keys: Mapping[str, ToolRule]
+    """The table; a key with `*` stands for all that it matches."""
+    read: Callable[[Said], None]
+    """What keys say together; sets the method."""
+    defaults: Mapping[str, Any]
+    """What the tool takes where nothing is written, in TRL's words, where TRL takes something else."""
+    takes_trl: bool = False
+    """Keys of transformers and TRL are keys of it too."""
+
+    def rule(self, key: str) -> ToolRule | None:
+        """The rule of a key; None for one that is not known."""
+        if key in self.keys:
+            return self.keys[key]
+        pattern = next((one for one in self.keys if "*" in one and fnmatchcase(key, one)), None)
+        if pattern is not None:
+            return self.keys[pattern]
+        return As(key) if self.takes_trl and key in TRL_KEYS else None
+
+
+def say(tool: Tool, config: Mapping[str, Any], processes: int) -> Said:
+    """A configuration in TRL's words.
+
+    Raises: RecipeError for a method that memtrain has no counterpart for.
+    """
+    said = Said(config, processes)
+    for key, value in config.items():
+        _one(tool, said, key, value)
+    tool.read(said)
+    for key, value in tool.defaults.items():
+        if key not in said.trl:
+            said.trl[key] = value
+            said.assumed.add(key)
+    return said
+
+
+def _one(tool: Tool, said: Said, key: str, value: object) -> None:
+    match tool.rule(key):
+        case As(key=name, values=values):
+            taken = _word(value, values)
+            if taken is not None:
+                said.say(name, taken, key)
+        case To(key=name, values=values):
+            taken = _word(value, values)
+            if taken is not None:
+                said.put(name, taken)
+        case Gone(why=why, harmless=harmless):
+            if not any(type(one) is type(value) and one == value for one in (*harmless, "", None)):
+                said.lose(key, why)
+        case Decided() | Together():
+            pass
+        case None:
+            near = difflib.get_close_matches(key, tool.keys, n=1)
+            asks = f"; did you mean {near[0]}?" if near else ""
+            said.lose(key, f"no key of {tool.title} that is known here{asks}")
+
+
+def _word(value: object, values: Mapping[object, object]) -> object:
+    if value == "":
+        return None
+    for old, new in values.items():
+        if isinstance(old, bool) is isinstance(value, bool) and old == value:
+            return new
+    return value

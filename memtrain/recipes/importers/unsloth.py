@@ -1,0 +1,248 @@
+"""Unsloth, and scripts of TRL's trainers: arguments of the calls that load, adapt and train a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.importers.python_script import Call, Computed, calls_of
+from memtrain.recipes.importers.tool import As, Said, Tool, ToolRule
+from memtrain.recipes.trl.rules import Decided, Gone, Together
+
+_LOAD, _ADAPT = "from_pretrained", "get_peft_model"
+_SEED = Decided("`train.seed` is for everything")
+_KERNELS = Decided("the plan chooses kernels and strategies")
+_PARTS = Gone("some layers or parts of the model adapted, others not")
+_OWN_VLLM = Together()
+
+KEYS: dict[str, ToolRule] = {
+    f"{_LOAD}.model_name": As("model_name_or_path"),
+    f"{_LOAD}.max_seq_length": As("max_length"),
+    f"{_LOAD}.dtype": As("dtype"),
+    f"{_LOAD}.load_in_4bit": Together(),
+    f"{_LOAD}.load_in_8bit": Together(),
+    f"{_LOAD}.load_in_16bit": Together(),
+    f"{_LOAD}.full_finetuning": Together(),
+    f"{_LOAD}.trust_remote_code": As("trust_remote_code"),
+    f"{_LOAD}.use_gradient_checkpointing": Together(),
+    f"{_LOAD}.revision": As("model_revision"),
+    f"{_LOAD}.rope_scaling": Gone("scaled positions: write rope_scaling into the model's config.json"),
+    f"{_LOAD}.resize_model_vocab": Gone("another vocabulary: change tokenizer and model first"),
+    f"{_LOAD}.offload_embedding": Gone("an embedding that waits on the host"),
+    f"{_LOAD}.load_in_fp8": Gone("8-bit floating-point weights"),
+    f"{_LOAD}.qat_scheme": Gone("training for a quantization to come"),
+    f"{_LOAD}.float32_mixed_precision": Together(),
+    f"{_LOAD}.fast_inference": _OWN_VLLM,
+    f"{_LOAD}.gpu_memory_utilization": _OWN_VLLM,
+    f"{_LOAD}.unsloth_vllm_standby": _OWN_VLLM,
+    f"{_LOAD}.target_parameters": As("lora_target_parameters"),
+    f"{_LOAD}.attn_implementation": As("attn_implementation"),
+    f"{_LOAD}.torch_dtype": As("dtype"),
+    f"{_LOAD}.device_map": Decided("the plan says where weights are"),
+    f"{_LOAD}.*": _KERNELS,
+    f"{_ADAPT}.r": As("lora_r"),
+    f"{_ADAPT}.target_modules": As("lora_target_modules"),
+    f"{_ADAPT}.lora_alpha": As("lora_alpha"),
+    f"{_ADAPT}.lora_dropout": As("lora_dropout"),
+    f"{_ADAPT}.use_rslora": As("use_rslora"),
+    f"{_ADAPT}.use_dora": As("use_dora"),
+    f"{_ADAPT}.modules_to_save": As("lora_modules_to_save"),
+    f"{_ADAPT}.use_gradient_checkpointing": Together(),
+    f"{_ADAPT}.bias": Gone("biases of an adapter", (None, "none")),
+    f"{_ADAPT}.random_state": _SEED,
+    f"{_ADAPT}.max_seq_length": Together(),
+    f"{_ADAPT}.loftq_config": Gone("LoRA begins at zero", (None, {})),
+    f"{_ADAPT}.init_lora_weights": Gone("LoRA begins at zero", (None, True)),
+    f"{_ADAPT}.target_parameters": As("lora_target_parameters"),
+    **dict.fromkeys(
+        (
+            f"{_ADAPT}.layers_to_transform",
+            f"{_ADAPT}.layers_pattern",
+            f"{_ADAPT}.finetune_last_n_layers",
+        ),
+        _PARTS,
+    ),
+    f"{_ADAPT}.*": _KERNELS,
+    "dataset_text_field": As("dataset_text_field"),
+    "load_dataset": Together(),
+    "reward_funcs": Together(),
+}
+"""Arguments of Unsloth's two calls; those of the trainer's configuration are TRL's."""
+
+CONFIGS = {
+    "SFTConfig": "sft",
+    "DPOConfig": "dpo",
+    "KTOConfig": "kto",
+    "RewardConfig": "reward",
+    "GRPOConfig": "grpo",
+    "RLOOConfig": "rloo",
+    "ORPOConfig": "dpo",
+    "CPOConfig": "dpo",
+}
+"""Configurations of TRL, and their method; `TrainingArguments` goes with the trainer beside it."""
+
+TRAINERS = {name.replace("Config", "Trainer"): method for name, method in CONFIGS.items()}
+_TRAINER_KEYS = (
+    "max_seq_length",
+    "max_length",
+    "packing",
+    "dataset_text_field",
+    "beta",
+    "max_prompt_length",
+    "dataset_num_proc",
+)
+
+
+def script_config(text: str, name: str) -> tuple[dict[str, Any], str, bool]:
+    """(arguments as dotted keys, method, whether Unsloth is used) of a script.
+
+    Raises: RecipeError when it is no Python, or calls no trainer.
+    """
+    calls = calls_of(text, name)
+    config: dict[str, Any] = {}
+    method = ""
+    for call in calls:
+        config |= _arguments(call)
+        method = CONFIGS.get(call.name, TRAINERS.get(call.name, method)) or method
+    if not method and not any(
+        call.name in ("TrainingArguments", "UnslothTrainingArguments") for call in calls
+    ):
+        raise RecipeError(
+            f"{name} calls no trainer that is known ({', '.join(sorted(TRAINERS))})",
+            name,
+            "name the script that makes the trainer's configuration",
+        )
+    loss = next((call.name for call in calls if call.name in ("ORPOTrainer", "CPOTrainer")), "")
+    if loss:
+        config["loss_type"] = [loss.removesuffix("Trainer").lower()]
+    return config, method or "sft", any("Fast" in call.owner for call in calls)
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    """The arguments of a call that says something of a run, as keys."""
+    given = {key: value for key, value in call.arguments.items() if value is not None}
+    if call.name == _LOAD and ("Model" in call.owner or "AutoModel" in call.owner):
+        if call.positional:
+            given.setdefault("model_name", call.positional[0])
+        if "pretrained_model_name_or_path" in given:
+            given["model_name"] = given.pop("pretrained_model_name_or_path")
+        kept = {key: value for key, value in given.items() if key != "quantization_config"}
+        return {f"{_LOAD}.{key}": value for key, value in kept.items() if key != "torch_dtype"} | {
+            f"{_LOAD}.dtype": value for key, value in kept.items() if key == "torch_dtype"
+        }
+    if call.name == "BitsAndBytesConfig":
+        return {f"{_LOAD}.{key}": value for key, value in given.items() if key.startswith("load_in_")}
+    if call.name in (_ADAPT, "LoraConfig"):
+        kept = {key: value for key, value in given.items() if key not in ("task_type", "inference_mode")}
+        return {f"{_ADAPT}.{key}": value for key, value in kept.items()} | {f"{_ADAPT}.used": True}
+    if call.name in CONFIGS or call.name in ("TrainingArguments", "UnslothTrainingArguments"):
+        return given
+    if call.name in TRAINERS or call.name == "UnslothTrainer":
+        return {key: value for key, value in given.items() if key in _TRAINER_KEYS}
+    if call.name == "load_dataset" and call.positional:
+        words = {f"{_DATASET}.{key}": given[key] for key in ("name", "split", "data_files") if key in given}
+        return {"load_dataset": call.positional[0]} | words
+    return {}
+
+
+_DATASET = "load_dataset"
+
+
+def read(said: Said) -> None:
+    """The adapter, precision, checkpointing, rows and vLLM."""
+    for key, value in [*said.config.items()]:
+        if isinstance(value, Computed):
+            said.trl = {name: one for name, one in said.trl.items() if one is not value}
+            said.lose(key, "its value is computed when the script runs")
+    _adapter(said)
+    _precision(said)
+    checkpoints = said.get(
+        f"{_ADAPT}.use_gradient_checkpointing", said.get(f"{_LOAD}.use_gradient_checkpointing")
+    )
+    if checkpoints == "unsloth":
+        said.say("gradient_checkpointing", True, "use_gradient_checkpointing")
+        said.say("activation_offloading", True, "use_gradient_checkpointing")
+    elif checkpoints is not None:
+        said.say("gradient_checkpointing", checkpoints not in (False, "False"), "use_gradient_checkpointing")
+    _rows(said)
+    if said.on(f"{_LOAD}.fast_inference"):
+        said.say("use_vllm", True, "fast_inference")
+        said.say(
+            "vllm_gpu_memory_utilization",
+            said.get(f"{_LOAD}.gpu_memory_utilization", 0.5),
+            "gpu_memory_utilization",
+        )
+
+
+def _adapter(said: Said) -> None:
+    adapted = any(key.startswith(f"{_ADAPT}.") for key in said.config)
+    name = str(said.trl.get("model_name_or_path", ""))
+    if adapted and not said.on(f"{_LOAD}.full_finetuning"):
+        said.say("use_peft", True, _ADAPT)
+    else:
+        for key in [one for one in said.trl if one.startswith("lora_")]:
+            del said.trl[key]
+    bits4 = said.get(f"{_LOAD}.load_in_4bit")
+    if said.on(f"{_LOAD}.load_in_8bit"):
+        said.say("load_in_8bit", True, "load_in_8bit")
+    elif adapted and (bits4 is True or name.endswith("bnb-4bit") or (bits4 is None and _is_fast(said))):
+        said.say("load_in_4bit", True, "load_in_4bit")
+    if name.endswith("-bnb-4bit"):
+        base = name.removesuffix("-bnb-4bit").removesuffix("-unsloth")
+        said.say("model_name_or_path", base, "model_name")
+        said.notes.append(f"model_name: {name} is {base} quantized before; memtrain quantizes as it loads")
+
+
+def _is_fast(said: Said) -> bool:
+    """Whether it is Unsloth's call, which quantizes where nothing is written."""
+    return said.config.get("unsloth") is True
+
+
+def _precision(said: Said) -> None:
+    """Unsloth loads weights in half precision, and computes in it."""
+    dtype = said.trl.get("dtype")
+    if dtype in (None, "auto") and _is_fast(said):
+        said.trl["dtype"] = (
+            "float16" if said.trl.get("fp16") is True and not said.trl.get("bf16") else "bfloat16"
+        )
+    if said.trl.get("dtype") == "float16" or said.trl.get("bf16"):
+        said.trl.pop("fp16", None)
+
+
+def _rows(said: Said) -> None:
+    name = said.get("load_dataset")
+    if isinstance(name, str) and not isinstance(name, Computed):
+        files = said.get(f"{_DATASET}.data_files")
+        if name in ("json", "csv", "parquet", "text") and files:
+            said.put("data.train", _sources(files))
+            return
+        source: dict[str, object] = {"source": name}
+        split = str(said.get(f"{_DATASET}.split", "train")).partition("[")[0]
+        if split != "train":
+            source["split"] = split
+        said.put("data.train", [source])
+
+
+def _sources(files: Any) -> list[dict[str, object]]:
+    if isinstance(files, Mapping):
+        files = cast(Mapping[str, Any], files).get("train", [])
+    if isinstance(files, str):
+        files = [files]
+    return [{"source": str(one)} for one in cast(list[object], files)] if isinstance(files, list) else []
+
+
+for _key in ("name", "split", "data_files"):
+    KEYS[f"{_DATASET}.{_key}"] = Together()
+KEYS["unsloth"] = Decided("the tool itself")
+
+UNSLOTH = Tool(
+    name="unsloth",
+    title="Unsloth",
+    version="2026.10",
+    keys=KEYS,
+    read=read,
+    defaults={"learning_rate": 5e-5, "lora_alpha": 16, "lora_r": 16, "lora_dropout": 0.0},
+    takes_trl=True,
+)
+"""Unsloth's calls as of 2026-08-22; where no adapter is made, TRL's own."""

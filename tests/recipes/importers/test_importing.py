@@ -1,0 +1,240 @@
+"""Configurations of Axolotl, LLaMA-Factory, Unsloth and verl become recipes that `check` passes."""
+
+from pathlib import Path
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.importers.importing import Imported, import_config, read_foreign
+from memtrain.recipes.reading.load import load_text
+from memtrain.recipes.recipe import Recipe
+
+AXOLOTL = """
+base_model: mistralai/Mistral-7B-v0.1
+load_in_8bit: true
+datasets:
+  - path: some/rows
+    type: chat_template
+val_set_size: 0.05
+adapter: lora
+sequence_len: 4096
+sample_packing: true
+group_by_length: true
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+optimizer: adamw_bnb_8bit
+learning_rate: 0.0002
+bf16: auto
+gradient_checkpointing: true
+flash_attention: true
+evals_per_epoch: 4
+"""
+LLAMAFACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B
+stage: dpo
+finetuning_type: full
+deepspeed: examples/deepspeed/ds_z3_offload_config.json
+dataset: one, two
+template: llama3
+cutoff_len: 4096
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-5
+bf16: true
+eval_strategy: steps
+eval_steps: 500
+pref_beta: 0.3
+pref_loss: orpo
+"""
+UNSLOTH = """
+from unsloth import FastLanguageModel, is_bfloat16_supported
+length = 1024 * 2
+open("harm", "w").write("executed")
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name="unsloth/Meta-Llama-3.1-8B-bnb-4bit", max_seq_length=length, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=8, target_modules=["q_proj", "v_proj"], lora_alpha=16,
+    use_gradient_checkpointing="unsloth")
+dataset = load_dataset("some/rows", split="train")
+trainer = SFTTrainer(model=model, max_seq_length=length, train_dataset=dataset,
+    args=TrainingArguments(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=60,
+        learning_rate=2e-4, fp16=not is_bfloat16_supported(), bf16=is_bfloat16_supported(),
+        optim="adamw_8bit", run_name=make_name()))
+"""
+VERL = """
+set -x
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=gsm8k/train.parquet data.train_batch_size=1024 \\
+    data.max_prompt_length=512 data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \\
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.name=vllm \\
+    +actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    trainer.n_gpus_per_node=4 trainer.nnodes=1
+"""
+
+
+def imported(source: str, **asked: object) -> tuple[Recipe, Imported]:
+    made = import_config(read_foreign(source, **asked))  # pyright: ignore[reportArgumentType]
+    assert made.faults == []
+    return load_text(made.text, "recipe.yaml").recipe, made
+
+
+def of_file(folder: Path, name: str, text: str, **asked: object) -> tuple[Recipe, Imported]:
+    file = folder / name
+    file.write_text(text)
+    return imported(str(file), **asked)
+
+
+def test_axolotl_says_the_same(tmp_path: Path):
+    recipe, made = of_file(tmp_path, "run.yml", AXOLOTL)
+    assert (made.tool.name, recipe.method, recipe.model.quantize) == ("axolotl", "sft", "8bit")
+    assert recipe.model.adapter is not None
+    assert (recipe.model.adapter.r, recipe.model.adapter.target_modules) == (32, ("all-linear",))
+    assert (recipe.length.max_length, recipe.length.packing, recipe.train.batch_size) == (4096, "bfd", 8)
+    assert (recipe.train.epochs, recipe.optim.kind, recipe.data.eval_fraction) == (1, "adamw_8bit", 0.05)
+    assert any("evals_per_epoch" in line for line in made.told)
+    assert any("group_by_length" in line for line in made.told)
+
+
+def test_llamafactory_says_the_same(tmp_path: Path):
+    recipe, made = of_file(tmp_path, "run.yaml", LLAMAFACTORY, processes=8)
+    assert (made.tool.name, recipe.method, recipe.train.batch_size) == ("llamafactory", "dpo", 16)
+    assert (recipe.cluster.engine, recipe.cluster.cpu_offload) == ("zero3", "parameters")
+    assert recipe.dpo is not None
+    assert recipe.dpo.loss == ("orpo",)
+    assert recipe.eval.every_steps is None, "no rows are held out"
+    told = " ".join(made.told)
+    assert all(word in told for word in ("template: llama3", "eval", "dpo.beta", "dataset_info.json"))
+
+
+def test_a_script_is_read_and_never_run(tmp_path: Path):
+    recipe, made = of_file(tmp_path, "train.py", UNSLOTH)
+    assert not (tmp_path / "harm").exists()
+    assert not Path("harm").exists()
+    assert (recipe.model.path, recipe.model.quantize) == ("unsloth/Meta-Llama-3.1-8B", "4bit")
+    assert (recipe.length.max_length, recipe.train.batch_size, recipe.train.max_steps) == (2048, 8, 60)
+    assert recipe.model.adapter is not None
+    assert (recipe.model.adapter.r, recipe.model.dtype) == (8, "bfloat16")
+    assert made.pins["memory.activation_offloading"] == "on"
+    assert made.told[0].startswith("run_name: make_name() is not carried over")
+
+
+def test_a_command_of_verl_says_the_same():
+    recipe, made = imported(VERL)
+    assert (made.tool.name, recipe.method, recipe.cluster.engine) == ("verl", "grpo", "fsdp2")
+    assert recipe.grpo is not None
+    assert recipe.generate is not None
+    assert (recipe.train.batch_size, recipe.grpo.steps_per_rollout) == (256 * 5, 4)
+    assert (recipe.generate.num_generations, recipe.generate.max_tokens) == (5, 1024)
+    assert recipe.generate.vllm is not None
+    assert recipe.generate.vllm.memory_share == 0.6
+    assert made.pins["train.micro_batch_size"] == 8
+    assert made.pins["cluster.processes"] == 4
+
+
+def test_a_command_says_its_devices_and_its_method():
+    words = "accelerate launch --num_processes 4 scripts/dpo.py --model_name_or_path a/b --dataset_name c/d"
+    recipe, made = imported(f"CUDA_VISIBLE_DEVICES=0,1 {words} --per_device_train_batch_size 2 --bf16")
+    assert (made.tool.name, recipe.method, recipe.train.batch_size) == ("trl", "dpo", 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("base_model: a/b\nsequence_len: 512\n", "axolotl"),
+        ("model_name_or_path: a/b\nstage: sft\ncutoff_len: 1\n", "llamafactory"),
+        ("model_name_or_path: a/b\ndataset_name: c/d\n", "trl"),
+        ("actor_rollout_ref: {model: {path: a/b}}\nalgorithm: {adv_estimator: rloo}\n", "verl"),
+        ("model: {partial_pretrain: a/b}\ndata: {train_files: x.parquet}\n", "verl"),
+    ],
+)
+def test_the_tool_is_guessed(text: str, tool: str, tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert read_foreign(str(file)).tool.name == tool
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "x: 1\n", "--tool"),
+        ("a.yaml", "method: sft\nmodel: {path: x}\n", "already"),
+        ("a.yaml", "base_model: a/b\nrl: ebft\n", "no counterpart"),
+        ("a.yaml", "model_name_or_path: a\nstage: ppo\n", "stage"),
+        ("a.yaml", "algorithm: {adv_estimator: gae}\nactor_rollout_ref: {model: {path: a}}\n", "by hand"),
+        ("a.py", "print(1)\n", "no trainer"),
+        ("a.py", "def (:\n", "no Python"),
+        ("a.sh", "train.py --a 'open\n", "quotes"),
+    ],
+)
+def test_what_cannot_be_read_is_told(name: str, text: str, words: str, tmp_path: Path):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=words):
+        import_config(read_foreign(str(file)))
+
+
+def test_a_file_that_is_not_there_is_told():
+    with pytest.raises(RecipeError, match="no file"):
+        read_foreign("nowhere.yaml")
+
+
+WHOLE = {
+    "sft": "model_name_or_path: a/b\ndataset_name: c/d\n",
+    "grpo": "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [my.rewards.good]\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("sft", "packing: true\ngroup_by_length: true\n"),
+        (
+            "sft",
+            "eval_strategy: steps\nload_best_model_at_end: true\ndatasets: [{path: x}]\n",
+        ),
+        ("grpo", "use_vllm: true\ntop_p: 0.9\n"),
+        ("grpo", "use_vllm: true\ntop_k: 20\nvllm_importance_sampling_mode: token_mask\n"),
+        ("grpo", "loss_type: cispo\nepsilon: 0.2\nepsilon_high: 5.0\n"),
+        ("grpo", "loss_type: sapo\nepsilon_high: 0.3\n"),
+        ("grpo", "sync_ref_model: true\n"),
+        ("grpo", "train_sampling_strategy: group_by_length\n"),
+    ],
+)
+def test_every_imported_recipe_passes_check(method: str, more: str, tmp_path: Path):
+    of_file(tmp_path, "run.yaml", WHOLE[method] + more, tool="trl", method=method)
+
+
+def test_the_highest_weight_of_cispo_is_no_clip(tmp_path: Path):
+    text = WHOLE["grpo"] + "loss_type: cispo\nepsilon_high: 3.0\n"
+    recipe, _ = of_file(tmp_path, "run.yaml", text, tool="trl", method="grpo")
+    assert recipe.grpo is not None
+    assert (recipe.grpo.cispo_max_weight, recipe.grpo.clip_high) == (3.0, None)
+
+
+def test_the_schema_that_a_recipe_names_is_there(tmp_path: Path):
+    _, made = of_file(tmp_path, "run.yaml", WHOLE["sft"], tool="trl", method="sft")
+    line = next(line for line in made.text.splitlines() if "$schema=" in line)
+    assert Path(line.partition("$schema=")[2]).is_file()
+
+
+def test_faults_name_the_file_that_is_written(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: a/b\nlearning_rate: -1.0\n")
+    made = import_config(read_foreign(str(file), "trl", "sft"), "my.yaml")
+    assert any(fault.where.startswith("my.yaml") for fault in made.faults)
+
+
+def test_how_the_tool_computes_is_told_as_keys(tmp_path: Path):
+    _, made = of_file(tmp_path, "run.yaml", LLAMAFACTORY.replace("orpo", "sigmoid"), processes=8)
+    assert made.pins["dpo.reference"] == "copy"
+    assert made.pins["memory.activation_checkpointing"] == "on"
+    assert made.pins["memory.loss"] == "full"
+    assert made.pins["length.shared_prompts"] is False
+    assert (made.pins["cluster.engine"], made.pins["cluster.processes"]) == ("zero3", 8)

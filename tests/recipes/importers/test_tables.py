@@ -1,0 +1,80 @@
+"""Every key of every tool's own schema has a rule, and every rule leads to a key that is there.
+
+The keys were recorded by `benchmarks/record_tool_fields.py`, with their source and commit.
+"""
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from memtrain.recipes.importers.importing import TOOLS
+from memtrain.recipes.importers.tool import As
+from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
+from memtrain.recipes.trl.rules import To
+from memtrain.recipes.trl.writing import default_of
+
+DATA = Path(__file__).parents[1] / "data"
+OTHERS = [name for name in TOOLS if name != "trl"]
+
+BESIDE_THE_SCHEMA = {
+    "axolotl": {"model_type", "swanlab_*", "use_swanlab"},
+    "llamafactory": {
+        "num_train_epochs",
+        "deepspeed",
+        "fsdp",
+        "fsdp_config",
+        "predict_with_generate",
+        "lora_modules_to_save",
+    },
+    "unsloth": {
+        "from_pretrained.unsloth_vllm_standby",
+        "from_pretrained.attn_implementation",
+        "from_pretrained.torch_dtype",
+        "get_peft_model.use_dora",
+        "dataset_text_field",
+        "load_dataset",
+        "load_dataset.name",
+        "load_dataset.split",
+        "load_dataset.data_files",
+        "reward_funcs",
+        "unsloth",
+    },
+    "verl": {"actor_rollout_ref.actor.optim.lr_scheduler", "ray_init.*", "profiler*"},
+}
+"""Keys of earlier versions, of transformers, and of the calls beside the tool's own."""
+
+
+def recorded(name: str) -> set[str]:
+    fields = set(json.loads((DATA / f"{name}_fields.json").read_text())["fields"])
+    return {key.partition(".")[2] for key in fields} if name == "verl" else fields
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_key_of_the_schema_has_a_rule(name: str):
+    assert [key for key in recorded(name) if TOOLS[name].rule(key) is None] == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_rule_is_of_a_key_that_the_tool_has(name: str):
+    fields = recorded(name)
+    stale = {key for key in TOOLS[name].keys if not any(fnmatchcase(field, key) for field in fields)}
+    assert stale == BESIDE_THE_SCHEMA[name]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_rule_leads_to_a_key_that_is_there(name: str):
+    tool = TOOLS[name]
+    assert [key for key, rule in tool.keys.items() if isinstance(rule, As) and rule.key not in TRL_KEYS] == []
+    assert [key for key in tool.defaults if key not in TRL_KEYS] == []
+    for rule in tool.keys.values():
+        if isinstance(rule, To):
+            default_of(rule.key)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_recording_says_where_it_is_from(name: str):
+    made = json.loads((DATA / f"{name}_fields.json").read_text())
+    assert len(made["source"].split()[-1]) == 40
+    assert made["date"] > "2026"
