@@ -13,7 +13,9 @@ import pytest
 
 from memtrain.cli.app import run
 from memtrain.cli.commands.inspect_lengths import read_lengths
+from memtrain.cli.plan.usual_tokenizer import keep_last, of_hub_cache
 from memtrain.errors import DataError, RecipeError
+from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 
 TINY = ("--tokenizer", "builtin:tiny")
 
@@ -137,11 +139,47 @@ def test_what_does_not_fit_the_budget_is_told(rows, capsys):
     assert "does not fit" in found["recommendation"]["reason"]
 
 
+def test_without_a_tokenizer_the_first_line_says_which_counts(rows, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+    def first() -> tuple[str, int]:
+        words = " ".join(shown(capsys, rows).split())
+        return words, json.loads(shown(capsys, rows, "--json"))["tokens"]
+
+    words, tokens = first()
+    assert words.startswith("Counted with the built-in tokenizer, as no model is known here")
+    folder = tmp_path / "model"
+    load_tokenizer("builtin:tiny").save_pretrained(folder)
+    shown(capsys, rows, "--tokenizer", str(folder))
+    words, again = first()
+    assert words.startswith(f"Counted with the tokenizer of {folder} (the one used last);")
+    assert tokens == again
+    (tmp_path / "cache" / "last-tokenizer").unlink()
+    recipes = {"mine": "rows.jsonl", "other": "other.jsonl"}
+    for name, source in recipes.items():
+        path = folder if name == "mine" else "builtin:tiny"
+        (tmp_path / f"{name}.yaml").write_text(
+            f"method: sft\nmodel: {{path: {path}}}\ndata: {{train: {source}}}\n"
+        )
+    assert first()[0].startswith(f"Counted with the tokenizer of {folder} (from {tmp_path / 'mine.yaml'});")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_no_guess(rows, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    broken = tmp_path / "hub" / "models--some--model" / "snapshots" / "1"
+    broken.mkdir(parents=True)
+    (broken / "tokenizer.json").write_text("{")
+    assert of_hub_cache() == ("some/model", "from the hub's cache")
+    keep_last(str(tmp_path / "nowhere"))
+    assert shown(capsys, rows).startswith("Counted with the built-in tokenizer")
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "says"),
     [
         ((), RecipeError, "no data is named"),
-        (("rows.jsonl",), RecipeError, "no tokenizer is named"),
         (("rows.jsonl", *TINY, "--method", "dppo"), RecipeError, "there is no method 'dppo'"),
         (("rows.jsonl", *TINY, "--max-length", "1k"), RecipeError, "'1k' is no list of lengths"),
         (("rows.jsonl", *TINY, "--max-length", "0"), RecipeError, "'0' is no list of lengths"),

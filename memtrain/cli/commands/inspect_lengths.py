@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +50,12 @@ ModelOption = Annotated[
     ),
 ]
 TokenizerOption = Annotated[
-    str | None, typer.Option("--tokenizer", help="The tokenizer that counts.", show_default=False)
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        help="Tokenizer that counts. Not given: of a recipe beside, the last one used, or built in.",
+        show_default=False,
+    ),
 ]
 MethodOption = Annotated[
     str | None,
@@ -112,9 +117,11 @@ def inspect_lengths(
     it."""
     words = _sorted_words(_Words(dataset, tuple(overrides or ()), model, tokenizer, method, recipe))
     lengths = read_lengths(max_length)
+    words, counted_by = _with_tokenizer(words)
     loaded = _loaded(words)
 
     from memtrain.cli.output.length_report import screen_lines
+    from memtrain.cli.plan.usual_tokenizer import keep_last
     from memtrain.trainers.data.length_report.html import page
     from memtrain.trainers.data.length_report.inspect import Question, inspect
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
@@ -130,11 +137,13 @@ def inspect_lengths(
         tokenizer_name=written.model.tokenizer or written.model.path or "",
         max_lengths=lengths,
         sample=sample,
+        counted_by=counted_by,
         notes=(f"Memory and time are predicted for {planner.device}.",) if planner is not None else (),
     )
     price = planner.price if planner is not None else None
     with _progress() as progress:
         found = inspect(question, tokenizer_of(written.model), price=price, progress=progress)
+    keep_last(question.tokenizer_name)
     if as_json:
         typer.echo(printable(json.dumps(found.model_dump(mode="json"), indent=1, ensure_ascii=False)))
     else:
@@ -177,10 +186,21 @@ def _sorted_words(words: _Words) -> _Words:
     return _Words(dataset, overrides, words.model, words.tokenizer, words.method, recipe)
 
 
+def _with_tokenizer(words: _Words) -> tuple[_Words, str]:
+    """The words with a tokenizer, and the sentence about it; empty where the words or a recipe name one."""
+    has_own = any(word.startswith(("model.path=", "model.tokenizer=")) for word in words.overrides)
+    if words.dataset is None or words.recipe or words.model or words.tokenizer or has_own:
+        return words, ""
+    from memtrain.cli.plan.usual_tokenizer import usual_tokenizer
+
+    usual = usual_tokenizer(words.dataset)
+    return replace(words, tokenizer=usual.name), usual.says
+
+
 def _loaded(words: _Words) -> LoadedRecipe:
     """The recipe that is asked about; without one, a recipe made of the words.
 
-    Raises: RecipeError when no data or no tokenizer is named, or a key is wrong.
+    Raises: RecipeError when no data is named, or a key is wrong.
     """
     from memtrain.cli.output.previous_notes import read_recipe, say_renamed
     from memtrain.recipes.formats.detect import METHOD_FORMATS
@@ -209,13 +229,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
             "the command line",
             "memtrain inspect-lengths DATASET, or --recipe RECIPE for its data",
         )
-    if words.model is None and words.tokenizer is None:
-        raise RecipeError(
-            "no tokenizer is named, and tokens are what it counts",
-            "the command line",
-            fix="give --model, --tokenizer or --recipe (--tokenizer builtin:tiny counts roughly, offline)",
-        )
-    if words.model is None:
+    if words.model is None and words.tokenizer is not None:
         given.append(f"model.path={json.dumps(words.tokenizer)}")
     base = [] if is_planned else ["method=sft"]  # Other methods need sections that no length depends on.
     loaded = recipe_of_words([*base, *given, *words.overrides])

@@ -19,6 +19,9 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 def screen_lines(found: Inspection, width: int, *, block: str = "#") -> Iterator[tuple[str, bool]]:
     """(line, whether it is a heading) of everything that is shown; `block` is what bars are made of."""
+    if found.counted_by:
+        yield from _plain(found.counted_by, width)
+        yield "", False
     yield from _plain(_head(found), width)
     yield "", False
     yield from _table(_parts(found), width)

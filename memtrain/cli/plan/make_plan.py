@@ -13,6 +13,7 @@ import memtrain
 from memtrain.cli.plan.keep_plan import begun_in, resolve_again
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.cli.plan.recipe_lines import at_their_lines
+from memtrain.cli.plan.usual_tokenizer import keep_last
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import PlannerInputs
@@ -62,6 +63,7 @@ def make_plan(
     recipe = asked.recipe
     with at_their_lines(loaded):
         data = prepare(recipe, progress=progress)
+        keep_last(recipe.model.tokenizer or recipe.model.path or "")
         config = model_config(recipe.model)
         check_model(recipe.model, config, METHODS[recipe.method].head)
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))

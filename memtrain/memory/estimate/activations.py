@@ -142,7 +142,7 @@ def layer_backward(load: Workload) -> int:
 
 
 def scratch_at_peak(load: Workload) -> int:
-    """What of `layer_backward` is a kernel's own: flash attention's, where its moment is the higher."""
+    """Share of `layer_backward` that is flash attention's own scratch, where its moment is the higher."""
     return flash_scratch(load) if attention_backward(load) > mlp_backward(load) else 0
 
 

@@ -54,6 +54,8 @@ class Question:
     max_lengths: tuple[int, ...] = ()
     """Candidates; none: some that suit the lengths."""
     sample: int | None = None
+    counted_by: str = ""
+    """Sentence on a tokenizer that the user did not name."""
     notes: tuple[str, ...] = ()
     """Further remarks."""
 
@@ -92,6 +94,7 @@ def inspect(
         method=method,
         format=work.job.kind,
         tokenizer=question.tokenizer_name,
+        counted_by=question.counted_by,
         extent=extent,
         rows=num_rows,
         tokens=round(int(seen.counts.lengths[chosen.train].sum()) * extent.scale),

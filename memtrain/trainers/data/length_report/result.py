@@ -196,6 +196,8 @@ class Inspection(Section):
     method: str
     format: str
     tokenizer: str
+    counted_by: str = ""
+    """Sentence on the tokenizer, where the user named none."""
     extent: Extent
     rows: int
     """Rows of one epoch: after sampling, mixture weights and the held-out fraction."""

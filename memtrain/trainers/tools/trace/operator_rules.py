@@ -96,7 +96,7 @@ def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
 
 
 SCRATCH: dict[Any, Callable[..., int]] = {aten._flash_attention_backward.default: _flash_backward}
-"""What kernels take for themselves where no operator returns it, in bytes."""
+"""Scratch of kernels in bytes, where no operator returns it."""
 
 
 @contextmanager
