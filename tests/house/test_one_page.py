@@ -26,12 +26,12 @@ ABOVE = {
 
 
 def files_that_name(strategy: str) -> list[str]:
-    """Package files with the name as a word of its own in quotes."""
+    """Package files with the name as a word of its own in quotes; not the tables of other tools' keys."""
     quoted = re.compile(rf"""["']{strategy}["']""")
     return [
         path.relative_to(ROOT).as_posix()
         for path in sorted((ROOT / "memtrain").rglob("*.py"))
-        if quoted.search(path.read_text())
+        if "importers" not in path.parts and quoted.search(path.read_text())
     ]
 
 

@@ -177,7 +177,7 @@ FLASH = ("torch_varlen", "flash")
 
 
 def flash_scratch(load: Workload) -> int:
-    """What flash attention's backward kernel takes for itself on a GPU: no tensor that a program sees.
+    """Scratch of flash attention's backward kernel on a GPU: no tensor that a program sees.
 
     Float32 sums of the queries' gradients with the head width rounded up to 32, and of their row sums:
     4*N*(Q' + heads). Where query heads share a head of keys, gradients of keys and values for every query

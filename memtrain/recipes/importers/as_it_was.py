@@ -1,4 +1,4 @@
-"""How the other tool computes, as keys of a recipe: what the plan of a run as it was is made for."""
+"""Settings of the other tool as keys of a recipe, for the plan of a run as it was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OFF: Mapping[str, object] = {
     "memory.expandable_segments": False,
     "length.shared_prompts": False,
 }
-"""What no other tool does of itself."""
+"""Strategies that no other tool takes of itself."""
 
 
 def as_it_was(tool: Tool, said: Said, made: Translation) -> dict[str, object]:

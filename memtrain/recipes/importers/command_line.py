@@ -18,7 +18,7 @@ _NODES = ("--nnodes", "--num_machines")
 
 @dataclass(slots=True)
 class CommandLine:
-    """What a command line says."""
+    """Keys and values of a command line."""
 
     words: list[str]
     """The programs and files, in their order."""

@@ -17,7 +17,7 @@ _CUTS_TOKENS = ("generate.top_k", "generate.top_p", "generate.min_p")
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """One key that is left out where something else is said."""
+    """Key that is left out where another is given."""
 
     key: str
     clashes: Callable[[Translation], bool]
@@ -72,7 +72,7 @@ CLASHES: tuple[Clash, ...] = (
         "there is no KL term",
     ),
 )
-"""What is left out, in the order in which it is looked for."""
+"""Keys to leave out, in the order in which they are looked for."""
 
 
 def _loss_reads(made: Translation, knob: str) -> bool:

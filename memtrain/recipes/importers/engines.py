@@ -1,4 +1,4 @@
-"""What several devices share at other tools: DeepSpeed's stages and FSDP, as `cluster:` says it."""
+"""Engines of other tools over several devices (DeepSpeed's stages, FSDP) as a `cluster:` section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tool a file or a command line is of, and which method, by the keys and words that only one has."""
+"""Guess of the tool and the method of a file or a command line, by keys and words that only one has."""
 
 from __future__ import annotations
 

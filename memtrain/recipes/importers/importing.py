@@ -39,7 +39,7 @@ class Foreign:
 
     tool: Tool
     config: Mapping[str, Any]
-    """Its keys; nested ones are dotted where the tool's table has them so."""
+    """Keys of the configuration; nested ones are dotted where the tool's table has them so."""
     method: str | None
     """The method, where the tool's keys do not say it."""
     processes: int
@@ -55,17 +55,17 @@ class Imported:
     method: str
     text: str
     told: list[str]
-    """One sentence for each key that is not carried over, and for each that means something else."""
+    """Sentences: one for each key that is not carried over, and for each that means something else."""
     faults: list[Fault]
-    """What `memtrain check` would find; empty when the recipe is whole."""
+    """Faults that `memtrain check` would find; empty when the recipe is whole."""
     pins: Mapping[str, object] = field(default_factory=dict[str, object])
-    """How the tool computes, as keys over those of the recipe."""
+    """Settings of the tool's own computation, as keys over those of the recipe."""
 
 
 def read_foreign(
     source: str, tool: str | None = None, method: str | None = None, processes: int | None = None
 ) -> Foreign:
-    """What a file, or the words of a command, say. `source`: a path, or the command itself.
+    """Reading of a file, or of the words of a command. `source`: a path, or the command itself.
 
     Raises: RecipeError when it cannot be read, is a recipe already, or tells no tool.
     """

@@ -52,7 +52,7 @@ class Computed(str):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: the function's last name, the object before it, and its arguments."""
+    """Call: the function's last name, the object before it, and its arguments."""
 
     name: str
     owner: str
@@ -127,7 +127,7 @@ def _call(node: ast.Call, known: dict[str, Any]) -> Call | None:
 
 
 def _value(node: ast.expr, known: dict[str, Any]) -> Any:
-    """What an expression is, where it is written; else its text as `Computed`."""
+    """Value of an expression, where it is written; else its text as `Computed`."""
     try:
         return _written(node, known)
     except (KeyError, TypeError, ZeroDivisionError, ValueError, OverflowError):

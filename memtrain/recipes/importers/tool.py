@@ -32,12 +32,12 @@ class Said:
     """A configuration of another tool, said in TRL's words as far as those go."""
 
     config: Mapping[str, Any]
-    """Their keys, nested ones dotted."""
+    """Keys of the tool, nested ones dotted."""
     processes: int
     method: str = "sft"
     trl: dict[str, Any] = field(default_factory=dict[str, Any])
     names: dict[str, str] = field(default_factory=dict[str, str])
-    """Their key by TRL's."""
+    """Key of the tool by TRL's."""
     assumed: set[str] = field(default_factory=set[str])
     """Keys of `trl` that nobody wrote: the tool's defaults."""
     direct: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
@@ -48,7 +48,7 @@ class Said:
     notes: list[str] = field(default_factory=list[str])
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Their value of a key; the default where it is not written, or empty."""
+        """Value of a key; the default where it is not written, or empty."""
         value = self.config.get(key)
         return default if value is None or value == "" else value
 
@@ -75,20 +75,20 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool."""
+    """Tool whose configurations are read."""
 
     name: str
-    """As `--tool` takes it."""
+    """Name, as `--tool` takes it."""
     title: str
-    """As people write it."""
+    """Name, as people write it."""
     version: str
     """Of the schema that the table was held against."""
     keys: Mapping[str, ToolRule]
     """The table; a key with `*` stands for all that it matches."""
     read: Callable[[Said], None]
-    """What keys say together; sets the method."""
+    """Reading of keys that mean something together; sets the method."""
     defaults: Mapping[str, Any]
-    """What the tool takes where nothing is written, in TRL's words, where TRL takes something else."""
+    """Defaults of the tool in TRL's words, where TRL takes something else."""
     takes_trl: bool = False
     """Keys of transformers and TRL are keys of it too."""
 
