@@ -16,6 +16,8 @@ from memtrain.cli.output.previous_notes import read_recipe, say_renamed
 from memtrain.cli.plan.check_rewards import check_rewards
 from memtrain.cli.plan.make_plan import Planned, make_plan
 from memtrain.errors import LaunchError
+from memtrain.memory.estimate.static import copy_size
+from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.reading.sweep import folder_name, sweep
@@ -106,16 +108,29 @@ def _lead(asked: Slurm, plan: Plan, folder: RunFolder) -> tuple[int, str]:
     events = read_metrics(folder.metrics)
     saves = [event.seconds for event in events if isinstance(event, SaveEvent)]
     steps = [event.seconds for event in events if isinstance(event, StepEvent)]
-    kept = ("optimizer", "master copies") + (() if plan.settings.adapter else ("weights",))
-    saving = next(phase for phase in plan.prediction.phases if phase.phase == "saving")
-    written = sum(owned.num_bytes for owned in saving.owners if owned.owner in kept)
     return lead_s(
         asked,
         save_s=max(saves, default=None),
         step_s=max(steps, default=0.0),
-        checkpoint_bytes=written,
+        checkpoint_bytes=_checkpoint_bytes(plan),
         is_background=plan.settings.background_save,
     )
+
+
+def _checkpoint_bytes(plan: Plan) -> int:
+    """Weights and states of a checkpoint, as the plan has them on the device and on the host."""
+    settings = plan.settings
+    saving = next(phase for phase in plan.prediction.phases if phase.phase == "saving")
+    here = {owned.owner: owned.num_bytes for owned in saving.owners}
+    states = here.get("optimizer", 0) + here.get("master copies", 0)
+    if settings.adapter is not None:
+        return states
+    weights = here.get("weights", 0)
+    if settings.optimizer_offload and settings.device == "cuda":
+        size = DTYPE_BYTES[settings.dtype]
+        moments = 2 * (4 if settings.master_weights else size)
+        states += weights // size * (moments + copy_size(settings))
+    return weights + states
 
 
 def _check_free(folder: Path) -> None:

@@ -206,7 +206,8 @@ def settings_words(settings: Settings) -> str:
     if settings.in_backward:
         said.append("step in backward")
     if settings.optimizer_offload:
-        said.append("moments on the host")
+        copies = settings.master_weights and settings.copies != "stochastic"
+        said.append(f"moments{' and float32 copies' * copies} on the host")
     if settings.optimizer != "adamw":
         said.append(settings.optimizer)
     said.append(f"{settings.loss} loss")

@@ -7,7 +7,7 @@ from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES, blockwise_states
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
-from memtrain.memory.estimate.static import host_overhead, needed, optimizer_bytes
+from memtrain.memory.estimate.static import host_overhead, needed, offloaded_states
 from memtrain.memory.estimate.step_time import num_checkpointed
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
@@ -31,8 +31,9 @@ def host_bytes(
     """Bytes by owner, of all processes together. On a CPU the device's memory is the host's.
 
     offloaded activations: the inputs of checkpointed layers, or all that the layers keep. optimizer states:
-    offloaded or paged moments. shards: those that wait on the host (`cluster.cpu_offload`). checkpoint copy:
-    what a save in the background writes from. processes: interpreter, libraries and pinned buffers.
+    offloaded moments and float32 copies, or paged moments. shards: those that wait on the host
+    (`cluster.cpu_offload`). checkpoint copy: what a save in the background writes from. processes:
+    interpreter, libraries and pinned buffers.
     """
     owners = {
         "offloaded activations": _activations(settings, shape, heaviest),
@@ -99,6 +100,4 @@ def rounded(num_bytes: int) -> int:
 def _states(settings: Settings, shape: ModelShape) -> int:
     if settings.optimizer in BITSANDBYTES:
         return blockwise_states(settings, shape).host
-    if settings.optimizer_offload and settings.device == "cuda":
-        return optimizer_bytes(settings, shape)
-    return 0
+    return offloaded_states(settings, shape)

@@ -34,12 +34,12 @@ from memtrain.memory.estimate.static import (
     OFFLOAD_BUCKET,
     gradient_bytes,
     largest_trained,
+    num_half,
     num_trained,
     optimizer_bytes,
     reference_bytes,
     static_bytes,
     sums_wide,
-    trained_parts,
     trains_head,
     weights_bytes,
 )
@@ -249,7 +249,7 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
     own = gradient_bytes(load.settings, load.shape, accumulates=accumulates)
     return [
         *fsdp_moments(load, resting, _kept(load), holds=accumulates, asked=asked),
-        last | {"gradients": own, "optimizer scratch": optimizer_scratch(load)},
+        last | {"gradients": own, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
     ]
 
 
@@ -268,8 +268,9 @@ def _resting(load: Workload, *, has_state: bool) -> Moment:
 def optimizer_scratch(load: Workload) -> int:
     """Temporaries of the update.
 
-    Fused kernels have none. Master copies: float32 gradients of a bucket. Adafactor: gradient, weight, update
-    and its negative of one tensor, in float32. Muon: the orthogonalization of one matrix, in bfloat16.
+    Fused kernels have none. Master copies: float32 gradients of a bucket, and the copies where they wait on
+    the host. Adafactor: gradient, weight, update and its negative of one tensor, in float32. Muon: the
+    orthogonalization of one matrix, in bfloat16.
     """
     settings, shape = load.settings, load.shape
     if settings.optimizer == "adafactor":
@@ -279,12 +280,13 @@ def optimizer_scratch(load: Workload) -> int:
             return 0
         matrix = shape.largest_linear
         return matrix * (2 * load.a + 2 * 4)
-    largest, copied = 4 * largest_trained(settings, shape), static_bytes(settings, shape).master
-    if settings.copies != "float32":
-        copied = 4 * sum(count for count, size in trained_parts(settings, shape) if size < 4)
+    largest, copied = 4 * largest_trained(settings, shape), 0
+    if settings.master_weights and settings.shard_offload == "none":
+        copied = 4 * num_half(settings, shape)
     bucket = max(largest, min(MASTER_BUCKET, copied)) if copied else 0
-    # Float32 numbers that do not stay are made for a bucket, and taken apart weight by weight.
-    made = bucket + 2 * largest if settings.copies != "float32" else 0
+    # Float32 numbers that do not stay are made for a bucket, or fetched, and taken apart weight by weight.
+    made = bucket if settings.copies != "float32" or settings.optimizer_offload else 0
+    made += 2 * largest if settings.copies != "float32" else 0
     stepped = max(largest, min(MASTER_BUCKET, 4 * num_trained(settings, shape)))
     # Both moments of a bucket; and three steps of one tensor's on the way into 8 bits.
     expanded = 2 * stepped + 3 * largest if settings.compressed_moments else 0
@@ -292,7 +294,7 @@ def optimizer_scratch(load: Workload) -> int:
 
 
 def offload_bucket(load: Workload) -> int:
-    """Optimizer states that are on the device at once while they wait on the host otherwise."""
+    """Moments that are on the device at once while they wait on the host otherwise."""
     settings, shape = load.settings, load.shape
     if not settings.optimizer_offload:
         return 0

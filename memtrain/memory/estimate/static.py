@@ -115,7 +115,7 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     """Weights, gradients, moments and master copies of one process: all of them, or its shards."""
     parts = trained_parts(settings, shape)
     gradients = sum(count * size for count, size in parts)
-    copied = sum(count for count, size in parts if size < 4)
+    copied = num_half(settings, shape)
     is_away = settings.device == "cuda" and settings.shard_offload == "parameters"
     weights = share(weights_bytes(settings, shape), settings, of="weights")
     own_gradients = share(gradients, settings, of="gradients")
@@ -128,7 +128,7 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
         weights=0 if is_away else weights,
         gradients=0 if is_away else own_gradients,
         optimizer=0 if waits_on_host(settings) else optimizer_bytes(settings, shape),
-        master=0 if waits_on_host(settings) and settings.shard_offload != "none" else master,
+        master=0 if waits_on_host(settings) else master,
         reduce=small_gradients(settings, shape) if sums_whole else 0,
     )
 
@@ -157,6 +157,20 @@ def small_gradients(settings: Settings, shape: ModelShape) -> int:
 def waits_on_host(settings: Settings) -> bool:
     """Whether optimizer states are in another memory than the weights. On a CPU it is the same one."""
     return settings.device == "cuda" and (settings.optimizer_offload or settings.shard_offload != "none")
+
+
+def offloaded_states(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of one process that wait on the host by `optimizer_offload`: moments, and float32 copies of
+    weights or their bits."""
+    if not settings.optimizer_offload or settings.device == "cpu":
+        return 0
+    copies = share(copy_size(settings) * num_half(settings, shape), settings, of="states")
+    return optimizer_bytes(settings, shape) + copies
+
+
+def num_half(settings: Settings, shape: ModelShape) -> int:
+    """Trained parameters that are no float32 numbers themselves."""
+    return sum(count for count, size in trained_parts(settings, shape) if size < 4)
 
 
 def optimizer_bytes(settings: Settings, shape: ModelShape) -> int:

@@ -51,7 +51,13 @@ def build_optimizer(
         is_half = settings.master_weights
         return ZeroOptimizer(groups, build(groups, recipe), recipe.lr, is_half=is_half)
     if settings.master_weights and any(p.dtype in HALF for group in groups for p in group["params"]):
-        return MasterWeights(groups, lambda copies: build(copies, recipe), recipe.lr, form=settings.copies)
+        return MasterWeights(
+            groups,
+            lambda copies: build(copies, recipe),
+            recipe.lr,
+            form=settings.copies,
+            away=settings.optimizer_offload,
+        )
     return build(groups, recipe)
 
 

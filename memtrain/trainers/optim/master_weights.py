@@ -18,8 +18,9 @@ Group = dict[str, Any]
 class MasterWeights(Optimizer):
     """An optimizer over float32 numbers of half-precision parameters; its moments are float32 too.
 
-    `form` says what stays of the numbers between steps (optim_forms.py). Parameters that are float32 already
-    are stepped as they are. Copies are made here: load the model's weights before, or a state that was saved.
+    `form` says what stays of the numbers between steps (master_forms.py); it waits on the host where it is
+    `away`. Parameters that are float32 already are stepped as they are. Copies are made here: load the
+    model's weights before, or a state that was saved.
 
     Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.1.
     """
@@ -31,10 +32,14 @@ class MasterWeights(Optimizer):
         lr: float,
         form: str = "float32",
         seed: int = 0,
+        *,
+        away: bool = False,
     ) -> None:
         super().__init__(groups, {"lr": lr})
         halves = [p for group in groups for p in group["params"] if p.dtype != torch.float32]
-        self.form = form_of(form, halves, seed)
+        # In the place of numbers that do not stay: a tensor of their shape, as Muon asks for, of 4 bytes.
+        self._blank = torch.zeros((), device=halves[0].device if halves else "cpu")
+        self.form = form_of(form, halves, seed=seed, away=away)
         self._masters: list[list[Tensor]] = [[self._leaf(p) for p in group["params"]] for group in groups]
         self._inner = build(
             [group | {"params": masters} for group, masters in zip(groups, self._masters, strict=True)]
@@ -47,7 +52,8 @@ class MasterWeights(Optimizer):
             return parameter
         if self.form.stays:
             return self.form.take(parameter)
-        return torch.empty(0, device=parameter.device)
+        # Its own counter of writes, where a view would share that of all others.
+        return self._blank.expand(parameter.shape).data
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
@@ -60,14 +66,11 @@ class MasterWeights(Optimizer):
             inner["lr"], inner["weight_decay"] = outer["lr"], outer["weight_decay"]
         gradients = {parameter: parameter.grad for parameter, _ in self.pairs()}
         left = dict(gradients)
-        self.form.begin_step()
         for parameter in gradients:
             parameter.grad = None
         try:
             for bucket in self._buckets():
-                self._step_bucket(bucket, gradients)
-                for parameter, _ in bucket:
-                    del left[parameter]
+                self._step_bucket(bucket, gradients, left)
             left = gradients
         finally:
             for _, master in self.pairs():
@@ -77,26 +80,37 @@ class MasterWeights(Optimizer):
         return loss
 
     def _step_bucket(
-        self, bucket: list[tuple[Tensor, Tensor]], gradients: dict[Tensor, Tensor | None]
+        self,
+        bucket: list[tuple[Tensor, Tensor]],
+        gradients: dict[Tensor, Tensor | None],
+        left: dict[Tensor, Tensor | None],
     ) -> None:
-        if all(gradients[parameter] is None for parameter, _ in bucket):
-            return
+        """Step a bucket, and take out of `left` what is stepped, also where the step breaks off."""
+        pairs = [(parameter, master) for parameter, master in bucket if gradients[parameter] is not None]
+        versions: dict[Tensor, int] = {}
+        is_done = False
         try:
-            for parameter, master in bucket:
+            for parameter, master in pairs:
                 gradient = gradients[parameter]
+                assert gradient is not None, "The others were left out."
                 if parameter is not master and not self.form.stays:
                     master.data = self.form.take(parameter)
-                master.grad = None if gradient is None else gradient.float()
-            self._inner.step()
-            for parameter, master in bucket:
-                if parameter is not master and master.grad is not None:
-                    self.form.give(parameter, master)
-                master.grad = None
+                master.grad = gradient.float()
+            versions = {master: master._version for _, master in pairs}
+            if pairs:
+                self._inner.step()
+            is_done = True
         finally:
-            for parameter, master in bucket:
+            for parameter, master in pairs:
+                # An inner step by bucket or by tensor may have done a part before it broke off.
+                is_written = master in versions and master._version != versions[master]
+                if is_done or is_written or (master in versions and master.grad is None):
+                    if parameter is not master:
+                        self.form.give(parameter, master)
+                    del left[parameter]
+                master.grad = None
                 if parameter is not master and not self.form.stays:
-                    master.grad = None
-                    master.data = torch.empty(0, device=parameter.device)
+                    master.data = self._blank.expand(parameter.shape)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and with it what stays of each parameter's float32 numbers."""
@@ -120,6 +134,18 @@ class MasterWeights(Optimizer):
         self.state = self._inner.state
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer["lr"] = inner["lr"]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Begin anew from the parameters as they are, where something else has written them."""
+        for parameter, master in self.pairs():
+            if parameter is not master:
+                self.form.follow(parameter)
+
+    def held(self) -> list[Tensor]:
+        """Tensors that stay of the float32 numbers between steps, of parameters that are none themselves."""
+        parameters = [parameter for parameter, master in self.pairs() if parameter is not master]
+        return [one for parameter in parameters for one in self.form.held(parameter).values()]
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every parameter with its copy (itself when it is float32), in the order of the groups."""

@@ -61,12 +61,12 @@ class OffloadedStates(Optimizer):
         for index, parameter in zip(indices, self._parameters(), strict=True):
             if index in state_dict["state"]:
                 entry = state_dict["state"][index]
-                self.state[parameter] = {name: _to_host(value, parameter) for name, value in entry.items()}
+                self.state[parameter] = {name: to_host(value, parameter) for name, value in entry.items()}
 
     def _step_bucket(self, bucket: list[Tensor], gradients: dict[Tensor, Tensor]) -> None:
         waiting = {parameter: self.state.get(parameter, {}) for parameter in bucket}
         moved = {
-            parameter: {name: _to_device(value, parameter) for name, value in entry.items()}
+            parameter: {name: to_device(value, parameter) for name, value in entry.items()}
             for parameter, entry in waiting.items()
             if entry
         }
@@ -94,7 +94,7 @@ class OffloadedStates(Optimizer):
         """Put the states of a tensor back on the host; they stay where they are if that has no room."""
         entry = self.state[parameter].items()
         made, is_done = attempt(
-            lambda: {name: _to_host(value, parameter, home.get(name)) for name, value in entry}
+            lambda: {name: to_host(value, parameter, home.get(name)) for name, value in entry}
         )
         if is_done:
             assert made is not None
@@ -110,7 +110,7 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     return buckets_of(parameters, OFFLOAD_BUCKET, lambda parameter: STATES * parameter.nbytes)
 
 
-def _to_device(value: Any, parameter: Tensor) -> Any:
+def to_device(value: Any, parameter: Tensor) -> Any:
     """A copy beside the weight; plain values are themselves."""
     if not isinstance(value, Tensor):
         return value
@@ -118,7 +118,7 @@ def _to_device(value: Any, parameter: Tensor) -> Any:
     return made.copy_(value, non_blocking=True)
 
 
-def _to_host(value: Any, parameter: Tensor, home: Any = None) -> Any:
+def to_host(value: Any, parameter: Tensor, home: Any = None) -> Any:
     """A copy in host memory, in `home` where there is one of its shape; plain values are themselves."""
     if not isinstance(value, Tensor):
         return value

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from memtrain.memory.estimate.activations import layer_kept
 from memtrain.memory.estimate.peaks import PHASES, estimate, step_moments
-from memtrain.memory.estimate.static import needed, reference_bytes, static_bytes, usable
+from memtrain.memory.estimate.static import (
+    needed,
+    offloaded_states,
+    reference_bytes,
+    static_bytes,
+    usable,
+)
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.generation.generation import generation_bytes
 from memtrain.memory.model_shape.shape import shape_of
@@ -200,3 +206,18 @@ def test_keys_are_held_once_for_a_prompt_and_once_for_each_completion():
     assert native["keys and values"] == token * (2 * 100 + 16 * 50)
     other = generation_bytes(make(sampler="transformers"), QWEN06, generate, prompt=100, rows=16)
     assert other["keys and values"] == token * (16 * 100 + 16 * 50)
+
+
+@pytest.mark.parametrize(("copies", "size"), [("float32", 4), ("split", 2), ("stochastic", 0)])
+def test_copies_wait_on_the_host_with_the_moments(copies: str, size: int):
+    """8 bytes of moments a weight, and its copy; on the device the step has a bucket of each: the embedding's
+    gradient, copy and two moments in float32."""
+    away = make(master_weights=True, copies=copies, optimizer_offload=True)
+    here = static_bytes(away, LLAMA8)
+    assert (here.optimizer, here.master) == (0, 0)
+    assert offloaded_states(away, LLAMA8) == (8 + size) * LLAMA8.num_parameters
+    last = step_moments(
+        Workload(away, LLAMA8, HeaviestBatch(1, 2048, 2048, 2048)), has_state=True, accumulates=False
+    )[-1]
+    embedding = 128256 * 4096
+    assert last["optimizer scratch"] == (16 if copies == "float32" else 24) * embedding

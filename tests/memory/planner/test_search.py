@@ -124,6 +124,19 @@ def test_each_strategy_of_a_plan_tells_the_run_without_it(ask: Ask, facts_of: An
     assert told["chunked_loss"].peak_bytes == full
 
 
+def test_all_weights_of_8b_with_copies_fit_where_copies_wait_on_the_host(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    """72 GiB hold weights (15), float32 gradients (30) and a step; with the copies (30) there too, not."""
+    known = facts(facts_of, profile_of, "llama-3.1-8b")
+    resolved = ask(known, memory__budget="72GiB")
+    assert resolved.settings.master_weights
+    assert resolved.settings.optimizer_offload
+    assert not resolved.settings.in_backward
+    with pytest.raises(DoesNotFit):
+        ask(known, memory__budget="72GiB", memory__never="optimizer_offload", optim__in_backward="off")
+
+
 def test_every_strategy_that_is_not_used_has_a_reason(ask: Ask, facts_of: Any, profile_of: Any):
     resolved = ask(facts(facts_of, profile_of, "llama-3.1-8b"), memory__never="full_offloading")
     reasons = {one.strategy: one.reason for one in left_out(resolved.chosen, resolved.case)}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memtrain.recipes.sections.optim import Optim
+from memtrain.trainers.optim import master_forms
 from memtrain.trainers.optim import offload as optim_offload
 from memtrain.trainers.optim.atomic_step import step_whole
 from memtrain.trainers.optim.build import build_optimizer
@@ -17,19 +18,22 @@ KINDS = {
     "adafactor": {},
     "muon": {},
     "float32 copies": {"master_weights": True, "dtype": "bfloat16"},
+    "split copies": {"master_weights": True, "dtype": "bfloat16", "copies": "split"},
+    "muon, float32 copies": {"master_weights": True, "dtype": "bfloat16"},
 }
+OF_COPIES = [kind for kind, settings in KINDS.items() if settings]
 
 
 def make_model(kind: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-    return model.bfloat16() if kind == "float32 copies" else model
+    return model.bfloat16() if kind in OF_COPIES else model
 
 
 def make_optimizer(
     model: nn.Module, kind: str, make_settings: Any, *, offloads: bool
 ) -> torch.optim.Optimizer:
-    name: Any = "adamw" if kind == "float32 copies" else kind
+    name: Any = "muon" if "muon" in kind else "adamw" if kind in OF_COPIES else kind
     settings = make_settings(optimizer=name, optimizer_offload=offloads, **KINDS[kind])
     return build_optimizer(model, Optim(kind=name, lr=1e-2, weight_decay=0.1), settings)
 
@@ -72,14 +76,15 @@ def test_one_continues_the_other(make_settings, kind: str, first: bool, then: bo
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-def test_a_step_that_breaks_off_keeps_the_states_of_what_was_stepped(make_settings, monkeypatch):
+@pytest.mark.parametrize("kind", ["adamw", *OF_COPIES])
+def test_a_step_that_breaks_off_keeps_the_states_of_what_was_stepped(make_settings, monkeypatch, kind: str):
     """Copying the second bucket's states fails once; the step is made again for what is left."""
-    plain = make_model("adamw")
-    train(plain, make_optimizer(plain, "adamw", make_settings, offloads=False), range(4))
-    model = make_model("adamw")
-    optimizer = make_optimizer(model, "adamw", make_settings, offloads=True)
+    plain = make_model(kind)
+    train(plain, make_optimizer(plain, kind, make_settings, offloads=False), range(4))
+    model = make_model(kind)
+    optimizer = make_optimizer(model, kind, make_settings, offloads=True)
     train(model, optimizer, range(2))
-    real, calls = optim_offload._to_device, []
+    real, calls = optim_offload.to_device, []
 
     def broken(value: Any, parameter: torch.Tensor) -> Any:
         calls.append(1)
@@ -87,7 +92,7 @@ def test_a_step_that_breaks_off_keeps_the_states_of_what_was_stepped(make_settin
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB")
         return real(value, parameter)
 
-    monkeypatch.setattr(optim_offload, "_to_device", broken)
+    monkeypatch.setattr(optim_offload, "to_device", broken)
     train(model, optimizer, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
@@ -110,3 +115,38 @@ def test_no_more_states_are_on_the_device_than_the_plan_counts(make_settings, mo
     train(model, optimizer, range(1, 2))
     assert len(stepped) > 1
     assert 0 < max(stepped) <= optim_offload.OFFLOAD_BUCKET
+
+
+@pytest.mark.parametrize("kind", OF_COPIES)
+def test_copies_wait_on_the_host_with_the_moments(make_settings, monkeypatch, kind: str):
+    """What is put there: for 212 weights a copy of 4 bytes or bits of 2, and moments of 4 bytes each."""
+    put: list[int] = []
+    real = optim_offload.to_host
+
+    def counted(value: Any, parameter: torch.Tensor, home: Any = None) -> Any:
+        put.append(value.nbytes if home is None and value.ndim else 0)
+        return real(value, parameter, home)
+
+    for module in (optim_offload, master_forms):
+        monkeypatch.setattr(module, "to_host", counted)
+    model = make_model(kind)
+    optimizer: Any = make_optimizer(model, kind, make_settings, offloads=True)
+    beside = (2 if kind == "split copies" else 4) * 212
+    assert sum(put) == beside
+    train(model, optimizer, range(1))
+    # Muon has one moment of the 192 numbers of matrices, and two of the biases.
+    assert sum(put) == beside + 4 * (192 + 2 * 20 if "muon" in kind else 2 * 212)
+    assert all(leaf.untyped_storage().nbytes() == 4 for _, leaf in optimizer.pairs())
+
+
+def test_copies_begin_anew_from_weights_that_were_written(make_settings):
+    model = make_model("split copies")
+    for form in ("float32", "split"):
+        settings = make_settings(dtype="bfloat16", master_weights=True, copies=form)
+        optimizer: Any = build_optimizer(model, Optim(lr=1e-2), settings)
+        train(model, optimizer, range(1))
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)
+        optimizer.follow()
+        taken = [optimizer.form.take(parameter) for parameter in model.parameters()]
+        assert all(torch.equal(a, b.float()) for a, b in zip(taken, model.parameters(), strict=True))

@@ -1,9 +1,10 @@
-"""Optimizer offload: the moments wait in host memory and travel to the device for the step, some at a time.
+"""Optimizer offload: moments and float32 copies wait in host memory, and travel to the device for the step.
 
-When: weights and gradients fit, the moments do not. Saves: two numbers for each trained weight on the device
-but for a bucket. Costs: the moments cross the bus twice a step (the more micro-batches a step has, the less
-it is felt); as many bytes of host memory. Exact: the same update on the same numbers. Refused: on a CPU, and
-for optimizers without moments of that size or with paged ones.
+When: weights and gradients fit, the optimizer's states do not. Saves: two numbers for each trained weight on
+the device, and a third where it has a float32 copy (of split copies the bits), but for a bucket. Costs: they
+cross the bus twice a step (the more micro-batches a step has, the less it is felt); as many bytes of host
+memory. Exact: the same update on the same numbers. Refused: on a CPU, and for optimizers without moments of
+that size or with paged ones.
 
 Source: Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); here the update itself stays on the device.
 """
@@ -35,9 +36,9 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="optimizer_offload",
     axis="states",
-    says="moments wait in host memory and travel to the device for the step",
-    saves="two numbers for each trained weight",
-    costs="the moments cross the bus twice a step; host memory",
+    says="moments and float32 copies wait in host memory and travel to the device for the step",
+    saves="two numbers for each trained weight, and its float32 copy",
+    costs="the states cross the bus twice a step; host memory",
     measured=ON_A_GPU,
     is_exact=True,
     is_used=lambda settings: settings.optimizer_offload,

@@ -17,6 +17,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.memory_meter.live_tensors import Recorder
+from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.tools.trace.bitsandbytes import playing_bitsandbytes
@@ -214,7 +215,8 @@ def _on_host(stage: Stage) -> dict[str, int]:
     """Bytes by owner: the ring of offloaded activations, the optimizer's states, and shards that wait there
     with the sums of their gradients."""
     ring = sum(offloader.pool.num_bytes for offloader in stage.offloaders)
-    states = bytes_on_host(tensors_of(stage.optimizer.state))
+    held = stage.optimizer.held() if isinstance(stage.optimizer, MasterWeights) else []
+    states = bytes_on_host([*tensors_of(stage.optimizer.state), *held])
     on_gpu = stage.settings.device == "cuda"
     found = {"offloaded activations": ring if on_gpu else 0, "optimizer states": states}
     shards = bytes_on_host(stage.parameters)

@@ -149,6 +149,10 @@ def test_what_waits_on_the_host_is_told_and_not_counted_as_the_devices():
     assert states == pytest.approx(2 * 2 * weights, rel=0.001)
     resting = [one.recorder.phase_peaks["saving"] for one in (kept, moved)]
     assert resting[0] - resting[1] == states
+    copied = HALF | CUDA | {"optimizer_offload": True, "master_weights": True}
+    for form, size in (("float32", 4), ("split", 2)):
+        states = trace(sft(LLAMA, copied | {"copies": form}).job).host["optimizer states"]
+        assert states == pytest.approx((8 + size) * weights, rel=0.001)
 
 
 def test_shards_that_wait_on_the_host_leave_the_device_to_the_step():
