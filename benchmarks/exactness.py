@@ -1,14 +1,16 @@
 """Every exact strategy, and their pairs and triples, by method and attention back end: exact, or refused why?
 
-    python benchmarks/exactness.py                      # all cells: minutes; writes the results and the page
+    python benchmarks/exactness.py                      # all cells: an hour; writes the results and the pages
     python benchmarks/exactness.py --method dpo         # those of one method; the others' results stay
+    python benchmarks/exactness.py --having packing     # cells with a strategy; the others' results stay
     python benchmarks/exactness.py --page               # the pages again, from the results
 
 A cell is a recipe that must use the strategies of the cell (`memory.use`) and none of the others
 (`memory.never`); the back ends torch_cpu and masked take rows that lie end to end, so padding_free is theirs.
 It is exact when losses, log-probs, gradients and updates of a step stay within the limits of `memtrain
 verify`, no row sees another, and each strategy was seen at work; or its plan refuses it, with a reason. Cells
-whose plans are the same are made once. Results: benchmarks/results/exactness.json.
+whose plans are the same are made once. Strategies that change what is learnt (LEARN_OTHERWISE) are alone and
+in pairs: the plain run beside them learns as they do. Results: benchmarks/results/exactness.json.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import subprocess
 import sys
 import time
@@ -55,7 +58,8 @@ FLAT = {"torch_cpu": ("padding_free",), "masked": ("padding_free",)}
 LARGEST = 3
 """Strategies of the largest combinations."""
 STEPS = 1
-"""`memtrain verify` makes more; here every cell has fresh optimizer states."""
+"""`memtrain verify` makes more; here a cell has fresh optimizer states, but for compressed moments: they are
+made in the first step, and read in a second."""
 SLICE_TOKENS = 24
 """Of streamed layers: every micro-batch has several slices, and documents go on from one to the next."""
 OF_SEVERAL_PROCESSES = ("context_parallel",)
@@ -63,6 +67,11 @@ OF_SEVERAL_PROCESSES = ("context_parallel",)
 EXACT = tuple(
     one.name for one in STRATEGIES.values() if one.is_exact and one.name not in OF_SEVERAL_PROCESSES
 )
+LEARN_OTHERWISE = ("pure_bfloat16", "stochastic_rounding", "compressed_moments")
+"""Strategies that change what is learnt: with each, every exact one gives what it gives plainly."""
+NAMES = EXACT + LEARN_OTHERWISE
+OF_BFLOAT16 = ("split_copies", "pure_bfloat16", "stochastic_rounding")
+"""Strategies of trained bfloat16 weights: in their cells the model has them."""
 
 MODEL = (
     "{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 3,"
@@ -154,8 +163,13 @@ def words_of(cell: Cell) -> list[str]:
     """
     used_here = dict.fromkeys((*cell.strategies, *FLAT.get(cell.backend, ())))
     others = [name for name, one in STRATEGIES.items() if one.is_exact and name not in used_here]
+    if "stochastic_rounding" in used_here:
+        # Both are values of optim.copies: one in use is the other not.
+        others = [name for name in others if name != "split_copies"]
     words = [f"memory.use=[{', '.join(used_here)}]", f"memory.never=[{', '.join(others)}]"]
     words.append(f"model.attention={cell.backend}")
+    if set(OF_BFLOAT16) & set(cell.strategies):
+        words.append("model.dtype=bfloat16")
     if "adapter_off_reference" in cell.strategies:
         words.append("model.adapter={r: 4, target_modules: [q_proj, v_proj, down_proj]}")
     if "streamed_layers" in cell.strategies:
@@ -172,8 +186,9 @@ def used(plan: Plan) -> set[str]:
 
 def proven(plan: Plan) -> tuple[str, str, float | None]:
     """(exact or broken, what is broken, the largest difference over its limit)."""
-    pair = build_pair(deterministic(on_one_process(plan, steps=STEPS)), Rollouts())
-    found = compare_steps(pair, STEPS)
+    steps = STEPS + plan.settings.compressed_moments
+    pair = build_pair(deterministic(on_one_process(plan, steps=steps)), Rollouts())
+    found = compare_steps(pair, steps)
     named = [(name, one) for step in found.steps for name, one in step.named().items()]
     worst = max(one.value / one.limit for _, one in named)
     faults = [f"{name} {one.value:.1e} at {one.where}" for name, one in named if not one.is_within]
@@ -190,7 +205,9 @@ def proven(plan: Plan) -> tuple[str, str, float | None]:
 def cells(largest: int = LARGEST) -> Iterator[Cell]:
     """All cells: single strategies first."""
     for size in range(1, largest + 1):
-        for strategies in itertools.combinations(EXACT, size):
+        for strategies in itertools.combinations(NAMES, size):
+            if size > 2 and set(strategies) & set(LEARN_OTHERWISE):
+                continue
             for method in METHODS_SHOWN:
                 for backend in BACKENDS:
                     yield Cell(method, backend, strategies)
@@ -200,8 +217,8 @@ def spread(count: int) -> list[Cell]:
     """`count` cells spread over the matrix, the same ones always."""
     every = list(cells())
     stride = max(1, len(every) // count)
-    # A stride that shares no factor with the methods and back ends visits them all.
-    while any(stride % factor == 0 for factor in (2, 3, 13)):
+    # A stride that shares no factor with their number visits all methods and back ends.
+    while math.gcd(stride, len(every)) > 1:
         stride += 1
     return every[::stride]
 
@@ -211,12 +228,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--page", action="store_true", help="write the page from the results")
     parser.add_argument("--method", choices=METHODS_SHOWN, help="one method; the others' results stay")
+    parser.add_argument("--having", choices=NAMES, help="cells with this one; the others' results stay")
     asked = parser.parse_args()
     if not asked.page:
         torch.set_num_threads(1)
         parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         for method in [asked.method] if asked.method else METHODS_SHOWN:
-            parts[method] = made_of(method)
+            parts[method] = made_of(method, asked.having, parts.get(method))
             RESULTS.write_text(json.dumps(parts))
     parts = json.loads(RESULTS.read_text())
     PAGE.write_text(page(parts))
@@ -225,47 +243,61 @@ def main() -> None:
     sys.exit(any(one[3] == "broken" for part in parts.values() for one in part["cells"]))
 
 
-def made_of(method: str) -> dict[str, object]:
-    """The cells of a method, with where they were made."""
+def made_of(method: str, having: str | None, before: dict | None) -> dict[str, object]:
+    """The cells of a method, with where they were made; those without `having` as they were `before`."""
     started = time.time()
+    kept = (
+        [one for one in read({method: before}) if having and having not in one["strategies"]]
+        if before
+        else []
+    )
     with TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder))
         found: list[Outcome] = []
         for cell in cells():
-            if cell.method != method:
+            if cell.method != method or (having and having not in cell.strategies):
                 continue
             found.append(matrix.outcome(cell))
             if found[-1].kind == "broken":
                 print("broken:", found[-1].cell.name, found[-1].says, flush=True)
     print(f"{method}: {len(found):,} cells, {len(matrix.made):,} plans, {time.time() - started:.0f} s")
-    return as_json(found, len(matrix.made), time.time() - started)
+    made = [
+        {"backend": one.cell.backend, "strategies": one.cell.strategies}
+        | {"worst": one.worst, "kind": one.kind, "says": one.says}
+        for one in found
+    ]
+    earlier = before if kept and before else {"distinct_plans": 0, "seconds": 0}
+    num_made, seconds = len(matrix.made), time.time() - started
+    return as_json(
+        method, kept + made, earlier["distinct_plans"] + num_made, earlier["seconds"] + round(seconds)
+    )
 
 
-def as_json(found: list[Outcome], num_made: int, seconds: float) -> dict[str, object]:
+def as_json(method: str, found: list[dict], num_made: int, seconds: int) -> dict[str, object]:
     """The results of a method. A cell: back end, strategies by number, difference over limit, kind, reason by
     number."""
-    reasons = list(dict.fromkeys(one.says for one in found))
+    reasons = list(dict.fromkeys(one["says"] for one in found))
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     return {
-        "command": f"python benchmarks/exactness.py --method {found[0].cell.method}",
+        "command": f"python benchmarks/exactness.py --method {method}",
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "steps": STEPS,
         "distinct_plans": num_made,
-        "seconds": round(seconds),
-        "strategies": EXACT,
+        "seconds": seconds,
+        "strategies": NAMES,
         "reasons": reasons,
         "cells": [
             [
-                one.cell.backend,
-                [EXACT.index(name) for name in one.cell.strategies],
-                None if one.worst is None else round(one.worst, 4),
-                one.kind,
-                reasons.index(one.says),
+                one["backend"],
+                [NAMES.index(name) for name in one["strategies"]],
+                None if one["worst"] is None else round(one["worst"], 4),
+                one["kind"],
+                reasons.index(one["says"]),
             ]
             for one in found
         ],
@@ -297,15 +329,18 @@ def page(parts: dict) -> str:
         "# Exactness: every strategy with every other",
         "",
         "Written by `python benchmarks/exactness.py`; do not edit. A cell asks for its strategies and for",
-        "none of the others, on a tiny Qwen3-shaped model in float32. It is **exact** when the losses,",
+        "none of the others, on a tiny Qwen3-shaped model in float32, or in bfloat16 where a strategy of the",
+        f"cell is of bfloat16 weights (`{'`, `'.join(OF_BFLOAT16)}`). It is **exact** when the losses,",
         "log-probs, gradients and update of an optimizer step are those of the plain run within the",
         "limits of `memtrain verify` (plain: padded rows, whole logits, every activation kept, eager",
         "attention), no row sees another, each strategy was seen at work; or **refused** by the plan, with",
         "the reason below. No cell may end in any other way. The back ends torch_cpu and masked take rows",
-        "that lie end to end, so `padding_free` is in each of their cells.",
+        "that lie end to end, so `padding_free` is in each of their cells. Of strategies that change what is",
+        f"learnt (`{'`, `'.join(LEARN_OTHERWISE)}`) the plain run has the same: with them, the others are",
+        "exact. Split copies are held against whole ones.",
         "",
-        f"{len(found):,} cells ({len(EXACT)} strategies alone, in pairs and in triples; {len(parts)} "
-        "methods; "
+        f"{len(found):,} cells ({len(EXACT)} exact strategies alone, in pairs and in triples; "
+        f"{len(LEARN_OTHERWISE)} that change what is learnt alone and in pairs; {len(parts)} methods; "
         f"attention back ends {', '.join(BACKENDS)}): **{counts['exact']:,} exact, {counts['refused']:,} "
         f"refused, {counts['broken']:,} broken**. {sum(part['distinct_plans'] for part in parts.values()):,} "
         "different plans stand behind the exact ones; each was made once. The largest difference is "
@@ -329,7 +364,7 @@ def page(parts: dict) -> str:
         "## Strategies alone and in pairs",
         "",
         "The number of back ends, of torch_cpu, masked and transformers, on which the cell is exact; `-`",
-        "where the plan refuses all three. On the diagonal a strategy alone.",
+        "where the plan refuses all three, `?` where it was not made. On the diagonal a strategy alone.",
         "",
     ]
     for method in parts:
@@ -347,7 +382,8 @@ def pairs(parts: dict) -> str:
         f"{len(parts) * len(BACKENDS)} combinations of method and attention back end",
         f"({', '.join(parts)}; {', '.join(BACKENDS)})",
         "the two together, or on the diagonal the one alone, gave the losses, log-probs, gradients and",
-        "updates of the plain run. On all others the plan refuses them, with a reason (`-`: on all).",
+        "updates of the plain run. On all others the plan refuses them, with a reason (`-`: on all), or the",
+        "two were not made together (`?`).",
         "By method, in triples, and every reason: [exactness.md](exactness.md).",
         "",
         *_table(read(parts), list(parts)),
@@ -360,13 +396,14 @@ def _table(found: list[dict], methods: list[str]) -> list[str]:
     exact = Counter(
         frozenset(one["strategies"]) for one in found if one["method"] in methods and one["kind"] == "exact"
     )
-    numbers = {name: number for number, name in enumerate(EXACT, start=1)}
+    made = {frozenset(one["strategies"]) for one in found if one["method"] in methods}
+    numbers = {name: number for number, name in enumerate(NAMES, start=1)}
     lines = ["| | " + " | ".join(str(number) for number in numbers.values()) + " |"]
-    lines.append("|---" * (len(EXACT) + 1) + "|")
-    for row in EXACT:
+    lines.append("|---" * (len(NAMES) + 1) + "|")
+    for row in NAMES:
         cells_of = [
-            str(exact[frozenset((row, column))] or "-") if numbers[column] >= numbers[row] else ""
-            for column in EXACT
+            str(exact[pair] or ("-" if pair in made else "?")) if numbers[column] >= numbers[row] else ""
+            for column, pair in ((name, frozenset((row, name))) for name in NAMES)
         ]
         lines.append(f"| {numbers[row]} `{row}` | " + " | ".join(cells_of) + " |")
     return lines

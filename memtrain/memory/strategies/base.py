@@ -122,7 +122,7 @@ class Strategy:
     @property
     def plain(self) -> Updates:
         """The settings of the plain run in place of its own; none where both train or step alike."""
-        return {} if self.axis in TRAINED else {**self.without, **self.padded}
+        return {} if self.axis in TRAINED and not self.is_exact else {**self.without, **self.padded}
 
 
 def on_off(value: object) -> StrategyRequest:

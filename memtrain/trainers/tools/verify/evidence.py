@@ -23,6 +23,8 @@ from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.model.streamed.apply import StreamedForward
+from memtrain.trainers.optim.compressed_moments import CODES
+from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.tools.verify.record import Side
 
@@ -167,6 +169,8 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
     sequences, tokens = len(work.sequences), int(feed.tokens[work.sequences].sum())
     is_cut = sequences > settings.micro_batch_size or tokens > (settings.micro_tokens or tokens)
     pieces = _most_pieces(planned)
+    optimizer = planned.built.optimizer
+    form = optimizer.form.name if isinstance(optimizer, MasterWeights) else ""
     found = {
         "padding_free": Trace(ran.flattened == ran.micro_batches, True, "flattened rows"),
         "packing": Trace(pieces > 1, pieces > 1, "a sequence of several rows"),
@@ -189,6 +193,14 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
             "logits in parts",
         ),
         "optimizer_in_backward": Trace(ran.gradients_left == 0, True, "gradients that are freed at once"),
+        "split_copies": Trace(form == "split", True, "bits beside the weights"),
+        "stochastic_rounding": Trace(form == "stochastic", True, "weights without copies"),
+        "compressed_moments": Trace(
+            bool(optimizer.state)
+            and all(set(CODES.values()) <= state.keys() for state in optimizer.state.values()),
+            True,
+            "moments in 8 bits",
+        ),
         "precomputed_reference": Trace(_is_precomputed(planned), True, "log-probs in the feed"),
         "adapter_off_reference": Trace(
             planned.built.reference is planned.built.scorer, True, "the policy as reference"

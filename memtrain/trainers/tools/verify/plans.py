@@ -13,6 +13,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.registry import without_strategies
 from memtrain.trainers.build.components import Built, build
 from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.runtime.seed import torch_generator
 
@@ -105,6 +106,8 @@ def perturb(built: Built) -> None:
             size = float(parameter.float().square().mean().sqrt()) * STIR_SHARE or STIR_ZEROS
             noise = torch.randn(parameter.shape, generator=torch_generator(0, "stir", name))
             parameter.add_((size * noise).to(parameter.device, parameter.dtype))
+    if isinstance(built.optimizer, MasterWeights):
+        built.optimizer.follow()
 
 
 def same_pieces(planned: Built, plain: Built) -> None:
