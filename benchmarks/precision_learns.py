@@ -1,11 +1,12 @@
 """What each way to train bfloat16 weights learns: held-out loss after equal steps, against float32.
 
-    MEMTRAIN_DATA=DIR python benchmarks/precision_learns.py [--steps 30] [--lr 1e-5]   (a core, ten minutes)
+    MEMTRAIN_DATA=DIR python benchmarks/precision_learns.py [--steps 200] [--lr 1e-5]   (a core, 20 minutes)
 
-DIR holds tinyshakespeare/ and gsm8k/. A Llama of 11 million weights is trained on Shakespeare's bytes
+DIR holds tinyshakespeare/ and gsm8k/. A Llama of 25 million weights is trained on Shakespeare's bytes
 in float32, as the model that users begin with; then every way below fine-tunes a bfloat16 copy of it on
-questions and answers of GSM8K: the same batches, the same AdamW. The result goes to
-benchmarks/results/precision_learns.json.
+questions and answers of GSM8K: the same batches, the same AdamW. The loss is taken at several steps, of the
+float32 numbers that are stepped and of the bfloat16 weights that are saved: float32's are rounded for it. The
+result goes to benchmarks/results/precision_learns.json.
 
 Kahan's sum is no strategy of memtrain: it is here to be measured beside them.
 """
@@ -33,17 +34,19 @@ from memtrain.trainers.optim.master_weights import MasterWeights
 
 RESULT = Path(__file__).parent / "results" / "precision_learns.json"
 CONFIG: dict[str, Any] = {
-    "hidden_size": 384,
-    "num_hidden_layers": 6,
-    "intermediate_size": 1024,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "vocab_size": 256,
     "tie_word_embeddings": True,
 }
 ROWS, LENGTH = 4, 128
 START_STEPS, START_LR = 40, 1e-3
 BETAS, CLIP = (0.9, 0.999), 1.0
+MARKS = (30, 60, 100, 150)
+"""Steps after which the loss is taken, beside the last."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Way:
     """Weights, copies and moments; not gradients."""
     make: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
     dtype: torch.dtype = torch.bfloat16
+    most_steps: int = 60
+    """Steps at most, to spare time: float32 and the default make all that are asked for."""
 
 
 def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -80,7 +85,7 @@ def wide(form: str, *, compress: bool = False, draws: bool = False) -> Callable[
 class Kahan:
     """What a weight has lost beside it, in bfloat16: compensated sums."""
 
-    stays = False
+    name, stays = "kahan", False
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._lost = {one: torch.zeros_like(one) for one in parameters}
@@ -101,8 +106,9 @@ class Kahan:
     def load(self, parameter: Tensor, saved: dict[str, Any]) -> None:
         """Nothing is loaded here."""
 
-    def begin_step(self) -> None:
-        """Nothing to do."""
+    def follow(self, parameter: Tensor) -> None:
+        """Nothing is lost yet."""
+        self._lost[parameter].zero_()
 
 
 def kahan(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
@@ -114,38 +120,37 @@ def kahan(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
 
 
 WAYS = (
-    Way("float32", 12, adamw, torch.float32),
-    Way("float32 copies", 14, wide("float32")),
+    Way("float32", 12, adamw, torch.float32, most_steps=10_000),
+    Way("float32 copies", 14, wide("float32"), most_steps=10_000),
     Way("pure bfloat16", 6, adamw),
-    Way("split copies", 12, wide("split")),
+    Way("split copies", 12, wide("split"), most_steps=30),
     Way("stochastic rounding", 10, wide("stochastic")),
     Way("split copies, 8-bit moments", 6.25, wide("split", compress=True)),
     Way("stochastic rounding, 8-bit moments", 4.25, wide("stochastic", compress=True)),
-    Way("split copies, 8-bit moments, drawn", 6.25, wide("split", compress=True, draws=True)),
-    Way("Kahan sums", 12, kahan),
+    Way("split copies, 8-bit moments, drawn", 6.25, wide("split", compress=True, draws=True), most_steps=30),
+    Way("Kahan sums", 12, kahan, most_steps=30),
 )
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a way learnt."""
+    """What a way has learnt after so many steps."""
 
-    name: str
-    bytes_a_weight: float
-    held_out_loss: float
-    """Of the bfloat16 weights, as they would be saved."""
+    step: int
+    loss_of_weights: float
+    """Held-out loss of bfloat16 weights, as they would be saved; float32's are rounded."""
     loss_of_numbers: float
     """Of the float32 numbers that the optimizer steps, where it has any; else as above."""
-    against_float32: float
-    """Share by which its loss is above float32's."""
-    of_what_float32_learns: float
-    """Its fall of the loss over float32's."""
+    weights_against_float32: float
+    """Share by which the loss of its bfloat16 weights is above that of float32 training's own weights."""
+    numbers_against_float32: float
+    """The same of its float32 numbers."""
+    share_learnt: float
+    """Fall of the loss of its bfloat16 weights over that of float32's own weights."""
     moved: float
     """Share of weights that are not where they began."""
     along_float32: float
-    """Projection of its move on float32's, over the length of that."""
-    seconds: float
-    """CPU time of its steps."""
+    """Projection of its weights' move on float32's, over the length of that."""
 
 
 def batches(path: Path, count: int, *, seed: int) -> Iterator[Tensor]:
@@ -159,15 +164,15 @@ def batches(path: Path, count: int, *, seed: int) -> Iterator[Tensor]:
 
 def trained(
     model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, work: Iterator[Tensor]
-) -> LlamaForCausalLM:
-    """The model after a step on each batch."""
+) -> Iterator[int]:
+    """The number of steps made, after a step on each batch."""
     parameters = list(model.parameters())
-    for ids in work:
+    for number, ids in enumerate(work, start=1):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         clip_gradients(parameters, CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return model
+        yield number
 
 
 @torch.no_grad()
@@ -194,49 +199,82 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
 
 
+def rounded(model: nn.Module) -> nn.Module:
+    """The model with bfloat16 weights."""
+    return copy.deepcopy(model).bfloat16()
+
+
+@dataclass(frozen=True)
+class Float32:
+    """Float32's own weights after some steps: what the others are held against."""
+
+    loss: float
+    move: Tensor
+
+
+def learnt(
+    step: int,
+    model: nn.Module,
+    numbers: nn.Module,
+    began: Tensor,
+    before: float,
+    held_out: list[Tensor],
+    of_float32: Float32,
+) -> Learnt:
+    """What a model has learnt, beside float32 after as many steps."""
+    saved = rounded(model)
+    weights, stepped = loss_of(saved, held_out), loss_of(numbers, held_out)
+    gone = flat(saved) - began
+    return Learnt(
+        step,
+        round(weights, 5),
+        round(stepped, 5),
+        round(weights / of_float32.loss - 1, 6),
+        round(stepped / of_float32.loss - 1, 6),
+        round((before - weights) / (before - of_float32.loss), 4),
+        round(float((gone != 0).double().mean()), 4),
+        round(float(gone @ of_float32.move / (of_float32.move @ of_float32.move)), 4),
+    )
+
+
 def measured(data: Path, steps: int, lr: float, ways: tuple[Way, ...]) -> Iterator[dict[str, Any]]:
-    """Every way from the same start; what is known so far, after each."""
+    """Every way from the same start; what is known so far, after each step that is looked at."""
     torch.manual_seed(0)
     start = LlamaForCausalLM(LlamaConfig(max_position_embeddings=LENGTH, **CONFIG))
     text, target = parted(data)
     optimizer = adamw(list(start.parameters()), START_LR)
-    trained(start, optimizer, batches(text, START_STEPS, seed=1))
+    for _ in trained(start, optimizer, batches(text, START_STEPS, seed=1)):
+        pass
     start.bfloat16()
     began, held_out = flat(start), list(batches(target["held out"], 8, seed=2))
     before = loss_of(start, held_out)
-    learnt: list[Learnt] = []
-    move, after = Tensor(), before
+    float32: dict[int, Float32] = {}
+    told: list[dict[str, Any]] = []
     for way in ways:
         model = copy.deepcopy(start).to(way.dtype)
-        cpu = time.process_time()
         optimizer = way.make(list(model.parameters()), lr)
-        trained(model, optimizer, batches(target["train"], steps, seed=3))
-        seconds = time.process_time() - cpu
-        loss, gone = loss_of(model, held_out), flat(model) - began
-        if way.dtype == torch.float32:
-            move, after = gone, loss
-        learnt.append(
-            Learnt(
-                way.name,
-                way.bytes_a_weight,
-                round(loss, 5),
-                round(loss_of(numbers_of(model, optimizer), held_out), 5),
-                round(loss / after - 1, 6),
-                round((before - loss) / (before - after), 4),
-                round(float((gone != 0).double().mean()), 4),
-                round(float(gone @ move / (move @ move)), 4),
-                round(seconds, 1),
-            )
-        )
-        yield {
-            "what": "held-out loss after equal steps of AdamW",
-            "weights": began.numel(),
-            "steps": steps,
-            "lr": lr,
-            "tokens_a_step": ROWS * LENGTH,
-            "before": round(before, 5),
-            "ways": [asdict(one) for one in learnt],
-        }
+        one: dict[str, Any] = {"name": way.name, "bytes_a_weight": way.bytes_a_weight, "after": []}
+        told.append(one)
+        last = min(steps, way.most_steps)
+        cpu = time.process_time()
+        for step in trained(model, optimizer, batches(target["train"], last, seed=3)):
+            if step != last and step not in MARKS:
+                continue
+            one["seconds"] = round(one.get("seconds", 0) + time.process_time() - cpu, 1)
+            if way.dtype == torch.float32:
+                float32[step] = Float32(loss_of(model, held_out), flat(model) - began)
+            numbers = numbers_of(model, optimizer)
+            found = learnt(step, model, numbers, began, before, held_out, float32[step])
+            one["after"].append(asdict(found))
+            yield {
+                "what": "held-out loss after equal steps of AdamW",
+                "weights": began.numel(),
+                "lr": lr,
+                "tokens_a_step": ROWS * LENGTH,
+                "before": round(before, 5),
+                "ways": told,
+            }
+            cpu = time.process_time()
 
 
 def parted(data: Path) -> tuple[Path, dict[str, Path]]:
@@ -256,7 +294,7 @@ def parted(data: Path) -> tuple[Path, dict[str, Path]]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--first", type=int, default=len(WAYS), help="measure the first so many ways")
     asked = parser.parse_args()
@@ -269,7 +307,7 @@ def main() -> None:
         "device": f"one core of a CPU with AVX-512 BF16, torch {torch.__version__}",
     }
     for found in measured(Path(os.environ["MEMTRAIN_DATA"]), asked.steps, asked.lr, WAYS[: asked.first]):
-        print(found["ways"][-1], flush=True)
+        print(found["ways"][-1]["name"], found["ways"][-1]["after"][-1], flush=True)
         RESULT.write_text(json.dumps(told | found, indent=1) + "\n")
     print(f"wrote {RESULT}")
 

@@ -88,7 +88,9 @@ def experts_kept(load: Workload) -> int:
     # PEFT adapts stacked experts by adding to their weights, which are then kept in full.
     is_adapted = load.settings.adapter is not None and "all-linear" in load.settings.adapter.target_modules
     summed = load.a * experts.num_experts * 2 * experts.mlp_width * load.shape.width if is_adapted else 0
-    return rows + summed + load.N * experts.num_experts * (4 + load.a) + copies * 40
+    # The load-balance loss keeps probabilities, the tokens' weights, and what both come to.
+    evened = load.N * (4 * experts.num_experts + 8) if load.settings.router_aux_loss_coef else 0
+    return rows + summed + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
 
 
 def adapter_kept(load: Workload) -> int:

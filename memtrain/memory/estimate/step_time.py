@@ -14,7 +14,7 @@ from typing import NamedTuple
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.context_parallel import dealt, num_gathered_kv
 from memtrain.memory.estimate.sharded.communication import Sending, Waiting, sending, waiting
-from memtrain.memory.estimate.static import num_trained, optimizer_bytes, static_bytes, trains_head
+from memtrain.memory.estimate.static import num_trained, offloaded_states, static_bytes, trains_head
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
@@ -70,7 +70,7 @@ def step_time(
     tails = rates.kernel_s * num_micros * _layer_operators(load)
     computing = products + traffic + tails
     forward = computing / sum(_passes(load))
-    again = forward if settings.reference in WITH_A_PASS else 0.0
+    again = forward * ((settings.reference in WITH_A_PASS) + bool(settings.router_aux_loss_coef))
     sent, waits = sending(settings, shape, rates), waiting(settings, shape, rates)
     passes = _passes_time(forward, computing - forward, copy, sent, waits, num_micros)
     if settings.slice_tokens:
@@ -253,4 +253,4 @@ def gathered_bytes(load: Workload) -> float:
 
 def _moved_states(settings: Settings, shape: ModelShape) -> float:
     """Bytes that cross the bus in a step, there and back, for optimizer states that wait on the host."""
-    return 2.0 * optimizer_bytes(settings, shape) if settings.optimizer_offload else 0.0
+    return 2.0 * offloaded_states(settings, shape)

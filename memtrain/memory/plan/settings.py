@@ -176,6 +176,8 @@ class Settings(Section):
     """Memory that the device needs beside tensors, as measured here; None: typical values."""
     in_backward: Annotated[bool, Mark("bits")] = False
     """Each weight is stepped in the backward pass as soon as its gradient is whole, which is then freed."""
+    router_aux_loss_coef: Annotated[float, Mark("recipe")] = 0.0
+    """Weight of the load-balance loss of a mixture's routers; 0: there is none."""
     optimizer_offload: Annotated[bool, Mark("bits")] = False
     """Optimizer states wait in host memory and travel to the device for the step, some at a time."""
     preflight: Annotated[

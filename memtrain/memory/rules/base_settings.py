@@ -22,6 +22,7 @@ from memtrain.memory.rules.ledger import (
 )
 from memtrain.memory.rules.precision import keeps_masters, refuse_precision
 from memtrain.memory.rules.reference_model import decide_reference, decide_shared_prompts, whole_batch
+from memtrain.memory.rules.router_balance import decide_router_balance
 from memtrain.memory.rules.row_positions import decide_positions, one_row_a_time
 from memtrain.memory.rules.streamed_layers import refuse_streaming
 from memtrain.recipes.recipe import Recipe
@@ -42,7 +43,8 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config, facts.shape)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
-    _tell_of_model(ledger, facts)
+    refuse_past_positions(ledger, facts.shape.num_positions, facts.profile.longest_piece)
+    router_weight = decide_router_balance(ledger, facts)
     replicas = max(1, processes // recipe.cluster.sharing)
     rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=recipe.cluster.sharing)
     refuse_uneven_groups(ledger, rows)
@@ -72,6 +74,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             "padding_free": padding_free,
             "positions_by_row": by_row,
             "shared_prompts": shares,
+            "router_aux_loss_coef": router_weight,
             "reference": decide_reference(ledger, passes=passes),
             "batch_size": rows,
             "batch_tokens": tokens,
@@ -113,15 +116,6 @@ def _how_rows_lie(
     growing = reached(rules, longest, "row")
     shares = decide_shared_prompts(ledger, attention, padding_free=padding_free, growing=growing)
     return padding_free, by_row, shares
-
-
-def _tell_of_model(ledger: DecisionLog, facts: PlannerInputs) -> None:
-    """Record properties of the model: a missing load balance of experts, and rows beyond a table of
-    positions."""
-    if facts.shape.experts is not None:
-        reason = "the loss is that of the tokens; expert loads are not evened"
-        ledger.decide("router_balance_loss", "off", reason)
-    refuse_past_positions(ledger, facts.shape.num_positions, facts.profile.longest_piece)
 
 
 def _threads(recipe: Recipe, hardware: Hardware, processes: int) -> int:

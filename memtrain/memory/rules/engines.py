@@ -73,6 +73,8 @@ def closed_engines(
         faults = zero_faults(recipe, base.dtype, engine)
         if base.context_parallel > 1:
             found.append((engine, "slices of rows and DeepSpeed's shards were never tried together"))
+        elif base.router_aux_loss_coef:
+            found.append((engine, "the load of experts was never evened there"))
         elif faults:
             found.append((engine, f"{faults[0][0]} ({faults[0][1]}: {faults[0][2]})"))
         elif not has(PACKAGE):

@@ -38,6 +38,11 @@ class Train(Section):
     shuffle: bool = True
     """New order of the rows in every epoch."""
 
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """Weight of the loss that evens the load of a mixture's experts, over all tokens of a step; 0.001 is
+    usual. `auto`: the model's own, where its configuration asks for it (output_router_logits: true), else 0.
+    Costs one more forward pass a step, without gradients."""
+
     @model_validator(mode="after")
     def _said_once(self) -> Train:
         if self.batch_size is not None and self.batch_tokens is not None:

@@ -37,7 +37,7 @@ MODEL: dict[str, Rule] = {
     ),
     "model_init_kwargs": Together(),
     "trust_remote_code": Gone("code from a hub is never run"),
-    "router_aux_loss_coef": Gone("the routers' load-balancing loss is not added", (None, 0.0, 0)),
+    "router_aux_loss_coef": To("train.router_aux_loss_coef"),
     "chat_template_path": To("model.chat_template"),
     "use_liger_kernel": To("model.liger", values=_ON),
     "liger_kernel_config": Gone("single Liger kernels; `model.liger` is for all of them"),

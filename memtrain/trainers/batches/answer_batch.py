@@ -146,10 +146,21 @@ def _shared(groups: Sequence[Group], pad_id: int, multiple: int | None) -> tuple
         scored_index=layout.predicting_rows[learnt_N],
         targets=input_T[layout.predicted_rows[learnt_N]],
         num_tokens=len(ids) - padding,
+        runs=_runs(groups, padding),
     )
     ends = accumulate((len(answer.ids) for answer in answers), initial=layout.num_prompt_tokens)
     last = [end - 1 for end in ends][1:]
     return micro, last[:-1] if padding else last
+
+
+def _runs(groups: Sequence[Group], padding: int) -> tuple[tuple[int, int], ...]:
+    """Prompts, each of as many rows as it has answers, then the answers; the last group is padding's own."""
+    own = groups[:-1] if padding else groups
+    prompts = [(len(group.prompt), len(group.answers)) for group in own]
+    answers = sum(len(answer.ids) for group in own for answer in group.answers)
+    if not padding:
+        return (*prompts, (answers, 1))
+    return (*prompts, (1, 0), (answers, 1), (padding - 1, 0))
 
 
 def _with_prompt(group: Group) -> list[Group]:

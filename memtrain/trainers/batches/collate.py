@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class MicroBatch:
     scored_index: int64 [N], rows of the flattened hidden states [B * T, D] that predict a learnt token.
     targets: int64 [N], the learnt tokens.
     num_tokens: tokens that are not padding.
+    runs: tokens one after another, and of how many rows each of them is one: (number, rows). 0 rows: padding.
     """
 
     input_ids: Tensor
@@ -45,11 +46,17 @@ class MicroBatch:
     scored_index: Tensor
     targets: Tensor
     num_tokens: int
+    runs: tuple[tuple[int, int], ...]
 
     @property
     def num_loss_tokens(self) -> int:
         """Tokens that are learnt."""
         return len(self.targets)
+
+    def token_weights(self) -> Tensor:
+        """float32 [B * T]: of how many rows each token is one; 0 for padding, several for a shared prompt."""
+        counts, rows = torch.tensor(self.runs, dtype=torch.int64).unbind(1)
+        return rows.float().repeat_interleave(counts).to(self.input_ids.device, non_blocking=True)
 
     def model_inputs(self) -> dict[str, Any]:
         """The backbone's keyword arguments."""
@@ -64,7 +71,7 @@ class MicroBatch:
         ]
         layout = self.layout.to(device, non_blocking=True) if self.layout is not None else None
         ids, positions, index, targets = moved
-        return MicroBatch(ids, positions, layout, index, targets, self.num_tokens)
+        return MicroBatch(ids, positions, layout, index, targets, self.num_tokens, self.runs)
 
 
 def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = None) -> MicroBatch:
@@ -90,6 +97,7 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
         scored_index=layout.predicting_rows[is_scored_N],
         targets=input_T[layout.predicted_rows[is_scored_N]],
         num_tokens=len(ids) - padding,
+        runs=((len(ids) - padding, 1), (padding, 0)),
     )
 
 
@@ -119,6 +127,7 @@ def pad_right(
         scored_index=torch.from_numpy(index),
         targets=torch.from_numpy(ids_BT.reshape(-1)[index + 1]),
         num_tokens=sum(len(piece) for piece in pieces),
+        runs=tuple(run for piece in pieces for run in ((len(piece), 1), (width - len(piece), 0))),
     )
 
 
@@ -127,6 +136,4 @@ def nothing(*, pad_id: int, is_flat: bool, multiple: int | None = None) -> Micro
     piece = Piece(np.full(2, pad_id, np.int32), np.zeros(2, np.bool_))
     lay = lay_end_to_end if is_flat else pad_right
     made = lay([piece], pad_id=pad_id, multiple=multiple)
-    return MicroBatch(
-        made.input_ids, made.position_ids, made.layout, made.scored_index, made.targets, num_tokens=0
-    )
+    return replace(made, num_tokens=0, runs=((made.input_ids.numel(), 0),))

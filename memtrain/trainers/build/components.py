@@ -20,6 +20,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.collate import nothing
+from memtrain.trainers.build.balanced import balanced
 from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
@@ -126,7 +127,9 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
         optimizer=build_optimizer(scorer, recipe.optim, settings, list(trained.values())),
         trained=trained,
         spread=spread,
-        method=shared(module.method(recipe, reference), settings.context_parallel),
+        method=balanced(
+            shared(module.method(recipe, reference), settings.context_parallel), scorer, settings
+        ),
         train=train,
         eval=held_out,
         follower=reference if isinstance(reference, TracksPolicy) else None,

@@ -74,6 +74,11 @@ STRATEGY = Strategy(
             "context_parallel", "a process holds two pieces of each row, and slices of these were never tried"
         ),
         Conflict(
+            "a load-balance loss of routers",
+            "a router that sees slices of a row would count each for itself",
+            when=lambda settings: settings.router_aux_loss_coef > 0,
+        ),
+        Conflict(
             "weights, gradients or moments in shards",
             "slices of layers whose weights are gathered were never tried",
             when=lambda settings: settings.num_processes > 1 and settings.engine != "ddp",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -19,6 +20,7 @@ from memtrain.errors import LaunchError, MemtrainError, words_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.attention.own_positions import take_own_positions
+from memtrain.trainers.model.heads.lm_head import backbone_of
 from memtrain.trainers.model.loading.locate import (
     Origin,
     built,
@@ -74,6 +76,7 @@ def load_model(
     model.config.use_cache = False
     _set_attention(model, settings)
     take_own_positions(model)
+    _record_no_routers(model)
     return model.train()
 
 
@@ -196,7 +199,6 @@ def check_config(config: PretrainedConfig, named: str, head: str) -> None:
     Raises: LaunchError unless it is one of a causal LM with plain weights, whose loss is that of its tokens.
     """
     _check_causal(config, named, head)
-    _check_router(config, named)
     if getattr(config, "quantization_config", None) is not None:
         raise LaunchError(
             f"the weights of {named} are quantized already",
@@ -223,17 +225,18 @@ def _check_causal(config: PretrainedConfig, named: str, head: str) -> None:
         )
 
 
-def _check_router(config: PretrainedConfig, named: str) -> None:
-    """Raise LaunchError where the model's own loss has a part that is not computed here: what balances the
-    load of experts. transformers adds it only where the configuration asks for it, and by default none
-    does."""
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        raise LaunchError(
-            f"{named} asks for its router's auxiliary loss (output_router_logits: true), which memtrain "
-            "does not compute",
-            "model",
-            "set output_router_logits to false in its config.json: the loss is then that of the tokens alone",
-        )
+def _record_no_routers(model: PreTrainedModel) -> None:
+    """Let a backbone keep no logits of its routers, though its configuration asks for them.
+
+    Their loss is computed by `experts/load_balance.py`, or not at all; kept, they would be bytes of every
+    layer. The configuration itself stays, and is saved, as it is.
+    """
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        backbone_of(model).register_forward_pre_hook(_without_router_logits, with_kwargs=True)
+
+
+def _without_router_logits(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    return args, {**kwargs, "output_router_logits": False}
 
 
 def _check_complete(origin: Origin, info: Mapping[str, Any], *, may_miss: tuple[str, ...]) -> None:

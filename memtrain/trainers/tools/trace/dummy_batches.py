@@ -122,6 +122,10 @@ class DummyFeed:
         """Number of each item's prompt: all differ."""
         return np.arange(self.num_items)
 
+    def micro_batch(self, sequences: Ints) -> Any:
+        """The micro-batch itself, whichever is asked for."""
+        return self.micro
+
     def items_of(self, sequences: Ints) -> Ints:
         """Numbers of the items of some sequences."""
         per = self.micro.num_loss_tokens

@@ -17,6 +17,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
+from memtrain.trainers.build.balanced import balanced
 from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.build import loss_form, scorer_of
@@ -103,6 +104,7 @@ def build_step(
     reference = reference_of(scorer, copy, recipe, settings)
     module = module_of(recipe)
     method = shared(module.method(recipe, reference), settings.context_parallel)
+    method = balanced(method, scorer, settings)
     optimizer = build_optimizer(scorer, recipe.optim, settings, trained)
     return Stage(
         scorer=scorer,

@@ -1,0 +1,83 @@
+"""A method whose model's experts are evened: each step is counted before its first micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.batches.collate import MicroBatch
+from memtrain.trainers.losses.head.request import LogprobRequest
+from memtrain.trainers.model.experts.load_balance import LoadBalance
+from memtrain.trainers.model.heads.reward_head import RewardScorer
+from memtrain.trainers.protocols.method import LooksAhead, Loss, Method, StepPreview, means_of
+from memtrain.trainers.reference.reference import evaluating
+
+AUX_LOSS = "router_aux_loss"
+"""Name of the load-balance loss in the metrics; the loss is the method's own, without it."""
+
+
+@dataclass(slots=True)
+class Balanced:
+    """The method, with the load-balance loss of a step beside its own; held-out rows have its own alone."""
+
+    inner: Method
+    balance: LoadBalance
+    num_parts: int = 1
+    """Micro-batches of the step, of all ranks: each tells its share of the step's value."""
+
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
+        """Count which experts the tokens of a step go to: a pass without gradients over each micro-batch."""
+        if isinstance(self.inner, LooksAhead):
+            self.inner.before_step(model, ahead)
+        if not torch.is_grad_enabled():
+            return
+        self.num_parts = len(ahead.micros) * ahead.num_ranks
+        counting = self.balance.counting(ahead.device, num_ranks=ahead.num_ranks)
+        # Without dropout: a draw of its own would send tokens elsewhere than the step's.
+        with torch.no_grad(), evaluating(model), counting:
+            for sequences in ahead.micros:
+                micro = micro_of(ahead.feed.micro_batch(sequences).to(ahead.device))
+                self.balance.of_tokens(micro.token_weights())
+                _pass_through(model, micro)
+
+    def loss(self, model: nn.Module, micro: Any, *, denominator: float, want_stats: bool) -> Loss:
+        """The method's own loss; its backward pass adds the gradient of the load-balance loss."""
+        self.balance.of_tokens(micro_of(micro).token_weights())
+        found = self.inner.loss(model, micro, denominator=denominator, want_stats=want_stats)
+        if not (want_stats and torch.is_grad_enabled()):
+            return found
+        share = self.balance.value * denominator / self.num_parts
+        return Loss(found.value, {**found.sums, AUX_LOSS: found.value.detach().new_tensor(share)})
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Means of the method itself, and the load-balance loss."""
+        own = {name: value for name, value in sums.items() if name != AUX_LOSS}
+        told = means_of(self.inner, own, count)
+        return told | ({AUX_LOSS: sums[AUX_LOSS] / count} if AUX_LOSS in sums else {})
+
+
+def balanced(method: Method, scorer: nn.Module, settings: Settings) -> Method:
+    """The method as the plan wants the load of experts: evened by a loss, or left alone."""
+    if not settings.router_aux_loss_coef:
+        return method
+    model: Any = scorer
+    return Balanced(method, LoadBalance(model.model, settings.router_aux_loss_coef))
+
+
+def micro_of(batch: Any) -> MicroBatch:
+    """The policy's own rows of a batch of any method."""
+    return batch if isinstance(batch, MicroBatch) else batch.micro
+
+
+def _pass_through(scorer: nn.Module, micro: MicroBatch) -> None:
+    """A pass of the backbone alone: the head is asked about no position."""
+    inputs, none = micro.model_inputs(), micro.scored_index[:0]
+    if isinstance(scorer, RewardScorer):
+        scorer(inputs, none)
+    else:
+        scorer(inputs, none, LogprobRequest(micro.targets[:0]))

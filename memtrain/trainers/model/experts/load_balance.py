@@ -1,0 +1,138 @@
+"""The load-balance loss of a mixture's routers, over all tokens of an optimizer step.
+
+    E * sum_e f_e * p_e,   f_e = tokens sent to e / tokens,   p_e = mean of the router's probability of e
+
+Means are over tokens and layers together, as in transformers, which takes those of one forward pass: there
+the loss depends on how a step is cut into micro-batches. Here they are over the whole step and all ranks. The
+counts are taken first, in passes without gradients; with f known, the loss is a sum over tokens, and each
+router adds the gradient of its own tokens in the backward pass. Padding counts for nothing; the token of a
+prompt that several answers share counts as often.
+
+Source: Fedus et al. 2021 (Switch Transformer), arXiv:2101.03961, equations 4 to 6; transformers 5.23,
+load_balancing_loss_func.
+"""
+
+# T tokens of a micro-batch end to end, E experts, K experts of a token
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memtrain.errors import LaunchError
+from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
+
+
+class LoadBalance:
+    """The load-balance loss of a model's routers; `coefficient` times it is added to what is learnt."""
+
+    def __init__(self, model: nn.Module, coefficient: float) -> None:
+        self._coefficient = coefficient
+        self._weight_T: Tensor | None = None
+        self._sums: Tensor | None = None
+        """float64 [2 * E + 1] while counting: tokens and probabilities of each expert, and tokens."""
+        self._pull_E: Tensor | None = None
+        """float32: a probability of each expert adds so much to the loss of the step; None outside steps."""
+        self.value = 0.0
+        """The loss of the last step that was counted, without its coefficient."""
+        for router in routers_of(model):
+            router.register_forward_hook(self._routed)
+
+    def of_tokens(self, weight_T: Tensor) -> None:
+        """Take the coming pass's tokens: how many tokens of rows each stands for, 0 for padding."""
+        self._weight_T = weight_T
+
+    @contextmanager
+    def counting(self, device: torch.device, *, num_ranks: int) -> Iterator[None]:
+        """Passes inside are counted; afterwards those with gradients add to what is learnt.
+
+        Called by all ranks together.
+
+        Raises: LaunchError when tokens passed, and none of them through a router that is known.
+        """
+        self._sums, self._pull_E = torch.zeros(1, dtype=torch.float64, device=device), None
+        try:
+            yield
+            sums = self._sums
+        finally:
+            self._sums = None
+        if num_ranks > 1:
+            # A rank without rows has seen its routers all the same: all have as many experts.
+            dist.all_reduce(sums)
+        if sums.numel() == 1:
+            raise LaunchError(
+                "no router was seen at work: the load of its experts cannot be evened",
+                "train.router_aux_loss_coef",
+                "set it to 0, or report this model",
+            )
+        self._take(sums)
+
+    def _take(self, sums: Tensor) -> None:
+        num_experts = sums.numel() // 2
+        num_tokens = sums[-1].clamp(min=1)
+        sent_E, probability_E = sums[:num_experts], sums[num_experts : 2 * num_experts]
+        pull_E = num_experts * sent_E / num_tokens.square()
+        self.value = float(pull_E @ probability_E)
+        self._pull_E = (self._coefficient * pull_E).float()
+
+    def _routed(self, router: nn.Module, args: Any, output: Any) -> Any:
+        """Count the tokens of a pass, or carry the gradient of their load into its scores."""
+        logits_TE, scores_TK, chosen_TK = output[:3]
+        if self._sums is not None:
+            self._count(logits_TE, chosen_TK)
+            return None
+        if self._pull_E is None or not torch.is_grad_enabled() or not scores_TK.requires_grad:
+            return None
+        probability_TE = logits_TE.float().softmax(-1)
+        loss = (probability_TE @ self._pull_E) @ self._weights(logits_TE)
+        return (logits_TE, _Carry.apply(scores_TK, loss), chosen_TK, *output[3:])
+
+    def _count(self, logits_TE: Tensor, chosen_TK: Tensor) -> None:
+        assert self._sums is not None, "Called while counting."
+        num_experts, weight_T = logits_TE.shape[-1], self._weights(logits_TE)
+        if self._sums.numel() == 1:
+            self._sums = self._sums.new_zeros(2 * num_experts + 1)
+        spread_N = weight_T[:, None].expand_as(chosen_TK).reshape(-1)
+        self._sums[:num_experts].index_add_(0, chosen_TK.reshape(-1), spread_N.double())
+        self._sums[num_experts:-1] += (weight_T @ logits_TE.float().softmax(-1)).double()
+        self._sums[-1] += weight_T.double().sum()
+
+    def _weights(self, logits_TE: Tensor) -> Tensor:
+        assert self._weight_T is not None, "Tokens are told before they pass."
+        assert len(self._weight_T) == len(logits_TE), "A router sees all tokens of a micro-batch at once."
+        return self._weight_T
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """The routers whose logits transformers takes for its load-balance loss, copies that are trained too.
+
+    Raises: LaunchError when the model tells none.
+    """
+    backbone = backbone_of(base_model(model))
+    recorded: Any = getattr(type(backbone), "_can_record_outputs", {}).get("router_logits")
+    kind = getattr(recorded, "target_class", None)
+    found = [module for module in backbone.modules() if kind is not None and isinstance(module, kind)]
+    if not found:
+        raise LaunchError(
+            f"{type(backbone).__name__} has no router that transformers records",
+            "train.router_aux_loss_coef",
+            "set it to 0",
+        )
+    return found
+
+
+class _Carry(torch.autograd.Function):
+    """Scores as they are; their backward pass begins that of a loss beside them, at 1."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_TK: Tensor, loss: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return scores_TK.view_as(scores_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_TK, torch.ones((), dtype=torch.float32, device=grad_TK.device)
