@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
@@ -28,7 +27,7 @@ from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 from memtrain.memory.rules.oom_recovery import decide_recovery, decide_rehearsal, in_backward_choices
 from memtrain.memory.strategies.base import StrategyContext
 from memtrain.memory.strategies.exclusions import excluded
-from memtrain.memory.strategies.registry import STRATEGIES, without_strategies
+from memtrain.memory.strategies.registry import STRATEGIES, wish_of, without_strategies
 from memtrain.recipes.edit import with_key
 
 LENGTH_STEP = 64
@@ -236,16 +235,19 @@ def _excludes_all(case: StrategyContext, base: Settings) -> RecipeError:
     """The fault of choices that exclude each other whatever else is chosen."""
     memory = case.recipe.memory
     settings = base
-    for name in memory.use:
-        updates: Sequence[object] = STRATEGIES[name].changes(settings, case)
-        if updates:
-            settings = settings.model_copy(update=dict(STRATEGIES[name].changes(settings, case)[0]))
+    asked = [name for name, one in STRATEGIES.items() if wish_of(one, case) == "on"]
+    for name in asked:
+        for updates in STRATEGIES[name].changes(settings, case)[:1]:
+            settings = settings.model_copy(update=dict(updates))
     if memory.activation_offloading == "on" and memory.activation_checkpointing == "off":
         settings = settings.model_copy(update={"offload": "all"})
     pair = excluded(settings)
     if pair is not None:
         what = f"{pair.strategy} cannot be with {pair.other.replace('_', ' ')}: {pair.reason}"
-        return RecipeError([Fault(what, case.asked.where("memory.use"), "remove one of them")])
+        key = "memory.use"
+        if pair.strategy not in memory.use:
+            key = next(iter(STRATEGIES[pair.strategy].use_keys(case.recipe)), key)
+        return RecipeError([Fault(what, case.asked.where(key), "remove one of them")])
     names = ", ".join(memory.use) or "the keys of memory:"
     return RecipeError(
         [

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -181,15 +182,17 @@ class _Reading:
         if self.is_sharded or not is_of_rows:
             return self.own(value)
         assert isinstance(weight, DTensor), "Only these have rows elsewhere."
+        # No backend sends 16-bit integers, which are what split copies keep.
+        sent = value.int() if value.dtype == torch.int16 else value
         placed = DTensor.from_local(
-            value.to(weight.device),
+            sent.to(weight.device),
             weight.device_mesh,
             weight.placements,
             run_check=False,
             shape=weight.shape,
             stride=weight.stride(),
         )
-        return self._gathered(placed.full_tensor())
+        return self._gathered(placed.full_tensor().to(value.dtype))
 
     def own(self, tensor: Tensor) -> Tensor:
         """A tensor of this rank."""

@@ -27,7 +27,6 @@ OF_COPIES: tuple[Conflict, ...] = (
         "a step that breaks off would lose some of its numbers",
         when=lambda settings: settings.optimizer not in ("adamw", "sgd"),
     ),
-    Conflict("weights in shards", "their states were never tried in parts", when=is_sharded),
 )
 """Conflicts of every other form of float32 copies."""
 

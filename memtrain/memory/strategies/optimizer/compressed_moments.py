@@ -60,6 +60,10 @@ STRATEGY = Strategy(
             ),
         ),
         Conflict("optimizer_offload", "they are small enough to stay"),
-        Conflict("weights in shards", "their states were never tried in parts", when=is_sharded),
+        Conflict(
+            "weights in shards",
+            "32 numbers have a scale in common, and a rank's rows may begin between them",
+            when=is_sharded,
+        ),
     ),
 )

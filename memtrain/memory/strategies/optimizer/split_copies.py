@@ -4,16 +4,17 @@ When: asked for, where the float32 copies of bfloat16 weights do not fit. Saves:
 trained weight. Costs: numbers are put together and taken apart in every step, in buckets of 256 MiB. Exact:
 the float32 numbers are stepped as they are with whole copies; only one that lies exactly between two bfloat16
 numbers, and was rounded down, is a unit in its last place (2^-24 of it) smaller in the next step. Refused:
-where no bfloat16 weight is trained, over shards, and for optimizers that step tensor by tensor (muon,
-adafactor, 8-bit ones).
+where no bfloat16 weight is trained, under DeepSpeed's ZeRO, and for optimizers that step tensor by tensor
+(muon, adafactor, 8-bit ones).
 
 Source: Gupta et al. 2026 (FlashOptim), arXiv:2602.23349, section 3, here with 16 bits in place of 8.
 """
 
 from __future__ import annotations
 
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.memory.strategies.optimizer.base import OF_COPIES
 from memtrain.memory.strategies.optimizer.master_weights import refusal
 from memtrain.recipes.recipe import Recipe
@@ -44,5 +45,8 @@ STRATEGY = Strategy(
     changes=changes,
     without={"copies": "float32"},
     refusal=refusal,
-    conflicts=OF_COPIES,
+    conflicts=(
+        *OF_COPIES,
+        Conflict("DeepSpeed's ZeRO", "it keeps float32 copies of its own in any case", when=uses_zero),
+    ),
 )

@@ -11,8 +11,9 @@ Source: Ozkara et al. 2025, arXiv:2502.20566, section 2.
 
 from __future__ import annotations
 
+from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates
+from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.memory.strategies.optimizer.base import OF_COPIES
 from memtrain.memory.strategies.optimizer.master_weights import refusal
 from memtrain.recipes.recipe import Recipe
@@ -42,5 +43,12 @@ STRATEGY = Strategy(
     changes=changes,
     without={"copies": "float32"},
     refusal=refusal,
-    conflicts=OF_COPIES,
+    conflicts=(
+        *OF_COPIES,
+        Conflict(
+            "weights in shards",
+            "draws belong to whole weights: every rank's rows would be rounded by the same ones",
+            when=is_sharded,
+        ),
+    ),
 )
