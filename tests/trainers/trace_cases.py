@@ -31,6 +31,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "interme
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL = LLAMA | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 QWEN = LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
+EVENED = {"router_aux_loss_coef": 0.01}
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 BATCH = HeaviestBatch(rows=4, tokens=512, scored_tokens=400, longest=200)
 LONGEST = 200
@@ -302,6 +303,8 @@ ARCHITECTURES = {
     "qwen3_moe, checkpointed": arch("qwen3_moe", EVERY, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "qwen3_moe, LoRA": arch("qwen3_moe", {"adapter": LORA}, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "mixtral": arch("mixtral", sliding_window=None, **EXPERTS),
+    "qwen3_moe, evened": arch("qwen3_moe", EVENED, head_dim=32, moe_intermediate_size=96, **EXPERTS),
+    "mixtral, evened, checkpointed": arch("mixtral", EVENED | EVERY, sliding_window=None, **EXPERTS),
 }
 TWO = {"num_processes": 2}
 FSDP = TWO | {"engine": "fsdp2"}

@@ -52,7 +52,7 @@ class Balanced:
         if not (want_stats and torch.is_grad_enabled()):
             return found
         share = self.balance.value * denominator / self.num_parts
-        return Loss(found.value, {**found.sums, AUX_LOSS: found.value.detach().new_tensor(share)})
+        return Loss(found.value, {**found.sums, AUX_LOSS: share})
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Means of the method itself, and the load-balance loss."""

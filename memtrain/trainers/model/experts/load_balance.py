@@ -38,9 +38,12 @@ class LoadBalance:
         """float64 [2 * E + 1] while counting: tokens and probabilities of each expert, and tokens."""
         self._pull_E: Tensor | None = None
         """float32: a probability of each expert adds so much to the loss of the step; None outside steps."""
-        self.value = 0.0
-        """The loss of the last step that was counted, without its coefficient."""
-        for router in routers_of(model):
+        self.value = torch.zeros(())
+        """Scalar on the device: the loss of the last step that was counted, without its coefficient."""
+        self._was_seen = False
+        routers = routers_of(model)
+        self._num_experts: int = routers[0].num_experts  # pyright: ignore
+        for router in routers:
             router.register_forward_hook(self._routed)
 
     def of_tokens(self, weight_T: Tensor) -> None:
@@ -51,20 +54,19 @@ class LoadBalance:
     def counting(self, device: torch.device, *, num_ranks: int) -> Iterator[None]:
         """Passes inside are counted; afterwards those with gradients add to what is learnt.
 
-        Called by all ranks together.
+        Called by all ranks together, also where the passes of one break off.
 
-        Raises: LaunchError when tokens passed, and none of them through a router that is known.
+        Raises: LaunchError when no pass went through a router.
         """
-        self._sums, self._pull_E = torch.zeros(1, dtype=torch.float64, device=device), None
+        sums = torch.zeros(2 * self._num_experts + 1, dtype=torch.float64, device=device)
+        self._sums, self._pull_E, self._was_seen = sums, None, False
         try:
             yield
-            sums = self._sums
         finally:
             self._sums = None
-        if num_ranks > 1:
-            # A rank without rows has seen its routers all the same: all have as many experts.
-            dist.all_reduce(sums)
-        if sums.numel() == 1:
+            if num_ranks > 1:
+                dist.all_reduce(sums)
+        if not self._was_seen:
             raise LaunchError(
                 "no router was seen at work: the load of its experts cannot be evened",
                 "train.router_aux_loss_coef",
@@ -73,11 +75,9 @@ class LoadBalance:
         self._take(sums)
 
     def _take(self, sums: Tensor) -> None:
-        num_experts = sums.numel() // 2
-        num_tokens = sums[-1].clamp(min=1)
-        sent_E, probability_E = sums[:num_experts], sums[num_experts : 2 * num_experts]
-        pull_E = num_experts * sent_E / num_tokens.square()
-        self.value = float(pull_E @ probability_E)
+        sent_E, probability_E = sums[: self._num_experts], sums[self._num_experts : -1]
+        pull_E = self._num_experts * sent_E / sums[-1].clamp(min=1).square()
+        self.value = pull_E @ probability_E
         self._pull_E = (self._coefficient * pull_E).float()
 
     def _routed(self, router: nn.Module, args: Any, output: Any) -> Any:
@@ -94,9 +94,8 @@ class LoadBalance:
 
     def _count(self, logits_TE: Tensor, chosen_TK: Tensor) -> None:
         assert self._sums is not None, "Called while counting."
-        num_experts, weight_T = logits_TE.shape[-1], self._weights(logits_TE)
-        if self._sums.numel() == 1:
-            self._sums = self._sums.new_zeros(2 * num_experts + 1)
+        self._was_seen = True
+        num_experts, weight_T = self._num_experts, self._weights(logits_TE)
         spread_N = weight_T[:, None].expand_as(chosen_TK).reshape(-1)
         self._sums[:num_experts].index_add_(0, chosen_TK.reshape(-1), spread_N.double())
         self._sums[num_experts:-1] += (weight_T @ logits_TE.float().softmax(-1)).double()

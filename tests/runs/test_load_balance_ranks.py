@@ -1,0 +1,66 @@
+"""The load-balance loss of routers over two processes: that of one, whichever rank has which row."""
+
+import pytest
+from shared_out import assert_same_curve
+
+from memtrain.errors import RecipeError
+
+MIXTURE = (
+    "model.config={model_type: mixtral, hidden_size: 32, intermediate_size: 24, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, num_local_experts: 4, "
+    "num_experts_per_tok: 2, tie_word_embeddings: false}"
+)
+EVENED = (
+    MIXTURE,
+    "train.router_aux_loss_coef=0.5",
+    "train.max_steps=4",
+    "train.micro_batch_size=2",
+    "log.every_steps=1",
+)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_ranks_are_one(runs, curve_of, metrics, engine: str):
+    one = runs.done("one", *EVENED)
+    ranks = runs.fork_ranks("two", 2, *EVENED, f"cluster.engine={engine}")
+    assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)
+    assert_same_curve(curve_of(runs.folder / "two"), curve_of(one), rel=2e-4)
+    told = [
+        [step["router_aux_loss"] for step in metrics(folder, "step")] for folder in (one, runs.folder / "two")
+    ]
+    assert told[1] == pytest.approx(told[0], rel=1e-5)
+    assert min(told[0]) > 1
+
+
+def test_the_loss_evens_what_it_is_of(runs, metrics):
+    """A large weight brings the load-balance loss down towards its least, which is the experts of a token."""
+    said = (
+        MIXTURE,
+        "train.router_aux_loss_coef=1000",
+        "optim.lr=1e-2",
+        "train.max_steps=12",
+        "log.every_steps=1",
+    )
+    told = [step["router_aux_loss"] for step in metrics(runs.done("one", *said), "step")]
+    assert told[-1] - 2 < (told[0] - 2) / 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("train.router_aux_loss_coef=0.1",), "the model has no experts"),
+        ((MIXTURE, "train.router_aux_loss_coef=0.1", "memory.streamed_layers=on"), "count each for itself"),
+    ],
+)
+def test_it_is_refused_where_it_cannot_be_computed(runs, overrides: tuple[str, ...], words: str):
+    refused = runs.run("run", *overrides, "--dry-run")
+    assert refused.code == RecipeError.exit_code
+    assert words in " ".join(refused.err.split())
+
+
+def test_a_configuration_that_asks_for_it_gets_it(runs):
+    asks = MIXTURE.replace("}", ", output_router_logits: true, router_aux_loss_coef: 0.02}")
+    told = runs.run("run", asks, "--dry-run")
+    assert told.code == 0, told.err
+    said = " ".join(told.out.split())
+    assert "router_balance_loss 0.02 the model's own weight" in said
