@@ -33,16 +33,24 @@ def test_two_ranks_are_one(runs, curve_of, metrics, engine: str):
 
 
 def test_the_loss_evens_what_it_is_of(runs, metrics):
-    """A large weight brings the load-balance loss down towards its least, which is the experts of a token."""
+    """Eight rows again and again: two experts of eight for each token are even at 2. Seen when written: from
+    2.26 to 2.006 in twelve steps, and to 2.085 without the loss."""
+    one_layer = MIXTURE.replace("num_hidden_layers: 2", "num_hidden_layers: 1, initializer_range: 0.3")
     said = (
-        MIXTURE,
-        "train.router_aux_loss_coef=1000",
+        one_layer.replace("num_local_experts: 4", "num_local_experts: 8"),
+        "data.train.limit=8",
+        "data.eval_fraction=0",
         "optim.lr=1e-2",
         "train.max_steps=12",
         "log.every_steps=1",
     )
-    told = [step["router_aux_loss"] for step in metrics(runs.done("one", *said), "step")]
-    assert told[-1] - 2 < (told[0] - 2) / 2
+    last: dict[float, float] = {}
+    for weight in (1000, 1e-6):
+        folder = runs.done(f"at {weight}", *said, f"train.router_aux_loss_coef={weight}")
+        told = [step["router_aux_loss"] for step in metrics(folder, "step")]
+        assert told[0] > 2.2
+        last[weight] = told[-1]
+    assert last[1000] < 2.02 < 2.06 < last[1e-6]
 
 
 @pytest.mark.parametrize(

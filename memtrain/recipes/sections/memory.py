@@ -115,9 +115,9 @@ class Memory(Section):
     """CUDA's caching allocator grows its segments instead of fragmenting them."""
 
     optimizer_offload: Literal["auto", "on", "off"] = "auto"
-    """Optimizer states wait in host memory and travel to the device for the step, some at a time: 2 numbers a
-    trained weight less on the device, a step slower by their way over the bus. Same numbers. `auto`: where
-    nothing faster fits."""
+    """Optimizer states (moments, float32 copies) wait in host memory and travel to the device for the step,
+    some at a time: 2 or 3 numbers a trained weight less on the device, a step slower by their way over the
+    bus. Same numbers. `auto`: where nothing faster fits."""
 
     preflight: Literal["auto", "on", "off"] = "auto"
     """Try the heaviest batch, an evaluation and a save before the first step, and undo it to the bit: a run
