@@ -58,6 +58,7 @@ COMMANDS: tuple[Command, ...] = (
         "import_config:import_config",
         "Another trainer's configuration as a recipe; what has no counterpart.",
     ),
+    Command("rescue", "rescue:rescue", "A run that ran out of memory: what held it, and what makes it fit."),
     Command("import-trl", "import_config:import_trl", "The same for TRL, with the method said."),
     Command("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
     Command("methods", "methods:methods", "List the methods that a recipe may ask for."),

@@ -34,6 +34,7 @@ AXOLOTL = (
     "base_model: meta-llama/Meta-Llama-3-8B\nsequence_len: 4096\nmicro_batch_size: 4\nadapter: qlora\n"
     "gradient_accumulation_steps: 4\ndatasets: [{path: some/rows}]\nlearning_rate: 2.0e-4\n"
 )
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 23.69 GiB total capacity; 21.97 GiB used)"
 SCRIPT = "SFTConfig(max_length=512)\nAutoModelForCausalLM.from_pretrained('a/b')\nload_dataset('c/d')\n"
 SLURM = {
     "sbatch": 'for to; do :; done; mkdir -p "${to%/*}/slurm"; echo > "${to%/*}/slurm/7.log"; echo 7',
@@ -67,6 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sft.yaml").write_text(TRL)
     (tmp_path / "axolotl.yml").write_text(AXOLOTL)
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "oom.txt").write_text(OOM)
     (tmp_path / "bin").mkdir()
     for name, does in SLURM.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
@@ -98,13 +100,14 @@ def run(words: list[str]) -> tuple[int, str]:
 def test_every_command_of_a_page_runs(page: str, folder: Path):
     for command in commands(page):
         words = [STAND_INS.get(word, word) for word in shlex.split(command)[1:]]
-        if words[0] in ("init", "import", "import-trl"):
+        writes = words[0] in ("init", "import", "import-trl") or (words[0] == "rescue" and "-o" in words)
+        if writes:
             words.append("--force")
         if words[0] in ("status", "logs") and not (folder / words[1]).exists():
             assert run(["sft", "my.yaml"])[0] == 0
         code, said = run([word for word in words if word != "-f"])
         assert code == 0, f"{command}\n{said}"
-        if words[0] in ("init", "import", "import-trl"):
+        if writes:
             (folder / "my.yaml").write_text(RECIPE)
 
 

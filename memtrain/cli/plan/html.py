@@ -51,7 +51,7 @@ def page(made: Answer, traced: Traced | None) -> str:
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(words)}</p>" for words in (verdict, *made.notes)),
         "<h2>Who holds the memory</h2>",
-        _bars(phases, budget),
+        bars(phases, budget),
         "<h2>Settings</h2>",
         _table(("setting", "value", "why"), [(d.setting, d.value, d.reason) for d in resolved.decisions]),
         "<h2>Without it</h2>",
@@ -87,7 +87,7 @@ def page(made: Answer, traced: Traced | None) -> str:
     )
 
 
-def _bars(phases: Sequence[tuple[str, PhasePeak]], budget: int) -> str:
+def bars(phases: Sequence[tuple[str, PhasePeak]], budget: int) -> str:
     """A bar for each phase, all on one scale, a colour for each owner."""
     owners = list(dict.fromkeys(owned.owner for _, peak in phases for owned in peak.owners))
     colour = {owner: COLOURS[at % len(COLOURS)] for at, owner in enumerate(owners)}

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from memtrain.memory.model_shape.more_models import MORE_SHAPES
+
 
 def known_config(model_id: str) -> Mapping[str, Any] | None:
     """Shape keys in the config.json of a hub id; None for a model that is not in the table."""
     name = model_id.rsplit("/", 1)[-1].lower()
     for beginning in _BEGINNINGS:
         name = name.removeprefix(beginning)
-    for ending in _ENDINGS:
+    for ending in ("", *_COPIES, *_ENDINGS):
         name = name.removesuffix(ending)
-    return _SHAPES.get(name)
+        for same in (name, name.removeprefix("meta-")):
+            if same in _SHAPES:
+                return _SHAPES[same]
+    return None
 
 
 def known_models() -> tuple[str, ...]:
@@ -21,7 +26,10 @@ def known_models() -> tuple[str, ...]:
     return tuple(_SHAPES)
 
 
-_ENDINGS = ("-base", "-instruct-v0.3", "-v0.3", "-instruct-2507", "-instruct", "-it", "-pt")
+_COPIES = ("-bnb-4bit", "-unsloth", "-gptq", "-awq", "-hf", "-chat", "-chat-v1.0", "-v1.0", "-distill")
+"""Endings of copies of a model by others."""
+
+_ENDINGS = ("-base", "-instruct-v0.3", "-v0.3", "-instruct-2507", "-instruct", "-it", "-pt", "-inst")
 """Endings of the names of one shape's variants."""
 
 
@@ -97,7 +105,7 @@ def _gemma3(
 
 # Source: the config.json that each model is published with. Their totals are held against the published
 # numbers of parameters by tests/memory/model_shape/test_known_models.py.
-_SHAPES: dict[str, dict[str, Any]] = {
+_SHAPES: dict[str, dict[str, Any]] = dict(MORE_SHAPES) | {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),

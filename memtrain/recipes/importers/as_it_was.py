@@ -55,6 +55,9 @@ def as_it_was(tool: Tool, said: Said, made: Translation) -> dict[str, object]:
         key: value for key, (value, _) in said.direct.items() if key in pins or key.startswith("cluster.")
     }
     pins |= said.computed
+    if made.said.get("generate.backend", ("", ""))[0] == "vllm" and pins["cluster.engine"] != "ddp":
+        # vLLM beside shards is not planned here; it sleeps while the shards train.
+        pins["generate.backend"] = "native"
     if pins.get("length.padding_free"):
         pins["model.attention"] = _PACKS_WITH
     if "train.micro_tokens" in pins:

@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -121,7 +121,7 @@ def _argument(words: list[str], at: int) -> tuple[int, Any]:
 def _value(text: Any) -> Any:
     """The value of a word, as YAML reads it; `1e-4` is a number."""
     if isinstance(text, list):
-        return [_value(one) for one in text]
+        return [_value(one) for one in cast(list[Any], text)]
     if not isinstance(text, str):
         return text
     try:

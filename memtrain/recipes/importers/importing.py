@@ -149,8 +149,30 @@ def flat(config: Mapping[str, Any], above: str = "", only: tuple[str, ...] = ())
     return found
 
 
-def import_config(foreign: Foreign, output: str = "recipe.yaml") -> Imported:
+STAND_INS: Mapping[str, object] = {
+    "data.train": "rows.jsonl",
+    "rewards.functions": [{"function": "exact_answer"}],
+}
+"""Keys that a configuration need not say to be planned: no row is read for it."""
+
+_PLANNED = ("memory.", "model.attention", "model.liger", "length.padding_free", "generate.vllm.memory_share")
+_ALSO_PLANNED = (
+    "generate.vllm.sleep",
+    "generate.vllm.eager",
+    "cluster.engine",
+    "cluster.cpu_offload",
+    "cluster.processes",
+)
+"""Keys that the planner chooses where nobody says them."""
+
+
+def import_config(
+    foreign: Foreign, output: str = "recipe.yaml", *, has_stand_ins: bool = False, frees: bool = False
+) -> Imported:
     """The recipe of a configuration. `output`: the file that it is for, as errors name it.
+
+    `has_stand_ins`: rows and rewards that nobody names are made up. `frees`: what the planner can choose is
+    left to it.
 
     Raises: RecipeError for a method that has no counterpart.
     """
@@ -161,13 +183,39 @@ def import_config(foreign: Foreign, output: str = "recipe.yaml") -> Imported:
     if said.method not in IMPORTED:
         raise RecipeError(f"'{said.method}' is no method that is read", fix=f"one of {', '.join(IMPORTED)}")
     made = translated(tool, said)
+    if has_stand_ins:
+        _stand_in(made)
+    pins = as_it_was(tool, said, made)
+    if frees:
+        _free(made, said.processes)
     text = recipe_text(made, foreign.name, f"{tool.title}'s {said.method}")
     try:
         load_text(text, output)
         faults: list[Fault] = []
     except RecipeError as error:
         faults = list(error.faults)
-    return Imported(tool, said.method, text, _told(made), faults, as_it_was(tool, said, made))
+    return Imported(tool, said.method, text, _told(made), faults, pins)
+
+
+def recipe_for_rescue(foreign: Foreign) -> str:
+    """The text of the recipe with every choice of memory left open."""
+    return import_config(foreign, has_stand_ins=True, frees=True).text
+
+
+def _stand_in(made: Translation) -> None:
+    for key, value in STAND_INS.items():
+        if key.startswith("rewards.") and made.method not in ("grpo", "rloo"):
+            continue
+        if key not in made.said:
+            made.said[key] = (value, "put yours in its place")
+
+
+def _free(made: Translation, processes: int) -> None:
+    for key in [*made.said]:
+        if key.startswith(_PLANNED) or key in _ALSO_PLANNED:
+            del made.said[key]
+    if processes > 1:
+        made.said["cluster.processes"] = (processes, "")
 
 
 def translated(tool: Tool, said: Said) -> Translation:

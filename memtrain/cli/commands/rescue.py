@@ -1,0 +1,105 @@
+"""`memtrain rescue`: a run that died for want of memory, what held it, and the smallest change that fits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="The run that died: a recipe, or another trainer's configuration, script or command line.",
+    ),
+]
+Traceback = Annotated[
+    str | None,
+    typer.Option("--traceback", "-b", metavar="FILE", help="What it printed when it died; - reads stdin."),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option("--gpu", help="The card it ran on (a100-40, 4090, ...); else the traceback's."),
+]
+Budget = Annotated[
+    str | None, typer.Option("--budget", help="Memory of one device that may be used, such as 24GiB.")
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option("--host-memory", help="Memory of the machine; else as much as all its cards have."),
+]
+NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="How many cards it ran on.")]
+Tool = Annotated[
+    str | None,
+    typer.Option("--tool", "-t", help="trl, axolotl, llamafactory, unsloth or verl; else it is guessed."),
+]
+Method = Annotated[
+    str | None,
+    typer.Option("--method", "-m", help="sft, dpo, ..., where the file does not say it."),
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option("--max-length", min=1, help="The longest row in tokens, where nothing says it."),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the recipe that fits.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, no more.")]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write the answer as a page.", show_default=False),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a recipe that exists.")]
+
+
+def rescue(
+    config: Config,
+    traceback: Traceback = None,
+    gpu: Gpu = None,
+    budget: Budget = None,
+    host_memory: HostMemory = None,
+    num_gpus: NumGpus = None,
+    tool: Tool = None,
+    method: Method = None,
+    max_length: MaxLength = None,
+    output: Output = None,
+    as_json: Json = False,
+    html: Html = None,
+    force: Force = False,
+) -> None:
+    """Say what held the memory when a run died, and the smallest change that makes it fit on the same card.
+
+    First in the run's own tool, by the keys to change there; then as a recipe of memtrain, with the
+    prediction, the cost in time, and what it learns differently. No data is read: rows are taken to be as
+    long as they may be. Nothing is started, and no GPU is needed.
+    """
+    from memtrain.cli.output.terminal import write_text
+    from memtrain.cli.rescue.find import Asked, rescued
+    from memtrain.cli.rescue.page import page
+    from memtrain.cli.rescue.words import as_json as json_of
+    from memtrain.cli.rescue.words import print_rescue
+
+    text = "" if traceback is None else sys.stdin.read() if traceback == "-" else _read(traceback)
+    found = rescued(Asked(config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory))
+    if output is not None and found.recipe_text:
+        write_text(found.recipe_text, output, replace=force, says_aside=True)
+    if html is not None:
+        write_text(page(found), html, says_aside=as_json)
+    if as_json:
+        typer.echo(json.dumps(json_of(found), indent=1))
+    elif html is None:
+        print_rescue(found, output)
+
+
+def _read(name: str) -> str:
+    from memtrain.errors import RecipeError
+
+    try:
+        return Path(name).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RecipeError(
+            f"{name} cannot be read: {error.strerror}", "--traceback", "name the file of the traceback"
+        ) from None

@@ -1,0 +1,157 @@
+"""The plan of a run as another tool computes it: its settings priced, whether they fit or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data, look_at_model
+from memtrain.errors import RecipeError
+from memtrain.memory.estimate.peaks import step_moments, total
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, may_accumulate, price
+from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.plan.plan import Owned, PhasePeak
+from memtrain.memory.planner.resolve import open_space
+from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.recipes.edit import with_key
+from memtrain.recipes.importers.importing import Foreign, Imported, import_config
+from memtrain.recipes.reading.load import load_text
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.model import Model
+
+PRESUMED = ELSEWHERE | {"liger_kernel", "flash_attn"}
+"""Packages that the other tool had."""
+
+PROMPT = 512
+"""Tokens of a prompt of the online methods where nothing says it: what TRL and verl cut at by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsItWas:
+    """A run of another tool, and what it needs."""
+
+    imported: Imported
+    recipe: Recipe
+    """The imported recipe, with a length."""
+    priced: Priced
+    facts: PlannerInputs
+    notes: tuple[str, ...]
+
+
+@lru_cache(maxsize=8)
+def looked_at(path: str, revision: str | None) -> LookedAt:
+    """A model's configuration, looked up once for all the changes that are tried.
+
+    Raises: LaunchError when it is nowhere.
+    """
+    return look_at_model(Model(path=path, revision=revision))
+
+
+def as_it_was(
+    foreign: Foreign,
+    hardware: Hardware,
+    budget: int,
+    max_length: int | None,
+    pins: Mapping[str, object] | None = None,
+) -> AsItWas:
+    """The run of a configuration on some devices. `pins`: what else was otherwise.
+
+    Raises: RecipeError with what the configuration lacks; LaunchError for a model that is nowhere.
+    """
+    imported = import_config(foreign, has_stand_ins=True)
+    if imported.faults:
+        raise RecipeError(imported.faults)
+    recipe, notes = with_a_length(load_text(imported.text, foreign.name).recipe, max_length)
+    facts = facts_of(recipe, hardware)
+    pinned = recipe
+    for key, value in {**imported.pins, **(pins or {}), "memory.budget": budget}.items():
+        if not _is_of_method(pinned, key):
+            continue
+        pinned = _set(pinned, key, value)
+    asked = SourcedRecipe(pinned, lambda key: "default")
+    _, case, choices = open_space(asked, facts)
+    priced = [price(settings, case.facts) for settings in choices.groups[0]]
+    return AsItWas(imported, recipe, min(priced, key=lambda one: one.step_s), case.facts, notes)
+
+
+def facts_of(recipe: Recipe, hardware: Hardware) -> PlannerInputs:
+    """The planner's inputs: rows as long as they may be, packages as the other tool had them."""
+    looked = _look(recipe.model)
+    asked = SourcedRecipe(recipe, lambda key: "default")
+    return facts_without_data(asked, looked, hardware, PRESUMED)
+
+
+def _look(model: Model) -> LookedAt:
+    if model.path is None:
+        return look_at_model(model)
+    return looked_at(model.path, model.revision)
+
+
+def with_a_length(recipe: Recipe, max_length: int | None) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with a longest row, and what was taken for it.
+
+    Raises: RecipeError where nothing says how long rows are.
+    """
+    if max_length is not None:
+        return with_key(recipe, "length.max_length", max_length), ()
+    if recipe.length.max_length is not None:
+        return recipe, ()
+    if recipe.online is None:
+        raise RecipeError("nothing says how long rows are", "length.max_length", "add --max-length 2048")
+    prompt = recipe.length.max_prompt or PROMPT
+    length = prompt + recipe.generation.max_tokens
+    notes = () if recipe.length.max_prompt else (f"Prompts are taken to have at most {PROMPT} tokens.",)
+    return with_key(recipe, "length.max_length", length), notes
+
+
+def _is_of_method(recipe: Recipe, key: str) -> bool:
+    section = key.partition(".")[0]
+    return section not in ("dpo", "kto", "grpo", "rloo") or section == recipe.method
+
+
+def _set(recipe: Recipe, key: str, value: Any) -> Recipe:
+    section, _, name = key.partition(".")
+    if section == "generate" and name.startswith("vllm."):
+        return recipe
+    return with_key(recipe, key, value)
+
+
+LOGITS, BACKWARD = ("logits",), ("logits", "recomputation", "gathered weights")
+
+
+def died_in(was: AsItWas, moment: str | None) -> PhasePeak:
+    """Owners at the moment of a traceback: of a step the heaviest such moment, else the phase's peak."""
+    prediction, settings, facts = was.priced.prediction, was.priced.settings, was.facts
+    phases = {phase.phase: phase for phase in prediction.phases}
+    if moment in ("load", "saving", "evaluation"):
+        return phases[moment]
+    owned = {
+        "loss": LOGITS,
+        "reference's pass": ("reference's pass",),
+        "backward pass": BACKWARD,
+        "optimizer step": ("gradients",),
+    }.get(moment or "", ())
+    if not owned:
+        return prediction.peak
+    load = Workload(settings, facts.shape, heaviest(settings, facts))
+    moments = step_moments(load, has_state=True, accumulates=may_accumulate(settings, facts))
+    if moment == "optimizer step":
+        moments = moments[-1:]
+    there = [one for one in moments if any(one.get(name) for name in owned)]
+    if not there:
+        return prediction.peak
+    found = max(there, key=total)
+    owners = sorted(((name, size) for name, size in found.items() if size), key=lambda item: -item[1])
+    return PhasePeak(
+        phase=moment or "step",
+        num_bytes=total(found),
+        owners=tuple(Owned(owner=name, num_bytes=size) for name, size in owners),
+    )
+
+
+def changed(foreign: Foreign, keys: Mapping[str, object]) -> Foreign:
+    """The configuration with some keys changed."""
+    return replace(foreign, config={**foreign.config, **keys})

@@ -1,0 +1,287 @@
+"""`memtrain rescue`: from a configuration and a traceback to what makes the run fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was, died_in, facts_of, with_a_length
+from memtrain.cli.rescue.clues import clues
+from memtrain.cli.rescue.own_tool import Way, own_way
+from memtrain.cli.rescue.traceback import NOTHING, Died, read_traceback
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.hardware.devices import Hardware, known_names
+from memtrain.memory.plan.plan import PhasePeak
+from memtrain.memory.plan.units import read_size
+from memtrain.memory.planner.resolve import Resolved, resolved_if_it_fits
+from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.memory.strategies.registry import STRATEGIES
+from memtrain.recipes.edit import with_key
+from memtrain.recipes.importers.guess import is_recipe
+from memtrain.recipes.importers.importing import Foreign, read_foreign, recipe_for_rescue
+from memtrain.recipes.reading.load import load_recipe, load_text, read_mapping
+from memtrain.recipes.reading.yaml_tree import plain
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.memory import Changing
+
+GIVEN_UP: tuple[tuple[str, ...], ...] = (("optimizer", "copies", "moments"), ("adapter",), ("length",))
+"""Groups of strategies that change what is learnt, the group that changes least first."""
+
+
+def allowed_in_turn() -> list[tuple[str, ...]]:
+    """Names for `memory.allow`: none, then more and more, the least change of learning first.
+
+    Of the adapters the one on whole weights goes before the one on rounded weights.
+    """
+    turns: list[tuple[str, ...]] = [()]
+    for groups in GIVEN_UP:
+        names = [name for name in get_args(Changing) if STRATEGIES[name].axis in groups]
+        steps = [(name,) for name in names] if groups == ("adapter",) else [tuple(names)]
+        for step in steps:
+            turns.append((*turns[-1], *step))
+    return turns
+
+
+NEAR = 0.04
+"""A card of the table whose memory is this near to the traceback's is taken to be it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command's words."""
+
+    config: str
+    traceback: str = ""
+    gpu: str | None = None
+    budget: str | None = None
+    num_gpus: int | None = None
+    tool: str | None = None
+    method: str | None = None
+    max_length: int | None = None
+    host_memory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """The answer."""
+
+    name: str
+    title: str
+    """The tool, as people write it."""
+    method: str
+    hardware: Hardware
+    budget_bytes: int
+    died: Died
+    was: AsItWas | None
+    """None for a recipe of memtrain."""
+    held: PhasePeak | None
+    """Owners at the moment of the death."""
+    clues: tuple[str, ...]
+    own: Way | None
+    """The smallest change in the run's own tool; None where there is none."""
+    plan: Resolved | None
+    """The plan of memtrain; None where nothing fits."""
+    allowed: tuple[str, ...]
+    """Names that it needs in `memory.allow`."""
+    facts: PlannerInputs | None
+    recipe_text: str
+    lost: tuple[str, ...]
+    """Keys that are not carried over."""
+    notes: tuple[str, ...]
+
+
+def rescued(asked: Asked) -> Rescue:
+    """The answer: the owners of the memory, and the changes that make the run fit.
+
+    Raises: RecipeError for a configuration or a card that cannot be read; LaunchError for a model that is
+    nowhere.
+    """
+    died = read_traceback(asked.traceback) if asked.traceback.strip() else NOTHING
+    own = _own_recipe(asked)
+    if own is not None:
+        return _of_recipe(asked, own, died)
+    foreign = read_foreign(asked.config, asked.tool, asked.method, asked.num_gpus)
+    hardware, budget = devices(asked, died, foreign.processes)
+    was = as_it_was(foreign, hardware, budget, asked.max_length)
+    if (number := int(str(was.imported.pins["cluster.processes"]))) != foreign.processes:
+        # verl says its devices in its own keys.
+        foreign = replace(foreign, processes=number)
+        hardware, budget = devices(asked, died, number)
+        was = as_it_was(foreign, hardware, budget, asked.max_length)
+    way = None
+    if was.priced.need_bytes > budget or died.asked_bytes is not None:
+        way = own_way(foreign, was, hardware, budget, asked.max_length)
+    text, recipe = _free_recipe(foreign, asked.max_length)
+    plan, allowed, facts = _planned(recipe, hardware, budget)
+    return Rescue(
+        name=foreign.name,
+        title=foreign.tool.title,
+        method=was.imported.method,
+        hardware=hardware,
+        budget_bytes=budget,
+        died=died,
+        was=was,
+        held=died_in(was, died.moment),
+        clues=tuple(clues(died, was, budget)),
+        own=way,
+        plan=plan,
+        allowed=allowed,
+        facts=facts,
+        recipe_text="" if plan is None else _text(text, plan, recipe, allowed, was),
+        lost=tuple(line for line in was.imported.told if not line.startswith("note: ")),
+        notes=(
+            *was.notes,
+            *(line.removeprefix("note: ") for line in was.imported.told if line.startswith("note: ")),
+        ),
+    )
+
+
+def _own_recipe(asked: Asked) -> Recipe | None:
+    """The recipe of memtrain that is asked for; None for a configuration of another tool."""
+    path = Path(asked.config) if len(asked.config) < 4096 and "\n" not in asked.config else None
+    if asked.tool is not None or path is None or path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return None
+    if not is_recipe({str(key): value for key, value in dict(plain(read_mapping(path))).items()}):  # pyright: ignore[reportArgumentType,reportUnknownVariableType,reportCallIssue]
+        return None
+    return load_recipe(str(path)).recipe
+
+
+def _of_recipe(asked: Asked, recipe: Recipe, died: Died) -> Rescue:
+    """A run of memtrain's own: what it would be planned as now, and what fits."""
+    processes = recipe.cluster.processes
+    hardware, budget = devices(asked, died, asked.num_gpus or (processes if processes != "auto" else 1))
+    recipe, notes = with_a_length(recipe, asked.max_length)
+    plan, allowed, facts = _planned(recipe, hardware, budget)
+    return Rescue(
+        name=Path(asked.config).name,
+        title="memtrain",
+        method=recipe.method,
+        hardware=hardware,
+        budget_bytes=budget,
+        died=died,
+        was=None,
+        held=None if plan is None else plan.plain.peak,
+        clues=tuple(clues(died, None, budget)),
+        own=None,
+        plan=plan,
+        allowed=allowed,
+        facts=facts,
+        recipe_text="",
+        lost=(),
+        notes=notes,
+    )
+
+
+def devices(asked: Asked, died: Died, processes: int) -> tuple[Hardware, int]:
+    """(the cards, bytes of one that may be used): those that are named, or the traceback's.
+
+    Raises: RecipeError where neither says them.
+    """
+    wanted = None if asked.budget is None else read_size(asked.budget, "--budget")
+    size = died.capacity_bytes or wanted
+    if asked.gpu is not None:
+        hardware = Hardware.named(asked.gpu, processes)
+    elif size is not None:
+        hardware = _card_of(size, processes)
+    else:
+        raise RecipeError(
+            "nothing says which card the run was on",
+            "--gpu",
+            "add --gpu 4090 (or another), --budget 24GiB, or --traceback FILE",
+        )
+    if wanted is None:
+        wanted = died.capacity_bytes or hardware.memory_bytes
+        wanted -= died.others_bytes or 0
+    # A card that torch says more of than the table is a larger one of its name.
+    memory = max(hardware.memory_bytes, wanted)
+    host = hardware.host_bytes if asked.host_memory is None else read_size(asked.host_memory, "--host-memory")
+    return replace(hardware, memory_bytes=memory, free_bytes=wanted, host_bytes=host), wanted
+
+
+def _card_of(size: int, processes: int) -> Hardware:
+    """The card of a size: the nearest of the table, or one like it that is as large."""
+    cards = [Hardware.named(name, processes) for name in known_names()]
+    cards = [card for card in cards if card.has_bfloat16] or cards
+    best = min(cards, key=lambda card: abs(card.memory_bytes - size))
+    if abs(best.memory_bytes - size) > NEAR * size:
+        return replace(best, name=f"a card like {best.name}", memory_bytes=size, free_bytes=size)
+    return best
+
+
+def _free_recipe(foreign: Foreign, max_length: int | None) -> tuple[str, Recipe]:
+    """The imported recipe with every choice of memory left to the planner."""
+    text = recipe_for_rescue(foreign)
+    recipe, _ = with_a_length(load_text(text, foreign.name).recipe, max_length)
+    return text, recipe
+
+
+def _planned(
+    recipe: Recipe, hardware: Hardware, budget: int
+) -> tuple[Resolved | None, tuple[str, ...], PlannerInputs | None]:
+    """(the plan that learns the same, else the one that learns least differently; what it is allowed)."""
+    recipe = with_key(recipe, "memory.budget", budget)
+    facts = facts_of(recipe, hardware)
+    for allowed, one in _wishes(recipe):
+        try:
+            return resolved_if_it_fits(SourcedRecipe(one, lambda key: "default"), facts), allowed, facts
+        except DoesNotFit:
+            continue
+    return None, (), facts
+
+
+def _wishes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe]]:
+    for allowed in allowed_in_turn():
+        one = with_key(recipe, "memory.allow", tuple(dict.fromkeys((*recipe.memory.allow, *allowed))))
+        yield allowed, one
+        if recipe.cluster.processes == 1 or allowed:
+            continue
+        if recipe.online is None:
+            yield allowed, with_key(one, "cluster.context_parallel", "auto")
+        elif recipe.generation.backend == "vllm":
+            yield allowed, with_key(with_key(one, "generate.backend", "auto"), "generate.vllm", None)
+
+
+def _text(text: str, plan: Resolved, recipe: Recipe, allowed: tuple[str, ...], was: AsItWas) -> str:
+    """The recipe that fits, with what it is allowed and the lengths that it was planned for."""
+    keys: dict[str, object] = {}
+    if recipe.online is not None and plan.case.recipe.generation.backend != recipe.generation.backend:
+        keys["generate.backend"] = plan.case.recipe.generation.backend
+    used = [name for name in allowed if name in _changes(plan)]
+    if used:
+        keys["memory.allow"] = used
+    if plan.settings.context_parallel > 1:
+        keys["cluster.context_parallel"] = plan.settings.context_parallel
+    if (
+        plan.settings.max_length != recipe.length.max_length
+        or recipe.length.max_length != was.recipe.length.max_length
+    ):
+        keys["length.max_length"] = plan.settings.max_length
+    if not keys:
+        return text
+    return recipe_with(text, keys)
+
+
+def recipe_with(text: str, keys: dict[str, object]) -> str:
+    """The text of a recipe with some keys more, each under its section."""
+    lines = text.splitlines()
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        shown = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+        line = f"  {name}: {shown}  # what makes it fit"
+        heads = [at for at, one in enumerate(lines) if one == f"{section}:"]
+        lines = [one for one in lines if not one.startswith(f"  {name}:") or not heads]
+        if heads:
+            lines.insert(lines.index(f"{section}:") + 1, line)
+        else:
+            lines += ["", f"{section}:", line]
+    return "\n".join(lines) + "\n"
+
+
+def _changes(plan: Resolved) -> set[str]:
+    """Strategies of a plan that change what is learnt."""
+    return {one.name for one in STRATEGIES.values() if not one.is_exact and one.is_used(plan.settings)} | {
+        "shorter_sequences"
+    }

@@ -1,0 +1,195 @@
+"""The words of `memtrain rescue`: on a terminal, and as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.plan.tables import seconds, settings_words
+from memtrain.cli.rescue.find import Rescue
+from memtrain.cli.rescue.own_tool import Way
+from memtrain.memory.estimate.pricing import Priced, host_need
+from memtrain.memory.plan.plan import PhasePeak
+from memtrain.memory.plan.units import gib
+from memtrain.memory.strategies.registry import STRATEGIES
+from memtrain.recipes.trl.writing import inline
+
+SAME = "It learns the same: every number up to rounding."
+
+
+def verdict(found: Rescue) -> str:
+    """The need of the run beside the memory that there is."""
+    place = f"{gib(found.budget_bytes)} of {found.hardware.words()}"
+    if found.was is None:
+        return f"{found.name}, {found.method}, on {place}."
+    need = found.was.priced.need_bytes
+    holds = "does not fit" if need > found.budget_bytes else "fits by arithmetic"
+    return f"{found.name}, {found.title}'s {found.method}: needs {gib(need)} as it was, and {holds} {place}."
+
+
+def held_words(held: PhasePeak) -> str:
+    """The heading of the owners."""
+    return (
+        f"What held the memory, in the {held.phase} ({gib(held.num_bytes)} of live tensors on each device):"
+    )
+
+
+def key_lines(way: Way) -> list[str]:
+    """The keys to change in the run's own tool, as its files write them."""
+    lines = [f"{key}: {inline(value)}" for key, value in way.keys.items()]
+    return [*lines, *(f"export {one}" for one in way.environment)]
+
+
+def way_words(way: Way, found: Rescue) -> str:
+    """The need of the changed run, its time, and the difference in learning."""
+    needs = f"It then needs {gib(way.priced.need_bytes)} of {gib(found.budget_bytes)}"
+    return f"{needs}, {time_words(way.priced, found)}. {learns_words(way.learns)}"
+
+
+def learns_words(learns: tuple[str, ...]) -> str:
+    """The difference in learning, in a sentence."""
+    return SAME if not learns else f"It learns something else: {'; '.join(learns)}."
+
+
+def time_words(priced: Priced, found: Rescue) -> str:
+    """A step's time beside that of the run as it was, both predicted."""
+    said = f"{seconds(priced.step_s)} a step"
+    if found.was is None:
+        return said
+    share = priced.step_s / found.was.priced.step_s
+    way = "slower" if share > 1 else "faster"
+    told = "as fast as" if abs(share - 1) < 0.02 else f"{abs(share - 1):.0%} {way} than"
+    return f"{said}, {told} the run as it was would be (predicted)"
+
+
+def plan_learns(found: Rescue) -> tuple[str, ...]:
+    """Differences in learning of memtrain's plan: strategies that are not exact, and shorter rows."""
+    if found.plan is None:
+        return ()
+    settings, recipe = found.plan.settings, found.plan.case.recipe
+    named = [
+        one
+        for one in STRATEGIES.values()
+        if not one.is_exact and one.name in found.allowed and one.is_used(settings)
+    ]
+    said = [f"{one.name} ({one.says})" for one in named]
+    asked = found.was.recipe.length.max_length if found.was is not None else recipe.length.max_length
+    if settings.max_length is not None and asked is not None and settings.max_length < asked:
+        said.append(f"rows are cut at {settings.max_length:,} tokens in place of {asked:,}")
+    return tuple(said)
+
+
+def host_words(found: Rescue) -> str:
+    """The host's memory that the plan leans on."""
+    if found.plan is None or found.facts is None:
+        return ""
+    waiting = host_need(found.plan.chosen, found.plan.case.facts)
+    leaning = {name: size for name, size in waiting.items() if name not in ("processes", "dataset index")}
+    if not leaning:
+        return ""
+    largest = ", ".join(f"{name} {gib(size)}" for name, size in leaning.items())
+    return f"In the host's memory meanwhile: {largest}."
+
+
+def print_rescue(found: Rescue, output: Path | None) -> None:
+    """The answer on the terminal."""
+    say(verdict(found))
+    for line in (*found.clues, *found.notes):
+        say(line)
+    if found.held is not None:
+        typer.echo()
+        say(held_words(found.held))
+        rows = [(one.owner, gib(one.num_bytes)) for one in found.held.owners]
+        print_table(("owner", "bytes"), rows)
+    if found.title != "memtrain":
+        _print_own(found)
+    _print_plan(found, output)
+    if found.lost:
+        typer.echo()
+        say("Not carried over into the recipe:")
+        for line in found.lost:
+            say(f"- {line}")
+
+
+def _print_own(found: Rescue) -> None:
+    typer.echo()
+    if found.own is not None:
+        say(f"The smallest change in {found.title}:")
+        for line in key_lines(found.own):
+            typer.echo(f"  {line}")
+        say(way_words(found.own, found))
+    elif found.was is not None and found.was.priced.need_bytes <= found.budget_bytes:
+        say(f"By arithmetic nothing has to change in {found.title}.")
+    else:
+        say(f"No change of keys in {found.title} makes it fit, as far as memtrain knows its keys.")
+
+
+def _print_plan(found: Rescue, output: Path | None) -> None:
+    typer.echo()
+    if found.plan is None:
+        say(
+            "memtrain has no plan that fits either, whatever it may learn differently: the cards and the "
+            f"host's memory ({gib(found.hardware.host_bytes)}; --host-memory says another) together are too "
+            "small. memtrain plan --solve num_gpus says how many cards are enough."
+        )
+        return
+    plan = found.plan
+    need = plan.chosen.need_bytes
+    say(
+        f"As a recipe of memtrain: {settings_words(plan.settings)}. Needs {gib(need)} of "
+        f"{gib(found.budget_bytes)}, {time_words(plan.chosen, found)}."
+    )
+    say(learns_words(plan_learns(found)))
+    if words := host_words(found):
+        say(words)
+    if output is not None:
+        checks = "checks the peak on the run's own step"
+        say(f"Next: memtrain check {output}; memtrain plan {output} --trace {checks}.")
+    elif found.recipe_text:
+        say("-o my.yaml writes it. memtrain plan my.yaml --trace checks the peak on the run's own step.")
+
+
+def as_json(found: Rescue) -> dict[str, Any]:
+    """The answer as JSON values."""
+    plan, own, was = found.plan, found.own, found.was
+    return {
+        "run": found.name,
+        "tool": found.title,
+        "method": found.method,
+        "device": found.hardware.words(),
+        "budget_bytes": found.budget_bytes,
+        "traceback": {name: getattr(found.died, name) for name in found.died.__dataclass_fields__},
+        "as_it_was": None
+        if was is None
+        else {
+            "need_bytes": was.priced.need_bytes,
+            "step_s": was.priced.step_s,
+            "settings": was.priced.settings.model_dump(mode="json"),
+            "prediction": was.priced.prediction.model_dump(mode="json"),
+        },
+        "held": None if found.held is None else found.held.model_dump(mode="json"),
+        "clues": list(found.clues),
+        "own_tool": None
+        if own is None
+        else {
+            "keys": own.keys,
+            "environment": list(own.environment),
+            "need_bytes": own.priced.need_bytes,
+            "step_s": own.priced.step_s,
+            "learns_differently": list(own.learns),
+        },
+        "memtrain": None
+        if plan is None
+        else {
+            "need_bytes": plan.chosen.need_bytes,
+            "step_s": plan.chosen.step_s,
+            "settings": plan.settings.model_dump(mode="json"),
+            "learns_differently": list(plan_learns(found)),
+            "recipe": found.recipe_text,
+        },
+        "not_carried_over": list(found.lost),
+        "notes": list(found.notes),
+    }

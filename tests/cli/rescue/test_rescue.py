@@ -1,0 +1,145 @@
+"""From a run that died to the change that fits: in its own tool, and as a recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memtrain.__main__ import main
+from memtrain.cli.rescue.find import Asked, recipe_with, rescued
+from memtrain.cli.rescue.page import page
+from memtrain.cli.rescue.words import as_json, plan_learns
+from memtrain.errors import RecipeError
+from memtrain.recipes.reading.load import load_text
+
+AXOLOTL = (
+    "base_model: mistralai/Mistral-7B-v0.1\nload_in_8bit: true\nadapter: lora\nlora_r: 32\n"
+    "lora_target_linear: true\nsequence_len: 4096\nsample_packing: true\nmicro_batch_size: 2\n"
+    "gradient_accumulation_steps: 4\nlearning_rate: 2.0e-4\noptimizer: adamw_bnb_8bit\nbf16: true\n"
+    "gradient_checkpointing: true\n"
+)
+FULL = (
+    "model_name_or_path: Qwen/Qwen2.5-7B\nlearning_rate: 1.0e-5\nper_device_train_batch_size: 1\n"
+    "max_length: 2048\n"
+)
+LOGITS = (
+    "Traceback (most recent call last):\n  File 'l.py', line 3, in forward\n    loss = cross_entropy(a, b)\n"
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1000.00 MiB (GPU 0; 23.69 GiB total "
+    "capacity; 21.97 GiB already allocated; 420.00 MiB free; 22.10 GiB reserved in total by PyTorch)"
+)
+
+
+@pytest.fixture
+def axolotl(tmp_path: Path) -> str:
+    (tmp_path / "run.yml").write_text(AXOLOTL)
+    return str(tmp_path / "run.yml")
+
+
+def test_the_owners_at_the_moment_of_the_death_are_told(axolotl: str):
+    """1,000 MiB are float32 logits of 2 rows x 4,096 tokens x 32,000 words: 8,192 x 32,000 x 4 bytes."""
+    found = rescued(Asked(axolotl, LOGITS))
+    assert found.held is not None
+    assert found.held.phase == "loss"
+    assert found.held.owners[0].owner in ("activations", "logits")
+    assert "float32 logits of 8,192 tokens x 32,000" in found.clues[0]
+    assert found.hardware.name in ("3090", "4090")
+
+
+def test_the_smallest_change_of_the_own_tool_keeps_the_batch(axolotl: str):
+    found = rescued(Asked(axolotl, LOGITS))
+    assert found.was is not None
+    assert found.was.priced.need_bytes > found.budget_bytes
+    assert found.own is not None
+    assert found.own.keys == {"micro_batch_size": 1, "gradient_accumulation_steps": 8}
+    assert found.own.learns == ()
+    assert found.own.priced.need_bytes <= found.budget_bytes
+
+
+def test_the_recipe_fits_and_learns_the_same(axolotl: str):
+    found = rescued(Asked(axolotl, LOGITS))
+    assert found.plan is not None
+    assert found.plan.chosen.need_bytes <= found.budget_bytes
+    assert plan_learns(found) == ()
+    recipe = load_text(found.recipe_text, "rescued.yaml").recipe
+    assert (recipe.train.batch_size, recipe.length.max_length) == (8, 4096)
+    assert recipe.memory.activation_checkpointing == "auto"
+
+
+def test_what_is_learnt_differently_is_said(tmp_path: Path):
+    """Weights of 7.6 billion in half precision with their gradients need more than 24 GiB by themselves."""
+    (tmp_path / "sft.yaml").write_text(FULL)
+    found = rescued(Asked(str(tmp_path / "sft.yaml"), gpu="4090", host_memory="64GiB"))
+    assert found.plan is not None
+    assert plan_learns(found) != ()
+    recipe = load_text(found.recipe_text, "rescued.yaml").recipe
+    assert recipe.memory.allow != ()
+    assert found.own is not None
+    assert found.own.learns != ()
+
+
+def test_other_processes_on_the_card_leave_less(axolotl: str):
+    text = (
+        "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which "
+        "1.00 GiB is free. Including non-PyTorch memory, this process has 28.15 GiB memory in use. Of the "
+        "allocated memory 20.00 GiB is allocated by PyTorch, and 7.00 GiB is reserved by PyTorch but "
+        "unallocated."
+    )
+    found = rescued(Asked(axolotl, text))
+    assert found.budget_bytes == pytest.approx(29.15 * 2**30, rel=1e-3)
+    told = " ".join(found.clues)
+    assert "Other processes hold 50.0" in told
+    assert "expandable_segments" in told
+
+
+def test_the_answer_is_one_page_and_one_json(axolotl: str):
+    found = rescued(Asked(axolotl, LOGITS))
+    made = json.loads(json.dumps(as_json(found)))
+    assert made["own_tool"]["keys"]["micro_batch_size"] == 1
+    assert made["memtrain"]["need_bytes"] <= made["budget_bytes"] < made["as_it_was"]["need_bytes"]
+    html = page(found)
+    assert html.startswith("<!doctype html>")
+    assert "micro_batch_size: 1" in html
+    assert "http" not in html.replace("https://", "", 0).split("<pre>")[0]
+
+
+def test_a_recipe_of_memtrain_is_rescued_too(tmp_path: Path):
+    text = (
+        "method: sft\nmodel: {path: Qwen/Qwen3-8B}\ndata: {train: rows.jsonl}\nlength: {max_length: 4096}\n"
+    )
+    (tmp_path / "own.yaml").write_text(text)
+    found = rescued(Asked(str(tmp_path / "own.yaml"), gpu="a100-40"))
+    assert found.title == "memtrain"
+    assert found.plan is not None
+
+
+def test_nothing_is_guessed_about_the_card(axolotl: str):
+    with pytest.raises(RecipeError, match="which card"):
+        rescued(Asked(axolotl))
+
+
+def test_rows_of_no_length_are_asked_for(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: a/b\nmax_length: null\n"
+    )
+    asked = Asked(str(tmp_path / "run.yaml"), gpu="4090", method="sft", max_length=512)
+    assert rescued(asked).plan is not None
+
+
+def test_keys_go_under_their_sections():
+    text = "method: sft\nmemory:\n  loss: full\noptim:\n  lr: 1.0\n"
+    made = recipe_with(text, {"memory.allow": ["lora"], "length.max_length": 512})
+    assert "memory:\n  allow: [lora]  # what makes it fit\n  loss: full\n" in made
+    assert made.endswith("length:\n  max_length: 512  # what makes it fit\n")
+
+
+def test_the_command_writes_a_recipe_that_check_passes(
+    axolotl: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "oom.txt").write_text(LOGITS)
+    out = tmp_path / "fits.yaml"
+    assert main(["rescue", axolotl, "--traceback", str(tmp_path / "oom.txt"), "-o", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "What held the memory, in the loss" in said
+    assert "The smallest change in Axolotl:" in said
+    assert "It learns the same" in said
+    assert main(["check", str(out)]) == 0
