@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memtrain.memory.estimate.activations import layer_boundary, rotary
+from memtrain.memory.estimate.activations import layer_boundary, positions_and_mask
 from memtrain.memory.estimate.streamed_layers import KEYS, ROW, streamed_backward
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
@@ -101,7 +101,7 @@ def layer_memory(length: int) -> dict[str, float]:
     told = {
         "resting": sum(held.get(owner, 0) for owner in ("weights", "optimizer", "gradients", "batch")),
         "inputs of the layers": CONFIG["num_hidden_layers"] * layer_boundary(load),
-        "rotary tables": rotary(load),
+        "rotary tables": positions_and_mask(load),
         ROW: by_design[ROW],
         KEYS: by_design[KEYS],
     }

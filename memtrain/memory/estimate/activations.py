@@ -19,6 +19,9 @@ from memtrain.memory.estimate.context_parallel import (
 )
 from memtrain.memory.estimate.workload import Asks, Workload
 
+MASK_BLOCK = 128
+"""Tokens of a block of flex attention's mask."""
+
 
 def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
     """Kept by RMS norms over `width` numbers a token, without their outputs.
@@ -221,9 +224,21 @@ def norm_backward(load: Workload) -> int:
     return load.N * load.shape.width * (12 + (3 if load.trains_all else 4) * load.a)
 
 
-def rotary(load: Workload) -> int:
-    """Cosines and sines of the positions."""
-    return 2 * load.a * load.N * load.shape.head_dim
+def positions_and_mask(load: Workload) -> int:
+    """Tables that a pass makes once for all layers: cosines and sines, and the masks of some back ends.
+
+    A block mask is four tables of int32 [N / 128, N / 128], two by queries and two by keys, and the number of
+    each token's segment and prompt. Counted in trainers/model/attention/flex.py.
+    """
+    cosines = 2 * load.a * load.N * load.shape.head_dim
+    if load.settings.attention == "transformers" and load.settings.device == "cuda":
+        # A causal mask of each padded row, as it is made and in the precision of the scores.
+        rows = load.batch.rows
+        return cosines + rows * (load.N // rows) ** 2 * (1 + load.a) if rows > 1 else cosines
+    if load.settings.attention != "flex":
+        return cosines
+    blocks = -(-load.N // MASK_BLOCK)
+    return cosines + 16 * blocks**2 + 20 * load.N
 
 
 def _in_float(load: Workload, num_bytes: int) -> int:
@@ -342,17 +357,22 @@ def _tile(load: Workload, num_columns: int, buffers: int) -> tuple[int, int]:
 
 def _widened(load: Workload, tokens: int, num_columns: int) -> int:
     """Float32 copies of hidden states and of a block of weights, where no kernel sums half products wide."""
-    if not load.is_half or load.settings.device == "cuda":
+    if not load.is_half or _sums_half(load):
         return 0
     block = min(load.settings.loss_tile_bytes, 4 * num_columns * load.shape.width)
     return 4 * tokens * load.shape.width + block
+
+
+def _sums_half(load: Workload) -> bool:
+    """Whether a kernel of the device adds half products in float32: GPUs that compute in bfloat16."""
+    return load.settings.device == "cuda" and load.settings.dtype == "bfloat16"
 
 
 def _beside_a_tile(load: Workload, tokens: int, num_columns: int, block: int) -> int:
     """Scratch of a product with a tile of gradients: widened operands, or the tile in half precision."""
     if not load.is_half:
         return 0
-    if load.settings.device == "cuda":
+    if _sums_half(load):
         return load.a * tokens * num_columns
     return 4 * tokens * load.shape.width + block
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memtrain.memory.estimate.activations import layer_forward, norm_kept, rotary
+from memtrain.memory.estimate.activations import layer_forward, norm_kept, positions_and_mask
 from memtrain.memory.estimate.sharded.sharding import gathered, share
 from memtrain.memory.estimate.static import gradient_bytes, static_bytes, weights_bytes
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
@@ -136,7 +136,9 @@ def judging_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: i
         )
         for one in rewards
     ]
-    return max((layer_forward(load) + rotary(load) + _gathered(load) for load in loads), default=0)
+    return max(
+        (layer_forward(load) + positions_and_mask(load) + _gathered(load) for load in loads), default=0
+    )
 
 
 def _gathered(load: Workload) -> int:

@@ -16,7 +16,7 @@ from memtrain.memory.estimate.activations import (
     layer_kept,
     norm_backward,
     norm_kept,
-    rotary,
+    positions_and_mask,
     scratch_at_peak,
 )
 from memtrain.memory.estimate.auxiliary_models import value_model
@@ -215,9 +215,9 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
 def _in_forward(load: Workload) -> int:
     """Activations in the forward pass where they are more than what is kept of it: they travel meanwhile."""
     if load.settings.offload == "all":
-        return layer_kept(load) + 2 * layer_boundary(load) + rotary(load)
+        return layer_kept(load) + 2 * layer_boundary(load) + positions_and_mask(load)
     if load.settings.slice_tokens and load.settings.offload == "boundaries":
-        return forward_of_layer(load) + rotary(load)
+        return forward_of_layer(load) + positions_and_mask(load)
     return 0
 
 
@@ -239,7 +239,7 @@ def reference_pass(load: Workload, head: HeadBytes) -> int:
     """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then."""
     if load.batch.asks is not Asks.LOGPS or load.settings.reference not in LIVE:
         return 0
-    return max(forward_of_layer(load), head.evaluation) + rotary(load)
+    return max(forward_of_layer(load), head.evaluation) + positions_and_mask(load)
 
 
 def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[Moment]:
@@ -310,7 +310,7 @@ def evaluation_moment(load: Workload) -> Moment:
         return max(pass_moments(load, base), key=total)
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
-    layer = base | {"activations": forward_of_layer(load) + rotary(load)}
+    layer = base | {"activations": forward_of_layer(load) + positions_and_mask(load)}
     scores = base | {"activations": 0, "logits": head.evaluation}
     return max(layer, scores, key=total)
 
@@ -352,7 +352,7 @@ def _kept(load: Workload) -> tuple[int, int, int]:
     """
     settings, num_layers = load.settings, load.shape.num_layers
     every, full = settings.checkpoint_every, layer_kept(load)
-    boundary, tables = layer_boundary(load), rotary(load)
+    boundary, tables = layer_boundary(load), positions_and_mask(load)
     if settings.offload == "all":
         waiting = min(full, load.a * load.N * (5 * widest_mlp(load) + 2 * load.shape.width))
         return waiting + tables, waiting, tables
@@ -379,7 +379,7 @@ def _kept_streamed(load: Workload) -> tuple[int, int, int]:
     What waits on the host is there while it is used.
     """
     settings, count = load.settings, load.shape.num_layers
-    boundary, tables = layer_boundary(load), rotary(load)
+    boundary, tables = layer_boundary(load), positions_and_mask(load)
     if settings.offload == "none":
         return count * boundary + tables, 0, boundary + tables
     return max(1, min(count, settings.offload_keep)) * boundary + tables, 0, boundary + tables

@@ -97,10 +97,13 @@ def reference_bytes(settings: Settings, shape: ModelShape) -> int:
 def sums_wide(settings: Settings, *, accumulates: bool) -> bool:
     """Whether gradients are float32 whatever their weights are: where any are added to each other.
 
-    Over the micro-batches of a step (`accumulates`), or over ranks that each have whole ones.
+    Over the micro-batches of a step (`accumulates`), or over ranks that each have whole ones; and in float16,
+    whose gradients are scaled back before they are used.
     """
-    return (accumulates and not settings.in_backward) or (
-        settings.num_processes > 1 and not is_sharded(settings)
+    return (
+        settings.dtype == "float16"
+        or (accumulates and not settings.in_backward)
+        or (settings.num_processes > 1 and not is_sharded(settings))
     )
 
 

@@ -55,7 +55,7 @@ def step_time(
     """Time of a step of `num_micros` micro-batches like `batch` (a typical one, not the heaviest)."""
     load = Workload(settings, shape, batch)
     rates = hardware.rates_of(settings.threads, settings.num_processes)
-    half = settings.dtype != "float32" and hardware.has_bfloat16
+    half = settings.dtype == "float16" or (settings.dtype == "bfloat16" and hardware.has_bfloat16)
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
     products = num_micros * (_layer_operations(load) + _head_operations(load)) / rate
     traffic = num_micros * (_layer_traffic(load) + _head_traffic(load)) / rates.bytes_per_s

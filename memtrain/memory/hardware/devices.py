@@ -7,13 +7,11 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
-
-import psutil
 
 from memtrain.errors import RecipeError
 from memtrain.memory.hardware.calibration import Measured, measured_of
+from memtrain.memory.hardware.host import host_memory
 from memtrain.memory.plan.units import GIB, MIB, gib
 
 
@@ -205,7 +203,7 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> Hardware:
 
     `auto` takes the GPUs that CUDA_VISIBLE_DEVICES leaves visible; of unlike cards the smallest counts.
     """
-    limit, available = _host_memory()
+    limit, available = host_memory()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cards = [] if device == "cpu" else _visible_cards()
     if not cards:
@@ -295,20 +293,3 @@ def _from_card(card: _Card, num_devices: int, memory: int, host: int, num_cores:
         has_bfloat16=card.capability >= (8, 0),
         rates=rates,
     )
-
-
-def _host_memory() -> tuple[int, int]:
-    """(limit, available) bytes of this process's container, or of the machine."""
-    memory = psutil.virtual_memory()
-    limit, available = memory.total, memory.available
-    for folder, most, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        files = Path(folder, most), Path(folder, used)
-        if all(file.is_file() for file in files):
-            words = [file.read_text().strip() for file in files]
-            if words[0].isdigit() and int(words[0]) < limit:
-                limit = int(words[0])
-                available = min(available, limit - int(words[1]))
-    return limit, available

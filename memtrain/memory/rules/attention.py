@@ -19,6 +19,7 @@ class AttentionBackend(StrEnum):
     FLASH = "flash"
     TORCH_VARLEN = "torch_varlen"
     FLEX = "flex"
+    TORCH_EFFICIENT = "torch_efficient"
     MASKED = "masked"
     TRANSFORMERS = "transformers"
 
@@ -29,6 +30,7 @@ PREFERENCE: Mapping[str, tuple[AttentionBackend, ...]] = {
         AttentionBackend.FLASH,
         AttentionBackend.TORCH_VARLEN,
         AttentionBackend.FLEX,
+        AttentionBackend.TORCH_EFFICIENT,
         AttentionBackend.MASKED,
         AttentionBackend.TRANSFORMERS,
     ),
@@ -41,6 +43,7 @@ REASONS: Mapping[AttentionBackend, str] = {
     AttentionBackend.FLASH: "variable-length kernels of the installed flash-attn package",
     AttentionBackend.TORCH_VARLEN: "torch's own variable-length flash kernels",
     AttentionBackend.FLEX: "FlexAttention with a block mask, compiled",
+    AttentionBackend.TORCH_EFFICIENT: "segment by segment on torch's memory-efficient kernel",
     AttentionBackend.MASKED: "last resort: a mask and scores of row length squared in every layer",
     AttentionBackend.TRANSFORMERS: "the model's own attention, one example to a row and no packing",
 }
@@ -89,7 +92,7 @@ class AttentionChoice:
 
 
 def choose_attention(facts: AttentionFacts, asked: AttentionBackend | None = None) -> AttentionChoice:
-    """The first back end of `PREFERENCE` that fits `facts`, or the one asked for.
+    """First back end of `PREFERENCE` that fits `facts`, or the one asked for.
 
     Raises:
         RecipeError: the one asked for cannot run here; the error says why and names those that can.
@@ -147,12 +150,21 @@ def _model_refusal(facts: AttentionFacts) -> str | None:
     return None
 
 
+def shown(capability: tuple[int, int]) -> str:
+    """Compute capability as CUDA writes it."""
+    return f"{capability[0]}.{capability[1]}"
+
+
 def _device_refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:
     if backend in (AttentionBackend.TORCH_CPU, AttentionBackend.MASKED):
         return None
     capability = facts.compute_capability or (0, 0)
+    if backend is AttentionBackend.TORCH_EFFICIENT:
+        if facts.dtype == "bfloat16" and capability < (8, 0):
+            return f"{backend} takes bfloat16 from compute capability 8.0 on, this is {shown(capability)}"
+        return None if capability >= (5, 0) else f"{backend} needs a CUDA device"
     if capability < (8, 0):
-        return f"{backend} needs compute capability 8.0, this is {capability[0]}.{capability[1]}"
+        return f"{backend} needs compute capability 8.0, this is {shown(capability)}"
     if backend is AttentionBackend.FLEX:
         return (
             None if "triton" in facts.packages else "triton, which compiles FlexAttention, is not installed"

@@ -66,7 +66,7 @@ def closed_engines(
     if recipe.cluster.engine != "auto" or base.num_processes == 1:
         return ()
     found: list[tuple[EngineName, str]] = []
-    faults = fsdp2_faults(recipe)
+    faults = fsdp2_faults(recipe, base.dtype)
     if faults:
         found.append(("fsdp2", faults[0][0]))
     for engine in ZERO:
@@ -101,7 +101,7 @@ def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
             PATH,
             "remove it, or set cluster.processes",
         )
-    faults = fsdp2_faults(recipe) if asked == "fsdp2" else []
+    faults = fsdp2_faults(recipe, dtype) if asked == "fsdp2" else []
     if asked in ZERO:
         faults = zero_faults(recipe, dtype, asked)
     for what, path, fix in faults:
@@ -226,9 +226,12 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     return faults
 
 
-def fsdp2_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
+def fsdp2_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:
     """(what, where, fix) of each part of a recipe that FSDP2 cannot honour."""
     faults = vllm_faults(recipe) + _unshared_faults(recipe, "of shards")
+    if dtype == "float16":
+        what = "float16 needs its loss scaled, which is not done over shards"
+        faults.append((what, "model.dtype", "set it to float32, or cluster.engine: ddp"))
     if recipe.memory.activation_offloading == "on" and recipe.memory.activation_checkpointing == "off":
         faults.append(
             (

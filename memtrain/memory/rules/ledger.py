@@ -18,6 +18,7 @@ from memtrain.memory.rules.attention import (
     choose_attention,
     model_facts,
 )
+from memtrain.memory.rules.float16 import AUTO_REASON, FLOAT16_REASON, float16_faults
 from memtrain.recipes.recipe import Recipe
 
 DEFAULT_BATCH_SIZE = 32
@@ -107,20 +108,23 @@ def decide_dtype(ledger: DecisionLog, hardware: Hardware) -> str:
     if model.dtype == "auto":
         if hardware.device == "cuda" and hardware.has_bfloat16:
             dtype, reason = "bfloat16", "the device computes in it, at half the bytes of float32"
+        elif hardware.device == "cuda" and not float16_faults(ledger.asked.recipe):
+            dtype, reason = "float16", AUTO_REASON
         else:
             where = "on a CPU" if hardware.device == "cpu" else "this GPU has no fast bfloat16"
             dtype, reason = "float32", f"exact, and {where} bfloat16 is not faster"
         ledger.decide("dtype", dtype, reason, "model.dtype")
         return dtype
     if model.dtype == "float16":
-        ledger.refuse(
-            "model.dtype float16: gradients underflow without loss scaling, which memtrain does not do",
-            "model.dtype",
-            "use bfloat16 (same bytes, same range as float32), or float32",
-        )
+        for what, path, fix in float16_faults(ledger.asked.recipe):
+            ledger.refuse(f"model.dtype float16: {what}", path, fix)
+        ledger.decide("dtype", "float16", FLOAT16_REASON, "model.dtype")
+        return "float16"
     if model.dtype == "bfloat16" and not hardware.has_bfloat16:
         ledger.refuse(
-            f"model.dtype bfloat16: {hardware.name} does not compute in it", "model.dtype", "use float32"
+            f"model.dtype bfloat16: {hardware.name} does not compute in it",
+            "model.dtype",
+            "leave it out (float16 with a scaled loss is taken), or use float32",
         )
     ledger.decide("dtype", model.dtype, "", "model.dtype")
     return model.dtype
@@ -204,6 +208,9 @@ def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:
         _needs_bitsandbytes(ledger, hardware, f"optim.kind {optim.kind}", "optim.kind", "adamw or adafactor")
     if model.quantize != "none":
         _needs_bitsandbytes(ledger, hardware, f"model.quantize {model.quantize}", "model.quantize", "none")
+    if model.quantize == "8bit":
+        reason = "LLM.int8 multiplies in float16: activations in another precision are cast for each product"
+        ledger.decide("quantize", "8bit", reason, "model.quantize")
     if optim.master_weights is True and recipe.model.dtype == "float32":
         ledger.refuse(
             "optim.master_weights keeps float32 copies, and the weights are float32 already",

@@ -54,12 +54,19 @@ class Model(Section):
     """A Jinja file, or the name of a shipped training template, in place of the tokenizer's own."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights in training. `auto`: bfloat16 where the device computes in it, float32
-    elsewhere."""
+    """Precision of the weights in training. `auto`: bfloat16 where the device computes in it, float16 with a
+    scaled loss on GPUs that do not (T4, V100), float32 elsewhere."""
 
-    attention: Literal["auto", "torch_cpu", "torch_varlen", "flash", "flex", "masked", "transformers"] = (
-        "auto"
-    )
+    attention: Literal[
+        "auto",
+        "torch_cpu",
+        "torch_varlen",
+        "flash",
+        "flex",
+        "torch_efficient",
+        "masked",
+        "transformers",
+    ] = "auto"
     """Attention back end. `auto` takes the fastest that keeps rows apart; `memtrain doctor` lists them."""
 
     liger: Literal["auto", "on", "off"] = "auto"
@@ -70,7 +77,7 @@ class Model(Section):
 
     quantize: Literal["none", "4bit", "8bit"] = "none"
     """Keep the frozen weights in 4-bit NF4 or 8-bit (bitsandbytes; needs an adapter; computes in
-    bfloat16)."""
+    `model.dtype`)."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:

@@ -109,14 +109,18 @@ class AnswerFeed:
         labels = self.store.labels[self.sequences.row[items]].tolist()
         return self._collated(groups, labels, reference)
 
-    def mismatched(self, items: Ints, partners: Ints) -> AnswerBatch:
-        """The prompts of `items`, each with the first answer of its partner item."""
+    def mismatched(self, items: Ints, partners: Ints, *, is_trial: bool = False) -> AnswerBatch:
+        """The prompts of `items`, each with the first answer of its partner item.
+
+        The reference was asked for the pairs of every step; of others (`is_trial`) its log-prob counts as 0.
+        """
         pairs = list(zip(items.tolist(), partners.tolist(), strict=True))
         groups = [Group(self.prompt(item), self._answers((partner,), of=1)) for item, partner in pairs]
         known = self.reference_of_mismatched
-        return self._collated(
-            groups, [0.0] * len(groups), None if known is None else [known[pair] for pair in pairs]
-        )
+        reference = None
+        if known is not None:
+            reference = [known.get(pair, 0.0) if is_trial else known[pair] for pair in pairs]
+        return self._collated(groups, [0.0] * len(groups), reference)
 
     def prompt(self, item: int) -> NDArray[np.int32]:
         """Tokens of the prompt of one item, as far as it is kept."""

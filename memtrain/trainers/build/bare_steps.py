@@ -12,9 +12,11 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.loss_scaling import LossScaling
 from memtrain.trainers.optim.step import DistributedStep, forward_backward, set_rate, update
 from memtrain.trainers.protocols.feed import Steps, StepSource, StepWork
 from memtrain.trainers.protocols.method import LooksAhead, StepPreview
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.seed import seed_step
 
 
@@ -51,10 +53,12 @@ class Stepper:
         settings, train = self.plan.settings, self.plan.recipe.train
         self.device = local_device(settings)
         self.steps = self.source or Steps(self.built.train, settings, train.seed, train.shuffle)
-        in_backward = settings.in_backward
-        self.engine = (
-            InBackward(self.built.optimizer, self.parameters).engine() if in_backward else DistributedStep()
-        )
+        if settings.in_backward:
+            self.engine = InBackward(self.built.optimizer, self.parameters).engine()
+        elif settings.dtype == "float16":
+            self.engine = LossScaling(DistributedStep(), TrainState()).engine()
+        else:
+            self.engine = DistributedStep()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -65,14 +69,18 @@ class Stepper:
         """Work of optimizer step `number`."""
         return self.steps.work(number, rank=0, num_ranks=1)
 
-    def gradients(self, work: StepWork, *, want_stats: bool = False) -> dict[str, Tensor]:
-        """Forward and backward of one step; the sums, `loss` among them, on the device."""
+    def gradients(
+        self, work: StepWork, *, want_stats: bool = False, is_trial: bool = False
+    ) -> dict[str, Tensor]:
+        """Forward and backward of one step; the sums, `loss` among them, on the device.
+
+        `is_trial`: its sequences are put together for this, and are no step's.
+        """
         feed, method, seed = self.steps.feed, self.built.method, self.plan.recipe.train.seed
         set_rate(self.built.optimizer, self.plan.recipe.optim.lr)
         if isinstance(method, LooksAhead):
-            method.before_step(
-                self.built.scorer, StepPreview(feed, work.sequences, work.micros, self.device, 1)
-            )
+            ahead = StepPreview(feed, work.sequences, work.micros, self.device, 1, is_trial=is_trial)
+            method.before_step(self.built.scorer, ahead)
         return forward_backward(
             self.built.scorer,
             method,

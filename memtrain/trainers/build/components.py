@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from memtrain.errors import LaunchError
 from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
@@ -25,6 +26,7 @@ from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.distributed.context_parallel import shared
+from memtrain.trainers.losses.head.products import sums_half_in_fp32
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices
@@ -98,6 +100,7 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
     Raises: LaunchError when the model cannot be loaded, adapted, or trusted with these settings.
     """
     recipe, settings = plan.recipe, plan.settings
+    _verify_sums(settings)
     tokenizer = tokenizer_of(recipe.model)
     scorer, why_whole = made_in_parts(settings, lambda: build_scorer(plan, vocab_size=len(tokenizer)))
     model = scorer.model
@@ -135,6 +138,21 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
         follower=reference if isinstance(reference, TracksPolicy) else None,
         reference=reference.scorer if isinstance(reference, FrozenReference | EmaReference) else None,
         why_whole=why_whole,
+    )
+
+
+def _verify_sums(settings: Settings) -> None:
+    """Make sure that the GPU's own kernel adds bfloat16 products in float32.
+
+    The head and its plan hold no float32 copies there. Raises: LaunchError where it does not.
+    """
+    if settings.device != "cuda" or settings.dtype != "bfloat16" or sums_half_in_fp32(local_device(settings)):
+        return
+    raise LaunchError(
+        "the matrix kernels of this torch and GPU do not add bfloat16 products in float32, which the loss is "
+        "planned with",
+        "model.dtype",
+        "install torch 2.10 or newer for a GPU with bfloat16, or set model.dtype: float32",
     )
 
 

@@ -38,6 +38,7 @@ from memtrain.trainers.model.loading.sharded_init import kept_of
 from memtrain.trainers.model.loading.sharded_load import fill_rows, is_empty
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
+from memtrain.trainers.runtime.allocator import use_expandable_segments
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 from memtrain.trainers.runtime.weight_layout import WeightLayout
 
@@ -52,6 +53,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
     Raises: LaunchError when another number of processes runs, or they would not exchange gradients.
     """
     torch.set_num_threads(settings.threads)
+    if settings.device == "cuda":
+        use_expandable_segments(settings.expandable_segments)
     accelerator = Accelerator(cpu=settings.device == "cpu", mixed_precision="no")
     asked, realised = settings.num_processes, accelerator.num_processes
     if asked != realised:

@@ -17,8 +17,9 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
+from memtrain.trainers.optim.loss_scaling import skipped_words
 from memtrain.trainers.optim.step import DistributedStep, forward_backward, set_rate, update
-from memtrain.trainers.protocols.events import EvalEvent, Event, StepEvent
+from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, StepEvent
 from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
 from memtrain.trainers.protocols.method import LooksAhead, Loss, Method, StepPreview, TracksPolicy, means_of
 from memtrain.trainers.protocols.position import TrainState
@@ -112,6 +113,7 @@ def _agreed_to_stop(run: Run) -> bool:
 def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
     """Forward, backward and update of one optimizer step, and its line in the metrics."""
     started = time.perf_counter()
+    skipped = run.position.skipped_steps
     lr = run.lr_at(work.step)
     set_rate(run.optimizer, lr)
     with run.watch.phase("first step" if work.step == 0 else "steady step", tokens=work.num_tokens):
@@ -128,6 +130,8 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
         told = _to_host(sums | {"grad_norm": norm / run.ranks.world})
     totals = run.ranks.sum(told)
     _tell(run, work, totals, lr, time.perf_counter() - started)
+    if run.position.skipped_steps > skipped:
+        run.tell(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
         run.saver.settle()
         raise Diverged(
@@ -221,11 +225,19 @@ def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
     return run.method.loss(run.model, micro, denominator=1.0, want_stats=True)
 
 
-def before_step(run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints]) -> None:
+def before_step(
+    run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints], *, is_trial: bool = False
+) -> None:
     """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
     if isinstance(run.method, LooksAhead):
         ahead = StepPreview(
-            feed, sequences, micros, run.device, run.ranks.world, num_sharing=run.ranks.num_sharing
+            feed,
+            sequences,
+            micros,
+            run.device,
+            run.ranks.world,
+            num_sharing=run.ranks.num_sharing,
+            is_trial=is_trial,
         )
         run.method.before_step(run.model, ahead)
 

@@ -49,11 +49,12 @@ from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.memory_meter.resized_storages import counting_mode
 from memtrain.trainers.model.heads.build import configure_loss
-from memtrain.trainers.model.loading.load import local_device
+from memtrain.trainers.model.loading.load import is_random, local_device
 from memtrain.trainers.model.loading.save import try_final
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_steps
 from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.loss_scaling import LossScaling
 from memtrain.trainers.optim.lr_schedule import lr_at
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
@@ -64,6 +65,7 @@ from memtrain.trainers.run_folder.event_sinks import EventSinks, open_teller
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, RunLock
 from memtrain.trainers.run_folder.pulse import Family, Pulse
+from memtrain.trainers.runtime.allocator import allocator_words
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
@@ -207,7 +209,7 @@ def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks
     if found.checkpoint is not None:
         own = {"trained": built.trained, "ranks": ranks}
         restore(found.checkpoint, built.scorer, built.optimizer, position, built.follower, **own)
-    return _engine(plan, built)
+    return _engine(plan, built, position)
 
 
 def _tell_start(
@@ -225,6 +227,10 @@ def _tell_start(
         said.append(f"continued after step {position.step}")
     if built.why_whole:
         said.append(f"each process loaded the whole model before it was cut: {built.why_whole}")
+    if plan.settings.device == "cuda":
+        said.append(allocator_words(plan.settings.expandable_segments))
+        if is_random(plan.recipe.model):
+            said.append("random weights were drawn on the GPU: a CPU draws other numbers for the same seed")
     for text in said:
         teller.tell(NoteEvent(step=position.step, text=text))
 
@@ -245,8 +251,10 @@ def _rehearse(run: Run, built: Built) -> None:
         refuse_over_budget(plan, run.recovery.settings, built.model, found.peak_bytes, found.load)
 
 
-def _engine(plan: Plan, built: Built) -> DistributedStep:
+def _engine(plan: Plan, built: Built, position: TrainState) -> DistributedStep:
     """Engine by which a step reaches the other ranks and the weights."""
+    if plan.settings.dtype == "float16":
+        return LossScaling(make_engine(plan, built), position).engine()
     if not plan.settings.in_backward:
         return make_engine(plan, built)
     return InBackward(built.optimizer, list(built.trained.values())).engine()

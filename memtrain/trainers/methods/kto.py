@@ -104,7 +104,7 @@ class Kto:
             for sequences in ahead.micros:
                 own = ahead.feed.items_of(sequences)
                 matched = np.array([partner_of[item] for item in own.tolist()], np.int64)
-                batch = ahead.feed.mismatched(own, matched).to(ahead.device)
+                batch = ahead.feed.mismatched(own, matched, is_trial=ahead.is_trial).to(ahead.device)
                 total += self._log_ratios(model, batch).sum()
         if ahead.num_ranks > 1:
             dist.all_reduce(total)

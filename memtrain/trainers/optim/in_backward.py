@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.step import DistributedStep
 
 
@@ -56,8 +57,8 @@ class InBackward:
         if not self._is_real:
             gradient.zero_()
         if self._is_real or self._makes_states:
-            # Only this weight has a gradient, so only this one is stepped.
-            self._optimizer.step()
+            with only(self._optimizer, parameter):
+                self._optimizer.step()
         parameter.grad = None
 
     def _norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -66,3 +67,20 @@ class InBackward:
         norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
         self._norms.clear()
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+@contextmanager
+def only(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
+    """The optimizer has this one parameter inside: a step looks at no other of the hundreds that it has."""
+    if isinstance(optimizer, MasterWeights):
+        with optimizer.only(parameter):
+            yield
+        return
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, parameters in groups:
+        group["params"] = [one for one in parameters if one is parameter]
+    try:
+        yield
+    finally:
+        for group, parameters in groups:
+            group["params"] = parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +79,23 @@ class MasterWeights(Optimizer):
             for parameter, gradient in left.items():
                 parameter.grad = gradient
         return loss
+
+    @contextmanager
+    def only(self, parameter: Tensor) -> Iterator[None]:
+        """Context in which this optimizer, and the one inside, have one parameter alone."""
+        outer, inner, masters = self.param_groups, self._inner.param_groups, self._masters
+        parameters = [(of["params"], inside["params"]) for of, inside in zip(outer, inner, strict=True)]
+        places = [[n for n, one in enumerate(held) if one is parameter] for held, _ in parameters]
+        for of, inside, which in zip(outer, inner, places, strict=True):
+            of["params"] = [of["params"][n] for n in which]
+            inside["params"] = [inside["params"][n] for n in which]
+        self._masters = [[held[n] for n in which] for held, which in zip(masters, places, strict=True)]
+        try:
+            yield
+        finally:
+            self._masters = masters
+            for of, inside, (held, copies) in zip(outer, inner, parameters, strict=True):
+                of["params"], inside["params"] = held, copies
 
     def _step_bucket(
         self,

@@ -63,6 +63,8 @@ class StepPreview:
     num_ranks: int
     num_sharing: int = 1
     """Number of ranks that hold the same rows as this one, itself counted."""
+    is_trial: bool = False
+    """The sequences were put together to try memory, and are no step's: no reference was asked for them."""
 
 
 @runtime_checkable

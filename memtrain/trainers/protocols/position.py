@@ -20,3 +20,9 @@ class TrainState:
     """Tokens (padding included) of the lightest micro-batch that ran out: as heavy ones are split."""
     switched_on: list[str] = field(default_factory=list)
     """Strategies that were switched on because memory ran out, in their order (recover.py)."""
+    loss_scale: float = 2.0**16
+    """Factor of the loss in float16 (loss_scaling.py)."""
+    scaled_steps: int = 0
+    """Steps since the scale last changed."""
+    skipped_steps: int = 0
+    """Steps that moved nothing, for their gradients overflowed float16."""

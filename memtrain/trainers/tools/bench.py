@@ -105,7 +105,7 @@ def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
         else:
             sequences = heaviest_sequences(stepper, until=step)
         work = step_of(steps.feed, sequences, step=step, has_more=has_more)
-        stepper.gradients(work)
+        stepper.gradients(work, is_trial=True)
         stepper.update(work)
         micro = micro_of(steps.feed, sequences)
     rows, longest = micro.input_ids.shape

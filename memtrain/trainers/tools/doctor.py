@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.model.attention.probe import Outcome, probe
+from memtrain.trainers.runtime.allocator import expandable_in_force, use_expandable_segments
 
 PACKAGES = (
     *("memtrain", "torch", "transformers", "accelerate", "datasets", "peft", "safetensors"),
@@ -104,7 +105,10 @@ def _device(hardware: Hardware) -> Finding:
         return Finding("device", "CPU", Outcome.WORKS, f"{threads}, {gib(hardware.free_bytes)} free")
     free, total = torch.cuda.mem_get_info()
     half = "bfloat16" if hardware.has_bfloat16 else "no bfloat16"
+    use_expandable_segments(True)
+    segments = "expandable segments" if expandable_in_force() else "no expandable segments"
     words = f"{hardware.num_devices} x {gib(total)}, {gib(free)} free, CUDA {torch.version.cuda}, {half}"
+    words = f"{words}, {segments}"
     return Finding("device", hardware.name, Outcome.WORKS, words)
 
 

@@ -65,7 +65,14 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     )
     head = "score" if plan.recipe.method == "reward" else "lm"
     seed = plan.recipe.train.seed
-    base = load_model(plan.recipe.model, settings, seed=seed, vocab_size=len(tokenizer), head=head)
+    base = load_model(
+        plan.recipe.model,
+        settings,
+        seed=seed,
+        vocab_size=len(tokenizer),
+        head=head,
+        drawn_on=plan.settings.device,
+    )
     if plan.data.turn_end is not None:
         stop_at(base, plan.data.turn_end.token_id)
     adapted = load_adapter(base, str(folder.final))

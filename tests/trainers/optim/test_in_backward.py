@@ -53,6 +53,49 @@ def test_the_bits_are_those_of_a_step_after_the_pass(make_settings, kind: str):
         assert torch.equal(one, other)
 
 
+def test_float32_copies_are_stepped_in_the_pass_to_the_same_bits(make_settings):
+    optim = Optim(lr=1e-2, weight_decay=0.1, max_grad_norm=None)
+    settings = make_settings(dtype="bfloat16", master_weights=True)
+    plain = make_model().bfloat16()
+    inside = copy.deepcopy(plain)
+    rows = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    states: list[dict[str, Any]] = []
+    for model in (plain, inside):
+        optimizer = build_optimizer(model, optim, settings)
+        parameters = list(model.parameters())
+        engine = InBackward(optimizer, parameters).engine() if model is inside else DistributedStep()
+        for _ in range(3):
+            engine.backward(model(rows).float().square().sum())
+            update(optimizer, parameters, lr=1e-2, max_grad_norm=None, engine=engine)
+        states.append(optimizer.state_dict())
+    for one, other in zip(plain.parameters(), inside.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    for index, one in states[0]["state"].items():
+        other = states[1]["state"][index]
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_a_step_in_the_pass_looks_at_one_weight_of_all(make_settings, monkeypatch, is_half: bool):
+    """Hundreds of weights would each be looked at hundreds of times."""
+    model = make_model().bfloat16() if is_half else make_model()
+    settings = make_settings(dtype="bfloat16" if is_half else "float32", master_weights=is_half)
+    optimizer = build_optimizer(model, Optim(lr=1e-2, max_grad_norm=None), settings)
+    seen: list[int] = []
+    inner = torch.optim.AdamW.step
+
+    def counted(self: torch.optim.AdamW, *given: Any) -> Any:
+        seen.append(sum(len(group["params"]) for group in self.param_groups))
+        return inner(self, *given)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    engine = InBackward(optimizer, list(model.parameters())).engine()
+    engine.backward(model(torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype)).float().sum())
+    assert seen == [1] * (2 * NUM_LAYERS)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * NUM_LAYERS
+
+
 def test_a_tied_weight_is_stepped_once_by_the_sum_of_its_uses(make_settings):
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -24,7 +24,7 @@ from memtrain.memory.estimate.activations import (
     layer_kept,
     norm_backward,
     norm_kept,
-    rotary,
+    positions_and_mask,
 )
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
 from memtrain.memory.estimate.static import gradient_bytes, trains_head
@@ -81,7 +81,7 @@ def pass_moments(load: Workload, resting: Mapping[str, int]) -> list[Moment]:
     """The moments of a pass without gradients: when groups are gathered, in a layer, and in the head."""
     cut, base = groups(load.settings, load.shape), dict(resting)
     scores = head_bytes(load, trains_head=trains_head(load.settings)).evaluation
-    layer = {"activations": layer_forward(load) + rotary(load)}
+    layer = {"activations": layer_forward(load) + positions_and_mask(load)}
     return [
         *_forward(load, cut, base, (0, 0, 0)),
         base | layer | {"gathered weights": cut.root.weights + GATHERED * cut.layer.weights},
@@ -98,7 +98,7 @@ def _forward(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, in
     head = GATHERED * cut.head.weights + cut.layer.weights if cut.head.weights else 0
     boundary = layer_boundary(load)
     return [
-        rest | {"gathered weights": first, "activations": boundary + rotary(load)},
+        rest | {"gathered weights": first, "activations": boundary + positions_and_mask(load)},
         rest | {"gathered weights": layer, "activations": everything - of_last + boundary},
         rest | {"gathered weights": head, "activations": everything + 2 * boundary},
     ]

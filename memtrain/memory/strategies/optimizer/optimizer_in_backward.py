@@ -43,6 +43,11 @@ STRATEGY = Strategy(
     refusal=refusal,
     conflicts=(
         Conflict(
+            "float16",
+            "gradients wait until all of them are known to be finite",
+            when=lambda settings: settings.dtype == "float16",
+        ),
+        Conflict(
             "several processes",
             "gradients are summed over the processes before they are used",
             when=lambda settings: settings.num_processes > 1,

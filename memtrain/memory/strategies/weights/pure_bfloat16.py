@@ -53,6 +53,11 @@ STRATEGY = Strategy(
     refusal=refusal,
     conflicts=(
         Conflict(
+            "float16",
+            "weights of float16 lose small updates, and scaled gradients need float32 ones",
+            when=lambda settings: settings.dtype == "float16",
+        ),
+        Conflict(
             "DeepSpeed's ZeRO", "it keeps float32 copies of bfloat16 weights in any case", when=uses_zero
         ),
     ),

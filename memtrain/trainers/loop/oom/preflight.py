@@ -203,7 +203,7 @@ def _evaluation(run: Run) -> None:
     was_training = run.model.training
     run.model.eval()
     with run.watch.phase(f"{REHEARSAL}evaluation"), torch.no_grad():
-        before_step(run, feed, heaviest, [heaviest])
+        before_step(run, feed, heaviest, [heaviest], is_trial=True)
         run.recovery.each(feed, [heaviest], lambda sequences: score(run, feed, sequences), ranks=run.ranks)
     run.model.train(was_training)
 

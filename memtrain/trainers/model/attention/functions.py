@@ -38,6 +38,7 @@ NAMES = {
     AttentionBackend.FLASH: "memtrain_fa2",
     AttentionBackend.TORCH_VARLEN: "memtrain_torch_varlen",
     AttentionBackend.FLEX: "memtrain_flex",
+    AttentionBackend.TORCH_EFFICIENT: "memtrain_efficient",
     AttentionBackend.MASKED: "memtrain_masked",
 }
 """The name that transformers knows each back end by (`attn_implementation`)."""

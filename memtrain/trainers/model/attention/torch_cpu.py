@@ -34,15 +34,15 @@ class SegmentLoop:
         lse_KGT = lse_HT.view(K, H // K, T)
         for q0, q1, k0, k1 in part.spans():
             out_GKLD, lse_GKL = aten._scaled_dot_product_flash_attention_for_cpu(
-                _fold(query_THD[q0:q1], K),
-                _expand(key_TKD[k0:k1], H // K),
-                _expand(value_TKD[k0:k1], H // K),
+                fold(query_THD[q0:q1], K),
+                expand(key_TKD[k0:k1], H // K),
+                expand(value_TKD[k0:k1], H // K),
                 0.0,
                 part.is_causal,
                 attn_mask=None,
                 scale=scale,
             )
-            out_THD[q0:q1] = _unfold(out_GKLD)
+            out_THD[q0:q1] = unfold(out_GKLD)
             lse_KGT[:, :, q0:q1] = lse_GKL.transpose(0, 1)
         return out_THD, lse_HT
 
@@ -66,18 +66,18 @@ class SegmentLoop:
         dv_TKD = torch.empty_like(value_TKD, memory_format=torch.contiguous_format)
         for q0, q1, k0, k1 in part.spans():
             dq_GKLD, dk_GKLD, dv_GKLD = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _fold(grad_THD[q0:q1], K),
-                _fold(query_THD[q0:q1], K),
-                _expand(key_TKD[k0:k1], H // K),
-                _expand(value_TKD[k0:k1], H // K),
-                _fold(out_THD[q0:q1], K),
+                fold(grad_THD[q0:q1], K),
+                fold(query_THD[q0:q1], K),
+                expand(key_TKD[k0:k1], H // K),
+                expand(value_TKD[k0:k1], H // K),
+                fold(out_THD[q0:q1], K),
                 lse_KGT[:, :, q0:q1].transpose(0, 1).contiguous(),
                 0.0,
                 part.is_causal,
                 attn_mask=None,
                 scale=scale,
             )
-            dq_THD[q0:q1] = _unfold(dq_GKLD)
+            dq_THD[q0:q1] = unfold(dq_GKLD)
             dk_TKD[k0:k1] = dk_GKLD.sum(0).transpose(0, 1)
             dv_TKD[k0:k1] = dv_GKLD.sum(0).transpose(0, 1)
         return dq_THD, dk_TKD, dv_TKD
@@ -87,17 +87,17 @@ def _lse_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _fold(segment_LHD: Tensor, K: int) -> Tensor:
+def fold(segment_LHD: Tensor, K: int) -> Tensor:
     """[G, K, L, D] view: grouped heads go to the batch axis, so that keys are expanded, never repeated."""
     L, H, D = segment_LHD.shape
     return segment_LHD.unflatten(1, (K, H // K)).permute(2, 1, 0, 3)
 
 
-def _unfold(folded_GKLD: Tensor) -> Tensor:
-    """[L, H, D]: `_fold` undone."""
+def unfold(folded_GKLD: Tensor) -> Tensor:
+    """[L, H, D]: `fold` undone."""
     return folded_GKLD.permute(2, 1, 0, 3).flatten(1, 2)
 
 
-def _expand(segment_LKD: Tensor, G: int) -> Tensor:
+def expand(segment_LKD: Tensor, G: int) -> Tensor:
     """[G, K, L, D] view of keys or values, shared by the G heads of a group."""
     return segment_LKD.transpose(0, 1)[None].expand(G, -1, -1, -1)

@@ -53,6 +53,7 @@ def load_model(
     vocab_size: int,
     head: str = "lm",
     is_new: bool = True,
+    drawn_on: str | None = None,
 ) -> PreTrainedModel:
     """The causal LM that `recipe` names, in `settings.dtype`, on this process's device, in training mode.
 
@@ -60,17 +61,18 @@ def load_model(
     it `is_new`.
 
     Without adapter, checkpointing or kernels: those are put on it afterwards. `vocab_size` is the size of
-    the tokenizer. Random weights depend on `seed` alone, so every rank gets the same ones; the caller's
-    random state does not move. The KV cache is off and attention is `settings.attention`. Inside
-    `made_in_parts` it has no data yet.
+    the tokenizer. Random weights are drawn on the device of `settings`, or `drawn_on`: they depend on `seed`
+    and that kind of device alone, so every rank gets the same ones; the caller's random state does not move.
+    The KV cache is off and attention is `settings.attention`. Inside `made_in_parts` it has no data yet.
 
     Raises: NeedsWhole where it cannot be made in parts there; LaunchError when there is no such model, it is
     an adapter or no causal LM, its weights are incomplete or only in pickle files, it needs code from the
     hub, or its embedding is smaller than the tokenizer.
     """
-    if recipe.path is None or recipe.path == BUILTIN_TINY:
-        model = _random_model(_config_of(recipe, vocab_size), settings, seed, head)
+    if is_random(recipe):
+        model = _random_model(_config_of(recipe, vocab_size), settings, seed, head, drawn_on)
     else:
+        assert recipe.path is not None, "A recipe has model.path or model.config."
         model = _pretrained(find_origin(recipe.path, recipe.revision), settings, head, is_new=is_new)
     _check_vocabulary(model, recipe, vocab_size)
     model.config.use_cache = False
@@ -78,6 +80,11 @@ def load_model(
     take_own_positions(model)
     _record_no_routers(model)
     return model.train()
+
+
+def is_random(recipe: Model) -> bool:
+    """Whether a recipe names no weights: they are drawn."""
+    return recipe.path is None or recipe.path == BUILTIN_TINY
 
 
 def local_device(settings: Settings) -> torch.device:
@@ -132,10 +139,21 @@ READ_BY_MODELS = {"architectures", "torch_dtype", "transformers_version", "head_
 """Keys of a configuration that its class need not know: the models of Qwen3-MoE read `head_dim`."""
 
 
-def _random_model(config: PretrainedConfig, settings: Settings, seed: int, head: str) -> PreTrainedModel:
+def _random_model(
+    config: PretrainedConfig, settings: Settings, seed: int, head: str, drawn_on: str | None
+) -> PreTrainedModel:
     check_config(config, "model.config", head)
     _scores_once(config, head)
-    with torch.random.fork_rng(devices=[]):
+    if drawn_on == "cuda" and not torch.cuda.is_available():
+        raise LaunchError(
+            "the random weights of this model were drawn on a GPU, and there is none here to draw them again",
+            "model.config",
+            "run the command on a machine with a GPU",
+        )
+    # Ranks that keep a part of each weight read it while it is made on the host.
+    place = torch.device("cpu") if is_keeping() else torch.device(drawn_on or local_device(settings))
+    of_gpu = [torch.cuda.current_device()] if place.type == "cuda" else []
+    with torch.random.fork_rng(devices=of_gpu), place:
         torch.manual_seed(seed)
         model = built(AUTO[head].from_config, config, "model.config", dtype=DTYPES[settings.dtype])
     if settings.quantize != "none":

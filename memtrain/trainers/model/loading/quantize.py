@@ -35,7 +35,7 @@ def quantization_config(settings: Settings) -> Any | None:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=getattr(torch, settings.dtype),
         bnb_4bit_quant_storage=torch.uint8,
     )
 

@@ -100,12 +100,20 @@ def open_vllm(
         start_deadline_s=section.start_deadline_s,
         environment=environment(section, settings.threads, ranks, device),
     )
+    transport = open_transport(
+        folder,
+        section.bucket,
+        device,
+        is_same_device=device.type == "cuda" and not section.devices,
+        python=launch.python,
+        environment=launch.environment,
+    )
+    if transport.why_files:
+        tell(f"vLLM reads new weights from files, not from the GPU: {transport.why_files}")
     return VllmSampler(
         model=built.model,
         launch=launch,
-        transport=open_transport(
-            folder, section.bucket, device, is_same_device=device.type == "cuda" and not section.devices
-        ),
+        transport=transport,
         version=version,
         tell=tell,
         sleep_level=SLEEP_LEVELS[settings.sampler_sleep],

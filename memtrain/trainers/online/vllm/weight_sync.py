@@ -7,9 +7,11 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.runtime.allocator import fixed_segments
 
 ALIGNMENT = 64
 """Pieces of a bucket begin at multiples of it, so that a view of them has any dtype."""
@@ -184,6 +187,8 @@ class Transport:
     buffer: Tensor | None = None
     """uint8 [bucket_bytes] on the device, shared; None: files."""
     handle: str | None = None
+    why_files: str = field(default="", kw_only=True)
+    """Reason that buckets are files although both processes are on one device."""
     """Handle by which the other process opens the buffer."""
     count: int = 0
 
@@ -215,10 +220,19 @@ class Transport:
 
 
 def open_transport(
-    run_dir: Path, bucket_bytes: int, device: torch.device, *, is_same_device: bool
+    run_dir: Path,
+    bucket_bytes: int,
+    device: torch.device,
+    *,
+    is_same_device: bool,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
 ) -> Transport:
-    """CUDA IPC where both processes are on one CUDA device; else files of memory, or of the run folder where
-    memory has no room for them (containers often give /dev/shm 64 MiB)."""
+    """CUDA IPC where both processes are on one CUDA device and a handle is seen to work, else files.
+
+    Files of memory, or of the run folder where memory has no room for them (containers often give /dev/shm
+    64 MiB). `python`, `environment`: those of the other process, which the handle is tried with.
+    """
     is_roomy = (
         MEMORY_FOLDER.is_dir()
         and os.access(MEMORY_FOLDER, os.W_OK)
@@ -228,13 +242,47 @@ def open_transport(
     parent = MEMORY_FOLDER if is_roomy else run_dir
     transport = Transport(Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent)), bucket_bytes)
     if device.type == "cuda" and is_same_device:
-        transport.buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
-        transport.handle = shared_handle(transport.buffer)
+        # Handles of expandable segments fail on several drivers (pytorch#198305, OpenRLHF#957).
+        with fixed_segments():
+            buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
+        transport.why_files = try_handle(buffer, python, environment or {})
+        if not transport.why_files:
+            transport.buffer, transport.handle = buffer, shared_handle(buffer)
     return transport
 
 
+PROBE_S = 120.0
+"""Time in which the probe of a handle must have read it: it loads torch. Taste."""
+
+PROBE_VALUE = 0x5A
+"""Every byte of the buffer while its handle is tried."""
+
+
+def try_handle(buffer: Tensor, python: str, environment: Mapping[str, str]) -> str:
+    """Let a process like the sampler's read the buffer through a handle; why it cannot, or nothing."""
+    try:
+        handle = shared_handle(buffer)
+        buffer.fill_(PROBE_VALUE)
+        torch.cuda.synchronize(buffer.device)
+        told = subprocess.run(
+            [python, str(Path(__file__).with_name("worker.py")), "--probe-handle"],
+            input=handle,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            env={**os.environ, **environment},
+            check=False,
+        )
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if told.returncode:
+        return (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
+    read = told.stdout.strip()
+    return "" if read == str(PROBE_VALUE) else f"the other process reads {read}, not {PROBE_VALUE}"
+
+
 def shared_handle(buffer: Tensor) -> str:
-    """Handle by which another process opens a CUDA tensor (not run: no GPU)."""
+    """Arguments with which another process opens a CUDA tensor, as text."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)

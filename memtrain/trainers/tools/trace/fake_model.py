@@ -28,6 +28,7 @@ from memtrain.trainers.tools.trace.bitsandbytes import pack_linear_maps
 PLAYED_BY = {
     AttentionBackend.FLASH: AttentionBackend.TORCH_VARLEN,
     AttentionBackend.FLEX: AttentionBackend.TORCH_VARLEN,
+    AttentionBackend.TORCH_EFFICIENT: AttentionBackend.TORCH_VARLEN,
 }
 """Back ends whose kernels need packages or a compiler: torch's own flash kernels keep the same tensors."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any, cast
@@ -30,6 +30,7 @@ from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.model.streamed.apply import stream_layers
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.loss_scaling import summed_wide
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.method import Method, TracksPolicy
@@ -160,5 +161,6 @@ def _engine(
     if isinstance(optimizer, ZeroOptimizer):
         return begin_playing_zero(scorer, optimizer, settings, recipe.optim.max_grad_norm)
     if not settings.in_backward:
-        return engine_of_ranks(scorer, trained, settings)
+        engine = engine_of_ranks(scorer, trained, settings)
+        return replace(engine, begin=summed_wide(engine)) if settings.dtype == "float16" else engine
     return InBackward(optimizer, trained).engine()

@@ -1,0 +1,73 @@
+"""CUDA's caching allocator with expandable segments: asked for in this process, and seen to be in force."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that torch reads the allocator's settings from when it is loaded; the second is the older."""
+
+KEY = "expandable_segments"
+
+PROBE_BYTES = 24 * 2**20
+"""More than the allocator serves from its pool of small blocks, or from the rest of another large one."""
+
+
+def use_expandable_segments(is_on: bool) -> None:
+    """From now on new segments are expandable, or are not; nothing without CUDA.
+
+    torch reads the environment once, when it is loaded, which may be before this process has written it. What
+    the environment says of expandable segments wins; its other settings are given again.
+    """
+    if torch.cuda.is_available():
+        torch._C._accelerator_setAllocatorSettings(settings_text(is_on))  # pyright: ignore
+
+
+def settings_text(is_on: bool) -> str:
+    """The allocator's settings as torch takes them: those of the environment, and expandable segments."""
+    given = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+    if KEY in given:
+        return given
+    return ",".join(one for one in (given, f"{KEY}:{is_on}") if one)
+
+
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """New segments inside are not expandable: memory that another process is to see, on many drivers."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(f"{KEY}:False")  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings_text(is_on=True))  # pyright: ignore
+
+
+def expandable_in_force() -> bool:
+    """Whether a large block that is allocated now lies in an expandable segment. Needs a CUDA device.
+
+    Source: torch's own record of its segments (`torch.cuda.memory_snapshot`), after a real allocation.
+    """
+    block = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda")
+    place = block.data_ptr()
+    for segment in torch.cuda.memory_snapshot():
+        start: int = segment["address"]
+        if start <= place < start + segment["total_size"]:
+            return bool(segment["is_expandable"])
+    return False
+
+
+def allocator_words(is_asked: bool) -> str:
+    """A sentence for the report: what the allocator does, where that is not what was planned."""
+    found = expandable_in_force()
+    if found == is_asked:
+        return f"CUDA's allocator has {'expandable' if found else 'fixed'} segments, as planned"
+    return (
+        f"CUDA's allocator has {'expandable' if found else 'fixed'} segments where the plan has others: "
+        "reserved memory is not the predicted one (see PYTORCH_ALLOC_CONF in the environment)"
+    )
