@@ -1,0 +1,108 @@
+"""Whole runs on a GPU through the command line: every method, going on, verification, several GPUs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.__main__ import main
+from memtrain.memory.plan.plan import Plan
+from memtrain.trainers.build.components import build
+from memtrain.trainers.online.generation.backend import build_sampler, sampling_of
+from memtrain.trainers.online.generation.protocol import Group
+from memtrain.trainers.online.vllm.weight_check import furthest
+
+pytestmark = pytest.mark.gpu
+METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online-dpo", "ppo")
+SMOKE = ("train.max_steps=3", "log.every_steps=1", "eval.every_steps=null")
+
+
+def run(folder: Path, method: str, device: torch.device, *overrides: str) -> list[dict]:
+    """The lines of the metrics of a smoke recipe."""
+    words = [method, f"smoke/{method}", "--run-dir", str(folder), f"data.cache_dir={folder.parent}/cache"]
+    code = main([*words, f"cluster.device={device.type}", *SMOKE, *overrides])
+    assert code == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains(method: str, tmp_path: Path, device: torch.device):
+    """With the preflight, which tries the heaviest batch and a save before the first step."""
+    told = run(tmp_path / "run", method, device, "memory.preflight=on")
+    losses = [line["loss"] for line in told if line["kind"] == "step"]
+    assert len(losses) == 3
+    assert all(torch.isfinite(torch.tensor(losses)))
+    if device.type == "cuda":
+        assert any(line["reserved"] > 0 for line in told if line["kind"] == "memory")
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, device: torch.device):
+    """Attention whose sums have one order, and dropout: the states of the GPU's generator matter."""
+    words = ("model.attention=masked", "model.dtype=float32", "save.every_steps=2", "train.max_steps=4")
+    words = (*words, "model.adapter={r: 4, dropout: 0.2}")
+    whole = run(tmp_path / "whole", "sft", device, *words)
+    run(tmp_path / "parts", "sft", device, *words, "train.max_steps=2")
+    parts = run(tmp_path / "parts", "sft", device, *words, "save.allow_changed_keys=[train.max_steps]")
+    of = [[line["loss"] for line in told if line["kind"] == "step"] for told in (whole, parts)]
+    assert of[1][-2:] == pytest.approx(of[0][-2:], rel=1e-6)
+
+
+def test_a_plan_is_verified_on_this_card(plan_of: Callable[..., Plan], tmp_path: Path, device: torch.device):
+    plan_of("sft")
+    assert main(["verify", str(tmp_path / "sft.yaml"), "--shrink"]) == 0
+
+
+def test_the_native_sampler_gives_the_models_own_log_probs(
+    plan_of: Callable[..., Plan], device: torch.device
+):
+    plan = plan_of("grpo", "generate.backend=native", dtype="float32")
+    built = build(plan)
+    sampler = build_sampler(plan, built, max_rows=4)
+    groups = [Group((5, 6, 7, 8), 2, 0), Group((9, 10), 2, 1)]
+    samples = sampler.generate(groups, sampling_of(plan, built))
+    worst = max(
+        furthest(built.model, group, sample)
+        for group, of in zip(groups, samples, strict=True)
+        for sample in of
+    )
+    assert worst < 5e-3, "Room for TF32, which is off by default."
+
+
+def test_a_step_on_the_gpu_is_that_of_the_cpu(plan_of: Callable[..., Plan], cuda: torch.device):
+    """Float32 weights made on one device and copied to the other: losses of the first step."""
+    from memtrain.trainers.build.bare_steps import Stepper
+
+    plan = plan_of("sft", "model.attention=masked", dtype="float32")
+    here = build(plan)
+    settings = plan.settings.model_copy(update={"device": "cpu"})
+    there = build(plan.model_copy(update={"settings": settings}))
+    copy_weights(here.model, there.model)
+    losses = [
+        Stepper(one, built).step(0).loss
+        for one, built in ((plan, here), (plan.model_copy(update={"settings": settings}), there))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    state = {name: tensor.cpu() for name, tensor in source.state_dict().items()}
+    target.load_state_dict(state)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_two_gpus_train_as_one(engine: str, tmp_path: Path, device: torch.device):
+    one = run(tmp_path / "one", "sft", device, "cluster.processes=1", "model.dtype=float32")
+    two = run(
+        tmp_path / "two",
+        "sft",
+        device,
+        "cluster.processes=2",
+        f"cluster.engine={engine}",
+        "model.dtype=float32",
+    )
+    losses = [[line["loss"] for line in told if line["kind"] == "step"] for told in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
