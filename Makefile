@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-vllm check format docs docs-reference clean
+.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,11 @@ test: setup
 
 test-all: setup
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not gpu and not slurm"
+
+# The fast tests with other versions of Python, torch and transformers, from a copy of the tree that is not installed:
+# `make test-versions`, or some of them: `make test-versions CASES=3.12/2.11.0/5.17.0` (docs/versions.md).
+test-versions:
+	tests/versions.sh $(CASES)
 
 # A SLURM of four virtual nodes on this machine; `tests/slurm/cluster.sh install` gets the packages (root).
 test-slurm: setup
@@ -73,9 +78,11 @@ $(TRL_ENV)/.installed:
 bench: setup $(TRL_ENV)/.installed
 	$(BIN)/python benchmarks/suite.py --trl-env $(TRL_ENV) --out bench-results
 
-# What needs a CUDA GPU; the same command goes on where it was ended. Results in bench-gpu/.
-bench-gpu: setup
-	$(BIN)/python benchmarks/gpu.py --out bench-gpu
+# What needs a CUDA GPU; the same command goes on where it was ended. Results in bench-gpu/. Nothing is installed: where
+# this tree has no environment of its own, python3 with its torch is taken, and the wheels in .whl/ (docs/offline.md).
+BENCH_GPU_LIMIT_S ?= 3600
+bench-gpu:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) benchmarks/gpu.py --out bench-gpu --limit-s $(BENCH_GPU_LIMIT_S)
 
 # docs/benchmarks.md and docs/exactness.md from the committed results.
 bench-page: setup

@@ -412,6 +412,24 @@ def many_ranks(result: Result) -> list[str]:
     return table(headers, rows)
 
 
+def on_a_gpu(result: Result) -> list[str]:
+    """The planner's error, then a row a stage; faults stay."""
+    plan, trace = result["plan"], result["trace"]
+    lines: list[str] = []
+    for name, told in (("planned", plan), ("traced", trace)):
+        if told["count"]:
+            error = f"median {told['median_error']:.1%}, 95th percentile {told['p95_error']:.1%}"
+            lines.append(
+                f"Peaks {name}, of {told['count']} plans: {error}, worst {told['worst_error']:+.1%}."
+            )
+    lines += [f"Plans that were said to fit and did not: {', '.join(plan['false_fits']) or 'none'}.", ""]
+    kinds = ("words", "skipped", "refused", "faults")
+    said = {
+        stage: text for kind in kinds for stage, text in result[kind].items() if not stage.startswith("grid/")
+    }
+    return lines + table(("stage", "result"), sorted(said.items()))
+
+
 def vllm(result: Result) -> list[str]:
     """The figures as they are."""
     return table(
@@ -548,9 +566,9 @@ SECTIONS = (
     Section(
         "On a GPU",
         "gpu",
-        "Sizes 0.6B to 8B: peak and tokens/s of SFT, DPO and GRPO, longest context, offloading, attention "
-        "back ends, the planner's error (`make bench-gpu`).",
-        lambda result: table(tuple(result), [tuple(str(value) for value in result.values())]),
+        "The ladder of `make bench-gpu`: back ends, engines bit for bit, speed and MFU, decoding, small "
+        "cards, TRL on the same rows, shared prompts, the planner's error over its grid.",
+        on_a_gpu,
     ),
 )
 

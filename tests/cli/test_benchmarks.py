@@ -1,4 +1,4 @@
-"""The scripts of `make bench` and `make bench-gpu`: what of them needs no GPU and no TRL."""
+"""The scripts of `make bench`: what of them needs no TRL. Those of `make bench-gpu`: test_first_light.py."""
 
 import importlib.util
 import json
@@ -9,9 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from memtrain.cli.plan.make_plan import make_plan
-from memtrain.recipes.reading.load import load_recipe
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -35,58 +32,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield load
     for name in loaded:
         del sys.modules[name]
-
-
-def test_every_gpu_task_has_a_file_of_its_own_and_there_are_sixty_plans(script: Any):
-    gpu = script("gpu")
-    names = [task.name for task in gpu.tasks()]
-    assert len(names) == len(set(names))
-    assert sum(task.kind == "point" for task in gpu.tasks()) >= 60
-    assert {task.size for task in gpu.tasks()} == {"0.6B", "1.7B", "4B", "8B"}
-
-
-def test_gpu_tasks_go_on_where_they_were_ended(script: Any, tmp_path: Path):
-    gpu = script("gpu")
-    wanted = gpu.tasks()[:3]
-    (tmp_path / f"{wanted[0].name}.json").write_text("{}")
-    made: list[str] = []
-
-    def act(task: Any) -> dict[str, Any]:
-        made.append(task.name)
-        return {"row": 1}
-
-    assert gpu.make(wanted, tmp_path, act, limit_s=60) == []
-    assert made == [task.name for task in wanted[1:]]
-    assert gpu.make(gpu.tasks()[:4], tmp_path, act, limit_s=-1) == gpu.tasks()[3:4], "no time: none is begun"
-    assert json.loads((tmp_path / f"{wanted[2].name}.json").read_text())["row"] == 1
-
-
-def test_the_planners_error_is_that_of_all_rows(script: Any):
-    """Two plans of 110 and 80 for 100 measured, and one that was said to fit and did not."""
-    gpu = script("gpu")
-    found = [
-        {"row": {"predicted_bytes": 110, "peak_bytes": 100, "fault": ""}},
-        {"result": {"rows": [{"predicted_bytes": 80, "peak_bytes": 100, "fault": ""}]}},
-        {"row": {"predicted_bytes": 90, "peak_bytes": None, "fault": "out of memory"}},
-        {"refused": "no plan fits"},
-        {"fault": "error", "task": {"name": "broken"}},
-    ]
-    told = gpu.summary(found)
-    assert (told["rows"], told["measured"], told["false_fits"], told["refused"]) == (3, 2, 1, 1)
-    assert told["median_error"] == pytest.approx(0.15)
-    assert told["worst_error"] == pytest.approx(-0.2)
-    assert told["faults"] == ["broken"]
-
-
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
-def test_gpu_recipes_are_planned_here_for_a_card(script: Any, tmp_path: Path, method: str):
-    gpu = script("gpu")
-    task = gpu.Task("one", "point", method, "0.6B", (gpu.LORA,))
-    path = gpu.write_recipe(task, tmp_path)
-    words = [*task.words, "model.dtype=float32", "cluster.device=cpu"]
-    plan = make_plan(load_recipe(str(path), words), run_dir=str(tmp_path / "run")).plan
-    assert plan.settings.adapter is not None
-    assert plan.data.train.longest_tokens > 500
 
 
 def test_a_page_of_no_results_says_not_measured(script: Any):

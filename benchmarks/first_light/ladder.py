@@ -1,0 +1,111 @@
+"""The stages in the order in which they tell most: what may be broken first, then speed, then the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from first_light.grid import GRID, Point
+
+LORA = "model.adapter={r: 16, alpha: 32}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One line of the results."""
+
+    name: str
+    run: str
+    """`module:function` under first_light.stages; it takes a Bench and `given`, and returns JSON values."""
+    limit_s: float
+    """Seconds after which it is given up, with its process."""
+    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def group(self) -> str:
+        """What the page shows together."""
+        return self.name.partition("/")[0]
+
+
+BACKENDS = ("torch_varlen", "flash", "flex", "masked")
+ENGINES: dict[str, tuple[str, ...]] = {
+    "activation_offloading": ("memory.activation_checkpointing=on", "memory.activation_offloading=on"),
+    "full_offloading": ("memory.activation_checkpointing=off", "memory.activation_offloading=on"),
+    "optimizer_offload": ("memory.optimizer_offload=on",),
+    "optimizer_in_backward": ("optim.in_backward=on", "optim.max_grad_norm=null"),
+    "streamed_layers": ("memory.streamed_layers=on",),
+}
+"""What moves bytes or changes when they are used, each against the same run without it."""
+SPEEDS: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
+    ("0.6B full 16k", "0.6B", 16_384, ()),
+    ("0.6B LoRA 16k", "0.6B", 16_384, (LORA,)),
+    ("0.6B full 8k", "0.6B", 8_192, ()),
+)
+LARGE: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
+    ("8B LoRA 4k", "8B", 4_096, (LORA,)),
+    ("8B LoRA 16k", "8B", 16_384, (LORA,)),
+    ("8B full 16k", "8B", 16_384, ()),
+)
+SMALL_CARD: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("0.6B full", "0.6B", ()),
+    ("4B LoRA", "4B", (LORA,)),
+    ("4B full, states on the host", "4B", ("memory.optimizer_offload=on",)),
+    ("8B LoRA, layers streamed", "8B", (LORA, "memory.streamed_layers=on")),
+    ("8B QLoRA", "8B", (LORA, "model.quantize=4bit")),
+)
+LONGEST: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
+    ("0.6B full, 24 GiB", "0.6B", 24, ()),
+    ("8B QLoRA, 16 GiB", "8B", 16, (LORA, "model.quantize=4bit")),
+    ("8B QLoRA, 24 GiB", "8B", 24, (LORA, "model.quantize=4bit")),
+)
+
+
+def stages(points: Sequence[Point] = GRID) -> list[Stage]:
+    """All of them, in order."""
+    return [
+        Stage("machine/versions", "machine:versions", 90),
+        Stage("machine/allocator", "machine:allocator", 60),
+        *(Stage(f"back ends/{name}", "probes:back_end", 150, {"name": name}) for name in BACKENDS),
+        Stage("doctor", "probes:doctor", 180),
+        Stage("tests marked gpu", "probes:gpu_tests", 300),
+        Stage("bit for bit/none", "engines:twice", 120),
+        *(
+            Stage(f"bit for bit/{name}", "engines:against_none", 120, {"overrides": list(words)})
+            for name, words in ENGINES.items()
+        ),
+        *(_speed(*one) for one in SPEEDS),
+        Stage("profile/0.6B full 16k", "profiling:kernels", 120, _given("0.6B", 16_384, ())),
+        Stage("profile/0.6B LoRA 16k", "profiling:kernels", 120, _given("0.6B", 16_384, (LORA,))),
+        *(_speed(*one) for one in LARGE),
+        Stage("decoding/0.6B 32 rows", "decoding:per_token", 180, {"size": "0.6B", "rows": 32}),
+        Stage("decoding/0.6B 128 rows", "decoding:per_token", 180, {"size": "0.6B", "rows": 128}),
+        *(_small_card(*one) for one in SMALL_CARD),
+        Stage("TRL/0.6B full", "peers:against_trl", 300, {"size": "0.6B", "overrides": []}),
+        Stage("TRL/0.6B LoRA", "peers:against_trl", 300, {"size": "0.6B", "overrides": [LORA]}),
+        Stage("TRL/8B LoRA", "peers:against_trl", 400, {"size": "8B", "overrides": [LORA]}),
+        *(
+            Stage(f"shared prompts/k = {k}", "prompts:group_of", 200, {"num_generations": k})
+            for k in (2, 4, 8)
+        ),
+        *(Stage(f"grid/{point.name}", "grid_points:measure_point", 150, point.as_json()) for point in points),
+        *(_longest(*one) for one in LONGEST),
+    ]
+
+
+def _given(size: str, tokens: int, overrides: tuple[str, ...]) -> dict[str, Any]:
+    return {"size": size, "tokens": tokens, "overrides": list(overrides)}
+
+
+def _speed(name: str, size: str, tokens: int, overrides: tuple[str, ...]) -> Stage:
+    return Stage(f"speed/{name}", "speed:measure_speed", 240, _given(size, tokens, overrides))
+
+
+def _small_card(name: str, size: str, overrides: tuple[str, ...]) -> Stage:
+    given = _given(size, 4_096, overrides) | {"gib": 24}
+    return Stage(f"24 GiB/{name}", "small_card:under_a_fraction", 240, given)
+
+
+def _longest(name: str, size: str, gib: int, overrides: tuple[str, ...]) -> Stage:
+    given = {"size": size, "gib": gib, "overrides": list(overrides)}
+    return Stage(f"longest row/{name}", "small_card:longest_row", 500, given)

@@ -1,0 +1,67 @@
+"""The native sampler: milliseconds a token, and kernels a token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from first_light.bench import Bench
+
+COUNT = 4
+"""Completions of a prompt."""
+
+
+def per_token(bench: Bench, size: str, rows: int) -> dict[str, Any]:
+    """Completions of 128 tokens, `rows` at a time, none of which ends early."""
+    from memtrain.trainers.build.components import build
+    from memtrain.trainers.build.engine import make_accelerator
+    from memtrain.trainers.online.generation.backend import build_sampler, sampling_of
+    from memtrain.trainers.online.generation.protocol import Group
+
+    rows = max(COUNT, rows // 8) if bench.stand_in else rows
+    tokens, prompt = bench.tokens(128), bench.tokens(256)
+    overrides = ["generate.backend=native", "generate.num_generations=4"]
+    path, words = bench.recipe("grpo", size, tokens=2 * prompt, overrides=overrides, batch=rows, count=rows)
+    planned = bench.plan(path, words)
+    make_accelerator(planned.plan.settings)
+    built = build(planned.plan)
+    sampler = build_sampler(planned.plan, built, max_rows=rows)
+    ids = [tuple(range(2 + number, 2 + number + prompt)) for number in range(rows // COUNT)]
+    groups = [Group(tuple(one % 64 for one in row), COUNT, seed=number) for number, row in enumerate(ids)]
+
+    def write(count: int) -> float:
+        sampling = replace(sampling_of(planned.plan, built), max_tokens=count, stop_ids=(), stop_strings=())
+        bench.device.wait()
+        began = time.perf_counter()
+        sampler.generate(groups, sampling)
+        bench.device.wait()
+        return time.perf_counter() - began
+
+    write(4)
+    few, many = write(tokens // 4), write(tokens)
+    per_token_s = (many - few) / (tokens - tokens // 4)
+    kernels = _kernels(bench, lambda: write(10)) - _kernels(bench, lambda: write(2))
+    return {
+        "words": f"{1e3 * per_token_s:.2f} ms a token, {rows / per_token_s:,.0f} tokens/s, "
+        f"{kernels / 8:,.0f} kernels a token",
+        "rows": rows,
+        "ms_per_token": 1e3 * per_token_s,
+        "tokens_per_s": rows / per_token_s,
+        "kernels_per_token": kernels / 8,
+        "peak_bytes": torch.cuda.max_memory_allocated() if bench.device.is_cuda else 0,
+    }
+
+
+def _kernels(bench: Bench, work: Any) -> int:
+    """Kernels that `work` launches (a graph's count each); operators on a stand-in."""
+    from torch.autograd import DeviceType
+
+    cuda = bench.device.is_cuda
+    kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profile:
+        work()
+    events = profile.events() or []
+    return sum(not cuda or event.device_type == DeviceType.CUDA for event in events)

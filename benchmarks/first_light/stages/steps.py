@@ -1,0 +1,102 @@
+"""The first steps of a plan in this process, with what they take of the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from first_light.bench import Bench, Planned
+
+DATASHEET = {"h200": 989e12, "h100": 989e12, "a100": 312e12, "b200": 2250e12, "l4": 121e12, "4090": 165e12}
+"""Dense bfloat16 operations a second, of the vendors' data sheets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Matrix products of one step, as MFU counts them: without what checkpointing computes again."""
+
+    num_weights: int
+    """Weights of matrices that tokens go through; the head is one of them, the embedding is none."""
+    attention: int
+    """Layers x query heads x head width."""
+    trains_all: bool
+
+    def a_second(self, tokens: int, longest: int, seconds: float) -> float:
+        """Operations a second of `tokens` tokens in rows of about `longest` tokens, causal.
+
+        Source: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B; frozen weights have no gradient
+        of their own: 4 operations a weight and token in place of 6.
+        """
+        linear = (6 if self.trains_all else 4) * self.num_weights * tokens
+        attends = 3 * 2 * 2 * self.attention * tokens * longest / 2
+        return (linear + attends) / seconds
+
+
+def operations_of(planned: Planned) -> Operations:
+    """Of a plan's model."""
+    config, adapter = planned.facts.config, planned.plan.settings.adapter
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    keys = config.get("num_key_value_heads") or heads
+    layers = config["num_hidden_layers"]
+    a_layer = 2 * width * heads * head_dim + 2 * width * keys * head_dim + 3 * width * inner
+    return Operations(
+        layers * a_layer + width * config["vocab_size"], layers * heads * head_dim, adapter is None
+    )
+
+
+def datasheet_rate(name: str) -> float | None:
+    """Of a card by its name; None for one that is not in the table."""
+    return next((rate for card, rate in DATASHEET.items() if card in name.lower()), None)
+
+
+def bytes_text(count: float) -> str:
+    """GiB, or MiB of a stand-in's little ones."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
+
+
+def measured_steps(bench: Bench, planned: Planned, steps: int) -> dict[str, Any]:
+    """Peaks beside the prediction, speed beside the predicted one, and losses.
+
+    Raises: what ends a run, out of memory too.
+    """
+    from memtrain.cli.measure.variants import predicted_of
+    from memtrain.memory.strategies.registry import used_in
+    from memtrain.trainers.tools.bench import bench as bench_steps
+
+    bench.device.freed()
+    with bench.device.watched() as seen:
+        made = bench_steps(planned.plan, steps)
+    predicted = predicted_of(planned.variant, made.heaviest)
+    step_s = made.seconds / steps
+    speed = made.tokens / made.seconds
+    longest = planned.plan.data.train.longest_tokens
+    rate = operations_of(planned).a_second(made.tokens, min(longest, made.tokens), made.seconds)
+    sheet = datasheet_rate(planned.facts.hardware.name)
+    error = predicted / made.peak_bytes - 1
+    assert all(math.isfinite(loss) for loss in made.losses), f"A loss is not finite: {made.losses}"
+    mfu = None if sheet is None else rate / sheet
+    said = f"{speed:,.0f} tokens/s, peak {bytes_text(made.peak_bytes)}, plan {error:+.1%}"
+    return {
+        "words": said + ("" if mfu is None else f", MFU {mfu:.2f}"),
+        "peak_bytes": made.peak_bytes,
+        "reserved_bytes": made.reserved_bytes,
+        **seen,
+        "beside_bytes": bench.device.beside_bytes(),
+        "planned_bytes": predicted,
+        "planned_error": error,
+        "planned_step_s": planned.variant.predicted_step_s,
+        "step_s": step_s,
+        "tokens_per_s": speed,
+        "tokens": made.tokens,
+        "operations_per_s": rate,
+        "mfu": mfu,
+        "losses": list(made.losses),
+        "strategies": [one.name for one in used_in(planned.plan.settings)],
+        "settings": planned.plan.settings.model_dump(mode="json"),
+        "heaviest": list(made.heaviest),
+        "method": planned.plan.recipe.method,
+        "trace_job": bench.trace_job(planned),
+    }

@@ -1,0 +1,70 @@
+"""The summary of all results: the planner's error, false fits, what is broken, what is left."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from first_light.ladder import Stage
+from first_light.published import beside
+
+Record = Mapping[str, Any]
+CLOSE = 0.03
+"""The planner's error above which a row must be explained."""
+
+
+def summary(found: Mapping[str, Record], wanted: Sequence[Stage], where: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the page shows, as JSON values."""
+    measured = list(plans(found))
+    errors = [one["planned_error"] for _, one in measured]
+    traced = [traced_error(one) for _, one in measured]
+    return {
+        "where": dict(where),
+        "stages": len(wanted),
+        "done": sum(stage.name in found for stage in wanted),
+        "faults": {name: one["fault"] for name, one in found.items() if "fault" in one},
+        "refused": {name: one["refused"] for name, one in found.items() if "refused" in one},
+        "skipped": {name: one["skipped"] for name, one in found.items() if "skipped" in one},
+        "plan": spread(errors) | {"false_fits": [n for n, one in found.items() if one.get("is_false_fit")]},
+        "trace": spread([one for one in traced if one is not None]),
+        "misses": {name: one["planned_error"] for name, one in measured if abs(one["planned_error"]) > CLOSE},
+        "not_bit_for_bit": [
+            name for name, one in found.items() if name.startswith("bit for bit") and not one.get("is_equal")
+        ],
+        "speed": {
+            name: {key: one.get(key) for key in ("tokens_per_s", "mfu", "peak_bytes", "planned_error")}
+            | {"published": [asdict(record) for record in beside(name)]}
+            for name, one in measured
+            if not name.startswith("grid/")
+        },
+        "words": {name: one.get("words", "") for name, one in found.items() if one.get("words")},
+    }
+
+
+def plans(found: Mapping[str, Record]) -> Iterator[tuple[str, Record]]:
+    """(name, result) of every plan that was measured, those inside of a stage too."""
+    for name, one in found.items():
+        if one.get("peak_bytes") and "planned_error" in one:
+            yield name, one
+        for part, inner in one.items():
+            if isinstance(inner, Mapping) and inner.get("peak_bytes") and "planned_error" in inner:
+                yield f"{name}: {part}", inner
+
+
+def traced_error(one: Record) -> float | None:
+    """Of the trace's peak over the measured one, less 1; None without a trace."""
+    found = one.get("traced", {}).get("traced_bytes")
+    return None if found is None else found / one["peak_bytes"] - 1
+
+
+def spread(errors: Sequence[float]) -> dict[str, Any]:
+    """Number, median, 95th percentile and worst of the sizes of some errors."""
+    sizes = sorted(abs(error) for error in errors)
+    return {
+        "count": len(sizes),
+        "median_error": statistics.median(sizes) if sizes else None,
+        "p95_error": sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))] if sizes else None,
+        "worst_error": max(errors, key=abs) if errors else None,
+    }

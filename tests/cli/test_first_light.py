@@ -1,0 +1,205 @@
+"""The ladder of `make bench-gpu`: its order, its supervisor, its grid and page; whole, on a stand-in."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from first_light import results, supervise
+from first_light.grid import GRID, METHODS, SIZES, STRATEGIES, sampled
+from first_light.ladder import Stage, stages
+from first_light.page import page
+from first_light.stages.profiling import covered
+from first_light.summary import summary
+from first_light.supervise import Run, Worker
+
+ROOT = Path(__file__).parents[2]
+WORKER = """
+    import json, os, sys, time
+    for line in sys.stdin:
+        asked = json.loads(line)
+        given = asked["given"]
+        if given.get("dies"):
+            print("no kernel image", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(9)
+        time.sleep(given.get("sleeps", 0))
+        answer = {"words": "done", "pid": os.getpid(), "left_bytes": given.get("leaves", 0)}
+        print(json.dumps(answer), flush=True)
+"""
+
+Ladder = Callable[..., tuple[list[Stage], list[str]]]
+
+
+@pytest.fixture
+def down(tmp_path: Path) -> Ladder:
+    """Works stages down with a worker that computes nothing: (those that are left, lines on the screen)."""
+    program = tmp_path / "worker.py"
+    program.write_text(textwrap.dedent(WORKER))
+
+    def make(*wanted: Stage, limit_s: float = 60) -> tuple[list[Stage], list[str]]:
+        worker = Worker([sys.executable, str(program)], os.environ, tmp_path / "log.txt")
+        said: list[str] = []
+        run = Run(tmp_path, worker, limit_s, say=said.append)
+        left = run.down(wanted, {"device": "none"})
+        assert worker.process is None, "Nothing is left running."
+        return left, said
+
+    return make
+
+
+def stage(name: str, limit_s: float = 30, **given: object) -> Stage:
+    return Stage(name, "none:none", limit_s, given)
+
+
+def test_stages_have_names_of_their_own_and_what_tells_most_comes_first():
+    wanted = stages()
+    assert len({one.name for one in wanted}) == len(wanted)
+    groups = list(dict.fromkeys(one.group for one in wanted))
+    order = ["machine", "back ends", "doctor", "tests marked gpu", "bit for bit", "speed", "profile"]
+    order += ["decoding", "24 GiB", "TRL", "shared prompts", "grid", "longest row"]
+    assert groups == order
+
+
+def test_every_method_size_and_strategy_is_met_early_and_no_point_twice():
+    """Seventeen strategies need seventeen points at least; a few more are left for what cannot be met."""
+    early = GRID[: len(STRATEGIES) + 8]
+    assert {one.method for one in GRID[:10]} == set(METHODS)
+    assert {one.size for one in GRID[:6]} == set(SIZES)
+    assert {one.strategy for one in early} == set(STRATEGIES)
+    assert len(set(GRID)) == len(GRID)
+    assert sampled() == GRID, "The same on every machine."
+    counts = Counter(one.method for one in GRID)
+    assert max(counts.values()) - min(counts.values()) <= 3
+
+
+def test_a_stage_that_dies_or_hangs_is_a_result_and_the_next_one_runs(down: Ladder, tmp_path: Path):
+    left, said = down(
+        stage("a"), stage("b", dies=True), stage("c"), stage("d", limit_s=0.5, sleeps=60), stage("e")
+    )
+    assert left == []
+    found = results.by_stage(results.read(tmp_path))
+    assert found["b"]["fault"] == "the process ended with code 9: no kernel image"
+    assert found["d"]["fault"] == "not done after 0 s"
+    assert {found[name]["words"] for name in "ace"} == {"done"}
+    assert found["a"]["pid"] != found["c"]["pid"], "A new process after one that died."
+    assert len(said) == 5
+
+
+def test_a_stage_that_leaves_memory_behind_gives_the_next_one_a_new_process(down: Ladder, tmp_path: Path):
+    down(stage("a"), stage("b", leaves=2**30), stage("c"))
+    found = results.by_stage(results.read(tmp_path))
+    assert found["a"]["pid"] == found["b"]["pid"] != found["c"]["pid"]
+
+
+def test_the_same_call_goes_on_and_a_line_that_was_cut_off_is_made_again(down: Ladder, tmp_path: Path):
+    wanted = [stage("a"), stage("b"), stage("c")]
+    left, _ = down(*wanted, limit_s=0)
+    assert left == wanted, "No time: none is begun."
+    down(wanted[0])
+    with (tmp_path / results.FILE).open("a") as file:
+        file.write('{"stage": "b", "wor')
+    left, said = down(*wanted)
+    assert left == []
+    assert [line.partition(":")[0] for line in said] == ["b", "c"]
+    lines = (tmp_path / results.FILE).read_text().splitlines()
+    assert [json.loads(line)["stage"] for line in lines] == ["a", "b", "c"]
+
+
+def test_the_time_of_a_call_cuts_a_stage_off_and_it_has_no_result(
+    down: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(supervise, "MARGIN_S", 0)
+    monkeypatch.setattr(supervise, "WORTH_S", 0)
+    left, said = down(stage("a", sleeps=60), limit_s=0.5)
+    assert [one.name for one in left] == ["a"]
+    assert "the time of this call is over" in said[0]
+    assert results.read(tmp_path) == []
+
+
+def test_the_summary_has_the_planners_error_and_its_false_fits():
+    """110 and 80 planned for 100 measured; a trace of 99; one that was said to fit and did not."""
+    found = {
+        "grid/a": {"peak_bytes": 100, "planned_error": 0.1, "traced": {"traced_bytes": 99}},
+        "shared prompts/k = 2": {"once": {"peak_bytes": 100, "planned_error": -0.2}},
+        "24 GiB/b": {"fault": "out of memory", "is_false_fit": True},
+        "bit for bit/c": {"is_equal": False, "words": "losses differ by 1.0e-03"},
+    }
+    wanted = [stage(name) for name in found]
+    told = summary(found, wanted, {"device": "none"})
+    assert told["plan"]["count"] == 2
+    assert told["plan"]["median_error"] == pytest.approx(0.15)
+    assert told["plan"]["worst_error"] == pytest.approx(-0.2)
+    assert told["trace"]["worst_error"] == pytest.approx(-0.01)
+    assert told["plan"]["false_fits"] == ["24 GiB/b"]
+    assert set(told["misses"]) == {"grid/a", "shared prompts/k = 2: once"}
+    assert told["not_bit_for_bit"] == ["bit for bit/c"]
+    assert told["faults"] == {"24 GiB/b": "out of memory"}
+
+
+def test_the_page_shows_faults_plots_and_what_others_published():
+    found = {
+        "speed/0.6B full 8k": {
+            "words": "30,000 tokens/s <fast>",
+            "tokens_per_s": 3e4,
+            "peak_bytes": 100,
+            "planned_error": 0.01,
+        },
+        "grid/a": {"fault": "KeyError: 1"},
+    }
+    text = page(found, summary(found, [stage(name) for name in found], {"device": "none"}))
+    assert "30,000 tokens/s &lt;fast&gt;" in text
+    assert "fault: KeyError: 1" in text
+    assert "prime-rl, 1x H100" in text
+    assert "26,000 tokens/s" in text
+    assert text.count("<svg") == 2
+    assert "http" not in text
+
+
+def test_time_that_several_kernels_share_counts_once():
+    assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_ladder_runs_from_a_bare_tree_with_tiny_models_on_a_cpu(tmp_path: Path):
+    """A stage of every kind; the second call goes on where the first was ended."""
+    words = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu.py"),
+        "--stand-in",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    words += ["--work", str(tmp_path / "work"), "--only", *LITTLE]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    calls = [
+        subprocess.run(
+            [*words, "--limit-s", limit], env=environment, cwd=tmp_path, text=True, capture_output=True
+        )
+        for limit in ("40", "800")
+    ]
+    assert calls[0].returncode in (0, 4), calls[0].stderr
+    assert calls[1].returncode == 0, calls[1].stdout + calls[1].stderr
+    found = results.by_stage(results.read(tmp_path / "out"))
+    assert {name.partition("/")[0] for name in found} == {one.group for one in stages()}
+    faults = {name: one["fault"] for name, one in found.items() if "fault" in one}
+    assert not faults
+    told = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert told["plan"]["count"] >= 5
+    assert told["done"] == told["stages"]
+    assert told["not_bit_for_bit"] == []
+    assert "standing in for a GPU" in (tmp_path / "out" / "page.html").read_text()
+
+
+LITTLE = (
+    *("machine/", "back ends/masked", "back ends/flex", "doctor", "tests marked", "bit for bit/none"),
+    *("bit for bit/optimizer_offload", "speed/0.6B full 8k", "profile/0.6B LoRA", "32 rows"),
+    *("24 GiB/0.6B", "TRL/0.6B full", "k = 2", "longest row/0.6B", f"grid/{GRID[0].name}"),
+    *(f"grid/{one.name}" for one in GRID[:8] if one.method == "kto"),
+)
