@@ -81,9 +81,9 @@ def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
     ) -> list[list[Sample]]:
         if job["fixed"]:
             made = [made_up(group) for group in groups]
-            for tell in filter(None, on_done):
+            for emit in filter(None, on_done):
                 for number, group in enumerate(made):
-                    tell(number, group)
+                    emit(number, group)
         else:
             made = own(self, groups, sampling, *on_done, phase=phase)
         clock.completion_tokens += sum(len(one.token_ids) for group in made for one in group)

@@ -645,8 +645,8 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
     began, cpu = time.monotonic(), os.times()
-    tell = functools.partial(print, flush=True)
-    outcomes = run(given.seed, given.mutants, tell, processes=given.processes)
+    emit = functools.partial(print, flush=True)
+    outcomes = run(given.seed, given.mutants, emit, processes=given.processes)
     outcomes += [through_cli(given.seed + at) for at in range(given.cli)]
     spent = os.times()
     faults = [one for one in outcomes if one["kind"] not in SOUND]

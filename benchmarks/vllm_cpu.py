@@ -119,7 +119,7 @@ def measure(python: str, folder: Path) -> dict[str, Any]:
         ),
         transport=open_transport(folder, 256 * 2**20, torch.device("cpu"), is_same_device=True),
         version=lambda: version[0],
-        tell=lambda text: None,
+        emit=lambda text: None,
         sleep_level=0,
         restarts=1,
         fallback=None,

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _our_fault() -> int:
     """Say that it is ours, with the traceback of what is handled now; the exit code."""
-    print("this is a fault of memtrain, not of the recipe; please report what follows", file=sys.stderr)
+    print("this is a bug in memtrain, not in the recipe; please report the trace below", file=sys.stderr)
     print(printable(traceback.format_exc()), file=sys.stderr, end="")
     return EXIT_OUR_FAULT
 

@@ -27,46 +27,48 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command(
-        "quickstart", "quickstart:quickstart", "Train a tiny model on built-in data: what a run looks like."
+        "quickstart",
+        "quickstart:quickstart",
+        "Train a tiny model on built-in data, to see what a run looks like.",
     ),
     Command("sft", "train:sft", "Supervised fine-tuning from a recipe."),
     Command("dpo", "train:dpo", "Direct preference optimization from a recipe."),
     Command("kto", "train:kto", "KTO from a recipe."),
     Command("reward", "train:reward", "A reward model from a recipe."),
-    Command("score", "score:score", "The rewards that a reward model gives to answers."),
+    Command("score", "score:score", "Score answers with a reward model."),
     Command("grpo", "train:grpo", "Group relative policy optimization, with rewards."),
     Command("rloo", "train:rloo", "REINFORCE with a leave-one-out baseline, with rewards."),
     Command("online-dpo", "train:online_dpo", "Online DPO: pairs of own completions, judged by rewards."),
     Command("ppo", "train:ppo", "Proximal policy optimization, with rewards and a value model."),
     Command("train", "train:train", "Train by the method that the recipe names."),
-    Command("plan", "plan:plan", "What a run will do and need, without starting it; for any GPU."),
+    Command("plan", "plan:plan", "Predict the memory and speed of a run, for any GPU, without starting it."),
     Command("calibrate", "calibrate:calibrate", "Measure this machine once, for its plans."),
     Command("verify", "verify:verify", "Show that the plan of a recipe gives the numbers of the plain run."),
-    Command("bench", "bench:bench", "What each strategy of a plan saves and costs, measured."),
+    Command("bench", "bench:bench", "Measure what each strategy of a plan saves and costs."),
     Command("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),
-    Command("status", "status:status", "How a run stands: step, loss, job."),
+    Command("status", "status:status", "State of a run: step, loss, job."),
     Command("logs", "status:logs", "The log of a run; -f follows it."),
     Command("check", "check:check", "Check a recipe: every fault at once, each with its line."),
     Command(
         "inspect-lengths",
         "inspect_lengths:inspect_lengths",
-        "How long the rows are; what each max_length loses and costs.",
+        "Length distribution of a dataset, and what each max_length loses and costs.",
     ),
     Command("init", "init:init", "Write a commented recipe to start from."),
     Command(
         "import",
         "import_config:import_config",
-        "Another trainer's configuration as a recipe; what has no counterpart.",
+        "Translate another trainer's configuration into a recipe, and list what has no counterpart.",
     ),
-    Command("rescue", "rescue:rescue", "A run that ran out of memory: what held it, and what makes it fit."),
-    Command("import-trl", "import_config:import_trl", "The same for TRL, with the method said."),
+    Command("rescue", "rescue:rescue", "Diagnose a run that ran out of memory, and find what makes it fit."),
+    Command("import-trl", "import_config:import_trl", "The same for TRL, with the method given."),
     Command("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
     Command("methods", "methods:methods", "List the methods that a recipe may ask for."),
     Command("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
     Command("merge", "merge:merge", "Fold the adapter of a run into its base model."),
     Command("export", "export:export", "Write the model of a checkpoint in the Hugging Face format."),
-    Command("clean", "clean:clean", "Remove what killed processes left half-written in a run folder."),
-    Command("doctor", "doctor:doctor", "Say what is installed and what of it really works here."),
+    Command("clean", "clean:clean", "Remove half-written files of killed processes from a run folder."),
+    Command("doctor", "doctor:doctor", "Test which installed packages and devices really work here."),
 )
 """Every verb, in the order of `memtrain --help`."""
 
@@ -88,8 +90,8 @@ class _Verbs(TyperGroup):
         if args[0] not in names and not ctx.resilient_parsing:
             near = difflib.get_close_matches(args[0], names, n=2)
             raise RecipeError(
-                f"'{args[0]}' is no verb of memtrain",
-                fix=f"did you mean {' or '.join(near)}?" if near else f"the verbs are {', '.join(names)}",
+                f"'{args[0]}' is not a command of memtrain",
+                fix=f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(names)}",
             )
         return super().resolve_command(ctx, args)
 
@@ -117,7 +119,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
-    epilog="`memtrain VERB --help` says more of one. Every key of a recipe: `memtrain schema --reference`.",
+    epilog="`memtrain COMMAND --help` explains a command. Every key of a recipe: `memtrain schema "
+    "--reference`.",
 )
 
 

@@ -93,13 +93,13 @@ class Recipe(Section):
             if length.packing != "none":
                 raise ValueError(
                     f"length.packing {length.packing} fills sequences with rows that are only read; "
-                    f"remove it: {self.method} lays prompts with their answers end to end by itself"
+                    f"remove it: {self.method} concatenates prompts with their answers by itself"
                 )
             return self
         for name in ("max_prompt", "max_completion", "shared_prompts", "group_prompts"):
             if changes(length, name):
                 raise ValueError(
-                    f"length.{name} has no effect on {self.method}, which learns rows whole; remove it"
+                    f"length.{name} has no effect on {self.method}, which trains on whole rows; remove it"
                 )
         return self
 
@@ -109,7 +109,8 @@ class Recipe(Section):
             if changes(length, name):
                 fix = "; set generate.max_tokens" if name == "max_completion" else ""
                 raise ValueError(
-                    f"length.{name} has no effect on {self.method}, which writes its answers; remove it{fix}"
+                    f"length.{name} has no effect on {self.method}, which generates its answers; remove "
+                    f"it{fix}"
                 )
         room = None if length.max_length is None else length.max_length - self.generation.max_tokens
         if room is not None and room < 1:
@@ -123,7 +124,7 @@ class Recipe(Section):
         for name in ("importance_correction_min", "importance_correction_max"):
             if mode == "none" and changes(section, name):
                 raise ValueError(
-                    f"{name} has no effect: importance_correction: auto corrects nothing, because {why}; "
+                    f"{name} has no effect: importance_correction: auto is off, because {why}; "
                     "set importance_correction, or remove it"
                 )
 
@@ -146,8 +147,9 @@ class Recipe(Section):
             and generate.temperature != 1
         ):
             raise ValueError(
-                "importance_correction needs the sampler's probabilities before its repetition_penalty, and "
-                "vLLM says those only at temperature 1; remove repetition_penalty, or set temperature: 1, "
+                "importance_correction needs the sampler's probabilities before its repetition_penalty, "
+                "and vLLM gives those only at temperature 1; remove repetition_penalty, or set "
+                "temperature: 1, "
                 "or importance_correction: none"
             )
 
@@ -158,7 +160,7 @@ class Recipe(Section):
             for name in ("generate", "rewards"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name} has no effect on {self.method}, which writes nothing; remove it"
+                        f"{name} has no effect on {self.method}, which generates nothing; remove it"
                     )
             return self
         if self.rewards is None:
@@ -177,7 +179,7 @@ class Recipe(Section):
             )
         if self.train.batch_tokens is not None:
             raise ValueError(
-                f"{self.method} counts a step in completions; set train.batch_size in place of batch_tokens"
+                f"{self.method} counts a step in completions; set train.batch_size instead of batch_tokens"
             )
         if self.generation.num_generations < 2 and self.method != "ppo":
             raise ValueError(
@@ -188,7 +190,7 @@ class Recipe(Section):
             self._correction_can_be_made(section)
         if self.optim.neftune_alpha is not None:
             raise ValueError(
-                f"optim.neftune_alpha makes the policy another one in training than in sampling; remove it "
+                f"optim.neftune_alpha makes the policy differ between training and sampling; remove it "
                 f"for {self.method}"
             )
         return self

@@ -33,7 +33,7 @@ METHODS: dict[str, Method] = {
     for method in (
         Method(
             "sft",
-            "Supervised fine-tuning: cross-entropy on the tokens that are to be learnt.",
+            "Supervised fine-tuning: cross-entropy on the loss tokens.",
             "memtrain.trainers.methods.sft",
         ),
         Method(
@@ -48,7 +48,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "reward",
-            "A reward model: one number for an answer, learnt from pairs.",
+            "A reward model: one number for an answer, trained on pairs.",
             "memtrain.trainers.methods.reward",
             head="score",
         ),

@@ -20,7 +20,7 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
     assert capsys.readouterr().out == (
         "my.yaml is a valid sft recipe.\n"
         "\n"
-        "key            value                                         said at\n"
+        "key            value                                         written at\n"
         "method         sft                                           my.yaml:1:1\n"
         "model.path     builtin:tiny                                  my.yaml:2:9\n"
         "data.train     a.jsonl (weight: 2.0); b.jsonl (weight: 1.0)  my.yaml:4:3\n"

@@ -79,7 +79,7 @@ def test_clean_tells_what_it_removes_and_leaves_the_rest(tmp_path: Path, left: t
     assert said.count("removed") == len({name.split("/")[0] for name in left}) + 3
     assert ".rehearsal-abc (1000 B)" in " ".join(said.split())
     assert main(["clean", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "nothing was left half-written\n"
+    assert capsys.readouterr().out == "there are no half-written files\n"
 
 
 def test_clean_puts_back_a_checkpoint_that_was_set_aside(tmp_path: Path):
@@ -99,4 +99,4 @@ def test_clean_touches_nothing_where_a_process_runs_or_no_run_is(
     assert "is running in" in capsys.readouterr().err
     (tmp_path / "plan.json").unlink()
     assert main(["clean", str(tmp_path)]) == 5
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err

@@ -64,8 +64,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["chek"], "error: 'chek' is no verb of memtrain\n  try: did you mean check or schema?\n"),
-        (["zzz"], "error: 'zzz' is no verb of memtrain\n  try: the verbs are "),
+        (["chek"], "error: 'chek' is not a command of memtrain\n  try: did you mean check or schema?\n"),
+        (["zzz"], "error: 'zzz' is not a command of memtrain\n  try: the commands are "),
         (["check"], "error: missing argument 'RECIPE'\n  try: memtrain check --help\n"),
         (["check", "x", "--foo"], "error: no such option: --foo\n  try: memtrain check --help\n"),
         (["--foo"], "error: no such option: --foo\n  try: memtrain --help\n"),
@@ -87,7 +87,7 @@ def test_a_fault_of_ours_says_so_with_its_traceback(
     monkeypatch.setattr("memtrain.cli.app.run", broken)
     assert main(["check"]) == 70
     told = capsys.readouterr().err
-    assert told.startswith("this is a fault of memtrain")
+    assert told.startswith("this is a bug in memtrain")
     assert "ZeroDivisionError: oh" in told
 
 

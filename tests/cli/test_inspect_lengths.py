@@ -179,11 +179,11 @@ def test_a_tokenizer_that_cannot_be_loaded_is_no_guess(rows, tmp_path, capsys, m
 @pytest.mark.parametrize(
     ("words", "kind", "says"),
     [
-        ((), RecipeError, "no data is named"),
-        (("rows.jsonl", *TINY, "--method", "dppo"), RecipeError, "there is no method 'dppo'"),
-        (("rows.jsonl", *TINY, "--max-length", "1k"), RecipeError, "'1k' is no list of lengths"),
-        (("rows.jsonl", *TINY, "--max-length", "0"), RecipeError, "'0' is no list of lengths"),
-        (("rows.jsonl", *TINY, "--budget", "8GiB"), RecipeError, "a budget needs a model"),
+        ((), RecipeError, "no dataset is given"),
+        (("rows.jsonl", *TINY, "--method", "dppo"), RecipeError, "unknown method 'dppo'"),
+        (("rows.jsonl", *TINY, "--max-length", "1k"), RecipeError, "'1k' is not a list of lengths"),
+        (("rows.jsonl", *TINY, "--max-length", "0"), RecipeError, "'0' is not a list of lengths"),
+        (("rows.jsonl", *TINY, "--budget", "8GiB"), RecipeError, "--budget needs a model"),
         (("rows.jsonl", *TINY, "--sample", "0"), RecipeError, "--sample"),
         (("nothing.jsonl", *TINY), DataError, "there is no file"),
         (("rows.jsonl", *TINY, "data.colums.prompt=question"), RecipeError, "colums"),
@@ -206,7 +206,7 @@ def test_lengths_are_read_with_or_without_spaces():
     [
         ("empty.jsonl", b"", "there are no rows"),
         ("cut.jsonl.gz", b"\x1f\x8b\x08\x00\x00", "not a whole gzip file"),
-        ("words.jsonl", b'"just" "words"', "broken JSON"),
+        ("words.jsonl", b'"just" "words"', "invalid JSON"),
         ("other.csv", b"a,b\n1,2\n", "no format fits the columns a, b"),
     ],
 )

@@ -123,5 +123,5 @@ def test_a_folder_that_cannot_be_written_is_told(tiny_model: TinyModel, tmp_path
 
 def test_boundaries_without_checkpointing_are_refused(tiny_model: TinyModel):
     settings = SETTINGS.model_copy(update={"offload": "boundaries"})
-    with pytest.raises(LaunchError, match="no layer is checkpointed"):
+    with pytest.raises(LaunchError, match="needs activation checkpointing"):
         apply_checkpointing_and_offload(tiny_model(), settings)

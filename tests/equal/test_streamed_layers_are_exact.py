@@ -223,7 +223,7 @@ def test_a_tensor_that_is_not_known_to_be_cut_is_refused(tiny_llama: TinyModel):
     stream_layers(model, 24)
     layout = ROWS["packed"]
     ids = torch.zeros(1, layout.num_tokens, dtype=torch.int64)
-    with pytest.raises(LaunchError, match="`per_token`, a tensor that is not known to be cut"):
+    with pytest.raises(LaunchError, match="`per_token`, a tensor whose token dimension is unknown"):
         model(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False, per_token=ids)
 
 
@@ -250,5 +250,5 @@ def test_layers_that_mix_tokens_outside_attention_are_found_at_the_start(tiny_ll
     mlp = model.model.layers[1].mlp
     own = mlp.forward
     mlp.forward = lambda x: own(x) + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
-    with pytest.raises(LaunchError, match="layers in slices are not the layers in one piece"):
+    with pytest.raises(LaunchError, match="layers in slices differ from whole layers"):
         verify_streamed(model, AttentionBackend.TORCH_CPU)

@@ -72,7 +72,7 @@ def test_rows_of_two_formats_are_refused():
     assert error.value.text() == (
         "error: the columns text, messages fit several formats: messages and text\n"
         "   at: d.jsonl:1\n"
-        "  try: say which one: data.format: messages"
+        "  try: choose one: data.format: messages"
     )
     assert found({"text": "a", "messages": [HI]}, declared="text") == "text"
 
@@ -86,7 +86,7 @@ def test_familiar_column_names_are_proposed_and_never_taken():
 
 def test_verdicts_are_not_learnt_as_completions_unless_said():
     row = {"prompt": "a", "completion": "b", "label": False}
-    with pytest.raises(DataError, match="if you mean it, say so: data.format: prompt_completion"):
+    with pytest.raises(DataError, match="if that is intended, set data.format: prompt_completion"):
         found(row)
     assert found(row, declared="prompt_completion") == "prompt_completion"
 
@@ -170,7 +170,7 @@ def test_a_system_prompt_goes_before_conversations_that_have_none():
     assert with_system(asked, None) is asked
     chat = messages.parse({"messages": [{"role": "system", "content": "own"}, HI, YO]}, NAMES)
     assert with_system(chat, "Be kind.") is chat
-    with pytest.raises(BadRow, match="no conversation"):
+    with pytest.raises(BadRow, match="not a conversation"):
         with_system(text.parse({"text": "a"}, NAMES), "Be kind.")
 
 
@@ -204,7 +204,7 @@ def test_messages_take_both_spellings_and_keep_what_they_carry():
         (["hi"], r"messages\[0\] is a string, not a message"),
         ([{"role": "narrator", "content": "x"}], r"messages\[0\] has the role 'narrator'"),
         ([HI, {"role": "assistant"}], r"messages\[1\] has no content"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a part that is no text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a part that is not text"),
     ],
 )
 def test_wrong_messages_are_told_apart(value, what):

@@ -62,16 +62,16 @@ def stop_after(
     runs, name: str, num_ranks: int, step: int, monkeypatch, *overrides: str, verb: str = "sft"
 ) -> Path:
     """A run that ends like a killed one right after the checkpoint of `step`."""
-    plain = saving.Saver._tell
+    plain = saving.Saver._emit
 
-    def tell(saver, seconds):
+    def emit(saver, seconds):
         plain(saver, seconds)
         if saver._step == step:
             saver._ranks.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving.Saver, "_tell", tell)
+        patch.setattr(saving.Saver, "_emit", emit)
         if num_ranks > 1:
             ranks = runs.fork_ranks(name, num_ranks, *overrides, verb=verb)
             # The other may see the connection break before it is killed.

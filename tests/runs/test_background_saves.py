@@ -116,7 +116,7 @@ def test_a_read_only_folder_is_told_as_one_error(runs, monkeypatch):
     failed = runs.run("run", *ASKED)
     assert failed.code == LaunchError.exit_code
     assert "cannot be written (there is no earlier one): Read-only file system" in failed.err
-    assert "choose a run_dir that can be written" in failed.err
+    assert "choose a writable run_dir" in failed.err
 
 
 def killed_at_random(runs, name: str, num_ranks: int, moments: random.Random, longest_s: float, *asked: str):

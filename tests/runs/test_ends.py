@@ -98,7 +98,9 @@ def test_a_store_of_peaks_that_cannot_be_written_is_told(runs, monkeypatch, metr
     monkeypatch.setattr(finish, "note_run", refuse)
     folder = runs.done("run", "memory.measure_peaks=true", *SHORT)
     notes = [note["text"] for note in metrics(folder, "note")]
-    assert any(text.startswith("the measured peaks are not kept for later plans") for text in notes), notes
+    assert any(text.startswith("the measured peaks could not be stored for later plans") for text in notes), (
+        notes
+    )
 
 
 def cut(path: Path) -> None:
@@ -106,10 +108,10 @@ def cut(path: Path) -> None:
 
 
 LOSSES = {
-    "it is not there": shutil.rmtree,
+    "the folder is missing": shutil.rmtree,
     "model.safetensors has": lambda final: cut(final / "model.safetensors"),
     "tokenizer.json is missing": lambda final: (final / "tokenizer.json").unlink(),
-    "config.json is no whole JSON": lambda final: cut(final / "config.json"),
+    "config.json is not complete JSON": lambda final: cut(final / "config.json"),
 }
 
 
@@ -125,7 +127,7 @@ def test_a_finished_run_whose_model_is_not_whole_writes_it_again(runs, said: str
     assert "it is written again" in again.out.replace("\n", " ")
     assert (folder / "final" / "model.safetensors").read_bytes() == before
     assert curve_of(folder) == curve
-    assert "is over; nothing was done" in runs.run("run", *SHORT).out.replace("\n", " ")
+    assert "is finished; nothing was done" in runs.run("run", *SHORT).out.replace("\n", " ")
 
 
 def test_a_finished_model_may_be_edited_and_its_checkpoints_removed(runs):
@@ -135,7 +137,7 @@ def test_a_finished_model_may_be_edited_and_its_checkpoints_removed(runs):
     shutil.rmtree(folder / "checkpoints")
     before = sorted((path.name, path.stat().st_mtime_ns) for path in (folder / "final").iterdir())
     again = runs.run("run", *SHORT)
-    assert "is over; nothing was done" in again.out.replace("\n", " ")
+    assert "is finished; nothing was done" in again.out.replace("\n", " ")
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (folder / "final").iterdir()) == before
     other = runs.run("run", *SHORT, "optim.lr=1e-4")
     assert other.code == ResumeError.exit_code
@@ -165,7 +167,7 @@ def test_checkpoints_that_are_not_understood_are_refused_and_stay(runs, said: st
     refused = runs.run("run", *SHORT)
     assert refused.code == ResumeError.exit_code, refused.err
     assert said in refused.err
-    assert "--no-resume removes them and begins anew" in refused.err
+    assert "--no-resume removes them and starts over" in refused.err
     assert sorted((folder / "checkpoints").rglob("*")) == before
     assert not (folder / ".lock").exists()
 

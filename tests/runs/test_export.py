@@ -60,8 +60,8 @@ def test_an_adapter_of_one_process_stays_an_adapter(runs, capsys):
     ("words", "said"),
     [
         (["--step", "4"], "the run has no checkpoint of step 4"),
-        (["--dtype", "int3"], "int3 is no precision of weights"),
-        (["--max-shard-size", "big"], "'big' is no size"),
+        (["--dtype", "int3"], "unknown precision of weights: int3"),
+        (["--max-shard-size", "big"], "'big' is not a size"),
     ],
 )
 def test_what_cannot_be_exported_is_told(shards: Path, tmp_path: Path, capsys, words: list[str], said: str):

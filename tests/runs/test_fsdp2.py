@@ -117,7 +117,10 @@ def test_another_number_of_ranks_goes_on_and_says_so(
     assert_same_curve(curve_of(runs.folder / "run"), curve_of(one))
     assert_same_model(runs.folder / "run", one, exactly=False)
     notes = [note["text"] for note in metrics(runs.folder / "run", "note")]
-    assert any("inexact from here" in text and f"num_processes {before} -> {after}" in text for text in notes)
+    assert any(
+        "not bit-identical from here" in text and f"num_processes {before} -> {after}" in text
+        for text in notes
+    )
 
 
 def test_a_rank_killed_at_any_moment_loses_nothing(runs, two: Path, curve_of, metrics):
@@ -167,7 +170,7 @@ def test_shards_that_are_plain_data_parallel_are_refused(runs, monkeypatch):
     monkeypatch.setattr(engine, "shard", lambda scorer, settings: None)
     ranks = runs.fork_ranks("run", 2, *FSDP2)
     assert [rank.wait() for rank in ranks] == [LaunchError.exit_code] * 2
-    assert "the plan asks for FSDP2" in ranks[0].said
+    assert "the plan needs FSDP2" in ranks[0].said
 
 
 def test_a_model_saved_without_its_weights_is_refused(runs, monkeypatch):
@@ -195,8 +198,8 @@ def test_processes_whose_gradients_do_not_meet_are_refused(runs, monkeypatch):
     [
         ("optim.kind=adafactor", "needs whole matrices"),
         ("optim.kind=muon", "needs whole matrices"),
-        ("cluster.cpu_offload=optimizer", "needs an engine that moves them"),
-        ("cluster.processes=1", "nobody to share with"),
+        ("cluster.cpu_offload=optimizer", "needs an engine that offloads them"),
+        ("cluster.processes=1", "this run has one process"),
     ],
 )
 def test_what_shards_cannot_be_is_refused_before_anything_starts(runs, override: str, words: str):

@@ -12,7 +12,7 @@ def told_of(folder):
     measured: dict[str, int] = {}
     for line in lines:
         if line["kind"] == "memory":
-            name = line["phase"].removeprefix("rehearsal: ")
+            name = line["phase"].removeprefix("dry run: ")
             measured[name] = max(measured.get(name, 0), line["allocated"])
     predicted = {phase["phase"]: phase["num_bytes"] for phase in prediction["phases"]}
     both = predicted.keys() & measured.keys()

@@ -97,11 +97,16 @@ def test_a_plan_that_no_longer_fits_is_replaced_and_both_numbers_are_told(runs, 
     value, reason = told(folder)
     assert (value, micro_tokens(folder) < large) == ("new", True)
     assert reason == (
-        "the one before needs 726 MiB with its margin, and 720 MiB may be used; this one needs 718 MiB with "
-        "its margin"
+        "the earlier plan needs 726 MiB (margin included), and the budget is 720 MiB; the new plan needs "
+        "718 MiB "
+        "(margin included)"
     )
-    assert "the one before needs 726 MiB" in " ".join(ended.out.split())
-    assert [one for one in notes(folder) if one.startswith("inexact from here") and "micro_tokens" in one]
+    assert "the earlier plan needs 726 MiB" in " ".join(ended.out.split())
+    assert [
+        one
+        for one in notes(folder)
+        if one.startswith("not bit-identical from here") and "micro_tokens" in one
+    ]
 
 
 def test_what_the_recipe_says_otherwise_now_is_planned_for(runs, here):
@@ -135,7 +140,7 @@ def test_settings_of_another_version_are_planned_anew_and_it_is_said(runs, here,
     other = replace(begun, settings={**begun.settings, "loss": "a loss of old"})
     monkeypatch.setattr(planning, "begun_in", lambda folder, *given: other)
     value, reason = told(runs.done("run", *OPEN))
-    assert (value, "settings this one does not know" in reason) == ("new", True)
+    assert (value, "settings are of another version of memtrain" in reason) == ("new", True)
 
 
 def test_begun_anew_a_run_is_planned_anew(runs, here):

@@ -34,7 +34,7 @@ def never_built(monkeypatch):
 def test_a_launch_that_started_one_process_is_refused(runs, never_built):
     process = runs.fork_ranks("run", 2, num_started=1)[0]
     assert process.wait() == LaunchError.exit_code
-    assert "the plan asks for 2 processes and 1 run" in process.said
+    assert "the plan needs 2 processes, and 1 are running" in process.said
 
 
 def test_processes_whose_gradients_accelerate_does_not_sum_are_refused(runs, never_built, monkeypatch):
@@ -169,6 +169,6 @@ def test_a_plan_that_is_replaced_while_the_ranks_meet_is_not_trained(runs, never
     monkeypatch.setattr(worker, "make_accelerator", meet)
     ranks = runs.fork_ranks("run", 2)
     assert ranks[0].wait() == LaunchError.exit_code, ranks[0].said
-    assert "plan.json was replaced while this run began" in ranks[0].said
+    assert "plan.json was replaced while this run started" in ranks[0].said
     assert ranks[1].wait() != 0
     assert not (folder / ".lock").exists()

@@ -136,7 +136,7 @@ def test_a_rank_that_hangs_is_killed_when_the_grace_is_over(runs, metrics):
     process.send_signal(signal.SIGTERM)
     said = ended(runs, "run", process)
     assert process.returncode == 5, said
-    assert "the ranks were asked to stop and did not move for 6 s: they were killed" in said
+    assert "the ranks were asked to stop and made no progress for 6 s: they were killed" in said
     assert "rank 0 is in " in said
     assert not psutil.wait_procs(ranks, timeout=5)[1]
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
@@ -167,7 +167,7 @@ def test_a_killed_rank_ends_the_run_in_words(runs, metrics):
     os.kill(ranks[0].pid, signal.SIGKILL)
     said = ended(runs, "run", process)
     assert process.returncode == 5, said
-    assert said.startswith("error: rank 1 ended without a word")
+    assert said.startswith("error: rank 1 ended without an error message")
     assert "Traceback" not in said
 
 

@@ -201,11 +201,11 @@ def test_the_reward_rises_where_it_is_easy(tmp_path: Path, cache: Path):
 @pytest.mark.parametrize(
     ("method", "overrides", "words"),
     [
-        ("grpo", ("train.batch_size=18",), "18 completions is no whole number of groups of 4"),
+        ("grpo", ("train.batch_size=18",), "18 completions is not a whole number of groups of 4"),
         ("grpo", ("generate.max_tokens=128",), "leaves no room for a prompt"),
         ("grpo", ("grpo.importance_correction=token_mask", "generate.top_p=0.9"), "top_k, top_p and min_p"),
         ("grpo", ("grpo.sapo_temperature_pos=2.0",), "has no effect on loss: dapo"),
-        ("grpo", ("grpo.reference=precomputed", "grpo.beta=0.1"), "not written yet"),
+        ("grpo", ("grpo.reference=precomputed", "grpo.beta=0.1"), "generated during training"),
         ("grpo", ("train.batch_tokens=100", "train.batch_size=null"), "counts a step in completions"),
         ("grpo", ("length.packing=bfd",), "length.packing has no effect on grpo"),
         (
@@ -213,15 +213,15 @@ def test_the_reward_rises_where_it_is_easy(tmp_path: Path, cache: Path):
             ("grpo.loss=vespo", "grpo.importance_correction=sequence_mask"),
             "set importance_correction: token_mask",
         ),
-        ("grpo", ("grpo.beta=0.1", "grpo.kl=k1"), "its gradient, that of log p of a token"),
-        ("grpo", ("grpo.beta=0.1", "grpo.kl=k2", "grpo.unbiased_kl=true"), "k2's own is unbiased"),
+        ("grpo", ("grpo.beta=0.1", "grpo.kl=k1"), "its gradient, that of log p of a sampled token"),
+        ("grpo", ("grpo.beta=0.1", "grpo.kl=k2", "grpo.unbiased_kl=true"), "k2 is unbiased"),
         (
             "grpo",
             ("grpo.importance_correction_max=3.0",),
-            "importance_correction: auto corrects nothing, because the trained module",
+            "importance_correction: auto is off, because the trained module",
         ),
-        ("rloo", ("rloo.reward_clip=[1.0, 0.0]",), "is no range"),
-        ("rloo", ("rewards.functions.0.columns={completion: nothing}",), "wants the column 'nothing'"),
+        ("rloo", ("rloo.reward_clip=[1.0, 0.0]",), "is not a range"),
+        ("rloo", ("rewards.functions.0.columns={completion: nothing}",), "needs the column 'nothing'"),
     ],
 )
 def test_a_recipe_that_cannot_be_meant_is_refused(

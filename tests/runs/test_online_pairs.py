@@ -127,11 +127,11 @@ def test_a_rehearsal_leaves_no_trace_in_the_numbers(method: str, tmp_path: Path,
     tried = run(tmp_path, method, cache, *given, "memory.preflight=on", name="tried")
     assert curve(tried) == curve(plain)
     (note,) = [line["text"] for line in tried if line["kind"] == "note"]
-    assert note.startswith("rehearsed completions of full length to the longest prompts, ")
+    assert note.startswith("dry run of completions of full length for the longest prompts, ")
     peaks = {line["phase"]: line["allocated"] for line in tried if line["kind"] == "memory"}
     phases = ("generation", "first step", "steady step", "saving")
-    assert all(peaks[f"rehearsal: {phase}"] > 0 for phase in phases)
-    assert peaks["rehearsal: steady step"] >= peaks["steady step"]
+    assert all(peaks[f"dry run: {phase}"] > 0 for phase in phases)
+    assert peaks["dry run: steady step"] >= peaks["steady step"]
     files = [tmp_path / name / "final" / "model.safetensors" for name in ("plain", "tried")]
     assert files[0].read_bytes() == files[1].read_bytes()
 

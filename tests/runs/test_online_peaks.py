@@ -23,7 +23,7 @@ def test_grpo_in_shards_needs_what_was_predicted_on_its_heaviest_batch(runs, met
     ranks = runs.fork_ranks("run", 2, "cluster.engine=fsdp2", *SAID, verb="grpo")
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
     predicted, measured = peaks(runs.folder / "run", metrics)
-    heaviest = measured["rehearsal: steady step"]
+    heaviest = measured["dry run: steady step"]
     assert heaviest <= predicted["steady step"] * 1.01
     assert predicted["steady step"] <= 1.10 * heaviest
     assert measured["steady step"] <= heaviest

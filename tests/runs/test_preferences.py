@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(
         ("dpo.simpo_gamma=1", "simpo_gamma has no effect on sigmoid"),
         ("dpo.reference_mixup=0.5", "reference: synced"),
         ("dpo.reference=adapter_off", "no adapter to switch off"),
-        ("length.packing=bfd", "lays prompts with their answers end to end"),
+        ("length.packing=bfd", "concatenates prompts with their answers"),
         ("kto.beta=0.1", "section of another method"),
     ],
 )
@@ -145,7 +145,7 @@ def test_rows_for_another_method_are_refused(tmp_path: Path, cache: Path):
     overrides = [f"data.train={tmp_path}/rows.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
     with pytest.raises(MemtrainError) as caught:
         run_recipe("reward", recipe, overrides, dry_run=True, run_dir=str(tmp_path / "run"))
-    assert "does not take" in caught.value.text()
+    assert "does not accept" in caught.value.text()
 
 
 def test_a_window_shorter_than_a_row_gives_each_answer_a_row(tmp_path: Path, cache: Path):
@@ -209,8 +209,8 @@ def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("length.truncation=drop", "longer than 8 tokens, and longer ones are left out"),
-        ("length.truncation=keep_start", "nothing that is learnt lies within 8 tokens"),
+        ("length.truncation=drop", "longer than 8 tokens, and longer rows are dropped"),
+        ("length.truncation=keep_start", "no loss token is within 8 tokens"),
     ],
 )
 def test_a_length_that_leaves_no_row_is_told(override: str, words: str, tmp_path: Path, cache: Path):
@@ -223,7 +223,7 @@ def test_a_length_that_leaves_no_held_out_row_is_told_before_training(tmp_path: 
     rows = [{"prompt": "How many?", "chosen": " one" * 80, "rejected": " two" * 80} for _ in range(3)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data.eval_fraction=0", f"data.eval={tmp_path / 'long.jsonl'}", "length.truncation=drop"]
-    with pytest.raises(DataError, match="none of 3 held-out rows is left: all are longer"):
+    with pytest.raises(DataError, match="none of 3 held-out rows is left: all rows are longer"):
         run(tmp_path, "dpo", cache, "length.max_length=60", *words)
 
 

@@ -104,7 +104,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_bit_for_bit(runs, two: Path,
     assert ranks[0].wait() == 70
     error = root_fault(RunFolder(runs.folder / "run"), 2)
     assert isinstance(error, LaunchError)
-    assert "rank 1 ended without a word" in str(error)
+    assert "rank 1 ended without an error message" in str(error)
     ranks = runs.fork_ranks("run", 2, *LONG)
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
     assert curve_of(runs.folder / "run") == curve_of(two)
@@ -137,7 +137,7 @@ def test_what_all_ranks_meet_is_told_without_a_rank(runs):
 def test_one_process_refuses_a_plan_for_two(runs):
     process = runs.fork_ranks("run", 2, num_started=1)[0]
     assert process.wait() == LaunchError.exit_code
-    assert "the plan asks for 2 processes and 1 run" in process.said
+    assert "the plan needs 2 processes, and 1 are running" in process.said
 
 
 def test_ranks_with_another_plan_are_named(runs, monkeypatch):

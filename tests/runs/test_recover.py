@@ -103,7 +103,7 @@ def test_a_step_that_runs_out_is_made_again(runs, undisturbed: Path, monkeypatch
     folder = runs.done("broken", *SMALL)
     assert breaker.broken == 1
     assert_same_course(folder, undisturbed)
-    assert any("as heavy micro-batches are split from now on" in note for note in notes(folder))
+    assert any("with micro-batches of this size split from now on" in note for note in notes(folder))
     assert "ran out of memory 1 time" in json.loads((folder / "status.json").read_text())["message"]
 
 
@@ -120,8 +120,8 @@ def test_it_runs_out_again_and_again_down_to_one_sequence_and_its_strategies(
     said = " ".join(notes(folder))
     for words in (
         "every layer is checkpointed",
-        "activations wait in host memory",
-        "the loss takes tiles of",
+        "activations are offloaded to CPU",
+        "the loss uses chunks of",
     ):
         assert words in said
 
@@ -130,7 +130,7 @@ def test_with_dropout_the_note_says_that_the_parts_draw_anew(runs, monkeypatch):
     break_at(monkeypatch, 90)
     adapter = "model.adapter={kind: lora, r: 4, dropout: 0.2}"
     folder = runs.done("broken", *SMALL, "train.max_steps=1", adapter)
-    assert any("dropout is drawn anew for each part" in note for note in notes(folder))
+    assert any("dropout masks are drawn again for each part" in note for note in notes(folder))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon", "sgd"])

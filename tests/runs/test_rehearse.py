@@ -57,11 +57,11 @@ def test_measured_peaks_of_every_phase_stand_beside_the_predicted_ones(runs):
     folder = runs.done("run", *SMALL, "memory.preflight=on")
     measured = {line["phase"]: line["allocated"] for line in lines(folder, "memory")}
     for phase in ("first step", "steady step", "evaluation", "saving"):
-        assert measured[f"rehearsal: {phase}"] > 0
+        assert measured[f"dry run: {phase}"] > 0
     heaviest = max(line["allocated"] for line in lines(folder, "memory") if line["phase"] == "steady step")
-    assert measured["rehearsal: steady step"] >= heaviest
+    assert measured["dry run: steady step"] >= heaviest
     (note,) = [line["text"] for line in lines(folder, "note")]
-    assert note.startswith("rehearsed the heaviest micro-batch of the run, ")
+    assert note.startswith("dry run of the heaviest micro-batch of the run, ")
     assert not list(folder.glob(".rehearsal-*"))
 
 
@@ -71,7 +71,7 @@ def test_the_report_holds_a_rehearsed_phase_against_its_prediction(runs):
 
     folder = runs.done("run", *SMALL, "memory.preflight=on")
     phases = {one.phase: one for one in phases_of(load_report(RunFolder(folder)))}
-    one = phases["rehearsal: evaluation"]
+    one = phases["dry run: evaluation"]
     assert one.predicted == phases["evaluation"].predicted
     assert one.difference is not None
 

@@ -34,7 +34,7 @@ VARIANTS = {
     "no checkpointing": ("memory.activation_checkpointing=off",),
     "every second layer": ("memory.checkpoint_every=2",),
     "offloaded": ("memory.activation_offloading=on",),
-    "whole logits": ("memory.loss=full",),
+    "the logits": ("memory.loss=full",),
     "small tiles": ("memory.loss_chunk_size=64KiB",),
     "not shuffled": ("train.shuffle=false",),
     "grouped": ("length.padding_free=false", "length.group_by_length=true"),

@@ -108,7 +108,7 @@ def test_scores_of_final_are_the_same_where_the_tokenizer_pads_with_its_end_toke
     words = [f"model.tokenizer={where}", f"model.config.vocab_size={rows}"]
     final = trained(folder, "reward", *words, name=f"pads-{pad}")
     said = capsys.readouterr()
-    assert "gives final/ other scores" not in said.out + said.err
+    assert "computes other scores with final/" not in said.out + said.err
     tokenizer = AutoTokenizer.from_pretrained(final)
     plain = AutoModelForSequenceClassification.from_pretrained(final).eval()
     assert tokenizer.pad_token == pad
@@ -134,7 +134,7 @@ def test_scores_that_are_read_elsewhere_are_told(
     where = padding_with_end(folder, keeps_spare=True)
     trained(folder, "reward", f"model.tokenizer={where}", name="elsewhere")
     said = capsys.readouterr()
-    assert "plain transformers gives final/ other scores than were learnt" in said.out + said.err
+    assert "plain transformers computes other scores with final/ than training did" in said.out + said.err
 
 
 def test_pairs_give_two_rewards_and_how_often_the_chosen_one_wins(
@@ -194,7 +194,7 @@ def test_an_adapter_away_from_its_run_asks_for_its_base(adapter: str, folder: Pa
     alone = shutil.copytree(adapter, folder / "alone")
     with pytest.raises(LaunchError) as caught:
         scored(str(alone), pairs(folder), folder)
-    assert "does not say which model" in caught.value.text()
+    assert "does not name the model" in caught.value.text()
     other = trained(folder, "reward", "model.config.hidden_size=64", name="wide")
     with pytest.raises(LaunchError) as caught:
         score(str(alone), pairs(folder), [f"model.path={other}"], folder / "rewards.jsonl")
@@ -219,7 +219,7 @@ def test_rows_without_an_answer_are_refused(model: str, folder: Path):
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError) as caught:
         scored(model, str(folder / "text.jsonl"), folder)
-    assert "does not take" in caught.value.text()
+    assert "does not accept" in caught.value.text()
 
 
 def test_a_judge_reads_conversations_at_the_place_that_was_learnt(folder: Path):

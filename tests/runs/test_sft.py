@@ -150,7 +150,7 @@ def test_a_run_that_is_over_is_not_made_again_unless_asked(runs):
     before = (folder / "metrics.jsonl").read_text()
     again = runs.run("run")
     assert again.code == 0
-    assert "is over; nothing was done" in " ".join(again.out.split())
+    assert "is finished; nothing was done" in " ".join(again.out.split())
     assert (folder / "metrics.jsonl").read_text() == before
     anew = runs.run("run", "--no-resume", "train.max_steps=3")
     assert anew.code == 0, anew.err

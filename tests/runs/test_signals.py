@@ -36,7 +36,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_the_same_command_goes_on(runs, me
         assert (folder / "checkpoints" / f"step-{step:06d}").is_dir()
         runs.done(asked.name, *SLOW)
         assert curve_of(folder) == curve_of(whole)
-        assert [note["text"] for note in metrics(folder, "note")] == [f"continued after step {step}"]
+        assert [note["text"] for note in metrics(folder, "note")] == [f"resumed at step {step}"]
 
 
 def test_a_folder_in_use_is_refused_with_the_process_that_has_it(runs, metrics):

@@ -149,7 +149,7 @@ def test_another_engine_or_number_of_ranks_goes_on_and_says_so(
     assert_same_curve(curve_of(runs.folder / "run"), curve_of(one))
     assert_same_model(runs.folder / "run", one, exactly=False)
     notes = [note["text"] for note in metrics(runs.folder / "run", "note")]
-    assert any("inexact from here" in text for text in notes)
+    assert any("not bit-identical from here" in text for text in notes)
 
 
 def test_without_deepspeed_the_run_says_what_to_install(monkeypatch):
@@ -164,10 +164,10 @@ def test_without_deepspeed_the_run_says_what_to_install(monkeypatch):
     [
         (("optim.kind=muon",), "needs whole matrices"),
         (("model.dtype=bfloat16", "optim.master_weights=false"), "float32 copies of bfloat16 weights"),
-        (("model.dtype=bfloat16", "model.adapter={r: 4}"), "round what is trained in float32"),
+        (("model.dtype=bfloat16", "model.adapter={r: 4}"), "round parts that are trained in float32"),
         (("memory.optimizer_offload=on",), "flat parts of weights"),
-        (("cluster.context_parallel=2",), "never tried together"),
-        (("memory.preflight=on",), "keep the gradients of what is tried before"),
+        (("cluster.context_parallel=2",), "untested with DeepSpeed's shards"),
+        (("memory.preflight=on",), "keep the gradients of the dry run before"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused_before_anything_starts(runs, overrides, words: str):

@@ -50,7 +50,7 @@ def test_a_job_runs_to_its_end_on_two_nodes(cluster, whole, curve_of):
     assert "COMPLETED, on n[1-2]" in told
     assert "step 200/200" in cluster.memtrain("logs", str(whole.folder)).stdout
     again = cluster.memtrain("slurm", str(cluster.recipe), "--run-dir", str(whole.folder), "--submit")
-    assert again.stdout.startswith("Every run of this job is over")
+    assert again.stdout.startswith("Every run of this job is finished")
 
 
 def test_the_signal_before_the_time_limit_saves_and_queues_again(cluster, whole, curve_of, ask):
@@ -73,7 +73,7 @@ def test_a_real_time_limit_is_outlived_and_no_second_job_takes_the_folder(cluste
     run.until_step(5)
     refused = cluster.memtrain("slurm", str(cluster.recipe), "--run-dir", str(run.folder))
     assert refused.returncode == 5
-    assert f"job {run.job} has this run folder: RUNNING" in refused.stderr
+    assert f"job {run.job} uses this run folder: RUNNING" in refused.stderr
     shown = run.end(timeout_s=1400)
     assert shown["JobState"] == "COMPLETED", run.log
     assert int(shown["Restarts"]) >= 1
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_gives_its_exit_code_to_the_job(cluster, whole):
     job = type(whole)(run, submitted.stdout.strip())
     shown = job.end()
     assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "5:0"), job.log
-    assert "error: the plan asks for 3 processes and 2 run" in job.log
+    assert "error: the plan needs 3 processes, and 2 are running" in job.log
 
 
 def test_restarts_are_bounded(cluster, ask):

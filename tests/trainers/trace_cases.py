@@ -200,7 +200,7 @@ STRATEGIES = {
     "offloading all": sft(LLAMA, {"offload": "all"}),
     "offloading boundaries": sft(LLAMA, {"offload": "boundaries"} | EVERY | HALF),
     "offloading boundaries, one layer kept": sft(LLAMA, {"offload": "boundaries", "offload_keep": 1} | EVERY),
-    "moments on the host": sft(LLAMA, {"optimizer_offload": True}),
+    "optimizer states on CPU": sft(LLAMA, {"optimizer_offload": True}),
     "moments and masters on the host": sft(QWEN, {"optimizer_offload": True, "master_weights": True} | HALF),
     "step in backward": sft(LLAMA, {"in_backward": True}, **NO_CLIP),
     "step in backward, adafactor": sft(

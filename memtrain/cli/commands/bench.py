@@ -18,13 +18,14 @@ def bench(
         bool, typer.Option("--ablate", help="Also measure the plan without each of its strategies.")
     ] = False,
     against: Annotated[
-        str | None, typer.Option("--against", help="Another recipe to measure beside.", show_default=False)
+        str | None,
+        typer.Option("--against", help="Another recipe to measure for comparison.", show_default=False),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of each variant.")] = 4,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns; the spread is told.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repetitions; their spread is shown.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page of its own.", show_default=False)
+        Path | None, typer.Option("--html", help="Write an HTML page.", show_default=False)
     ] = None,
 ) -> None:
     """Measure a recipe from the plain run to its plan, one strategy at a time.

@@ -10,7 +10,9 @@ import typer
 from memtrain.cli.output.terminal import print_table, say
 
 Show = Annotated[bool, typer.Option("--show", help="Print what is in the store, and measure nothing.")]
-Forget = Annotated[bool, typer.Option("--forget", help="Empty the store: what was measured, and past runs.")]
+Forget = Annotated[
+    bool, typer.Option("--forget", help="Empty the store: measurements, and peaks of past runs.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")]
 
 
@@ -30,7 +32,9 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
     where, hardware = folder(), detect()
     if where is None:
         raise LaunchError(
-            "the store is switched off", "MEMTRAIN_CALIBRATION", "unset it, or let it name a folder"
+            "the store of measurements is switched off",
+            "MEMTRAIN_CALIBRATION",
+            "unset it, or set it to a folder",
         )
     if forget:
         files = [*where.glob("device-*.json"), *where.glob(FILE)]
@@ -45,7 +49,7 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
         found = measure(hardware.device, hardware.name)
         remember(found)
     if found is None:
-        say(f"Nothing was measured of {hardware.name} under these versions: run `memtrain calibrate`.")
+        say(f"There are no measurements of {hardware.name} under these versions: run `memtrain calibrate`.")
         return
     if as_json:
         typer.echo(json.dumps(found.model_dump() | {"file": str(device_file(found.device))}, indent=1))
@@ -55,8 +59,11 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
         ("matrix products, half precision", f"{found.half_matmul_per_s / 1e12:.3f} TFLOP/s{core}"),
         ("matrix products, float32", f"{found.single_matmul_per_s / 1e12:.3f} TFLOP/s{core}"),
         ("memory, read and written", f"{found.bytes_per_s / 1e9:.1f} GB/s"),
-        ("host and device, the slower way", f"{found.host_bytes_per_s / 1e9:.1f} GB/s"),
-        ("start of an operation", f"{found.launch_s * 1e6:.1f} us"),
+        (
+            "copies between host and device, in the slower direction",
+            f"{found.host_bytes_per_s / 1e9:.1f} GB/s",
+        ),
+        ("launch of an operation", f"{found.launch_s * 1e6:.1f} us"),
         ("beside tensors", f"{found.beside_bytes / MIB:.0f} MiB"),
         ("the allocator rounds to", f"{found.granularity_bytes} B"),
         *((f"scratch of {name}", f"{size / MIB:.1f} MiB") for name, size in found.scratch.items()),

@@ -20,7 +20,10 @@ def check(
     overrides: OverridesArgument = None,
     every: Annotated[bool, typer.Option("--all", help="Show the keys left at their defaults too.")] = False,
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="Write today's names of keys into the file; comments stay.")
+        bool,
+        typer.Option(
+            "--rewrite", help="Replace previous names of keys in the file by current ones; comments stay."
+        ),
     ] = False,
 ) -> None:
     """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
@@ -41,9 +44,9 @@ def check(
     in_files = [one for one in loaded.renamed if one.place.line]
     if in_files:
         words = "1 previous name" if len(in_files) == 1 else f"{len(in_files)} previous names"
-        say(f"{words} in it (see the notes): --rewrite writes today's, and keeps every comment.")
+        say(f"{words} in it (see the notes): --rewrite writes the current ones, and keeps every comment.")
     say()
-    print_table(("key", "value", "said at"), rows)
+    print_table(("key", "value", "written at"), rows)
     if not every:
         say()
         say("Every other key has its default; --all shows them.")
@@ -59,7 +62,7 @@ def _rewritten(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
 
     files = dict.fromkeys(one.place.source for one in loaded.renamed if one.place.line)
     if not files:
-        say("No previous name is in it; nothing was written.")
+        say("It has no previous names; nothing was written.")
         return loaded
     for file in files:
         count = rewrite(Path(file), [one for one in loaded.renamed if one.place.source == file])

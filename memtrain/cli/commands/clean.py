@@ -27,7 +27,7 @@ def clean(
     folder = RunFolder(run)
     if not folder.plan.is_file() and not folder.status.is_file():
         raise LaunchError(
-            f"{run} is no run folder: it has no {folder.plan.name}", str(run), "name the folder of a run"
+            f"{run} is not a run folder: it has no {folder.plan.name}", str(run), "give the folder of a run"
         )
     left = [*litter_in(run), *map(weighed, left_checkpoints(folder))]
     # Refuses where somebody writes, and removes what lies in the folder itself.
@@ -37,4 +37,4 @@ def clean(
     for one in left:
         say(f"removed {whole(one.path)} ({gib(one.num_bytes)})")
     if not left:
-        say("nothing was left half-written")
+        say("there are no half-written files")

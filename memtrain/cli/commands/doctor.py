@@ -27,6 +27,6 @@ def doctor(
         if found.broken:
             say()
             names = ", ".join(f"{one.area} {one.name}" for one in found.broken)
-            say(f"Broken here: {names}. Mend or uninstall what is installed and does not work.")
+            say(f"Broken here: {names}. Repair or uninstall these packages.")
     if found.broken:
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ from memtrain.cli.output.terminal import say
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run that has saved.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where the model goes; RUN/export if not given.")
+        Path | None, typer.Option("--output", "-o", help="Folder for the model; RUN/export if not given.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest if not given.")] = None,
     dtype: Annotated[
@@ -42,4 +42,6 @@ def _bytes_of(size: str) -> int:
     try:
         return TypeAdapter(Bytes).validate_python(size)
     except ValidationError:
-        raise LaunchError(f"'{size}' is no size", "--max-shard-size", "write it as 5GiB, or 500MiB") from None
+        raise LaunchError(
+            f"'{size}' is not a size", "--max-shard-size", "write it as 5GiB, or 500MiB"
+        ) from None

@@ -30,7 +30,7 @@ Output = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option("--processes", min=1, help="Devices that it was run on; 1 where it does not say."),
+    typer.Option("--processes", min=1, help="Devices that it was run on; 1 if the file does not say."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 
@@ -73,8 +73,8 @@ def _import(
     if method is not None and method not in IMPORTED:
         near = difflib.get_close_matches(method.lower(), IMPORTED, n=1)
         raise RecipeError(
-            f"'{method}' is no method that is read",
-            fix=f"did you mean {near[0]}?" if near else f"say one of {', '.join(IMPORTED)}",
+            f"unknown method '{method}'",
+            fix=f"did you mean {near[0]}?" if near else f"give one of {', '.join(IMPORTED)}",
         )
     foreign = read_foreign(config, tool, method, processes)
     made = imported(foreign, "recipe.yaml" if output is None else str(output))

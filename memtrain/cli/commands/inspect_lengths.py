@@ -46,7 +46,7 @@ KeysArgument = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Whose tokenizer counts, and whose memory is predicted.", show_default=False
+        "--model", help="Model whose tokenizer counts and whose memory is predicted.", show_default=False
     ),
 ]
 TokenizerOption = Annotated[
@@ -59,7 +59,9 @@ TokenizerOption = Annotated[
 ]
 MethodOption = Annotated[
     str | None,
-    typer.Option("--method", help="What the rows are for. Not given: what their format is for."),
+    typer.Option(
+        "--method", help="Method that the rows are for. Not given: a method that takes their format."
+    ),
 ]
 RecipeOption = Annotated[
     str | None,
@@ -80,11 +82,11 @@ BudgetOption = Annotated[
 ]
 SampleOption = Annotated[
     int | None,
-    typer.Option("--sample", min=1, help="Tokenize this many rows, drawn from all; say how sure it is."),
+    typer.Option(
+        "--sample", min=1, help="Tokenize a random sample of this many rows, with confidence intervals."
+    ),
 ]
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", help="Write a page to look at and to send.", show_default=False)
-]
+HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write an HTML page.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON (docs/inspect-lengths.md).")]
 
 
@@ -167,7 +169,9 @@ def read_lengths(text: str | None) -> tuple[int, ...]:
     words = [word.strip().replace("_", "") for word in text.split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise RecipeError(
-            f"'{text}' is no list of lengths", "--max-length", "numbers above zero, such as 512,1024,2048"
+            f"'{text}' is not a list of lengths",
+            "--max-length",
+            "give numbers above zero, such as 512,1024,2048",
         )
     return tuple(int(word) for word in words)
 
@@ -209,7 +213,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
 
     if words.method is not None and words.method not in METHOD_FORMATS:
         raise RecipeError(
-            f"there is no method '{words.method}'", "--method", f"one of {', '.join(METHOD_FORMATS)}"
+            f"unknown method '{words.method}'", "--method", f"one of {', '.join(METHOD_FORMATS)}"
         )
     given: list[str] = []
     if words.dataset is not None:
@@ -225,7 +229,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
         return read_recipe(words.recipe, [*given, *words.overrides])
     if words.dataset is None:
         raise RecipeError(
-            "no data is named",
+            "no dataset is given",
             "the command line",
             "memtrain inspect-lengths DATASET, or --recipe RECIPE for its data",
         )
@@ -247,7 +251,11 @@ def _pricing(loaded: LoadedRecipe, words: _Words, budget: str | None) -> Pricing
 
     has_model = words.model is not None or words.recipe is not None
     if budget is not None and not has_model:
-        raise RecipeError("a budget needs a model to predict", "--budget", "give --model or --recipe as well")
+        raise RecipeError(
+            "--budget needs a model whose memory can be predicted",
+            "--budget",
+            "give --model or --recipe as well",
+        )
     if not has_model or (words.method is not None and words.method not in METHODS):
         return None
     from memtrain.cli.plan.price_lengths import pricing

@@ -13,7 +13,7 @@ from memtrain.cli.output.terminal import say, whole
 def merge(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run that trained an adapter.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where the model goes; RUN/merged if not given.")
+        Path | None, typer.Option("--output", "-o", help="Folder for the model; RUN/merged if not given.")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Precision of the weights; the run's own if not given.")
@@ -27,5 +27,5 @@ def merge(
     if merged.was_quantized:
         say(
             f"The adapter was trained on {merged.was_quantized} weights and merged into the full ones: "
-            "measure it once more before you use it."
+            "evaluate it again before you use it."
         )

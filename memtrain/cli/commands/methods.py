@@ -12,7 +12,7 @@ from memtrain.recipes.registry import METHODS
 
 def methods(
     strategies: Annotated[
-        bool, typer.Option("--strategies", help="List the memory strategies in place of the methods.")
+        bool, typer.Option("--strategies", help="List the memory strategies instead of the methods.")
     ] = False,
 ) -> None:
     """List the methods that a recipe may ask for, as the verb or as `method:`."""
@@ -22,8 +22,8 @@ def methods(
     from memtrain.memory.strategies.registry import STRATEGIES
 
     for is_exact, words in (
-        (True, "With the same numbers as without them (memory.use, memory.never):"),
-        (False, "Changing what is learnt (memory.allow, memory.use, memory.never):"),
+        (True, "Exact, the same numbers as without them (memory.use, memory.never):"),
+        (False, "Changing the result of training (memory.allow, memory.use, memory.never):"),
     ):
         say(words)
         print_table(

@@ -18,14 +18,18 @@ Budget = Annotated[
     str | None,
     typer.Option("--budget", help="Memory of one device that may be used, such as 24GiB."),
 ]
-NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="Plan for so many cards.")]
+NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="Number of cards to plan for.")]
 Explain = Annotated[
     bool,
-    typer.Option("--explain", help="Why not the others, the best plan of each size, the lines that pin it."),
+    typer.Option(
+        "--explain",
+        help="Also show why other strategies were left out, the best plan of each "
+        "size, and the lines that pin the plan.",
+    ),
 ]
 Trace = Annotated[
     bool,
-    typer.Option("--trace", help="Check the peak on the run's own step, on tensors without data."),
+    typer.Option("--trace", help="Check the peak by a trace of the run's own step, on tensors without data."),
 ]
 WithoutData = Annotated[
     bool,
@@ -42,7 +46,8 @@ Solve = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.")]
 Html = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as a page.", show_default=False)
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write the plan as an HTML page.", show_default=False),
 ]
 
 

@@ -42,7 +42,7 @@ def quickstart(
             ("peak memory, plain", f"{gib(plain.peak_bytes)} measured: the plan saves {saved:.0%}"),
             ("model", whole(folder.final)),
             ("report", whole(folder.report)),
-            ("it writes", report.final.sample if report.final else ""),
+            ("sample text", report.final.sample if report.final else ""),
         ],
     )
     say()

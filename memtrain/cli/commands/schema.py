@@ -15,13 +15,14 @@ def schema(
         Path | None, typer.Option("--output", "-o", help="The file to write; else it is printed.")
     ] = None,
     reference: Annotated[
-        bool, typer.Option("--reference", help="The reference page (Markdown) in place of the JSON Schema.")
+        bool,
+        typer.Option("--reference", help="Print the reference page (Markdown) instead of the JSON Schema."),
     ] = False,
     strategies: Annotated[
-        bool, typer.Option("--strategies", help="The page of memory strategies (Markdown) in its place.")
+        bool, typer.Option("--strategies", help="Print the page of memory strategies (Markdown) instead.")
     ] = False,
     trl: Annotated[
-        bool, typer.Option("--trl", help="The page of TRL's keys (Markdown) in its place.")
+        bool, typer.Option("--trl", help="Print the page of TRL's keys (Markdown) instead.")
     ] = False,
 ) -> None:
     """Print the JSON Schema of a recipe; or, with --reference, every key with what it does.

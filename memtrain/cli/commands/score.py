@@ -46,7 +46,7 @@ def score(
     from memtrain.trainers.tools.score import write_rewards
 
     count, share = write_rewards(
-        loaded.recipe, settings, output, scored.adapter, tell=lambda note: say(f"Data {note}.")
+        loaded.recipe, settings, output, scored.adapter, emit=lambda note: say(f"Data {note}.")
     )
     say(f"{count:,} rows scored; the rewards are in {whole(output)}.")
     if share is not None:

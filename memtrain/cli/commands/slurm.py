@@ -44,7 +44,7 @@ def slurm(
 ) -> None:
     """Write a run as a SLURM job, and submit it with --submit. Options stand for keys of cluster.slurm."""
     if submit and dry_run:
-        raise RecipeError("--submit and --dry-run exclude each other", fix="give one of the two")
+        raise RecipeError("--submit and --dry-run cannot be used together", fix="give one of the two")
     given = {
         "nodes": nodes,
         "gpus_per_node": gpus,
@@ -61,7 +61,7 @@ def slurm(
 
     submission = prepare(recipe, [*(overrides or []), *words], run_dir)
     if submission is None:
-        say("Every run of this job is over; nothing was written. To make one anew: another --run-dir.")
+        say("Every run of this job is finished; nothing was written. To run it again: another --run-dir.")
         return
     _write(submission, submit=submit, dry_run=dry_run)
 
@@ -87,4 +87,4 @@ def _write(submission: Submission, *, submit: bool, dry_run: bool) -> None:
         return
     number = submit_script(job.script)
     submission.record(number)
-    say(f"Submitted as job {number}. `memtrain status {whole(job.folder)}` shows how it stands.")
+    say(f"Submitted as job {number}. `memtrain status {whole(job.folder)}` shows its state.")

@@ -39,10 +39,10 @@ def status(run: RunArgument) -> None:
 def logs(
     run: RunArgument,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on as the log grows, until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", help="Lines of the end that are shown first.")
+        int, typer.Option("--lines", "-n", help="Number of last lines that are shown first.")
     ] = LINES,
 ) -> None:
     """The end of a run's log: the job's, or what the run printed."""
@@ -50,12 +50,12 @@ def logs(
 
     folders = runs_below(run)
     if len(folders) > 1:
-        raise LaunchError(f"{run} holds {len(folders)} runs", fix=f"name one of them, such as {folders[0]}")
+        raise LaunchError(f"{run} holds {len(folders)} runs", fix=f"give one of them, such as {folders[0]}")
     folder = folders[0]
     path = log_of(folder)
     if not follow and not path.is_file():
         raise LaunchError(
-            f"there is no log at {path} yet", fix=f"`memtrain status {run}` says how the run stands"
+            f"there is no log at {path} yet", fix=f"`memtrain status {run}` shows the state of the run"
         )
     for text in grown(path, lines, lambda: follow and may_write(folder)):
         typer.echo(printable(text), nl=False)
@@ -94,6 +94,6 @@ def runs_below(run: str) -> list[Path]:
     found = sorted(plan.parent for plan in above.glob(f"*/{PLAN_FILE}"))
     if not found:
         raise LaunchError(
-            f"there is no run in {above}", fix="name a run folder: it holds plan.json (`ls runs`)"
+            f"there is no run in {above}", fix="give a run folder, which holds plan.json (`ls runs`)"
         )
     return found

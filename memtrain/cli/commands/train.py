@@ -23,7 +23,7 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume/--no-resume",
-        help="Go on from the newest checkpoint of the run folder, or remove its checkpoints and begin anew.",
+        help="Resume from the newest checkpoint of the run folder, or remove its checkpoints and start over.",
     ),
 ]
 
@@ -92,12 +92,13 @@ def run_recipe(
         check_rewards(loaded, plan.data)
         if resume and is_over(folder, plan):
             say(
-                f"The run in {whole(folder.path)} is over; nothing was done. Its model: {whole(folder.final)}"
+                f"The run in {whole(folder.path)} is finished; nothing was done. Its model: "
+                f"{whole(folder.final)}"
             )
-            say("To make it anew: --no-resume, or another --run-dir.")
+            say("To run it again: --no-resume, or another --run-dir.")
             return folder.path
         if resume and (lost := lost_model(folder)):
-            say(f"The run was made to its end, but in {whole(folder.final)} {lost}: it is written again.")
+            say(f"The run is finished, but in {whole(folder.final)} {lost}: it is written again.")
         print_plan(planned)
         try:
             folder.recipe.write_text(recipe_yaml(plan))

@@ -17,7 +17,8 @@ def verify(
         bool,
         typer.Option(
             "--shrink",
-            help="A small random model of the same kinds of layers, and short rows; the settings as planned.",
+            help="Use a small random model with the same kinds of layers, and short rows; the settings as "
+            "planned.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,

@@ -185,16 +185,16 @@ def _fault(folder: RunFolder, num_ranks: int, code: int, *, is_early: bool, said
     error = root_fault(folder, num_ranks)
     if error is None and is_early:
         return Interrupted(
-            "stopped before a step was made",
+            "stopped before the first step",
             str(folder.path),
-            "run the same command again to go on from here",
+            "run the same command again to resume from here",
         )
     if error is None:
         sys.stderr.write(plain_line(said))
         error = LaunchError(
-            f"the processes ended with code {code} and left no word",
+            f"the processes ended with exit code {code} and no error message",
             str(folder.path),
-            "the launcher's own words are above" if said else "look for a process that was killed",
+            "the launcher's messages above" if said else "look for a process that was killed",
         )
     correct_status(folder, error)
     return error

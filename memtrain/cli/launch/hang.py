@@ -11,7 +11,7 @@ from memtrain.trainers.loop.rank_failures import correct_status
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.pulse import pulse_file
 
-TELL_AFTER_S = 600.0
+WARN_AFTER_S = 600.0
 """Silence of all ranks that is told. Taste: more than a read of large weights from a slow disk takes."""
 
 
@@ -35,28 +35,33 @@ class HangWatch:
         self._seen: list[str] = []
         self._moved_at = clock()
         self._asked_at: float | None = None
-        self._is_told = False
+        self._is_warned = False
 
     def is_hung(self, *, is_asked: bool) -> bool:
         """Look once; whether the ranks were asked to stop and no sign of life has come for the grace."""
         now, found = self._clock(), self._read()
         if found != self._seen:
-            self._seen, self._moved_at, self._is_told = found, now, False
+            self._seen, self._moved_at, self._is_warned = found, now, False
         if is_asked and self._asked_at is None:
             self._asked_at = now
         silent_s = now - self._moved_at
-        if silent_s > TELL_AFTER_S and not self._is_told:
-            self._is_told = True
-            print(f"no rank has moved for {silent_s:.0f} s: {self._places()}", file=sys.stderr, flush=True)
+        if silent_s > WARN_AFTER_S and not self._is_warned:
+            self._is_warned = True
+            print(
+                f"no rank has made progress for {silent_s:.0f} s: {self._places()}",
+                file=sys.stderr,
+                flush=True,
+            )
         if self._asked_at is None or now - max(self._moved_at, self._asked_at) <= self.grace_s:
             return False
         if self.hung is None:
             self.hung = LaunchError(
-                f"the ranks were asked to stop and did not move for {self.grace_s:.0f} s: they were killed. "
+                f"the ranks were asked to stop and made no progress for {self.grace_s:.0f} s: they were "
+                "killed. "
                 f"{self._places()}",
                 where=str(self._folder.path),
-                fix="run the same command again: it goes on from the last checkpoint; "
-                "cluster.stop_grace_s says how long to wait",
+                fix="run the same command again: it resumes from the last checkpoint; "
+                "cluster.stop_grace_s sets the waiting time",
             )
             correct_status(self._folder, self.hung)
         return True

@@ -151,8 +151,8 @@ def _check_names(job: Job) -> None:
     for name in (job.name, job.folder, *job.runs, job.here, job.python):
         if any(not letter.isprintable() for letter in str(name)):
             raise LaunchError(
-                f"{json.dumps(str(name))} holds a line break or another control character, and no line of a "
-                "batch script can say it",
+                f"{json.dumps(str(name))} contains a line break or another control character, which a "
+                "batch script cannot hold",
                 "run_dir",
                 "choose a folder whose path has none",
             )

@@ -32,9 +32,10 @@ def verdict(folder: RunFolder, num_ranks: int, code: int) -> tuple[str, int]:
 def _no_word(code: int) -> str:
     if code > KILLED:
         return (
-            f"a rank was ended by signal {code - KILLED} and left no word (9: often too little host memory)"
+            f"a rank was killed by signal {code - KILLED} without an error message (9: often too little "
+            "host memory)"
         )
-    return f"the ranks ended with code {code} and left no word"
+    return f"the ranks ended with exit code {code} and no error message"
 
 
 def main() -> int:

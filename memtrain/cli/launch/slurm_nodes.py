@@ -62,7 +62,7 @@ def _per_node(loaded: LoadedRecipe, num_nodes: int, usual: int) -> int:
         raise RecipeError(
             f"cluster.processes is {processes}, and the job has {num_nodes} nodes{devices}",
             loaded.where("cluster.processes"),
-            "remove it: cluster.slurm says how many there are"
+            "remove it: cluster.slurm gives their number"
             if is_cuda
             else f"set it to a multiple of {num_nodes}",
         )
@@ -87,9 +87,9 @@ def _known_gpu(loaded: LoadedRecipe, nodes: Sequence[Node]) -> str:
         raise RecipeError(
             [
                 Fault(
-                    f"how much memory a GPU of {where} has is not known{words}",
+                    f"the memory of a GPU of {where} is unknown{words}",
                     loaded.where("cluster.slurm"),
-                    f"say which it is: --gpu NAME, or cluster.slurm.gpu; one of {', '.join(known_names())}",
+                    f"name the GPU: --gpu NAME, or cluster.slurm.gpu; one of {', '.join(known_names())}",
                 )
             ]
         )

@@ -108,7 +108,7 @@ def _sbatch(*words: str) -> subprocess.CompletedProcess[str]:
     if not has_slurm():
         raise LaunchError(
             "sbatch is not on this machine",
-            fix="run this where jobs are submitted, or carry the script there",
+            fix="run this on a login node, or copy the script to one",
         )
     done = ask("sbatch", *words)
     if done.returncode:
@@ -130,7 +130,9 @@ def job_state(job: str) -> JobState | None:
     if done.returncode:
         if "Invalid job id" in done.stderr:
             return None
-        raise LaunchError(f"SLURM does not answer: {done.stderr.strip()}", fix="try `sinfo`; then once more")
+        raise LaunchError(
+            f"SLURM does not answer: {done.stderr.strip()}", fix="check `sinfo`, then try again"
+        )
     return parse_job(done.stdout)
 
 

@@ -86,9 +86,7 @@ def _state(folder: RunFolder) -> str:
     if status is None:
         return "not begun"
     if status.state is RunState.RUNNING and not may_write(folder.path):
-        return (
-            "killed: it was running, and its process is gone; run it again to go on from the last checkpoint"
-        )
+        return "killed: its process is gone; run it again to resume from the last checkpoint"
     return str(status.state) + (f": {status.message}" if status.message else "")
 
 

@@ -139,7 +139,7 @@ def _check_free(folder: Path) -> None:
     state = job_state(record.job) if record is not None and has_slurm() else None
     if record is not None and state is not None and state.is_living:
         raise LaunchError(
-            f"job {record.job} has this run folder: {state.words()}",
+            f"job {record.job} uses this run folder: {state.words()}",
             where=str(folder),
             fix=f"wait for it, `scancel {record.job}`, or choose another --run-dir",
         )

@@ -55,7 +55,7 @@ def print_plan(planned: Planned) -> None:
     peak, plain = plan.prediction.peak, plan.plain.peak
     say(
         f"Predicted peak of live tensors: {gib(peak.num_bytes)} in the {peak.phase}; "
-        f"{gib(plain.num_bytes)} without the plan."
+        f"{gib(plain.num_bytes)} without memory strategies."
     )
     typer.echo()
 

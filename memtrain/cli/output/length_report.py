@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.data.length_report.format import count_of, share, short
+from memtrain.trainers.data.length_report.format import SHOWN, count_of, share, short
 from memtrain.trainers.data.length_report.result import Bin, Candidate, Distribution, Inspection
 
 MOST_BARS = 18
-MARKED = {50.0: "half", 90.0: "90%", 95.0: "95%", 99.0: "99%", 100.0: "all"}
+MARKED = {50.0: "median", 90.0: "90%", 95.0: "95%", 99.0: "99%", 100.0: "all"}
 """Percentiles shown beside the bars: up to here this part of the rows."""
 SHOWN_LONGEST = 3
 
@@ -95,7 +95,7 @@ def _marks(one: Distribution, bar: Bin) -> str:
 
 def _head(found: Inspection) -> str:
     about = "the first " if found.extent.is_partial else "about " if found.extent.is_estimate else ""
-    learnt = f", {found.learnt:,} of them learnt" if found.learnt else ""
+    learnt = f", {found.learnt:,} loss tokens" if found.learnt else ""
     return (
         f"{found.dataset}: {about}{count_of(found.rows, 'row')}, {found.tokens:,} tokens{learnt} "
         f"({found.method}, rows of format {found.format}, tokenizer {found.tokenizer})"
@@ -106,7 +106,7 @@ def _parts(found: Inspection) -> Table:
     shown = (50.0, 90.0, 95.0, 99.0)
     rows = [
         (
-            one.name if one.unit == "tokens" else f"{one.name} ({one.unit})",
+            SHOWN.get(one.name, one.name) if one.unit == "tokens" else f"{one.name} ({one.unit})",
             short(one.count),
             f"{one.mean:,.1f}" if one.mean < 1e5 else short(one.mean),
             *(_fitting(point.tokens) for point in one.percentiles if point.percent in shown),
@@ -115,7 +115,7 @@ def _parts(found: Inspection) -> Table:
         )
         for one in found.distributions
     ]
-    return ("tokens of", "rows", "mean", *(f"{percent:g}%" for percent in shown), "longest", "in all"), rows
+    return ("tokens of", "rows", "mean", *(f"{percent:g}%" for percent in shown), "longest", "total"), rows
 
 
 def _fitting(tokens: int) -> str:
@@ -136,7 +136,7 @@ def _facts(found: Inspection) -> Iterator[str]:
     bad = found.faulty
     if bad.rows:
         yield (
-            f"{count_of(bad.rows, 'bad row')}: {bad.empty:,} empty, {bad.unlearnt:,} with no learnt token, "
+            f"{count_of(bad.rows, 'bad row')}: {bad.empty:,} empty, {bad.unlearnt:,} without a loss token, "
             f"{bad.rows - bad.empty - bad.unlearnt:,} otherwise. Most often: {bad.kinds[0].what} "
             f"({count_of(bad.kinds[0].rows, 'time')}, first at {bad.kinds[0].where})."
         )
@@ -145,19 +145,19 @@ def _facts(found: Inspection) -> Iterator[str]:
 def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:
     own = found.candidates[0].losses[0].truncation
     other = [loss.truncation for loss in found.candidates[0].losses[1:]]
-    what = "learnt" if found.learnt else "tokens"
+    what = "loss tokens" if found.learnt else "tokens"
     yield (
-        f"What each max_length loses ({own}; {what} lost with the others beside it)",
+        f"Losses of each max_length ({what} lost with {own}, and with the other ways of truncation)",
         _lost(found, own, other),
     )
     batches = f"padding in micro-batches of {found.batch.micro_batch_size}"
     step = f"{found.batch.rows} rows" if found.batch.rows is not None else f"{found.batch.tokens:,} tokens"
     if found.candidates[0].packings:
-        yield f"What it costs: {batches}; sequences and fill when packed", _room(found)
+        yield f"Cost of each max_length: {batches}; sequences and fill when packed", _room(found)
         yield f"Optimizer steps of one epoch ({step} a step)", _steps(found)
     else:
         yield (
-            f"What it costs: {batches}; steps of one epoch ({step} each)",
+            f"Cost of each max_length: {batches}; steps of one epoch ({step} each)",
             _beside(_room(found), _steps(found)),
         )
 

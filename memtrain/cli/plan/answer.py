@@ -101,9 +101,9 @@ def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int
         notes.append(shape_note)
     wants = recipe.model.quantize != "none" or recipe.optim.kind.endswith("8bit") or recipe.memory.allow
     if presumed and wants:
-        notes.append("bitsandbytes is taken to be installed there (pip install 'memtrain[quant]').")
+        notes.append("The plan assumes that bitsandbytes is installed there (pip install 'memtrain[quant]').")
     if presumed and recipe.online is not None and recipe.generation.backend == "vllm":
-        notes.append("vLLM is taken to be installed there, in an environment of its own.")
+        notes.append("The plan assumes that vLLM is installed there, in an environment of its own.")
     return Question(loaded, asked, looked, hardware, presumed, tuple(notes))
 
 
@@ -129,7 +129,7 @@ def facts_of_question(
         facts = facts_without_data(question.asked, question.looked, question.hardware, question.presumed)
         kind = "answer" if recipe.method in HAS_ANSWERS else "sequence"
         length = f"{recipe.length.max_length:,} tokens"
-        return facts, f"The data was not read ({why}): every {kind} is taken to have {length}."
+        return facts, f"The data was not read ({why}): every {kind} is assumed to have {length}."
     from memtrain.cli.plan.make_plan import facts_of
     from memtrain.cli.plan.recipe_lines import at_their_lines
     from memtrain.trainers.data.store.prepare import prepare
@@ -149,7 +149,10 @@ def answer(question: Question, facts: PlannerInputs, note: str = "") -> Answer:
     facts = replace(facts, history=read_history())
     resolved = resolve(question.asked, facts)
     if question.presumed and uses_zero(resolved.settings):
-        notes = (*notes, "DeepSpeed is taken to be installed there (pip install 'memtrain[deepspeed]').")
+        notes = (
+            *notes,
+            "The plan assumes that DeepSpeed is installed there (pip install 'memtrain[deepspeed]').",
+        )
     return Answer(question, facts, resolved, notes)
 
 

@@ -37,7 +37,8 @@ def page(made: Answer, traced: Traced | None) -> str:
     title = f"{resolved.case.recipe.method}: {name} on {made.question.hardware.words()}"
     peak = prediction.peak
     verdict = (
-        f"Needs {gib(made.need_bytes)} of {gib(budget)} on each device, {gib(peak.num_bytes)} of it live "
+        f"Needs {gib(made.chosen.need_bytes)} of {gib(budget)} on each device, {gib(peak.num_bytes)} of "
+        "it live "
         f"tensors in the {peak.phase}. Predicted: {made.tokens_per_s:,.0f} tokens/s, "
         f"{seconds(made.chosen.step_s)} a step."
     )
@@ -50,13 +51,13 @@ def page(made: Answer, traced: Traced | None) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(words)}</p>" for words in (verdict, *made.notes)),
-        "<h2>Who holds the memory</h2>",
+        "<h2>Memory breakdown</h2>",
         bars(phases, budget),
         "<h2>Settings</h2>",
         _table(("setting", "value", "why"), [(d.setting, d.value, d.reason) for d in resolved.decisions]),
         "<h2>Without it</h2>",
         _table(
-            ("strategy", "peak", "time of a token"),
+            ("strategy", "peak", "time"),
             [
                 (one.strategy, gib(one.peak_bytes), time_words(one.time_share))
                 for one in gains(made.chosen, resolved.case.facts)

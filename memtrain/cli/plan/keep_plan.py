@@ -91,7 +91,7 @@ def resolve_again(asked: SourcedRecipe, facts: PlannerInputs, begun: Begun) -> R
     """
     settings = _read(begun.settings)
     if settings is None:
-        why = "the checkpoint is of a version of memtrain whose settings this one does not know"
+        why = "the checkpoint's settings are of another version of memtrain, unknown to this one"
         return _told(resolve(asked, facts), "new", why, begun)
     asked, facts = _at_its_length(asked, facts, settings)
     moved = _moved(asked, begun)
@@ -101,13 +101,13 @@ def resolve_again(asked: SourcedRecipe, facts: PlannerInputs, begun: Begun) -> R
         made = resolve(kept_pins(asked, settings), _with_room(facts, settings))
     except (DoesNotFit, RecipeError) as fault:
         new = resolve(asked, facts)
-        why = f"{_why_not(fault, asked, facts, settings)}; this one needs {_need(new)}"
+        why = f"{_why_not(fault, asked, facts, settings)}; the new plan needs {_need(new)}"
         return _told(new, "new", why, begun)
     made = replace(
         made, case=replace(made.case, asked=asked), settings=_same_sampler(made.settings, settings)
     )
     budget = gib(made.prediction.budget_bytes or 0)
-    why = f"as it was up to there; it needs {_need(made)} of {budget}{_beside(facts, settings)}"
+    why = f"the plan of the checkpoint; it needs {_need(made)} of {budget}{_beside(facts, settings)}"
     return _told(made, "kept", why, begun)
 
 
@@ -169,7 +169,7 @@ def _beside(facts: PlannerInputs, settings: Settings) -> str:
     hardware = facts.hardware
     cores, devices = hardware.num_nodes * hardware.num_cores, hardware.num_nodes * hardware.num_devices
     if hardware.device == "cuda" and devices > settings.num_processes:
-        return f"; {devices} devices are here: cluster.processes takes more of them"
+        return f"; {devices} devices are here: a higher cluster.processes uses more of them"
     wanted = settings.threads * settings.num_processes
     if hardware.device == "cpu" and wanted > cores:
         return f"; {wanted} threads on {cores} core{'s' if cores > 1 else ''}: slower, the same numbers"
@@ -184,12 +184,12 @@ def _why_not(
         need = need_of(predict(settings, facts), settings)
         budget = training_budget(asked.recipe, facts, settings)
         if need > budget:
-            return f"the one before needs {gib(need)} with its margin, and {gib(budget)} may be used"
-    return f"the one before cannot be kept: {fault.faults[0].what}"
+            return f"the earlier plan needs {gib(need)} (margin included), and the budget is {gib(budget)}"
+    return f"the earlier plan cannot be kept: {fault.faults[0].what}"
 
 
 def _need(made: Resolved) -> str:
-    return f"{gib(made.chosen.need_bytes)} with its margin"
+    return f"{gib(made.chosen.need_bytes)} (margin included)"
 
 
 def _told(made: Resolved, value: str, why: str, begun: Begun) -> Resolved:

@@ -122,7 +122,7 @@ def _ask_hub(path: str, revision: str) -> tuple[dict[str, Any] | None, str]:
     if answer.status_code == 200:
         return _answered(answer, path), ""
     if answer.status_code in (401, 403):
-        return None, f"{path} is gated, or not there"
+        return None, f"{path} is gated, or does not exist"
     if answer.status_code == 404:
         raise LaunchError(f"the hub has no {path} with a config.json", "model.path", "check the spelling")
     return None, f"the hub answers {answer.status_code}"
@@ -139,7 +139,9 @@ def _answered(answer: Any, path: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise LaunchError(f"the {where} is no JSON object", "model.path", "name another model or revision")
+        raise LaunchError(
+            f"the {where} is not a JSON object", "model.path", "choose another model or revision"
+        )
     check_numbers(cast(dict[str, Any], given), where)
     return cast(dict[str, Any], given)
 
@@ -154,7 +156,7 @@ def look_at_devices(
     asks_for_gpu = gpu is not None or num_gpus is not None
     if asks_for_gpu and device == "cpu":
         raise RecipeError(
-            "the recipe says cluster.device: cpu, and the plan is asked for GPUs",
+            "the recipe has cluster.device: cpu, and the plan is for GPUs",
             "--gpu" if gpu is not None else "--num-gpus",
             "add cluster.device=auto to the command",
         )
@@ -166,7 +168,7 @@ def look_at_devices(
         presumed = ELSEWHERE if here.device == "cpu" else frozenset[str]()
     elif num_gpus is not None:
         raise RecipeError(
-            f"--num-gpus {num_gpus} of what kind? No GPU is visible here",
+            f"--num-gpus {num_gpus} needs a kind of GPU, and none is visible here",
             fix="add --gpu h100, or another kind",
         )
     elif budget is not None and device == "auto":

@@ -171,7 +171,7 @@ def model_config(model: Model) -> Mapping[str, object]:
             return make_config(given).to_dict()
         except Exception as error:  # each configuration class has faults of its own
             raise LaunchError(
-                f"model.config: {words_of(error)}", "model.config", "write the values of a model that exists"
+                f"model.config: {words_of(error)}", "model.config", "use the values of a published model"
             ) from None
     assert model.path is not None, "A recipe has model.path or model.config."
     folder = Path(model.path).expanduser()

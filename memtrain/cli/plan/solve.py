@@ -63,7 +63,7 @@ def solution(what: str, question: Question, facts: PlannerInputs) -> Solution:
     fits whatever the answer is.
     """
     if what not in SOLVERS:
-        raise RecipeError(f"--solve {what}: nothing has that name", fix=f"one of {', '.join(SOLVERS)}")
+        raise RecipeError(f"--solve {what}: unknown target", fix=f"one of {', '.join(SOLVERS)}")
     return SOLVERS[what](question, facts)
 
 
@@ -94,8 +94,8 @@ def _beyond_training(question: Question, length: int) -> list[str]:
         return []
     scaling = f"rope_scaling: {{rope_type: yarn, factor: {ceil(length / trained)}}}"
     return [
-        f"The model was made for rows of {trained:,} tokens (max_position_embeddings); longer ones are "
-        f"planned alike, and need its positions scaled: {scaling} in its config.json."
+        f"The model was trained with rows of up to {trained:,} tokens (max_position_embeddings); longer "
+        f"rows need scaled positions: {scaling} in its config.json."
     ]
 
 

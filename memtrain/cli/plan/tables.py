@@ -20,6 +20,7 @@ from memtrain.memory.planner.engine_ranking import form_words
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.planner.search import frontier
 from memtrain.recipes.reading.shipped import configs_dir
+from memtrain.trainers.data.length_report.format import count_of
 from memtrain.trainers.tools.trace.client import Traced
 
 QUIET = ("device", "max_steps", "oom_recovery", "preflight", "liger", "budget", "num_processes")
@@ -51,17 +52,17 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     )
     typer.echo()
     say(
-        f"Predicted speed: {made.tokens_per_s:,.0f} tokens/s, {seconds(chosen.step_s)} a step. It is for "
-        "ordering plans: nothing was measured."
-        + (" Writing and judging completions is not in it." if resolved.case.recipe.online else "")
+        f"Predicted speed: {made.tokens_per_s:,.0f} tokens/s, {seconds(chosen.step_s)} a step. It is "
+        "computed, not measured: use it to compare plans."
+        + (" Generation and scoring of completions are not included." if resolved.case.recipe.online else "")
     )
     if explain:
         _print_rest(made)
     else:
         typer.echo()
         say(
-            "--explain: why not the others, the best plan of each size, and the lines that pin this one. "
-            "--trace: check the peak on the run's own step."
+            "--explain: why other strategies were left out, the best plan of each size, and the lines "
+            "that pin this plan. --trace: check the peak by a trace of the run's own step."
         )
 
 
@@ -76,8 +77,7 @@ def recipe_name(path: Path) -> str:
 
 def _fits_words(made: Answer) -> str:
     budget = made.resolved.prediction.budget_bytes or 0
-    left = budget - made.need_bytes
-    return f"fits, {gib(left)} stay free of {gib(budget)}."
+    return f"fits, needs {gib(made.chosen.need_bytes)} of {gib(budget)}."
 
 
 def _print_sum(made: Answer) -> None:
@@ -89,13 +89,17 @@ def _print_sum(made: Answer) -> None:
     talks = settings.device == "cuda" and settings.num_processes > 1
     figures = figures_words(made.question.hardware)
     live, corrected = prediction.peak.num_bytes, prediction.corrected_bytes
-    learnt = [(signed_gib(corrected - live), "runs of this kind before, measured beside their predictions")]
+    learnt = [(signed_gib(corrected - live), "correction by the measured peaks of earlier runs of this kind")]
     rows = [
         (gib(live), f"live tensors, highest in the {peak.phase}"),
         *(learnt if corrected != live else []),
         (gib(round(corrected * extra.slack)), f"the allocator's slack ({extra.slack:.0%})"),
         (gib(extra.fixed), f"{own}{', NCCL' if talks else ''} ({figures})"),
-        (gib(margin), f"margin ({MARGIN_SHARE:.0%} and {gib(MARGIN_BYTES)}), for what is not seen"),
+        (
+            gib(margin),
+            f"margin ({MARGIN_SHARE:.0%} and {gib(MARGIN_BYTES)}), for memory that the "
+            "prediction does not see",
+        ),
         (gib(made.need_bytes + margin), f"of {gib(prediction.budget_bytes or 0)}"),
     ]
     width = max(len(one) for one, _ in rows)
@@ -116,7 +120,7 @@ def _print_rest(made: Answer) -> None:
     if bought:
         typer.echo()
         print_table(
-            ("without", "peak", "time of a token"),
+            ("without", "peak", "time"),
             [
                 (
                     one.strategy,
@@ -150,7 +154,7 @@ def _print_engines(made: Answer) -> None:
         for one in made.engines
     ]
     if rows:
-        say("What each engine would take:")
+        say("Needs of each engine:")
         print_table(("engine", "needs", "a step", "why"), rows)
         typer.echo()
 
@@ -207,7 +211,7 @@ def settings_words(settings: Settings) -> str:
         said.append("step in backward")
     if settings.optimizer_offload:
         copies = settings.master_weights and settings.copies != "stochastic"
-        said.append(f"moments{' and float32 copies' * copies} on the host")
+        said.append(f"optimizer states{' and float32 copies' * copies} on CPU")
     if settings.optimizer != "adamw":
         said.append(settings.optimizer)
     said.append(f"{settings.loss} loss")
@@ -226,7 +230,7 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
     """Result of the trace beside the arithmetic."""
     typer.echo()
     if traced is None:
-        say(f"The arithmetic stands alone: {why_not}.")
+        say(f"The prediction is not checked by a trace: {why_not}.")
         return
     resolved = made.resolved
     found = traced.prediction.model_copy(update={"budget_bytes": resolved.prediction.budget_bytes})
@@ -234,7 +238,7 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
     say(f"Checked on the run's own step: {difference(resolved.prediction, found)} ({took}).")
     waiting = [f"{owner} {gib(size)}" for owner, size in traced.host_bytes.items() if size]
     if waiting:
-        say(f"In the host's memory meanwhile: {', '.join(waiting)}.")
+        say(f"In host memory meanwhile: {', '.join(waiting)}.")
     if not explain:
         return
     typer.echo()
@@ -254,26 +258,32 @@ def why_words(one: Decision) -> str:
     return f"{one.reason} ({whole(one.source)})" if one.reason else whole(one.source)
 
 
+def _were(count: int) -> str:
+    return f"{count_of(count, 'row')} {'was' if count == 1 else 'were'}"
+
+
+def _tokens(tokens: int, loss_tokens: int, report: LengthReport) -> str:
+    """Prompts have no loss tokens, and none to lose."""
+    return f"{tokens:,} tokens" + (f", {loss_tokens:,} loss tokens" if report.num_loss_tokens else "")
+
+
 def rows_words(report: LengthReport) -> str:
     """Effects of truncation and packing, in one paragraph: every loss is said here."""
-    said = [
-        f"{report.num_rows:,} rows, {report.num_tokens:,} tokens, {report.num_loss_tokens:,} of them learnt"
-    ]
+    counted = _tokens(report.num_tokens, report.num_loss_tokens, report)
+    said = [f"{count_of(report.num_rows, 'row')}, {counted}"]
     if report.rows_cut:
         sides = by_answer_words(report.learnt_cut_by_answer)
-        learnt = f"{report.learnt_cut:,} learnt{sides}"
-        said.append(f"{report.rows_cut:,} rows are cut ({report.tokens_cut:,} tokens, {learnt})")
+        lost = _tokens(report.tokens_cut, report.learnt_cut, report)
+        said.append(f"{_were(report.rows_cut)} truncated ({lost}{sides})")
     if report.rows_dropped:
-        said.append(
-            f"{report.rows_dropped:,} rows are left out "
-            f"({report.tokens_dropped:,} tokens, {report.learnt_dropped:,} learnt)"
-        )
+        lost = _tokens(report.tokens_dropped, report.learnt_dropped, report)
+        said.append(f"{_were(report.rows_dropped)} dropped ({lost})")
     if report.rows_split:
-        said.append(f"{report.rows_split:,} rows are split")
+        said.append(f"{_were(report.rows_split)} split into pieces")
     if report.tokens_idle:
-        said.append(f"{report.tokens_idle:,} tokens are left out with pieces in which nothing is learnt")
+        said.append(f"pieces without a loss token are left out ({report.tokens_idle:,} tokens)")
     if report.num_sequences != report.pieces:
         said.append(f"{report.pieces:,} pieces in {report.num_sequences:,} sequences, {report.fill:.2%} full")
     if not (report.tokens_cut or report.tokens_dropped):
-        said.append("no token is cut or dropped")
+        said.append("no loss token is lost" if report.tokens_idle else "no row was truncated or dropped")
     return "; ".join(said) + "."

@@ -91,7 +91,7 @@ def host_words(found: Rescue) -> str:
     if not leaning:
         return ""
     largest = ", ".join(f"{name} {gib(size)}" for name, size in leaning.items())
-    return f"In the host's memory meanwhile: {largest}."
+    return f"In host memory meanwhile: {largest}."
 
 
 def print_rescue(found: Rescue, output: Path | None) -> None:

@@ -217,13 +217,13 @@ def _what(closest: Priced, budget: int) -> str:
     peak = closest.prediction.peak
     owners = ", ".join(f"{owned.owner} {gib(owned.num_bytes)}" for owned in peak.owners[:3])
     return (
-        f"no plan fits {gib(budget)}: the smallest needs {gib(closest.need_bytes)} with its margin, "
+        f"no plan fits {gib(budget)}: the smallest needs {gib(closest.need_bytes)} (margin included), "
         f"{gib(peak.num_bytes)} of it live tensors in the {peak.phase} ({owners})"
     )
 
 
 def _where(asked: SourcedRecipe) -> str:
-    return asked.where("memory.budget") if asked.said("memory.budget") else ""
+    return asked.where("memory.budget") if asked.is_set("memory.budget") else ""
 
 
 def _limit(settings: Settings, budget: int) -> int:

@@ -70,19 +70,23 @@ def _reason(strategy: Strategy, chosen: Priced, case: StrategyContext) -> str:
     if refused is not None:
         return refused
     if strategy.name == "shorter_sequences":
-        return "not needed" if strategy.name in memory.allow else "changes what is learnt, and is not allowed"
+        return (
+            "not needed"
+            if strategy.name in memory.allow
+            else "changes the result of training, and is not allowed"
+        )
     wish = wish_of(strategy, case)
     priced = _with(strategy, chosen, case)
     if wish == "off" and strategy.wish(case.recipe) == "allow":
         told = f": {_against(priced, chosen)}" if isinstance(priced, Priced) else ""
-        return f"changes what is learnt; memory.allow: [{strategy.name}] lets it{told}"
+        return f"changes the result of training; memory.allow: [{strategy.name}] permits it{told}"
     if wish == "off":
-        said = [key for key in strategy.use_keys(case.recipe) if asked.said(key)]
+        said = [key for key in strategy.use_keys(case.recipe) if asked.is_set(key)]
         return f"ruled out by {said[0]} ({asked.where(said[0])})" if said else "not asked for"
     if isinstance(priced, str):
         return priced
     if priced is None:
-        return "another is taken in its place"
+        return "another strategy is used in its place"
     fits = priced.need_bytes <= budget_of(case.recipe, case.facts.hardware)
     return f"{'not needed' if fits else 'does not fit'}: {_against(priced, chosen)}"
 
@@ -129,7 +133,7 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
         ledger.decide(
             "context_parallel",
             settings.context_parallel,
-            f"processes hold each row together, by {settings.context_by}; rows are padded to a multiple of "
+            f"processes share each row, by {settings.context_by}; rows are padded to a multiple of "
             f"{settings.pad_to_multiple_of}; {gain({'context_parallel': 1})}",
             "cluster.context_parallel",
         )
@@ -140,14 +144,14 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
     path = "train.micro_tokens" if settings.micro_tokens is not None else "train.micro_batch_size"
     ledger.decide("micro_batch", settings.micro_tokens or settings.micro_batch_size, line, path)
     length = "length.packing" if settings.packing != "none" else "length.padding_free"
-    flat = "rows of a micro-batch lie end to end; none attends to another" if settings.padding_free else ""
+    flat = "rows of a micro-batch are concatenated; none attends to another" if settings.padding_free else ""
     ledger.decide("padding_free", settings.padding_free, flat or "rows are padded on the right", length)
     ledger.decide(
         "activation_checkpointing",
         f"every {settings.checkpoint_every}" if settings.checkpoint_every else "off",
         gain({"checkpoint_every": 0, "offload": "none"})
         if settings.checkpoint_every
-        else "streamed layers keep their inputs alone, and are computed again in slices"
+        else "streamed layers keep only their inputs, and are recomputed in slices"
         if settings.slice_tokens
         else _price_of(chosen, {"checkpoint_every": 1}, facts),
         "memory.activation_checkpointing",
@@ -164,7 +168,7 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
     _explain_offloading(ledger, settings, gain({"offload": "none", "offload_keep": 0}))
     _explain_optimizer(ledger, settings, chosen, facts)
     explain_reference(ledger, settings, gain)
-    source = "memory.budget" if ledger.asked.said("memory.budget") else None
+    source = "memory.budget" if ledger.asked.is_set("memory.budget") else None
     ledger.decide("budget", gib(budget), f"free on {facts.hardware.name}" if not source else "", source)
 
 
@@ -184,7 +188,7 @@ def _explain_offloading(ledger: DecisionLog, settings: Settings, gained: str) ->
     if memory.offload_disk is not None:
         limit = gib(memory.offload_host or 0)
         said = (
-            f"the oldest go there beyond {limit} of a process"
+            f"offloaded activations beyond {limit} of a process, the oldest first"
             if is_away
             else "not used: nothing is offloaded"
         )
@@ -197,7 +201,7 @@ def _explain_optimizer(ledger: DecisionLog, settings: Settings, chosen: Priced, 
     explain_masters(ledger, settings, facts.config, gain)
     for name, off in (("copies", "float32"), ("compressed_moments", False)):
         if getattr(settings, name) != off:
-            path = f"optim.{name}" if ledger.asked.said(f"optim.{name}") else "memory.allow"
+            path = f"optim.{name}" if ledger.asked.is_set(f"optim.{name}") else "memory.allow"
             ledger.decide(name, getattr(settings, name), _gain_words(chosen, {name: off}, facts), path)
     if settings.in_backward:
         gain = _gain_words(chosen, {"in_backward": False}, facts)
@@ -224,9 +228,9 @@ def _gain_words(chosen: Priced, without: Updates, facts: PlannerInputs) -> str:
     if other.prediction == chosen.prediction and other.token_s == chosen.token_s:
         return ""
     peak, without_it = chosen.prediction.peak.num_bytes, other.prediction.peak.num_bytes
-    return f"peak {gib(peak)}, without it {gib(without_it)}, {time_words(other.token_s / chosen.token_s)}"
+    return f"peak {gib(peak)}; {gib(without_it)} and {time_words(other.token_s / chosen.token_s)} without"
 
 
 def _price_of(chosen: Priced, updates: Updates, facts: PlannerInputs) -> str:
     """Savings that a setting which is off would give."""
-    return f"not needed; with it {_against(_changed(chosen, updates, facts), chosen)}"
+    return f"not needed; with it: {_against(_changed(chosen, updates, facts), chosen)}"

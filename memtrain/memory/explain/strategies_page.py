@@ -14,8 +14,8 @@ from memtrain.recipes.recipe import Recipe
 
 INTRODUCTION = """\
 Written from the pages in `memtrain/memory/strategies/` by `make docs-reference`; each page names its source.
-In a recipe: `memory.use` (it must be used), `memory.never` (it must not), `memory.allow` (it changes what is
-learnt, and may be used where no exact plan fits). Which of them a plan takes, and what each buys:
+In a recipe: `memory.use` (it must be used), `memory.never` (it must not), `memory.allow` (it changes the
+result of training, and may be used where no exact plan fits). The strategies of a plan and their gains:
 [memory.md](memory.md)."""
 
 
@@ -37,7 +37,7 @@ def strategies_page() -> str:
         "",
         *_table(exact, recipe),
         "",
-        "## Changing what is learnt",
+        "## Changing the result of training",
         "",
         *_table(changing, recipe),
         "",

@@ -42,7 +42,7 @@ def owner_table(prediction: Prediction, plain: Prediction) -> tuple[list[str], l
         return f"{num_bytes / unit:.{digits}f}" if num_bytes else "0"
 
     rows = [[name, *(cell(owners.get(name, 0)) for owners in held)] for name in names]
-    return headers, [*rows, ["in all", *(cell(phase.num_bytes) for phase in columns)]]
+    return headers, [*rows, ["total", *(cell(phase.num_bytes) for phase in columns)]]
 
 
 def verdict(settings: Settings, prediction: Prediction) -> str:

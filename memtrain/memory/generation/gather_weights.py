@@ -35,8 +35,8 @@ def refuse_gathering(ledger: DecisionLog, settings: Settings) -> None:
         return
     if settings.sampler in ("vllm", "vllm_server"):
         ledger.refuse(
-            f"generate.gather_weights {wanted}: vLLM writes with weights of its own, and nothing is gathered "
-            "or streamed while it does",
+            f"generate.gather_weights {wanted}: vLLM generates with weights of its own; nothing is "
+            "gathered or streamed meanwhile",
             PATH,
             "remove it, or set generate.backend: native",
         )
@@ -78,7 +78,7 @@ def decide_gathering(
     fits = budget is None or needed(peak + found.whole, settings) <= budget
     gathers = wanted == "on" or (wanted == "auto" and fits)
     words = (
-        f"peak {gib(peak + found.whole)} while completions are written; layer by layer "
+        f"peak {gib(peak + found.whole)} while completions are generated; layer by layer "
         f"{gib(peak + found.streamed)} and {found.slowdown:.1f} times as long"
     )
     if wanted == "auto" and not fits:

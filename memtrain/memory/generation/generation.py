@@ -180,7 +180,11 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings) -> str:
     if wanted == "vllm":
         is_own = own_engine(ledger.asked.recipe) is not None
         name = "vllm" if is_own else "vllm_server"
-        words = "in a process of its own" if is_own else "a server, which is given a checkpoint a rollout"
+        words = (
+            "in a process of its own"
+            if is_own
+            else "a server, which receives a checkpoint before each rollout"
+        )
         ledger.decide("sampler", name, words, path)
         return name
     can = settings.attention != "transformers"
@@ -195,7 +199,7 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings) -> str:
         why = "" if can else "this model's attention cannot keep rows apart here"
         ledger.decide("sampler", "transformers", why, path)
         return "transformers"
-    ledger.decide("sampler", "native", "the trained module; each prompt is read once for its group", path)
+    ledger.decide("sampler", "native", "the trained module; each prompt is computed once for its group", path)
     return "native"
 
 

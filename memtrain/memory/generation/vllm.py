@@ -135,8 +135,8 @@ def refuse_vllm(ledger: DecisionLog, settings: Settings) -> None:
     path = "generate.backend"
     if recipe.model.quantize == "8bit":
         ledger.refuse(
-            "model.quantize 8bit with vLLM: the policy computes with weights rounded by row and outliers "
-            "apart, which vLLM cannot be given; its completions would be another model's",
+            "model.quantize 8bit with vLLM: the policy computes with weights rounded by row, with "
+            "outliers kept apart, which vLLM cannot load; its completions would be those of another model",
             path,
             "set generate.backend: native, or model.quantize: 4bit or none",
         )
@@ -150,14 +150,14 @@ def _refuse_process(ledger: DecisionLog, section: Vllm, settings: Settings) -> N
         ledger.refuse(
             "generate.backend is vllm, and vLLM is not installed beside memtrain",
             "generate.backend",
-            "install it in an environment of its own (docs/generation.md) and name that: generate: {vllm: "
-            "{python: ~/envs/vllm/bin/python}}; or set generate.backend: native",
+            "install it in an environment of its own (docs/generation.md) and give its interpreter: "
+            "generate: {vllm: {python: ~/envs/vllm/bin/python}}; or set generate.backend: native",
         )
     if settings.device == "cpu":
         for name in ("devices", "memory_share", "sleep"):
             if changes(section, name) and getattr(section, name) != "off":
                 ledger.refuse(
-                    f"generate.vllm.{name} is about CUDA devices, and this run is on a CPU",
+                    f"generate.vllm.{name} is for CUDA devices, and this run is on a CPU",
                     f"generate.vllm.{name}",
                     "remove it",
                 )
@@ -171,7 +171,7 @@ def _refuse_process(ledger: DecisionLog, section: Vllm, settings: Settings) -> N
         )
     if section.devices and section.sleep not in ("auto", "off"):
         ledger.refuse(
-            f"generate.vllm.sleep {section.sleep} frees a device that nobody else is on",
+            f"generate.vllm.sleep {section.sleep} frees a device that vLLM has to itself",
             "generate.vllm.sleep",
             "remove it, or generate.vllm.devices",
         )
@@ -182,7 +182,7 @@ def training_budget(recipe: Recipe, facts: PlannerInputs, settings: Settings) ->
     budget = budget_of(recipe, facts.hardware)
     if not shares_device(recipe):
         return budget
-    assert settings.batch_size is not None, "A step is said in completions."
+    assert settings.batch_size is not None, "A step is counted in completions."
     need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
     standing = need.standing if need.sleep != "none" else need.standing + standing_keys(need, budget)
     per_device = settings.num_processes if settings.device == "cpu" else 1
@@ -194,7 +194,7 @@ def leaves_room(recipe: Recipe, facts: PlannerInputs, priced: Priced) -> bool:
     if not shares_device(recipe):
         return True
     settings = priced.settings
-    assert settings.batch_size is not None, "A step is said in completions."
+    assert settings.batch_size is not None, "A step is counted in completions."
     need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
     resting = next(phase for phase in priced.prediction.phases if phase.phase == "saving")
     least = need.weights + need.process + need.least_keys
@@ -217,7 +217,7 @@ def with_engine(
     recipe, hardware = ledger.asked.recipe, facts.hardware
     section = own_engine(recipe)
     assert section is not None, "This run starts vLLM."
-    assert settings.batch_size is not None, "A step is said in completions."
+    assert settings.batch_size is not None, "A step is counted in completions."
     need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
     budget = budget_of(recipe, hardware)
     fixed = need.weights + need.process
@@ -244,9 +244,13 @@ def with_engine(
 
 
 def _words(need: EngineNeed, keys: int) -> str:
-    enough = "all that are written at a time" if keys >= need.wanted_keys else "fewer at a time; more wait"
+    enough = (
+        "all completions that are generated at a time"
+        if keys >= need.wanted_keys
+        else "fewer at a time; the rest waits"
+    )
     return (
-        f"a process of vLLM while it writes: weights {gib(need.weights)}, keys {gib(keys)} ({enough}), "
+        f"a process of vLLM while it generates: weights {gib(need.weights)}, keys {gib(keys)} ({enough}), "
         f"itself {gib(need.process)}"
     )
 
@@ -255,8 +259,8 @@ def _sleep_words(need: EngineNeed, settings: Settings, section: Vllm) -> str:
     if need.sleep != "none":
         return f"{gib(need.asleep)} stay while the policy trains"
     if settings.device == "cpu":
-        return "vLLM's sleep is for CUDA"
-    return "it has a device of its own" if section.devices else "its memory is never given back"
+        return "vLLM sleeps on CUDA only"
+    return "vLLM has a device of its own" if section.devices else "vLLM never gives its memory back"
 
 
 def _no_room(ledger: DecisionLog, need: EngineNeed, room: int, beside: int) -> DoesNotFit:
@@ -264,7 +268,8 @@ def _no_room(ledger: DecisionLog, need: EngineNeed, room: int, beside: int) -> D
     return DoesNotFit(
         [
             Fault(
-                f"vLLM needs {gib(wanted)} while it writes (weights {gib(need.weights)}), and training keeps "
+                f"vLLM needs {gib(wanted)} while it generates (weights {gib(need.weights)}), and training "
+                "keeps "
                 f"{gib(beside)} of the device meanwhile: {gib(max(0, room))} are left",
                 ledger.asked.where("generate.backend"),
                 "set generate.backend: native, which needs no second copy of the weights; or "

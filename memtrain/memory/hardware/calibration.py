@@ -51,7 +51,7 @@ class Measured(Section):
 
 
 def folder() -> Path | None:
-    """Folder of the store, or None where the store is switched off."""
+    """Folder of the store, or None where the store of measurements is switched off."""
     said = os.environ.get(VARIABLE)
     if said == OFF:
         return None

@@ -72,7 +72,7 @@ class Hardware:
                 host = max(64 * GIB, num_devices * card.memory_mib * MIB)
                 return _from_card(card, num_devices, card.memory_mib * MIB, host, 8 * num_devices)
         raise RecipeError(
-            f"no such GPU in the table: {name}",
+            f"unknown GPU: {name}",
             fix=f"one of {', '.join(known_names())}; or give its size with --budget 24GiB",
         )
 

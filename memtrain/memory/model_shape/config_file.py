@@ -91,7 +91,7 @@ def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:
 
     Raises: LaunchError at the `key` of the recipe that names it.
     """
-    again = "copy it again from where it came"
+    again = "copy or download it again"
     try:
         with file.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)
@@ -100,7 +100,7 @@ def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:
     except OSError as error:
         raise LaunchError(f"{file} cannot be read: {error.strerror}", key, "check its permissions") from None
     if len(raw) > MAX_BYTES:
-        raise LaunchError(f"{file} is larger than {MAX_BYTES // 2**20} MiB", key, "it is no such file")
+        raise LaunchError(f"{file} is larger than {MAX_BYTES // 2**20} MiB", key, "give the model's own file")
     try:
         given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
     except (ValueError, RecursionError) as error:
@@ -115,7 +115,7 @@ def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:
 def _constant(word: str) -> float | NoReturn:
     # State-space models bound their time steps by Infinity; nothing is computed from a NaN.
     if word == "NaN":
-        raise ValueError("NaN is no number")
+        raise ValueError("NaN is not a number")
     return float(word)
 
 
@@ -162,7 +162,7 @@ def _check(name: str, number: object, limits: Limits, where: str, *, is_whole: b
 
 def _refused(name: str, value: object, where: str, rule: str) -> LaunchError:
     shown = json.dumps(value, default=str)
-    what = f"the model's config says {name}: {shown[:60]}"
+    what = f"the model's config has {name}: {shown[:60]}"
     return LaunchError(what, where, f"{rule}; take the config.json of the model as published")
 
 

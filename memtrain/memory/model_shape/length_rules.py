@@ -27,8 +27,10 @@ class LengthRule:
 
 
 ROTARY = {
-    "longrope": "LongRoPE turns all tokens of a row by other angles where it is longer than {n:,} tokens",
-    "dynamic": "dynamic NTK turns all tokens of a row by angles of its length beyond {n:,} tokens",
+    "longrope": "LongRoPE rotates all tokens of a row by other angles where the row is longer than {n:,} "
+    "tokens",
+    "dynamic": "dynamic NTK rotates all tokens of a row by angles that depend on its length beyond {n:,} "
+    "tokens",
 }
 """Kinds of rotary positions that follow the length of a row; transformers takes the longest row of a batch,
 and dynamic NTK the longest that it has met before."""
@@ -138,7 +140,7 @@ def _reach(config: Mapping[str, Any]) -> Iterator[LengthRule]:
     for name in TOP_KEYS:
         if config.get(name):
             tokens = int(config[name])
-            yield LengthRule("top_keys", tokens, "reach", f"a token attends to {tokens:,} keys of its choice")
+            yield LengthRule("top_keys", tokens, "reach", f"a token attends to {tokens:,} selected keys")
 
 
 def layer_kinds(config: Mapping[str, Any]) -> set[str]:

@@ -233,7 +233,8 @@ def read_config(folder: Path) -> ModelShape:
     file = folder / "config.json" if folder.is_dir() else folder
     if not file.is_file():
         raise RecipeError(
-            f"there is no config.json at {folder}", fix="model.path is a folder in the Hugging Face format"
+            f"there is no config.json at {folder}",
+            fix="set model.path to a folder in the Hugging Face format",
         )
     return shape_of(json.loads(file.read_text()), where=str(file))
 
@@ -263,7 +264,7 @@ def shape_of(
         mlp_width = int(known.get("intermediate_size") or 4 * width)
     except (KeyError, TypeError) as missing:
         raise RecipeError(
-            f"the model's config does not say {missing}",
+            f"the model's config does not have {missing}",
             where,
             "a decoder has hidden_size, num_attention_heads, num_hidden_layers and vocab_size",
         ) from None
@@ -308,7 +309,7 @@ def _looked_up(config: Mapping[str, Any], counts: Counts | None) -> tuple[Mappin
     model_type = str(config.get("model_type", ""))
     family = FAMILIES.get(model_type)
     if family is None:
-        part = "counted" if counts is None else "weights are counted, activations are taken to be"
+        part = "counted" if counts is None else "weights are counted, activations are assumed to be"
         notes.append(f"model type '{model_type}' is not in the table: {part} like a Llama of its sizes")
     return config, family or Family(), "; ".join(notes)
 

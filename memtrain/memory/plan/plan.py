@@ -209,7 +209,8 @@ def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
     raw = path.read_bytes()
     if digest and _digest(raw) != digest:
         raise LaunchError(
-            "plan.json is not the plan that this process was started for: another start has replaced it",
+            "plan.json is not the plan that this process was started for: another start of the run "
+            "replaced it",
             where=str(path),
             fix="run the training command again; one run folder is for one run",
         )

@@ -183,7 +183,7 @@ class Settings(Section):
     """Optimizer states wait in host memory and travel to the device for the step, some at a time."""
     preflight: Annotated[
         bool,
-        Mark("bits", "told of every run that is noted: one that did not rehearse only raises a prediction"),
+        Mark("bits", "noted with every run: a run without a dry run only raises a prediction"),
     ] = False
     """The heaviest batch is tried before the first step."""
     recovery: Annotated[

@@ -38,9 +38,11 @@ def read_size(text: str, where: str = "") -> int:
     try:
         value = parse_bytes(f"{written}GiB" if written.replace(".", "", 1).isdigit() else written)
     except ValueError as error:
-        raise RecipeError(str(error), where, "for example 24GiB, 512MiB or 80GB") from None
+        raise RecipeError(str(error), where, "write a size such as 24GiB, 512MiB or 80GB") from None
     if not isinstance(value, int) or value <= 0:
-        raise RecipeError(f"'{text}' is not a size above zero", where, "for example 24GiB, 512MiB or 80GB")
+        raise RecipeError(
+            f"'{text}' is not a size above zero", where, "write a size such as 24GiB, 512MiB or 80GB"
+        )
     return value
 
 

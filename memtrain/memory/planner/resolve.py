@@ -252,7 +252,7 @@ def _excludes_all(case: StrategyContext, base: Settings) -> RecipeError:
     return RecipeError(
         [
             Fault(
-                f"no plan honours all of {names}",
+                f"no plan uses all of {names}",
                 case.asked.where("memory.use"),
                 "remove one of them, or what memory.never rules out",
             )

@@ -15,10 +15,11 @@ from memtrain.recipes.edit import with_key
 from memtrain.recipes.recipe import Recipe
 
 ONE_OF: Mapping[str, str] = {
-    "checkpointing": "either every layer is checkpointed or every n-th",
-    "offloading": "either inputs of checkpointed layers wait in host memory, or all that the layers keep",
-    "loss": "a run has one loss kernel",
-    "optimizer": "a run has one optimizer",
+    "checkpointing": "either every layer is checkpointed, or every n-th",
+    "offloading": "either the inputs of checkpointed layers are offloaded to CPU, or all activations that "
+    "the layers keep",
+    "loss": "a run uses one loss kernel",
+    "optimizer": "a run uses one optimizer",
     "reference": "the reference's log-probs are either computed before training or in every step",
 }
 """Axes of which a run has one strategy, and why."""
@@ -77,8 +78,8 @@ def _check(recipe: Recipe, asked: SourcedRecipe) -> None:
         Recipe.model_validate(recipe.model_dump())
     except ValidationError as error:
         said = [str(fault["msg"]).removeprefix("Value error, ") for fault in error.errors()]
-        what = "what memory.use and memory.never stand for is no recipe"
-        fix = "name other strategies there"
+        what = "memory.use and memory.never do not give a valid recipe together"
+        fix = "choose other strategies there"
         raise RecipeError([Fault(f"{what}: {one}", asked.where(named), fix) for one in said]) from None
 
 
@@ -96,9 +97,9 @@ def _contradicted(asked: SourcedRecipe, strategy: Strategy, word: str) -> Fault 
     if own != ("off" if word == "use" else "on"):
         return None
     for key in strategy.use_keys(asked.recipe):
-        if asked.said(key):
+        if asked.is_set(key):
             return Fault(
-                f"memory.{word} names {strategy.name}, and {key} says otherwise ({asked.where(key)})",
+                f"memory.{word} names {strategy.name}, and {key} contradicts it ({asked.where(key)})",
                 asked.where(f"memory.{word}"),
                 f"remove {key}, or {strategy.name} from memory.{word}",
             )

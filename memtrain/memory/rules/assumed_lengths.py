@@ -24,7 +24,7 @@ def unread_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfi
     longest = recipe.length.max_length
     if longest is None:
         raise RecipeError(
-            "length.max_length is null, and the data is not read: nothing says how long rows are",
+            "length.max_length is null, and the data is not read: the length of the rows is unknown",
             asked.where("length.max_length"),
             "set length.max_length, or plan with the data (without --without-data)",
         )

@@ -44,7 +44,7 @@ REASONS: Mapping[AttentionBackend, str] = {
     AttentionBackend.TORCH_VARLEN: "torch's own variable-length flash kernels",
     AttentionBackend.FLEX: "FlexAttention with a block mask, compiled",
     AttentionBackend.TORCH_EFFICIENT: "segment by segment on torch's memory-efficient kernel",
-    AttentionBackend.MASKED: "last resort: a mask and scores of row length squared in every layer",
+    AttentionBackend.MASKED: "last resort: a mask, and scores of row length squared in every layer",
     AttentionBackend.TRANSFORMERS: "the model's own attention, one example to a row and no packing",
 }
 
@@ -132,7 +132,7 @@ def _model_refusal(facts: AttentionFacts) -> str | None:
     if facts.attention_dropout:
         return f"attention dropout {facts.attention_dropout:g} needs the scores; set it to 0"
     if facts.untried:
-        return f"rows of a {facts.untried} model were never seen to stay apart in one row; to try, name it"
+        return f"packing is untested with {facts.untried} models; to try it, name this back end"
     for tokens, name in (
         (facts.sliding_window_tokens, "slides over"),
         (facts.chunk_tokens, "is cut into chunks of"),

@@ -176,7 +176,7 @@ def _max_steps(ledger: DecisionLog, facts: PlannerInputs, rows: int | None, toke
     words = f"{epochs:g} epoch{'s' if epochs != 1 else ''}"
     steps = max(1, facts.count_steps(rows, tokens, epochs))
     if facts.is_guessed:
-        ledger.decide("max_steps", "?", f"{words} of rows that were not counted", "train.epochs")
+        ledger.decide("max_steps", "?", f"{words} of rows that were not read", "train.epochs")
         return steps
     count = facts.profile.report.num_sequences
     ledger.decide("max_steps", steps, f"{words} over {count:,} sequences", "train.epochs")

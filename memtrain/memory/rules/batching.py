@@ -31,7 +31,7 @@ def decide_batch(
     ledger.decide("batch_size", rows, "" if train.batch_size else "the default", "train.batch_size")
     if rows < num_replicas:
         ledger.refuse(
-            f"a step of {rows} rows cannot be shared by {who(num_replicas, num_sharing)}",
+            f"a step of {rows} rows cannot be divided over {who(num_replicas, num_sharing)}",
             "train.batch_size",
             f"set train.batch_size to at least {num_replicas}, or cluster.processes to at most "
             f"{rows * num_sharing}",
@@ -64,7 +64,7 @@ def micro_candidates(
     if train.micro_tokens != "auto":
         if not padding_free:
             ledger.refuse(
-                "train.micro_tokens counts the tokens of rows laid end to end, and this run pads its rows",
+                "train.micro_tokens counts the tokens of concatenated rows, and this run pads its rows",
                 "train.micro_tokens",
                 "use train.micro_batch_size, or length.padding_free: true",
             )
@@ -104,9 +104,14 @@ def worked_line(
     by_rows = per_step / num_replicas / micro.rows
     by_tokens = per_step * profile.mean_tokens / num_replicas / micro.tokens if micro.tokens else 0.0
     rounds = max(1, round(max(by_rows, by_tokens) + 0.49))
-    limit = f"{micro.rows} rows" + (f" and {micro.tokens:,} tokens" if micro.tokens else "")
-    by = who(num_replicas, num_sharing)
-    return f"{step} = {by} x about {rounds} micro-batches of at most {limit}"
+    limits = (
+        [f"{micro.rows} row{'s' if micro.rows > 1 else ''}"] if micro.rows < per_step / num_replicas else []
+    )
+    limits += [f"{micro.tokens:,} tokens"] if micro.tokens else []
+    limit = f" of up to {' and '.join(limits)}" if limits else ""
+    about = "about " if micro.tokens and rounds > 1 else ""
+    by = f"{who(num_replicas, num_sharing)} x " if num_replicas > 1 or num_sharing > 1 else ""
+    return f"{step} = {by}{about}{rounds} accumulation step{'s' if rounds > 1 else ''}{limit}"
 
 
 def _most_rows(profile: LengthProfile, batch: tuple[int | None, int | None], num_replicas: int) -> int:
@@ -143,7 +148,7 @@ def refuse_uneven_groups(ledger: DecisionLog, rows: int | None) -> None:
         less, more = rows // count * count, (rows // count + 1) * count
         near = f"{less} or {more}" if less else f"{more}"
         ledger.refuse(
-            f"a step of {rows} completions is no whole number of groups of {count}",
+            f"a step of {rows} completions is not a whole number of groups of {count}",
             "train.batch_size",
             f"set train.batch_size to {near}, or generate.num_generations to a divisor of {rows}",
         )

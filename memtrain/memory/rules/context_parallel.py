@@ -16,8 +16,8 @@ PATH = "cluster.context_parallel"
 SLICED = (AttentionBackend.TORCH_CPU, AttentionBackend.TORCH_VARLEN, AttentionBackend.FLASH)
 """Back ends that tell the log-sum-exp of their scores: by it the parts of a row are put together."""
 
-NOT_SLICED = "slices are put together by the log-sum-exp of their scores, which it does not tell"
-NOT_WITH_LIGER = "Liger's loss was never tried on slices of rows"
+NOT_SLICED = "slices are merged by the log-sum-exp of their scores, which this back end does not return"
+NOT_WITH_LIGER = "Liger's loss is untested on slices of rows"
 
 
 def refuse_context(
@@ -30,7 +30,7 @@ def refuse_context(
     if processes % size:
         near = max(size, round(processes / size) * size)
         ledger.refuse(
-            f"{processes} processes cannot hold rows together by {size}",
+            f"{processes} processes cannot be divided into groups of {size}",
             PATH,
             f"set cluster.processes to a multiple, such as {near}, or {PATH} to a divisor of {processes}",
         )
@@ -59,10 +59,12 @@ def _refuse_heads(ledger: DecisionLog, size: int, num_heads: int, num_key_heads:
     if not copies_of_keys(num_heads, num_key_heads, size):
         able = [n for n in range(2, num_heads + 1) if copies_of_keys(num_heads, num_key_heads, n)]
         ledger.refuse(
-            f"{by} heads: {num_heads} heads with {num_key_heads} of keys do not come out even on {size} "
+            f"{by} heads: {num_heads} heads with {num_key_heads} of keys cannot be divided evenly over "
+            f"{size} "
             "processes",
             by,
-            f"set it to keys, or {PATH} to one of {', '.join(map(str, able)) or 'none: it has no other'}",
+            f"set it to all_gather, or {PATH} to one of "
+            f"{', '.join(map(str, able)) or 'none: it has no other'}",
         )
 
 
@@ -73,7 +75,7 @@ def refuse_attention(ledger: DecisionLog, choice: AttentionChoice) -> None:
     others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in SLICED)
     ledger.refuse(
         f"{PATH} with {choice.backend} attention: {NOT_SLICED}{f' ({others})' if others else ''}",
-        "model.attention" if ledger.asked.said("model.attention") else PATH,
+        "model.attention" if ledger.asked.is_set("model.attention") else PATH,
         f"use {', '.join(SLICED)} attention (on CUDA: bfloat16, compute capability 8.0), or set {PATH}: 1",
     )
 
@@ -84,7 +86,7 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
     if recipe.online is not None:
         faults.append(
             (
-                f"completions of {recipe.method} are written and scored by single processes",
+                f"completions of {recipe.method} are generated and scored by single processes",
                 PATH,
                 f"remove it for {recipe.method}",
             )
@@ -92,7 +94,8 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
     if recipe.optim.neftune_alpha is not None:
         faults.append(
             (
-                "noise on the embeddings is scaled by the length of a row, and a process sees a slice of it",
+                "noise on the embeddings is scaled by the length of a row, and each process sees only a "
+                "slice of the row",
                 "optim.neftune_alpha",
                 f"remove it, or set {PATH}: 1",
             )
@@ -103,7 +106,7 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
     if rule is not None:
         faults.append(
             (
-                f"{rule.says}, and a process sees a slice of it",
+                f"{rule.says}, and each process sees only a slice of the row",
                 PATH,
                 f"remove it for this model, or set length.max_length to at most {rule.tokens:,}",
             )

@@ -72,9 +72,9 @@ def closed_engines(
     for engine in ZERO:
         faults = zero_faults(recipe, base.dtype, engine)
         if base.context_parallel > 1:
-            found.append((engine, "slices of rows and DeepSpeed's shards were never tried together"))
+            found.append((engine, "slices of rows are untested with DeepSpeed's shards"))
         elif base.router_aux_loss_coef:
-            found.append((engine, "the load of experts was never evened there"))
+            found.append((engine, "balancing experts is untested there"))
         elif faults:
             found.append((engine, f"{faults[0][0]} ({faults[0][1]}: {faults[0][2]})"))
         elif not has(PACKAGE):
@@ -97,7 +97,7 @@ def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
         )
     if asked != "ddp" and processes == 1:
         ledger.refuse(
-            f"cluster.engine {asked} shares out weights or states, and one process has nobody to share with",
+            f"cluster.engine {asked} divides weights or states over processes, and this run has one process",
             PATH,
             "remove it, or set cluster.processes",
         )
@@ -119,12 +119,16 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
     if not shards_weights(settings):
         return
     if settings.loads_shards:
-        words = "each process reads, or draws, its own part of the weights"
+        words = "each process loads, or initialises, only its own part of the weights"
         ledger.decide("loading", "parts", words)
         return
     is_zero = settings.engine == "zero3"
-    why = "DeepSpeed cuts whole weights" if is_zero else "DoRA begins with norms of whole rows"
-    ledger.decide("loading", "whole", f"each process holds all weights until they are cut: {why}")
+    why = (
+        "DeepSpeed divides weights only after they are loaded whole"
+        if is_zero
+        else "DoRA is initialised by norms of whole rows"
+    )
+    ledger.decide("loading", "whole", f"each process holds all weights until they are divided: {why}")
 
 
 def decide_layout(ledger: DecisionLog, settings: Settings) -> Literal["full", "sharded"]:
@@ -151,10 +155,10 @@ def refuse_closed(ledger: DecisionLog, base: Settings) -> None:
     if recipe.cluster.engine == "auto" and not open_forms(recipe, base, ledger.has):
         closed = "; ".join(f"{engine}: {why}" for engine, why in closed_engines(recipe, base, ledger.has))
         ledger.refuse(
-            f"cluster.cpu_offload {recipe.cluster.cpu_offload}: no engine that moves them is open here "
-            f"({closed})",
+            f"cluster.cpu_offload {recipe.cluster.cpu_offload}: no engine that offloads them can be used "
+            f"here ({closed})",
             "cluster.cpu_offload",
-            "remove it, or what closes the engines",
+            "remove it, or the settings that rule the engines out",
         )
 
 
@@ -164,8 +168,7 @@ def _refuse_offload(ledger: DecisionLog, processes: int) -> None:
         return
     if cluster.engine == "auto" and processes == 1:
         ledger.refuse(
-            f"cluster.cpu_offload {cluster.cpu_offload} moves shards, and one process has nobody to share "
-            "with",
+            f"cluster.cpu_offload {cluster.cpu_offload} moves shards, and this run has one process",
             "cluster.cpu_offload",
             "use memory.optimizer_offload: on, or set cluster.processes",
         )
@@ -173,8 +176,8 @@ def _refuse_offload(ledger: DecisionLog, processes: int) -> None:
     if cluster.engine not in ("auto", *takes):
         able = ", ".join(takes)
         ledger.refuse(
-            f"cluster.cpu_offload {cluster.cpu_offload} needs an engine that moves them, and cluster.engine "
-            f"is {cluster.engine}",
+            f"cluster.cpu_offload {cluster.cpu_offload} needs an engine that offloads them, and "
+            f"cluster.engine is {cluster.engine}",
             "cluster.cpu_offload",
             f"set cluster.engine to one of {able}; or memory.optimizer_offload: on, with any engine",
         )
@@ -186,8 +189,8 @@ def vllm_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
         return []
     return [
         (
-            "vLLM takes whole weights, and every process holds a part of each; gathering them for it would "
-            "need the memory that the shards save",
+            "vLLM needs whole weights, and each process holds a part of each; gathering them for vLLM "
+            "would need the memory that the shards save",
             "generate.backend",
             "set generate.backend: native, or cluster.engine: ddp",
         )
@@ -200,28 +203,33 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     faults = vllm_faults(recipe) if in_parts else []
     faults += _unshared_faults(recipe, "of flat parts")
     if recipe.memory.optimizer_offload == "on":
-        what = "it steps flat parts of weights, and memory.optimizer_offload moves the states of whole ones"
+        what = (
+            "the engine steps flat parts of weights, and memory.optimizer_offload moves the states of "
+            "whole weights"
+        )
         faults.append((what, "memory.optimizer_offload", "remove it, and set cluster.cpu_offload: optimizer"))
     if recipe.memory.preflight == "on":
-        what = "its engine would keep the gradients of what is tried before the first step"
+        what = "the engine would keep the gradients of the dry run before the first step"
         faults.append((what, "memory.preflight", "set it to auto or off"))
     if dtype == "float16":
-        faults.append(("float16 needs its loss scaled, and was never tried", "model.dtype", "use bfloat16"))
+        faults.append(("float16 needs loss scaling, and is untested", "model.dtype", "use bfloat16"))
     has_float = recipe.model.adapter is not None or recipe.method in ("reward", "ppo")
     if dtype == "bfloat16" and has_float:
-        what = "it would round what is trained in float32 (an adapter, a score or value head) to bfloat16"
+        what = (
+            "the engine would round parts that are trained in float32 (an adapter, a score or value "
+            "head) to bfloat16"
+        )
         faults.append((what, "model.dtype", "set it to float32, or cluster.engine: fsdp2"))
     elif dtype == "bfloat16" and recipe.optim.master_weights is False:
-        what = "it keeps float32 copies of bfloat16 weights in any case"
+        what = "the engine keeps float32 copies of bfloat16 weights in any case"
         faults.append((what, "optim.master_weights", "leave it out"))
     elif dtype == "bfloat16" and engine == "zero1":
-        what = (
-            "it adds gradients of bfloat16 weights in bfloat16, and loses what is below half a step of a sum"
-        )
-        faults.append((what, PATH, "set it to zero2, which adds them in float32"))
+        what = "the engine adds gradients of bfloat16 weights in bfloat16, which loses small ones"
+        faults.append((what, PATH, "set it to zero2, which adds gradients in float32"))
     section = section_of(recipe)
     if in_parts and section is not None and section.reference == "synced":
-        what, fix = "a reference that follows the policy would have to gather it", "cluster.engine: fsdp2"
+        what = "a reference that follows the policy would have to gather the weights"
+        fix = "cluster.engine: fsdp2"
         faults.append((what, f"{recipe.method}.reference", f"use precomputed or copy, or {fix}"))
     return faults
 
@@ -235,7 +243,7 @@ def fsdp2_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:
     if recipe.memory.activation_offloading == "on" and recipe.memory.activation_checkpointing == "off":
         faults.append(
             (
-                "what a layer saves would take the gathered weights along to the host",
+                "offloading the activations of a layer would offload the gathered weights too",
                 "memory.activation_offloading",
                 "set memory.activation_checkpointing: on (its inputs travel then), or cluster.engine: ddp",
             )
@@ -257,7 +265,7 @@ def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]
     if recipe.optim.kind in ("adafactor", "muon"):
         faults.append(
             (
-                f"{recipe.optim.kind} needs whole matrices, and a rank has some of their rows",
+                f"{recipe.optim.kind} needs whole matrices, and each rank has only some of their rows",
                 "optim.kind",
                 "use adamw or sgd, or cluster.engine: ddp",
             )
@@ -265,7 +273,7 @@ def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]
     if recipe.optim.kind in BITSANDBYTES:
         faults.append(
             (
-                f"8-bit and paged states ({recipe.optim.kind}) {of_what} were never tried",
+                f"8-bit and paged states ({recipe.optim.kind}) {of_what} are untested",
                 "optim.kind",
                 "use adamw, or cluster.engine: ddp",
             )

@@ -33,7 +33,7 @@ class SourcedRecipe:
     where: Callable[[str], str]
     """`file:line:column`, `override ...`, or `default`, by dotted path."""
 
-    def said(self, dotted: str) -> bool:
+    def is_set(self, dotted: str) -> bool:
         """Whether the user wrote it."""
         return self.where(dotted) != "default"
 
@@ -51,7 +51,7 @@ class DecisionLog:
     def decide(self, setting: str, value: object, reason: str, path: str | None = None) -> None:
         """Note a decision; its source is the place in the recipe when `path` was written there."""
         source = self.asked.where(path) if path is not None else "rule"
-        said = path is not None and self.asked.said(path)
+        said = path is not None and self.asked.is_set(path)
         shown = reason if not said else f"asked for; {reason}" if reason else "asked for"
         self.decisions.append(
             Decision(setting=setting, value=str(value), reason=shown, source=source if said else "rule")
@@ -87,7 +87,7 @@ def decide_device(ledger: DecisionLog, hardware: Hardware) -> int:
         sharing = cluster.sharing
         processes = nodes * (hardware.num_devices if hardware.device == "cuda" else sharing)
         is_shared = hardware.device == "cpu" and sharing > 1
-        words = "those that share a row" if is_shared else "one for each device"
+        words = "the processes that share a row" if is_shared else "one for each device"
         ledger.decide("num_processes", processes, words, "cluster.processes")
         return processes
     if cluster.processes > most:
@@ -107,7 +107,7 @@ def decide_dtype(ledger: DecisionLog, hardware: Hardware) -> str:
     model = ledger.asked.recipe.model
     if model.dtype == "auto":
         if hardware.device == "cuda" and hardware.has_bfloat16:
-            dtype, reason = "bfloat16", "the device computes in it, at half the bytes of float32"
+            dtype, reason = "bfloat16", "fast on this device, at half the bytes of float32"
         elif hardware.device == "cuda" and not float16_faults(ledger.asked.recipe):
             dtype, reason = "float16", AUTO_REASON
         else:
@@ -122,7 +122,7 @@ def decide_dtype(ledger: DecisionLog, hardware: Hardware) -> str:
         return "float16"
     if model.dtype == "bfloat16" and not hardware.has_bfloat16:
         ledger.refuse(
-            f"model.dtype bfloat16: {hardware.name} does not compute in it",
+            f"model.dtype bfloat16: {hardware.name} does not support it",
             "model.dtype",
             "leave it out (float16 with a scaled loss is taken), or use float32",
         )
@@ -150,7 +150,7 @@ def decide_attention(
         wanted = "transformers"
     elif padded and wanted != "transformers":
         ledger.refuse(
-            f"attention {wanted} takes rows that lie end to end, and rows are padded ({padded})",
+            f"attention {wanted} needs concatenated rows, and rows are padded ({padded})",
             "model.attention",
             f"leave model.attention out, or {padded.partition(':')[0]}",
         )

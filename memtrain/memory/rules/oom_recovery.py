@@ -32,20 +32,30 @@ STRATEGY_OF: dict[RecoveryStep, StrategyName] = {
 """The strategy that a rung turns to: `memory.never` rules it out by that name."""
 
 
+RETRIES: dict[RecoveryStep, str] = {
+    "split": "smaller micro-batches",
+    "checkpointing": "checkpointing",
+    "slices": "slices of layers",
+    "offloading": "offloading",
+    "loss_tile": "smaller chunks of the loss",
+}
+"""Words of the rungs, in the order in which they are tried."""
+
+
 def decide_rehearsal(ledger: DecisionLog, settings: Settings) -> bool:
     """Whether the heaviest batch is tried before the first step."""
     wanted = ledger.asked.recipe.memory.preflight
     if uses_zero(settings):
         # Seen under stage 3 (deepspeed 0.19.8): the first step's norm was twice what it is.
-        reason = "DeepSpeed's engine would keep the gradients of what is tried"
+        reason = "DeepSpeed's engine would keep the gradients of the dry run"
         ledger.decide("preflight", "off", reason, "memory.preflight")
         return False
     if wanted == "auto":
         is_on = settings.device == "cuda"
         reason = (
-            "a run that will not survive fails in its first minute"
+            "dry run of the heaviest batch, so that OOM shows early"
             if is_on
-            else "memory of a CPU seldom runs out, and a step takes long"
+            else "off on a CPU: memory rarely runs out, and a step takes long"
         )
     else:
         is_on, reason = wanted == "on", ""
@@ -60,16 +70,16 @@ def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoverySt
         why = (
             ""
             if recipe.memory.oom_recovery == "off"
-            else "optim.in_backward: a broken step cannot be made again"
+            else "optim.in_backward: an interrupted step cannot be repeated"
         )
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     if is_sharded(settings):
-        why = f"{settings.engine}: a pass that breaks off on one rank leaves the others in a collective"
+        why = f"{settings.engine}: after OOM on one rank, the others would hang in a collective"
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     if settings.context_parallel > 1:
-        why = "a pass that breaks off on one process leaves those that share its rows waiting"
+        why = "after OOM on one process, the processes that share its rows would hang"
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     rungs: list[RecoveryStep] = []
@@ -78,11 +88,12 @@ def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoverySt
         rungs.append("split")
     for rung, (path, value) in SAID_BY.items():
         section, key = path.split(".")
-        is_ruled_out = ledger.asked.said(path) and getattr(getattr(recipe, section), key) == value
+        is_ruled_out = ledger.asked.is_set(path) and getattr(getattr(recipe, section), key) == value
         can_slice = rung != "slices" or settings.attention in SLICED
         if not is_ruled_out and can_slice and STRATEGY_OF[rung] not in recipe.memory.never:
             rungs.append(rung)
-    words = f"when memory runs out, a step is made again: {', '.join(rungs) or 'by nothing that is allowed'}"
+    tried = ", then ".join(words for rung, words in RETRIES.items() if rung in rungs)
+    words = f"on OOM: retry with {tried}" if tried else "on OOM: the run ends, as no other step is allowed"
     ledger.decide("oom_recovery", "on", words, "memory.oom_recovery")
     return tuple(rungs)
 

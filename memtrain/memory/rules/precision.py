@@ -36,7 +36,7 @@ def refuse_precision(ledger: DecisionLog, dtype: str) -> None:
         what = f"optim.copies {optim.copies} is for bfloat16 weights stepped in float32, and none are here"
         ledger.refuse(what, "optim.copies", "remove it")
     if optim.compressed_moments and optim.kind != "adamw":
-        what = f"optim.compressed_moments are AdamW's, and optim.kind is {optim.kind}"
+        what = f"optim.compressed_moments needs AdamW, and optim.kind is {optim.kind}"
         ledger.refuse(what, "optim.compressed_moments", "remove it, or set optim.kind: adamw")
 
 
@@ -49,7 +49,9 @@ def explain_masters(
     recipe = ledger.asked.recipe
     lost = lost_words(recipe, settings.optimizer, config)
     if settings.master_weights:
-        ledger.decide("master_weights", "on", f"float32 copies take the updates; without them {lost}", PATH)
+        ledger.decide(
+            "master_weights", "on", f"float32 copies receive the updates; without them {lost}", PATH
+        )
         return
     path = PATH if recipe.optim.master_weights is False else "memory.allow"
     ledger.decide("master_weights", "off", f"{lost}; {gained}", path)

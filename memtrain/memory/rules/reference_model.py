@@ -14,9 +14,9 @@ from memtrain.recipes.sections.methods.grpo_rloo import FromOwnCompletions
 from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference
 
 WHY: dict[str, str] = {
-    "none": "the loss compares with no reference",
+    "none": "the loss needs no reference",
     "copy": "a frozen copy of the weights",
-    "adapter_off": "the same weights without their adapter: nothing more to hold, one more forward pass",
+    "adapter_off": "the same weights without their adapter: no extra memory, one more forward pass",
     "precomputed": "one pass before training, kept in the cache: no reference is loaded",
     "synced": "a copy of the weights that follows the policy",
 }
@@ -47,7 +47,7 @@ def decide_shared_prompts(
         ledger.decide("shared_prompts", False, "", path)
         return False
     if growing is not None:
-        why = f"what a prompt computes depends on each answer: {growing.says}"
+        why = f"activations of a prompt depend on each answer: {growing.says}"
         if wanted:
             ledger.refuse(
                 f"a prompt cannot be shared by its answers ({why})",
@@ -109,13 +109,18 @@ def explain_reference(
         return
     if settings.reference == "none" and ledger.asked.recipe.online is not None:
         ledger.decide(
-            "reference", "none", "beta is 0: nothing asks for it", f"{ledger.asked.recipe.method}.beta"
+            "reference", "none", "beta is 0: no reference is needed", f"{ledger.asked.recipe.method}.beta"
         )
         return
     price = "" if settings.reference in ("none", "copy", "synced") else gain({"reference": "copy"})
     why = WHY[settings.reference]
     path = f"{ledger.asked.recipe.method}.reference"
-    ledger.decide("reference", settings.reference, f"{why}; {price} (a copy)" if price else why, path)
+    ledger.decide(
+        "reference",
+        settings.reference,
+        f"{why}; {price.removesuffix('without')}with a copy" if price else why,
+        path,
+    )
 
 
 def whole_batch(ledger: DecisionLog, batch: tuple[int | None, int | None], num_processes: int) -> list[Micro]:
@@ -124,7 +129,7 @@ def whole_batch(ledger: DecisionLog, batch: tuple[int | None, int | None], num_p
     if recipe.method != "dpo" or not (recipe.dpo or Dpo()).ranks_the_batch:
         return []
     rows, _ = batch
-    words = "aot sorts the pairs of a step, which must be one micro-batch of one process"
+    words = "loss aot sorts the pairs of a whole step, which must be one micro-batch on one process"
     if rows is None:
         ledger.refuse(
             f"{words}; a step in tokens is cut into several",

@@ -31,7 +31,7 @@ def decide_router_balance(ledger: DecisionLog, facts: PlannerInputs) -> float:
         )
         return 0.0
     if not weight:
-        reason = f"the loss is that of the tokens; expert loads are not evened ({PATH}: 0.001 would)"
+        reason = f"the loss is that of the tokens; no loss balances the experts ({PATH}: 0.001 would)"
         ledger.decide("router_balance_loss", "off", reason)
         return 0.0
     for what, fix in _faults(ledger, config):
@@ -62,11 +62,13 @@ def _faults(ledger: DecisionLog, config: Mapping[str, Any]) -> list[tuple[str, s
     off = f"set {PATH}: 0"
     kind = text.get("model_type")
     if kind not in BALANCED:
-        found.append((f"for {kind}: its routers were never tried (tried: {', '.join(BALANCED)})", off))
+        found.append((f"for {kind}: its routers are untested (tested: {', '.join(BALANCED)})", off))
     if recipe.online is not None:
-        found.append((f"with {recipe.method}: a rollout is learnt in several steps, each counted anew", off))
+        found.append(
+            (f"with {recipe.method}: a rollout is trained on in several steps, each counted by itself", off)
+        )
     if recipe.cluster.sharing > 1:
         found.append(("with rows in slices over several devices", "set cluster.context_parallel: 1"))
     if recipe.cluster.engine in ("zero1", "zero2", "zero3"):
-        found.append(("under DeepSpeed's ZeRO, where it was never tried", "set cluster.engine: fsdp2"))
+        found.append(("under DeepSpeed's ZeRO, which is untested", "set cluster.engine: fsdp2"))
     return found

@@ -24,7 +24,7 @@ def decide_positions(
         return False
     if ledger.asked.recipe.online is not None:
         _refuse_growing(ledger, rule, longest)
-    how = "rows lie end to end, each with its own" if padding_free else "rows are padded, one at a time"
+    how = "rows are concatenated, each with its own" if padding_free else "rows are padded, one at a time"
     ledger.decide("positions", "by the length of each row", f"{rule.says}; {how}")
     return not padding_free
 
@@ -42,8 +42,8 @@ def _refuse_growing(ledger: DecisionLog, rule: LengthRule, longest: int) -> None
         f"set generate.max_tokens to at most {room:,}" if room > 0 else f"keep prompts below {rule.tokens:,}"
     )
     ledger.refuse(
-        f"prompt and completion may have {longest:,} tokens, and {rule.says}: a completion that grows past "
-        "it changes the log-probs of all its tokens, which were sampled before",
+        f"prompt and completion may have {longest:,} tokens, and {rule.says}: a completion that grows "
+        "past this length changes the log-probs of its earlier tokens, which were sampled before",
         "generate.max_tokens",
         f"{lower} (length.max_prompt leaves out longer prompts), or name a model without this scaling",
     )

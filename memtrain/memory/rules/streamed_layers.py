@@ -31,23 +31,22 @@ def refuse_streaming(
             f"streamed layers under {choice.backend} attention: {NOT_SLICED}"
             f"{f' ({others})' if others else ''}",
             PATH,
-            f"let rows lie end to end (length.padding_free: true) under {', '.join(SLICED)} attention, or "
-            f"set {PATH}: off",
+            f"set length.padding_free: true with {', '.join(SLICED)} attention, or set {PATH}: off",
         )
     mixed = mixing_layers(config)
     if mixed is not None:
         ledger.refuse(f"streamed layers: {mixed}", PATH, "remove it for this model")
     if recipe.cluster.sharing > 1:
         ledger.refuse(
-            "streamed layers with context parallelism: a process holds two pieces of each row, and slices of "
-            "these were never tried",
+            "streamed layers with context parallelism: a process holds two pieces of each row, and slices "
+            "of these are untested",
             PATH,
             "set it to off, or cluster.context_parallel: 1",
         )
     if processes > 1 and recipe.cluster.engine not in ("auto", "ddp"):
         ledger.refuse(
-            f"streamed layers with {recipe.cluster.engine}: slices of layers whose weights are gathered were "
-            "never tried",
+            f"streamed layers with {recipe.cluster.engine}: slices of layers whose weights are gathered "
+            "are untested",
             PATH,
             "set it to off, or cluster.engine: ddp",
         )

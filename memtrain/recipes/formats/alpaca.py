@@ -51,7 +51,10 @@ def turns_at(row: Row, column: str) -> list[Message]:
     if value is None or value == "":
         return []
     if not isinstance(value, (list, tuple)):
-        raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a list of turns")
+        raise BadRow(
+            f"column '{column}' is {kind_of(value)} ({shown(value)}), not a list of turns",
+            "write [[question, answer], ...]",
+        )
     made: list[Message] = []
     for index, turn in enumerate(cast(Sequence[object], value)):
         pair = cast(Sequence[object], turn if isinstance(turn, (list, tuple)) else ())

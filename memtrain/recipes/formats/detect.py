@@ -130,7 +130,7 @@ def detect(
     raise DataError(
         f"the columns {', '.join(present)} fit several formats: {found}",
         where,
-        f"say which one: data.format: {usable[0].name}",
+        f"choose one: data.format: {usable[0].name}",
     )
 
 
@@ -152,9 +152,9 @@ def no_format(
         declared = [
             name for name in allowed if all(getattr(names, need) in present for need in FORMS[name].needs)
         ]
-        what = f"the columns {shown} are rows of format {form.name}, which this method does not take"
+        what = f"the columns {shown} are rows of format {form.name}, which this method does not accept"
         if declared:
-            return what, where, f"if you mean it, say so: data.format: {declared[0]}"
+            return what, where, f"if that is intended, set data.format: {declared[0]}"
         return what, where, mapping_hint(present, needed) or f"it takes {' or '.join(allowed)}"
     rule = "; ".join(
         f"{name} needs {', '.join(getattr(names, need) for need in FORMS[name].needs)}" for name in allowed
@@ -163,7 +163,7 @@ def no_format(
     return (
         f"no format fits the columns {shown} ({rule})",
         where,
-        hint or "name your columns with data.columns",
+        hint or "map your columns with data.columns",
     )
 
 

@@ -70,6 +70,10 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 """Column of a row's own arguments for the chat template."""
 
 
+OTHER_COLUMN = "correct the value, or map the field to another column with data.columns"
+AS_TEXT = "give the content as a string, or as parts of type text; remove other parts"
+
+
 class BadRow(ValueError):
     """A row that cannot be used: the fault, and the mend."""
 
@@ -189,7 +193,7 @@ def text_at(row: Row, column: str) -> str:
     """
     value = value_at(row, column)
     if not isinstance(value, str):
-        raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a string")
+        raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a string", OTHER_COLUMN)
     return value
 
 
@@ -203,7 +207,8 @@ def text_or_messages_at(row: Row, column: str) -> str | Messages:
         return value
     if not isinstance(value, (list, tuple)):
         raise BadRow(
-            f"column '{column}' is {kind_of(value)} ({shown(value)}), not a string or a list of messages"
+            f"column '{column}' is {kind_of(value)} ({shown(value)}), not a string or a list of messages",
+            OTHER_COLUMN,
         )
     return messages_in(cast(Sequence[object], value), column)
 
@@ -260,7 +265,7 @@ def loss_mask(given: Mapping[str, Any], place: str) -> bool:
     said = {name: given[name] for name in ("weight", "train") if given.get(name) is not None}
     for name, value in said.items():
         if value not in (0, 1):
-            raise BadRow(f"the {name} of {place} is {shown(value)}", "a message is learnt or not: 1 or 0")
+            raise BadRow(f"the {name} of {place} is {shown(value)}", "a weight is 1 (in the loss) or 0 (not)")
     if len(set(map(bool, said.values()))) > 1:
         raise BadRow(f"weight and train of {place} contradict each other", "leave one of them out")
     return all(said.values())
@@ -273,7 +278,7 @@ def refuse_switched_off(messages: str | Messages, column: str) -> None:
     for index, message in enumerate(messages):
         if NOT_LEARNT in message:
             raise BadRow(
-                f"{column}[{index}] has weight 0, and an answer is compared whole",
+                f"{column}[{index}] has weight 0, and preference methods use whole answers",
                 "remove the weight, or the message",
             )
 
@@ -286,12 +291,16 @@ def content_of(content: object, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, (list, tuple)):
-        raise BadRow(f"the content of {place} is {kind_of(content)} ({shown(content)}), not a string")
+        raise BadRow(
+            f"the content of {place} is {kind_of(content)} ({shown(content)}), not a string", AS_TEXT
+        )
     texts: list[str] = []
     for part in cast(Sequence[object], content):
         given: Mapping[str, Any] = cast(Mapping[str, Any], part) if isinstance(part, Mapping) else {}
         if given.get("type", "text") not in TEXT_PARTS or not isinstance(given.get("text"), str):
-            raise BadRow(f"the content of {place} has a part that is no text: {shown(cast(object, part))}")
+            raise BadRow(
+                f"the content of {place} has a part that is not text: {shown(cast(object, part))}", AS_TEXT
+            )
         texts.append(given["text"])
     return "".join(texts)
 
@@ -308,7 +317,7 @@ def margin_at(row: Row, column: str) -> float | None:
         with suppress(ValueError):
             number = float(value)
     if isinstance(number, bool) or not isinstance(number, (int, float, Decimal)):
-        raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a number")
+        raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a number", "give a number")
     if not abs(number) <= MOST_MARGIN:
         raise BadRow(
             f"column '{column}' is {shown(number)}, not a number from -{MOST_MARGIN:,} to {MOST_MARGIN:,}",

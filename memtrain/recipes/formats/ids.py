@@ -41,12 +41,15 @@ def parse(row: Row, names: Names) -> Ids:
         return Ids(ids, None)
     labels = whole_numbers(row[names.labels], names.labels)
     if len(labels) != len(ids):
-        raise BadRow(f"'{names.ids}' has {len(ids)} numbers and '{names.labels}' has {len(labels)}")
+        raise BadRow(
+            f"'{names.ids}' has {len(ids)} numbers and '{names.labels}' has {len(labels)}",
+            "give a label for each token id",
+        )
     for position, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (token, NOT_LEARNT):
             raise BadRow(
                 f"'{names.labels}'[{position}] is {shown(label)}, but the token there is {token}",
-                f"a label is the token's own id, or {NOT_LEARNT} where it is not learnt; not shifted",
+                f"a label is the token's own id (not shifted), or {NOT_LEARNT} for a token outside the loss",
             )
     return Ids(ids, labels)
 
@@ -57,9 +60,14 @@ def whole_numbers(value: object, column: str) -> tuple[int, ...]:
     Raises: BadRow when it is anything else.
     """
     if not isinstance(value, (list, tuple)):
-        raise BadRow(f"column '{column}' is {kind_of(value)} ({shown(value)}), not a list of whole numbers")
+        raise BadRow(
+            f"column '{column}' is {kind_of(value)} ({shown(value)}), not a list of whole numbers",
+            "give a list of whole numbers",
+        )
     items = cast(Sequence[object], value)
     for item in items:
         if not isinstance(item, int) or isinstance(item, bool):
-            raise BadRow(f"column '{column}' holds {shown(item)}, which is no whole number")
+            raise BadRow(
+                f"column '{column}' holds {shown(item)}, which is not a whole number", "give whole numbers"
+            )
     return tuple(cast(Sequence[int], items))

@@ -33,7 +33,8 @@ class JsonReader:
             value = self._decoder.decode(text)
         except json.JSONDecodeError as error:
             raise BadRow(
-                f"broken JSON: {error.msg} (column {error.colno})", "mend the line; each line is one object"
+                f"invalid JSON: {error.msg} (column {error.colno})",
+                "fix the line; each line is one JSON object",
             ) from None
         except (RecursionError, ValueError) as error:
             raise BadRow(*too_much(error)) from None
@@ -125,7 +126,10 @@ def tools_at(row: Row, column: str) -> tuple[Tool, ...]:
         value = json_at(value, column)
     tools = cast(Sequence[Mapping[str, Any]], value)
     if not isinstance(value, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(f"column '{column}' is not a list of tool definitions: {shown(tools)}")
+        raise BadRow(
+            f"column '{column}' is not a list of tool definitions: {shown(tools)}",
+            "give a list of JSON objects, or remove the column",
+        )
     return tuple(dict(tool) for tool in tools)
 
 
@@ -140,7 +144,10 @@ def template_kwargs_at(row: Row) -> dict[str, Any]:
     if isinstance(value, str):
         value = json_at(value, TEMPLATE_KWARGS)
     if not isinstance(value, Mapping):
-        raise BadRow(f"column '{TEMPLATE_KWARGS}' is {kind_of(value)}, not an object of arguments")
+        raise BadRow(
+            f"column '{TEMPLATE_KWARGS}' is {kind_of(value)}, not an object of arguments",
+            'give an object, such as {"enable_thinking": false}',
+        )
     # Arrow files hold every key in every row, null where it was not given.
     given = cast(Mapping[str, Any], value)
     return {str(name): one for name, one in given.items() if one is not None}

@@ -52,7 +52,7 @@ def parse(row: Row, names: Names) -> Preference:
     if chosen == rejected:
         raise BadRow(
             f"'{names.chosen}' and '{names.rejected}' are the same",
-            "a pair that prefers nothing: remove the row",
+            "a pair needs two different answers: remove the row",
         )
     for answer, column in ((chosen, names.chosen), (rejected, names.rejected)):
         refuse_switched_off(answer, column)
@@ -62,12 +62,14 @@ def parse(row: Row, names: Names) -> Preference:
         return Preference(*common_beginning(chosen, rejected), margin, tools, template_kwargs=given)
     prompt = text_or_messages_at(row, names.prompt)
     if isinstance(prompt, str) and not isinstance(chosen, str):
-        return Preference(*told_twice(prompt, chosen, rejected, names), margin, tools, template_kwargs=given)
+        return Preference(
+            *prompt_twice(prompt, chosen, rejected, names), margin, tools, template_kwargs=given
+        )
     same_kind({names.prompt: prompt, names.chosen: chosen})
     return Preference(prompt, chosen, rejected, margin, tools, template_kwargs=given)
 
 
-def told_twice(
+def prompt_twice(
     prompt: str, chosen: Messages, rejected: str | Messages, names: Names
 ) -> tuple[str | Messages, str | Messages, str | Messages]:
     """Prompt and answers of a row whose answers are whole conversations that repeat the string prompt.
@@ -102,7 +104,10 @@ def common_beginning(
             "begin both with the prompt's messages, or add a prompt column",
         )
     if length in (len(chosen), len(rejected)):
-        raise BadRow("one conversation is the beginning of the other: it holds no answer of its own")
+        raise BadRow(
+            "one conversation is the beginning of the other, without an answer of its own",
+            "end each conversation with its own answer, or remove the row",
+        )
     return chosen[:length], chosen[length:], rejected[length:]
 
 

@@ -83,7 +83,7 @@ def json_form(value: Any) -> Any:
         return value.total_seconds()
     if isinstance(value, (Decimal, UUID)):
         return str(value)
-    raise TypeError(f"no JSON form of {type(value).__name__}")
+    raise TypeError(f"cannot be written as JSON: {type(value).__name__}")
 
 
 def text_of(text: str) -> str:
@@ -97,6 +97,6 @@ def text_of(text: str) -> str:
         except UnicodeEncodeError as error:
             half = f"\\u{ord(text[error.start]):04x}"
             raise BadRow(
-                f"the text holds {half}, half of a character pair", "mend the file's escapes"
+                f"the text holds {half}, half of a character pair", "fix the escapes in the file"
             ) from None
     return text

@@ -34,7 +34,7 @@ def parse(row: Row, names: Names) -> Unpaired:
     given = value_at(row, names.label)
     verdict = given.lower() if isinstance(given, str) else given
     if not isinstance(verdict, (bool, int, str)) or verdict not in VERDICTS:
-        raise BadRow(f"column '{names.label}' is {shown(given)}", "a verdict is true or false")
+        raise BadRow(f"column '{names.label}' is {shown(given)}", "a label is true or false")
     given = both.template_kwargs
     return Unpaired(both.prompt, both.completion, VERDICTS[verdict], both.tools, template_kwargs=given)
 

@@ -214,7 +214,7 @@ DATA: dict[str, ToolRule] = {
     "shuffle_merged_datasets": Together(),
     "default_system_message": To("data.system_prompt"),
     "min_sample_len": Gone("short rows are not left out"),
-    "dataset_exact_deduplication": Gone("rows that are there twice are learnt twice"),
+    "dataset_exact_deduplication": Gone("rows that are there twice are trained on twice"),
     "eval_sequence_len": Gone("held-out rows are cut as those of training"),
     "curriculum_sampling": Gone("rows are shuffled, or in their order (train.shuffle: false)"),
     **dict.fromkeys(("use_pose", "pose_*"), _EXOTIC),

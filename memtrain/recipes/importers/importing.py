@@ -70,7 +70,7 @@ def read_foreign(
     Raises: RecipeError when it cannot be read, is a recipe already, or tells no tool.
     """
     if tool is not None and tool not in TOOLS:
-        raise RecipeError(f"--tool {tool}: nothing has that name", fix=f"one of {', '.join(TOOLS)}")
+        raise RecipeError(f"--tool {tool}: unknown tool", fix=f"one of {', '.join(TOOLS)}")
     path = Path(source) if len(source) < 4096 and "\n" not in source else None
     if path is not None and path.is_file():
         text = _text(path)
@@ -106,7 +106,7 @@ def _mapping(path: Path, tool: str | None, method: str | None, processes: int | 
     config = cast(dict[str, Any], plain(read_mapping(path)))
     if is_recipe(config):
         raise RecipeError(
-            f"{path} is a recipe of memtrain already", str(path), f"run `memtrain check {path}`"
+            f"{path} is already a recipe of memtrain", str(path), f"run `memtrain check {path}`"
         )
     return _foreign(config, [], path.name, tool, method, processes)
 

@@ -77,7 +77,7 @@ KEYS: dict[str, ToolRule] = {
     "neat_packing": _TOGETHER,
     "mix_strategy": _TOGETHER,
     "interleave_probs": _TOGETHER,
-    "ignore_pad_token_for_loss": Decided("padding is never learnt"),
+    "ignore_pad_token_for_loss": Decided("padding is never in the loss"),
     "default_system": To("data.system_prompt"),
     "enable_thinking": _TOGETHER,
     "disable_shuffling": To("train.shuffle", values={True: False, False: None}),
@@ -183,7 +183,7 @@ KEYS: dict[str, ToolRule] = {
     **dict.fromkeys(
         ("compute_dtype", "device_map", "model_max_length", "block_diag_attn"), Decided("no key of a file")
     ),
-    "overwrite_output_dir": Decided("a run continues from its run folder; `--no-resume` starts anew"),
+    "overwrite_output_dir": Decided("a run continues from its run folder; `--no-resume` starts over"),
     "predict_with_generate": Gone("texts that are written in evaluation"),
     "lora_modules_to_save": As("lora_modules_to_save"),
 }

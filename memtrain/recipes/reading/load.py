@@ -112,7 +112,7 @@ def read_mapping(path: Path) -> Mapping:
     if faults:
         raise RecipeError(faults.in_order())
     if not isinstance(root, Mapping):
-        raise RecipeError(f"{path} holds no keys", _name(path), "name a YAML file of keys and values")
+        raise RecipeError(f"{path} has no keys", _name(path), "give a YAML file of keys and values")
     return root
 
 
@@ -158,7 +158,7 @@ def _text(path: Path, asked_at: Place | None) -> str:
     """
     where = "" if asked_at is None else str(asked_at)
     if path.is_dir():
-        raise RecipeError(f"{path} is a folder", where, "name a .yaml file in it")
+        raise RecipeError(f"{path} is a folder", where, "give a .yaml file in it")
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -170,7 +170,9 @@ def _text(path: Path, asked_at: Place | None) -> str:
         ) from error
     if len(raw) > MAX_BYTES:
         raise RecipeError(
-            f"{path} is larger than {MAX_BYTES // 2**10} KiB", where, "name a recipe; this is something else"
+            f"{path} is larger than {MAX_BYTES // 2**10} KiB",
+            where,
+            "give a recipe; this file is too large for one",
         )
     try:
         return raw.decode("utf-8-sig")
@@ -224,7 +226,7 @@ def _base_tree(
 ) -> Mapping | None:
     """The tree of the file that `extends: word` names: beside the extending file, else a shipped recipe."""
     if is_too_long(word) or "\0" in word:
-        faults.add(f"extends: '{word[:40]}' is no name of a file", place, "name a recipe beside this one")
+        faults.add(f"extends: '{word[:40]}' is not a file name", place, "give the path of a recipe")
         return None
     base = path.parent / Path(word).expanduser()
     if not base.exists() and word in shipped_names():
@@ -236,7 +238,7 @@ def _base_tree(
         )
         return None
     if len(above) > MAX_EXTENDS:
-        faults.add(f"extends: more than {MAX_EXTENDS} files in a row", place, "put some of them together")
+        faults.add(f"extends: more than {MAX_EXTENDS} files in a row", place, "merge some of them")
         return None
     try:
         text = _text(base, place)
@@ -260,8 +262,8 @@ def _is_foreign(text: str, base: Path, place: Place, faults: Faults) -> bool:
     lines = [one.line for one, _ in found.found if one.line]
     at = f" (line {lines[0]} is not YAML)" if lines else ""
     faults.add(
-        f"extends: {base} is no recipe{at}",
+        f"extends: {base} is not a recipe{at}",
         place,
-        "name a YAML file with keys of a recipe: `method:`, `model:`, `data:`",
+        "give a YAML file with keys of a recipe: `method:`, `model:`, `data:`",
     )
     return True

@@ -33,7 +33,9 @@ def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> 
         place = Place(f"override `{word}`")
         key, equals, text = word.partition("=")
         if not equals or not _KEY.fullmatch(key) or key.startswith(("+", "~", "-")):
-            faults.add(f"'{word}' is no override", place, "write section.key=value, such as optim.lr=1e-4")
+            faults.add(
+                f"'{word}' is not an override", place, "write section.key=value, such as optim.lr=1e-4"
+            )
             continue
         known = len(faults.found)
         value = read_yaml(text, str(place), faults, fixed=place)
@@ -68,7 +70,7 @@ def _with(node: Node | None, path: Path, at: int, value: Node, place: Place, fau
         return Mapping(node.entries | {key: Entry(key_place, inner)}, node.place)
     above = dotted(path[:at])
     if isinstance(node, Leaf):
-        faults.add(f"{above} is a single value, it has no '{part}'", place, f"write {above}=... instead")
+        faults.add(f"{above} is a single value and has no '{part}'", place, f"write {above}=... instead")
         return node
     if not isinstance(part, int) or part >= len(node.items):
         faults.add(

@@ -69,13 +69,13 @@ class _Found:
         try:
             return replace(self.node, value=read_scalar(str(self.node.value)))
         except ValueError as error:
-            raise _Broken(f"{self.node.value} is {error}", "write a number that can be held") from error
+            raise _Broken(f"{self.node.value} is {error}", "write a smaller number") from error
 
     def bare(self) -> Scalar:
         """The value, as a part of a key or an argument."""
         if not isinstance(self.node, Leaf):
             raise _Broken(
-                f"${{{self.name}}} is a section or a list, it cannot stand inside text", "name a key in it"
+                f"${{{self.name}}} is a section or a list, and cannot be part of a text", "name a key in it"
             )
         return self.node.value
 
@@ -215,15 +215,15 @@ class Interpolation:
         found = self._look_up(target)
         if found is None:
             raise _Broken(
-                f"${{{name}}}: the recipe does not write {dotted(target)}",
-                "write it, or give the value here",
+                f"${{{name}}}: the recipe does not set {dotted(target)}",
+                "set it, or write the value here",
             )
         node, is_done = found
         if isinstance(node, Leaf):
             value = node if is_done else self._node_or_broken(node, target)
             return _Found(replace(value, place=leaf.place) if isinstance(value, Leaf) else value, name)
         if path[: len(target)] == target:
-            raise _Broken(f"${{{name}}} is the section it stands in", "name one key")
+            raise _Broken(f"${{{name}}} is the section that contains it", "name one key")
         return _Found(node if is_done else self._section(node, target), name)
 
     def _node_or_broken(self, leaf: Leaf, path: Path) -> Node:
@@ -329,7 +329,7 @@ def _target(name: str, path: Path) -> Path:
     dots = len(inside) - len(inside.lstrip("."))
     key = inside[dots:]
     if not re.fullmatch(r"([\w-]+|\[[\w-]+\])(\.[\w-]+|\[[\w-]+\])*", key) or dots > len(path):
-        raise _Broken(f"${{{inside[:60]}}} is no key and no variable", FIX)
+        raise _Broken(f"${{{inside[:60]}}} is neither a key nor a variable", FIX)
     own = path_of(key.removeprefix("["))
     return renewed_path((*path[: len(path) - dots], *own) if dots else own)
 
@@ -344,11 +344,11 @@ def _depth(text: str) -> int:
 
 
 def _too_long() -> _Broken:
-    return _Broken(f"comes to more than {MAX_TEXT:,} letters", "write a shorter value")
+    return _Broken(f"becomes longer than {MAX_TEXT:,} letters", "write a shorter value")
 
 
 def _unreadable(text: str) -> _Broken:
     """The fault of a text that is not in the grammar."""
     if text.count("${") > text.count("}"):
         return _Broken(f"${{ is not closed in '{text[:60]}'", "close it with }, or write \\${ for a plain ${")
-    return _Broken(f"{text[:60]} is no key and no variable", FIX)
+    return _Broken(f"{text[:60]} is neither a key nor a variable", FIX)

@@ -8,7 +8,7 @@ _CHECKPOINTING = (
     "`memory.activation_checkpointing` (on, off or auto; auto by default: where the run does not fit without)"
 )
 _CHUNKED = "`memory.loss` (the chunked loss is taken by default)"
-_RESUME = "remove it: a run continues from its run folder by itself; `--no-resume` starts anew"
+_RESUME = "remove it: a run continues from its run folder by itself; `--no-resume` starts over"
 _ENGINE = "`cluster.engine` (auto, ddp, fsdp2, zero1, zero2 or zero3)"
 _PRECISION = "`model.dtype` (bfloat16 where the device computes in it, by default)"
 _ULYSSES = "`cluster.context_parallel`, and `cluster.context_parallel_mode: ulysses` for Ulysses"
@@ -142,7 +142,7 @@ RENAMED_KEYS: dict[str, str] = {
     "evaluation_strategy": "`eval.every_steps` (not given: at the end of every epoch)",
     "eval_steps": "`eval.every_steps`",
     "eval_on_start": "`eval.at_start`",
-    "do_train": "remove it: the verb says it",
+    "do_train": "remove it: the command gives the method",
     "do_eval": "`data.eval_fraction` or `data.eval`",
     "logging_steps": "`log.every_steps`",
     "report_to": "`log.trackers`",

@@ -59,7 +59,7 @@ def rewritten(text: str, renamed: Sequence[Renaming]) -> tuple[str, int]:
     if _meant(made) != _meant(text) or _previous(made):
         lines = ", ".join(str(one.place) for one in renamed)
         raise RecipeError(
-            "the previous names cannot be replaced word by word", lines, "write today's names there by hand"
+            "the previous names cannot be replaced automatically", lines, "replace them by hand"
         )
     return made, len(changes)
 

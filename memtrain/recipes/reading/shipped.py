@@ -62,7 +62,7 @@ def find_recipe(path_or_name: str) -> Path:
     if path.suffix in ENDINGS:
         raise RecipeError([Fault(f"there is no file {path_or_name}", "", _nearest_file(path))])
     raise RecipeError(
-        [Fault(f"'{path_or_name}' is no file and no shipped recipe", "", _nearest_name(path_or_name))]
+        [Fault(f"'{path_or_name}' is neither a file nor a shipped recipe", "", _nearest_name(path_or_name))]
     )
 
 

@@ -28,12 +28,12 @@ def sweep(words: Sequence[str], where: str = "") -> tuple[tuple[str, ...], ...]:
         key = key.strip()
         if not equals or not key or "" in values:
             fix = "write key=a,b,c, such as train.seed=0,1,2"
-            faults.append(Fault(f"'{word}' says no values to try", where, fix))
+            faults.append(Fault(f"'{word}' gives no values to try", where, fix))
         elif path_of(key)[0] in SHARED:
-            fix = "remove it; the jobs of an array share their cluster, and each gets a folder of its own"
+            fix = "remove it; the jobs of an array share their cluster, and each has its own folder"
             faults.append(Fault(f"{key} cannot differ within an array", where, fix))
         elif len(set(values)) < len(values):
-            faults.append(Fault(f"'{word}' says a value twice", where, "remove one: both would be one run"))
+            faults.append(Fault(f"'{word}' gives a value twice", where, "remove one: both would be one run"))
         choices.append(tuple(f"{key}={value}" for value in values))
     if faults:
         raise RecipeError(faults)

@@ -22,13 +22,17 @@ def check_texts(node: Node, path: Path, faults: Faults) -> None:
     elif isinstance(node.value, str):
         odd = next((one for one in node.value if one == "\0" or "\ud800" <= one <= "\udfff"), None)
         if odd is not None:
-            what = "half of a character pair" if odd != "\0" else "a character that no name or text may hold"
+            what = (
+                "half of a character pair"
+                if odd != "\0"
+                else "a character that is not allowed in a name or text"
+            )
             faults.add(f"{dotted(path)}: holds U+{ord(odd):04X}, {what}", node.place, "remove it")
         elif dotted(path).startswith(NAMES_OF_FILES) and is_too_long(node.value):
             faults.add(
-                f"{dotted(path)}: '{node.value[:40]}...' holds a name of more than {MOST_OF_A_NAME} bytes",
+                f"{dotted(path)}: '{node.value[:40]}...' contains a name of more than {MOST_OF_A_NAME} bytes",
                 node.place,
-                "no file system takes it; shorten it",
+                "shorten it: file systems refuse such names",
             )
 
 

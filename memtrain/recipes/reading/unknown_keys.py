@@ -40,7 +40,7 @@ def unknown_key(key: str, section: type[Section], path: Path) -> Unknown:
     other = difflib.get_close_matches(key.lower(), RENAMED_KEYS, n=1, cutoff=0.8)
     if other and _likeness(key, other[0]) > max((_likeness(key, one) for one in (*near, *leaves)), default=0):
         advice = RENAMED_KEYS[other[0]]
-        told = advice if advice.startswith("remove") else f"here that is {advice}"
+        told = advice if advice.startswith("remove") else f"the key here is {advice}"
         fix = f"did you mean '{other[0]}'? {told[0].upper()}{told[1:]}"
         return Unknown(f"{shown}: unknown key", fix, tuple(re.findall(r"`([\w.]+)", advice)))
     if near:

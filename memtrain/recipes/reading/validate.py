@@ -23,7 +23,7 @@ from memtrain.recipes.reading.field_types import (
 )
 from memtrain.recipes.reading.unknown_keys import Unknown, unknown_key
 from memtrain.recipes.reading.yaml_tree import (
-    MOST_TOLD,
+    MOST_FAULTS,
     Faults,
     Items,
     Leaf,
@@ -39,7 +39,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.base import Section, parse_bytes
 
-UNTOLD = "unknown key"
+NOT_SHOWN = "unknown key"
 
 
 def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe | None:
@@ -53,7 +53,7 @@ def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe 
     try:
         recipe = Recipe.model_validate(bare)
     except ValidationError as error:
-        _tell(error.errors(include_url=False), checked)
+        _emit(error.errors(include_url=False), checked)
         return None
     return None if faults else recipe
 
@@ -64,9 +64,9 @@ def _check_method(tree: Mapping, faults: Faults, verb: str | None) -> None:
         return
     if verb is not None and node.value != verb and node.value in METHODS:
         faults.add(
-            f"the command is `memtrain {METHODS[verb].verb}`, but the recipe says method: {node.value}",
+            f"the command is `memtrain {METHODS[verb].verb}`, but the recipe has method: {node.value}",
             node.place,
-            f"run `memtrain {METHODS[node.value].verb}`, or write method: {verb} with the data that it needs",
+            f"run `memtrain {METHODS[node.value].verb}`, or write method: {verb} with data for it",
         )
     for fault in foreign_sections(tree, node, METHODS):
         faults.add(*fault)
@@ -76,7 +76,7 @@ def foreign_sections(tree: Mapping, method: Leaf, methods: Iterable[str]) -> lis
     """(what, where, fix) of every section that belongs to another method than the recipe's."""
     return [
         (
-            f"{name}: the section of another method; {method.place} says method: {method.value}",
+            f"{name}: the section of another method; {method.place} has method: {method.value}",
             tree.entries[name].place,
             f"remove the section, or write method: {name}",
         )
@@ -101,8 +101,8 @@ class _Checked:
             if key not in known:
                 if not (path == () and key in METHODS):
                     # Advice is a search over every key: past what is told of one recipe there is none.
-                    is_told = len(self.faults.found) < MOST_TOLD
-                    unknown = unknown_key(key, section, path) if is_told else Unknown(UNTOLD, "", ())
+                    is_told = len(self.faults.found) < MOST_FAULTS
+                    unknown = unknown_key(key, section, path) if is_told else Unknown(NOT_SHOWN, "", ())
                     self.faults.add(unknown.what, entry.place, unknown.fix)
                     self.meant.update(unknown.meant)
                 continue
@@ -145,7 +145,7 @@ class _Checked:
         self.faults.add(f"{key}: no value", place, fix)
 
 
-def _tell(errors: Sequence[ErrorDetails], checked: _Checked) -> None:
+def _emit(errors: Sequence[ErrorDetails], checked: _Checked) -> None:
     """Note pydantic's errors in our words: the branches of a union as one, none twice at one place."""
     told: dict[Path, list[ErrorDetails]] = {}
     for error in errors:

@@ -72,7 +72,7 @@ def read_yaml(text: str, source: str, faults: Faults, fixed: Place | None = None
         place = fixed or Place(source, 1, 1)
         if fixed is None and error.problem_mark is not None:
             place = reader.place(error.problem_mark)
-        problem = error.problem or error.context or "no YAML"
+        problem = error.problem or error.context or "not YAML"
         what, fix = _in_words(problem)
         faults.add(what, place, fix)
     except yaml.reader.ReaderError as error:
@@ -80,23 +80,23 @@ def read_yaml(text: str, source: str, faults: Faults, fixed: Place | None = None
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
         code = error.character if isinstance(error.character, int) else ord(error.character)
         faults.add(
-            f"the character U+{code:04X} cannot stand in YAML",
+            f"the character U+{code:04X} is not allowed in YAML",
             fixed or Place(source, line, column),
             "remove it",
         )
     except _TooMuch as error:
-        faults.add(str(error), error.place, "a recipe needs less; write the values out")
+        faults.add(str(error), error.place, "a recipe never needs so much; write the values out")
     except _Unreadable as error:
         faults.add(str(error), error.place, "put text that starts with * in quotes, or write the value out")
     return None
 
 
 _PROBLEMS: tuple[tuple[str, str, str], ...] = (
-    (r"'\\t'", "a tab stands here", "indent with spaces; YAML takes no tabs"),
+    (r"'\\t'", "a tab is here", "indent with spaces; YAML does not allow tabs"),
     (r"character '(.)' that cannot start", "text cannot start with {0}", "put the text in quotes"),
     (
         "mapping values are not allowed",
-        "a colon stands where no key can stand",
+        "a colon is where no key can be",
         "put text that holds ': ' in quotes, or check the indentation",
     ),
     (
@@ -112,12 +112,12 @@ _PROBLEMS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "expected '<document start>'",
-        "this does not go on from the lines above",
+        "this line does not continue the lines above",
         "give keys of one section one indentation, and each key its colon",
     ),
     ("unexpected end of stream", "a quote is open at the end of the file", "close it"),
     ("expected a single document", "a second document starts here", "keep one: remove the line ---"),
-    ("expected alphabetic or numeric", "one of & * ! % stands without a name", "put the text in quotes"),
+    ("expected alphabetic or numeric", "one of & * ! % is without a name", "put the text in quotes"),
 )
 """Problems in PyYAML's words, their meaning, and the way out."""
 
@@ -187,7 +187,7 @@ class _Reader:
             raise _Unreadable(f"*{anchor} has no &{anchor} above it", place)
         known = self.anchors[anchor]
         if known is None:
-            raise _Unreadable(f"*{anchor} stands inside what it names", place)
+            raise _Unreadable(f"*{anchor} refers to a value that contains it", place)
         self.nodes += known[1]
         return known[0]
 
@@ -195,7 +195,9 @@ class _Reader:
         tag: str | None = getattr(event, "tag", None)
         if tag is not None and tag != "!":
             shown = tag.replace("tag:yaml.org,2002:", "!!")
-            self.faults.add(f"the tag {shown} is not taken", place, "write the plain value without the tag")
+            self.faults.add(
+                f"the tag {shown} is not supported", place, "write the plain value without the tag"
+            )
         if isinstance(event, yaml.ScalarEvent):
             return self.leaf(event, place)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -211,7 +213,7 @@ class _Reader:
         try:
             return Leaf(read_scalar(event.value), place, is_empty=event.value == "")
         except ValueError as error:
-            self.faults.add(f"{_shortened(event.value)} is {error}", place, "write a number that can be held")
+            self.faults.add(f"{_shortened(event.value)} is {error}", place, "write a smaller number")
             return Leaf(0, place)
 
     def mapping(self, events: Iterator[yaml.Event], depth: int, place: Place) -> Mapping:
@@ -226,7 +228,7 @@ class _Reader:
             key: str = event.value
             node = self.node(next(events), events, depth + 1)
             if key == "<<" and event.style is None:
-                self.faults.add("merge keys (<<) are not taken", key_place, "use `extends: other.yaml`")
+                self.faults.add("merge keys (<<) are not supported", key_place, "use `extends: other.yaml`")
             elif key == "":
                 self.faults.add("a key is missing before the colon", key_place, "write the key")
             elif key in entries:

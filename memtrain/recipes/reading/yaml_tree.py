@@ -9,9 +9,9 @@ from memtrain.errors import Fault
 MAX_NODES = 20_000
 """Keys and values a recipe may have, aliases counted as often as they are used (no billion laughs)."""
 
-MOST_TOLD = 50
+MOST_FAULTS = 50
 """Faults of one recipe that are told; nobody reads more at once."""
-MEND_FIRST = "mend those above first"
+MEND_FIRST = "fix the faults above first"
 
 Scalar = None | bool | int | float | str
 
@@ -110,10 +110,12 @@ class Faults:
             self.found, key=lambda one: (one[0].line == 0, files[one[0].source], one[0].line, one[0].column)
         )
         told = list(dict.fromkeys(fault for _, fault in ordered))
-        if len(told) <= MOST_TOLD:
+        if len(told) <= MOST_FAULTS:
             return told
-        rest = Fault(f"{len(told) - MOST_TOLD:,} more faults are not told", told[MOST_TOLD].where, MEND_FIRST)
-        return [*told[:MOST_TOLD], rest]
+        rest = Fault(
+            f"{len(told) - MOST_FAULTS:,} more faults are not shown", told[MOST_FAULTS].where, MEND_FIRST
+        )
+        return [*told[:MOST_FAULTS], rest]
 
 
 def visible(text: str) -> str:

@@ -91,7 +91,7 @@ def schema_text() -> str:
     return json.dumps(recipe_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-_PREFACE = """# The recipe, key by key
+_PREFACE = """# Recipe reference
 
 Written by `make docs-reference` from the fields themselves; do not edit.
 

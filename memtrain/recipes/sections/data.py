@@ -165,7 +165,8 @@ class Data(Section):
     def _one_held_out(self) -> Data:
         if self.eval and self.eval_fraction:
             raise ValueError(
-                "held-out rows are said twice; give data.eval (their own) or data.eval_fraction (a fraction)"
+                "held-out rows are given twice; set data.eval (rows of their own) or data.eval_fraction, "
+                "not both"
             )
         weights = [source.weight for source in self.train]
         if any(weight is None for weight in weights) and any(weight is not None for weight in weights):

@@ -78,7 +78,7 @@ class Length(Section):
             )
         if self.packing == "wrapped" and self.truncation == "drop":
             raise ValueError(
-                "packing wrapped cuts nothing out, so truncation drop has no effect; remove one of them"
+                "packing wrapped removes no tokens, so truncation drop has no effect; remove one of them"
             )
         if self.group_by_length and self.padding_free:
             raise ValueError(

@@ -104,9 +104,9 @@ class Memory(Section):
     `offload_disk`."""
 
     loss: Literal["auto", "chunked", "full", "liger"] = "auto"
-    """`chunked`: LM head and loss in tiles, logits never held whole. `full`: the plain computation. `auto`:
-    the faster that fits, `chunked` where they are as fast. `liger`: Liger's kernel for cross-entropy (CUDA,
-    `pip install 'memtrain[liger]'`)."""
+    """`chunked`: LM head and loss in chunks; the logits are never whole in memory. `full`: the plain
+    computation. `auto`: the faster that fits, `chunked` where they are as fast. `liger`: Liger's kernel for
+    cross-entropy (CUDA, `pip install 'memtrain[liger]'`)."""
 
     loss_chunk_size: Bytes = 64 * 2**20
     """Size of one tile of logits in the chunked loss. Higher: fewer launches, more memory."""
@@ -134,12 +134,12 @@ class Memory(Section):
     def _streams_somehow(self) -> Memory:
         if self.slice_tokens != "auto" and self.streamed_layers == "off":
             raise ValueError(
-                "memory.slice_tokens says how layers are streamed, and none are; "
-                "remove it, or set memory.streamed_layers: on"
+                "memory.slice_tokens is for streamed layers, which are off; remove it, or set "
+                "memory.streamed_layers: on"
             )
         if self.streamed_layers == "on" and self.activation_checkpointing == "on":
             raise ValueError(
-                "streamed layers keep their inputs alone, as checkpointed ones do, and are computed again in "
+                "streamed layers keep only their inputs, as checkpointed layers do, and are recomputed in "
                 "slices; remove memory.activation_checkpointing: on, or memory.streamed_layers: on"
             )
         return self
@@ -154,11 +154,11 @@ class Memory(Section):
         named = " and ".join(f"memory.{name}" for name, is_said in said.items() if is_said)
         if named and self.activation_offloading == "off":
             raise ValueError(
-                f"{named} says where activations wait, and none do; "
-                "remove it, or set memory.activation_offloading: on"
+                f"{named} is for offloaded activations, and none are offloaded; remove it, or set "
+                "memory.activation_offloading: on"
             )
         if said["offload_disk"] != said["offload_host"]:
             raise ValueError(
-                "memory.offload_disk takes what memory.offload_host has no room for; give both, or neither"
+                "memory.offload_disk takes activations beyond memory.offload_host; set both, or neither"
             )
         return self

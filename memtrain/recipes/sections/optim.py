@@ -78,5 +78,7 @@ class Optim(Section):
     @model_validator(mode="after")
     def _one_warmup(self) -> Optim:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("warm-up is said twice; give optim.warmup_steps or optim.warmup_ratio")
+            raise ValueError(
+                "the warm-up is given twice; set optim.warmup_steps or optim.warmup_ratio, not both"
+            )
         return self

@@ -99,14 +99,14 @@ class RewardFunction(Section):
         if not module and name not in BUILTIN_REWARDS:
             known = ", ".join(BUILTIN_REWARDS)
             raise ValueError(
-                f"there is no built-in reward '{name}'; give one of {known}, or your own as ./file.py:name"
+                f"unknown built-in reward '{name}'; give one of {known}, or your own as ./file.py:name"
             )
         if module and not name.isidentifier():
             raise ValueError(
-                f"'{self.function}' names no function; write ./file.py:name or package.module:name"
+                f"'{self.function}' is not a function; write ./file.py:name or package.module:name"
             )
         if self.pairwise and not module:
-            raise ValueError(f"{name} judges single completions; remove pairwise, or name your own judge")
+            raise ValueError(f"{name} scores single completions; remove pairwise, or give your own judge")
         return self
 
 
@@ -148,7 +148,9 @@ class Rewards(Section):
         names = [one.label for one in self.functions]
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
-            raise ValueError(f"two rewards are called '{doubled[0]}'; give one of them a name of its own")
+            raise ValueError(f"two rewards have the name '{doubled[0]}'; give one of them a name of its own")
         if all(one.weight == 0 for one in self.functions):
-            raise ValueError("every reward has weight 0, so nothing can be learnt; give one another weight")
+            raise ValueError(
+                "every reward has weight 0, so there is nothing to learn; give a reward another weight"
+            )
         return self

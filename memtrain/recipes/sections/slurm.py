@@ -90,7 +90,7 @@ class Slurm(Section):
         for line in self.lines:
             if not line.startswith("-"):
                 raise ValueError(
-                    f"cluster.slurm.lines: '{line}' is no option of sbatch; write it with its dashes"
+                    f"cluster.slurm.lines: '{line}' is not an option of sbatch; write it with its dashes"
                 )
         self._check_time()
         return self
@@ -116,7 +116,9 @@ def seconds_of(time: str) -> int | None:
         return None
     match = _TIME.fullmatch(time)
     if match is None:
-        raise ValueError(f"'{time}' is no time limit; write H:M:S or D-H:M:S, such as 2:00:00 or 1-12:00:00")
+        raise ValueError(
+            f"'{time}' is not a time limit; write H:M:S or D-H:M:S, such as 2:00:00 or 1-12:00:00"
+        )
     parts = [int(part) for part in match["clock"].split(":")]
     if match["days"] is not None:
         units = (3600, 60, 1)

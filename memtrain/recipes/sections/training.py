@@ -46,9 +46,11 @@ class Train(Section):
     @model_validator(mode="after")
     def _said_once(self) -> Train:
         if self.batch_size is not None and self.batch_tokens is not None:
-            raise ValueError("the batch is said twice; give train.batch_size or train.batch_tokens")
+            raise ValueError("the batch is given twice; set train.batch_size or train.batch_tokens, not both")
         if self.epochs is not None and self.max_steps is not None:
-            raise ValueError("the length of the run is said twice; give train.epochs or train.max_steps")
+            raise ValueError(
+                "the length of the run is given twice; set train.epochs or train.max_steps, not both"
+            )
         return self
 
 

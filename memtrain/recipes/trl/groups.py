@@ -89,7 +89,7 @@ def optimizer(made: Translation) -> None:
         if made.method == "sft":
             made.say("sft.label_smoothing", made.config["label_smoothing_factor"])
         elif made.config["label_smoothing_factor"]:
-            made.lose("label_smoothing_factor", f"{made.method} has no use for it")
+            made.lose("label_smoothing_factor", f"not used by {made.method}")
 
 
 def precision(made: Translation) -> None:
@@ -317,7 +317,7 @@ def rewards(made: Translation) -> None:
     if made.method not in ONLINE:
         for key in ("reward_funcs", "reward_model_name_or_path", "reward_weights"):
             if key in made.config:
-                made.lose(key, f"{made.method} has no use for it")
+                made.lose(key, f"not used by {made.method}")
         return
     asked: list[dict[str, object]] = []
     model = made.config.get("reward_model_name_or_path")
@@ -328,7 +328,7 @@ def rewards(made: Translation) -> None:
         near = {"accuracy_reward": "exact_answer", "think_format_reward": "format"}
         if name in near:
             asked.append({"function": near[name]})
-            made.lose("reward_funcs", f"{name} is TRL's own: {near[name]} is a relative of it, not the same")
+            made.lose("reward_funcs", f"{name} is TRL's own: {near[name]} is similar, not the same")
         elif "." in name:
             module, _, function = name.rpartition(".")
             asked.append({"function": f"{module}:{function}"})

@@ -50,7 +50,7 @@ MODEL: dict[str, Rule] = {
     "lora_modules_to_save": Together(),
     "use_rslora": Together(),
     "use_dora": Together(),
-    "lora_task_type": Decided("the method says it"),
+    "lora_task_type": Decided("follows from the method"),
     "lora_target_parameters": Gone("adapters on parameters that are no modules, such as fused experts"),
     "load_in_8bit": Together(),
     "load_in_4bit": Together(),
@@ -77,8 +77,8 @@ DATA: dict[str, Rule] = {
     "completion_only_loss": To("data.completion_only_loss"),
     "assistant_only_loss": To("data.assistant_only_loss"),
     "eos_token": Gone("another end token: set it in the tokenizer that `model.tokenizer` names"),
-    "pad_token": Decided("padding is neither attended to nor learnt, whatever its token is"),
-    "shuffle_dataset": Decided("rows are shuffled anew in every epoch, before packing too"),
+    "pad_token": Decided("padding is neither attended to nor in the loss, whatever its token is"),
+    "shuffle_dataset": Decided("rows are shuffled again in every epoch, before packing too"),
     "remove_unused_columns": Decided("columns that nothing reads are not kept"),
     "chat_template_kwargs": To("data.chat_template_kwargs"),
     "max_length": To("length.max_length"),
@@ -92,7 +92,7 @@ DATA: dict[str, Rule] = {
     "pad_to_multiple_of": To("length.pad_to_multiple_of", values={"auto": None}),
     "train_sampling_strategy": Together(),
     "length_column_name": Decided("lengths are counted when rows are tokenized"),
-    "label_names": Decided("what is learnt follows from the rows' format"),
+    "label_names": Decided("the tokens in the loss follow from the rows' format"),
 }
 """Keys about rows and their lengths."""
 
@@ -120,7 +120,7 @@ TRAINING: dict[str, Rule] = {
     "neftune_noise_alpha": To("optim.neftune_alpha"),
     "label_smoothing_factor": Together(),
     "average_tokens_across_devices": Gone(
-        "averages of one device alone: the loss is the mean over the learnt tokens of the whole step",
+        "averages of a single device: the loss is the mean over the loss tokens of the whole step",
         (None, True),
     ),
     "seed": To("train.seed", 42),
@@ -142,9 +142,9 @@ TRAINING: dict[str, Rule] = {
 """Keys about steps, the optimizer and memory."""
 
 RUN: dict[str, Rule] = {
-    "do_train": Decided("the verb says it"),
+    "do_train": Decided("the command gives it"),
     "do_eval": Decided("held-out rows are evaluated where there are any"),
-    "do_predict": Decided("the verb says it"),
+    "do_predict": Decided("the command gives it"),
     "eval_strategy": Together(),
     "eval_steps": Together(),
     "eval_on_start": To("eval.at_start"),
@@ -167,15 +167,15 @@ RUN: dict[str, Rule] = {
     ),
     "greater_is_better": Decided("the best checkpoint is the one of the lowest loss"),
     "resume_from_checkpoint": Decided(
-        "a run continues from its run folder by itself; `--no-resume` starts anew"
+        "a run continues from its run folder by itself; `--no-resume` starts over"
     ),
     "restore_callback_states_from_checkpoint": Decided("everything is restored"),
-    "ignore_data_skip": Gone("continuing with rows that were learnt from already"),
+    "ignore_data_skip": Gone("continuing with rows that were trained on before"),
     "enable_jit_checkpoint": Decided("SIGTERM always saves"),
     "logging_steps": To("log.every_steps"),
     "logging_strategy": _TELLING,
     "logging_first_step": _TELLING,
-    "logging_nan_inf_filter": Decided("a loss that is not finite is told, not hidden"),
+    "logging_nan_inf_filter": Decided("a loss that is not finite is reported, not hidden"),
     "log_level": _TELLING,
     "log_level_replica": _TELLING,
     "log_on_each_node": _TELLING,
@@ -224,7 +224,7 @@ DEVICES: dict[str, Rule] = {
         ),
         _LOADER,
     ),
-    "local_rank": Decided("the launcher says it"),
+    "local_rank": Decided("set by the launcher"),
 }
 """Keys about devices and processes."""
 
@@ -342,7 +342,7 @@ OLD: dict[str, Rule] = {
     "use_liger_loss": Decided("the loss is made in chunks, without whole logits"),
     "no_cuda": To("cluster.device", values={True: "cpu", False: None}),
     "overwrite_output_dir": Decided(
-        "a run continues from its run folder by itself; `--no-resume` starts anew"
+        "a run continues from its run folder by itself; `--no-resume` starts over"
     ),
 }
 """Keys of earlier versions."""

@@ -9,7 +9,7 @@ from memtrain.recipes.trl.rules import Decided, Gone, Rule, To
 from memtrain.recipes.trl.sampling import NO_VLLM_KEY
 
 _HEAD = """\
-# Coming from TRL
+# Migrating from TRL
 
 Written from the rules in `memtrain/recipes/trl/` by `make docs-reference`; the keys are those of TRL 1.16.
 
@@ -30,11 +30,11 @@ What works differently:
 - **Packing and padding-free.** Rows never see each other, on any attention back end; `padding_free` works
   for every method. Batches are made by the plan: `per_device_train_batch_size` is only a factor of
   `train.batch_size`.
-- **The loss of a step** is the mean over the learnt tokens of the whole step, over all devices and
+- **The loss of a step** is the mean over the loss tokens of the whole step, over all devices and
   micro-batches.
 - **Pairs.** A prompt is computed once for its answers (`length.shared_prompts`).
-- **GRPO, RLOO.** A step is said in completions: `train.batch_size` is divided by `generate.num_generations`
-  to give its prompts.
+- **GRPO, RLOO.** A step is counted in completions: `train.batch_size` divided by
+  `generate.num_generations` is its number of prompts.
 - **Resuming** needs no flag: the same command goes on, bit for bit.
 """
 
@@ -42,7 +42,7 @@ _GROUPS: tuple[tuple[str, Mapping[str, Rule]], ...] = (
     ("Model and adapter", keys.MODEL),
     ("Data and lengths", keys.DATA),
     ("Steps, optimizer, memory", keys.TRAINING),
-    ("Evaluation, saving, telling", keys.RUN),
+    ("Evaluation, saving, logging", keys.RUN),
     ("Devices", keys.DEVICES),
     ("DPO, KTO, reward models", keys.PREFERENCES),
     ("GRPO, RLOO", keys.ONLINE),
@@ -52,7 +52,7 @@ _GROUPS: tuple[tuple[str, Mapping[str, Rule]], ...] = (
 
 _TOGETHER: Mapping[str, str] = {
     **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16"), "`model.dtype`, `optim.master_weights`"),
-    "model_init_kwargs": "`model.dtype`, `model.revision`; the rest is told",
+    "model_init_kwargs": "`model.dtype`, `model.revision`; the rest is listed",
     **dict.fromkeys(
         ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save"),
         "`model.adapter`",
@@ -138,7 +138,7 @@ def _becomes(key: str, rule: Rule) -> str:
         case Gone():
             return f"no counterpart: {rule.why}"
         case _:
-            return _TOGETHER.get(key, "read with the keys beside it, or told")
+            return _TOGETHER.get(key, "read with the keys beside it, or listed")
 
 
 def _word(value: object) -> str:

@@ -44,7 +44,7 @@ def translate(
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
             asks = f"; did you mean {near[0]}?" if near else ""
-            made.lose(key, f"no key of TRL 1.16 that is known here{asks}")
+            made.lose(key, f"not a known key of TRL 1.16{asks}")
     return made
 
 
@@ -64,7 +64,7 @@ def _carry(made: Translation, key: str, rule: To) -> None:
     target = rule.key.format(method=made.method)
     section, _, name = target.partition(".")
     if section in IMPORTED and (section != made.method or name not in _knobs(section)):
-        made.lose(key, f"{made.method} has no use for it")
+        made.lose(key, f"not used by {made.method}")
         return
     if value is None and key != "max_grad_norm":
         return

@@ -148,7 +148,7 @@ class AnswerFeed:
             "length": asdict(self.settings.row_limits),
         }
 
-    def told(self, split: str) -> DataEvent:
+    def data_event(self, split: str) -> DataEvent:
         """Effects of truncation on the rows."""
         return data_event(split, self.sequences.profile.report, self.store.lengths[self.rows])
 

@@ -84,6 +84,6 @@ class PromptFeed:
         """int64 [T], the shortest prompt."""
         return torch.tensor(self.ids(int(self.tokens.argmin())))
 
-    def told(self, split: str) -> DataEvent:
+    def data_event(self, split: str) -> DataEvent:
         """Effects of truncation on the prompts."""
         return data_event(split, self.prompts.report, self.store.lengths[self.rows])

@@ -74,7 +74,7 @@ class TokenFeed:
         end = int(batch.scored_index[0]) + 1 if batch.num_loss_tokens else 1
         return batch.input_ids[0, : max(1, end)]
 
-    def told(self, split: str) -> DataEvent:
+    def data_event(self, split: str) -> DataEvent:
         """Effects of truncation and packing on the rows."""
         return data_event(split, self.sequences.profile.report, self.store.lengths[self.rows])
 

@@ -59,12 +59,12 @@ def make_accelerator(settings: Settings) -> Accelerator:
     asked, realised = settings.num_processes, accelerator.num_processes
     if asked != realised:
         raise LaunchError(
-            f"the plan asks for {asked} processes and {realised} run",
+            f"the plan needs {asked} processes, and {realised} are running",
             fix="start the run with `memtrain`, or with the line in launch.sh",
         )
     if asked > 1 and accelerator.distributed_type is DistributedType.NO:
         raise LaunchError(
-            "the processes would not exchange gradients (accelerate set up no distribution)",
+            "the processes would not exchange gradients (accelerate set up no process group)",
             "cluster.processes",
             fix="start the run with `memtrain`, or with the line in launch.sh",
         )

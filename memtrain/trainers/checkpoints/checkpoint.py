@@ -104,7 +104,7 @@ def mend_checkpoints(folder: RunFolder) -> None:
 
     Raises: LaunchError when the disk refuses.
     """
-    with _refused(folder, "what a killed process left of checkpoints cannot be removed"):
+    with _refused(folder, "leftovers of killed processes among the checkpoints cannot be removed"):
         for left in left_checkpoints(folder):
             shutil.rmtree(left)
         for aside in folder.checkpoints.glob(".old-*"):
@@ -116,7 +116,7 @@ def remove_checkpoints(folder: RunFolder) -> None:
 
     Raises: LaunchError when the disk refuses.
     """
-    with _refused(folder, "the checkpoints of the run before cannot be removed"):
+    with _refused(folder, "the checkpoints of the earlier run cannot be removed"):
         for path in complete_steps(folder.checkpoints).values():
             _remove(path)
 

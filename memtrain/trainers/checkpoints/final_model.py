@@ -60,11 +60,11 @@ def read_final(folder: RunFolder) -> Final | None:
 def final_fault(folder: RunFolder) -> str:
     """Reason that `final/` is not the model that was written, in a few words; empty where it is."""
     if not folder.final.is_dir():
-        return "it is not there"
+        return "the folder is missing"
     known = read_final(folder)
     if known is None:
         # Of a version that wrote no list.
-        return "" if any(folder.final.glob(f"*{WEIGHTS}")) else "it holds no weights"
+        return "" if any(folder.final.glob(f"*{WEIGHTS}")) else "there are no weights"
     for entry in known.files:
         fault = _fault_of(folder.final / entry.name, entry)
         if fault:
@@ -85,5 +85,5 @@ def _fault_of(path: Path, entry: FinalFile) -> str:
         try:
             json.loads(path.read_bytes())
         except ValueError:
-            return f"{entry.name} is no whole JSON"
+            return f"{entry.name} is not complete JSON"
     return ""

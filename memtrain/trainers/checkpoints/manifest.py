@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
-        raise ValueError(f"it has no {MANIFEST_FILE}: it was never finished")
+        raise ValueError(f"no {MANIFEST_FILE}: the checkpoint was never finished")
     try:
         said = json.loads(path.read_bytes())
     except ValueError:
@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
         key = ".".join(map(str, error.errors()[0]["loc"]))
         raise OtherVersion(f"this version of memtrain does not know its {MANIFEST_FILE} ({key})") from None
     if manifest != manifest.sealed():
-        raise ValueError(f"its {MANIFEST_FILE} is not what was written (its checksum differs)")
+        raise ValueError(f"its {MANIFEST_FILE} is damaged (the checksum differs)")
     facts = manifest.facts
     renewed = {"recipe": renewed_recipe(facts.recipe), "settings": renewed_settings(facts.settings)}
     return manifest.model_copy(update={"facts": facts.model_copy(update=renewed)})
@@ -153,5 +153,5 @@ def fault_of(folder: Path) -> str:
         if num_bytes != entry.num_bytes:
             return f"{entry.name} has {num_bytes} bytes, not {entry.num_bytes}"
         if file_entry(folder, file).digest != entry.digest:
-            return f"{entry.name} is not what was written (its checksum differs)"
+            return f"{entry.name} is damaged (the checksum differs)"
     return ""

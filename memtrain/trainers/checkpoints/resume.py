@@ -98,7 +98,7 @@ def check_resumable(facts: CheckpointFacts, plan: Plan) -> list[str]:
         raise ResumeError([_fault(one, facts.step) for one in refused])
     said = [f"another run from here: {sentence(one)}" for one in waived]
     return said + [
-        f"inexact from here, sums are taken in another order: {sentence(one)}"
+        f"not bit-identical from here, because sums are taken in another order: {sentence(one)}"
         for one in _rounding(facts, plan)
     ]
 
@@ -135,7 +135,7 @@ def _length_of_run(facts: CheckpointFacts, plan: Plan) -> Iterator[Difference]:
     if asked < facts.step:
         yield Difference("train.max_steps", saved, asked, f"the checkpoint is already at step {facts.step}")
     elif optim.schedule != "constant":
-        why = f"the {optim.schedule} schedule of the steps already made was laid out for {saved}"
+        why = f"the {optim.schedule} schedule of the steps already made was computed for {saved}"
         yield Difference("train.max_steps", saved, asked, why)
     elif optim.warmup_steps is None:
         ratio = 0.03 if optim.warmup_ratio is None else optim.warmup_ratio
@@ -185,9 +185,9 @@ def _shown(value: JsonValue) -> str:
 
 def _fault(one: Difference, step: int) -> Fault:
     what = f"{one.key} was {_shown(one.saved)} up to step {step} and is now {_shown(one.asked)}"
-    fix = "set it back, or start anew: --no-resume, or another run_dir"
+    fix = "set it back, or start over: --no-resume, or another run_dir"
     if not is_below(one.key, STATE_KEYS):
-        fix += f"; or go on as another run: save.allow_changed_keys=[{one.key}]"
+        fix += f"; or continue as another run: save.allow_changed_keys=[{one.key}]"
     return Fault(
         f"{what}: {one.why}" if one.why else what,
         where=one.key,

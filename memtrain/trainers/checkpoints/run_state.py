@@ -18,8 +18,8 @@ from memtrain.trainers.checkpoints.resume import check_resumable
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 
 WAYS_OUT = (
-    "go on with the version of memtrain that wrote them, or leave them here and choose another --run-dir; "
-    "--no-resume removes them and begins anew"
+    "use the version of memtrain that wrote them, or keep them and choose another --run-dir; --no-resume "
+    "removes them and starts over"
 )
 
 

@@ -30,6 +30,6 @@ def files_of(checkpoint: Checkpoint, part: str) -> list[str]:
         raise ResumeError(
             f"{checkpoint.path.name} has {len(found)} of {int(found[0].rsplit('-', 1)[-1])} shards of {part}",
             str(checkpoint.path),
-            "every node must write into the same run folder; go on from an earlier checkpoint",
+            "every node must write into the same run folder; resume from an earlier checkpoint",
         )
     return found

@@ -121,7 +121,7 @@ def check_shards(model: nn.Module, num_ranks: int) -> None:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise LaunchError(
-                f"the plan asks for FSDP2, and {name} is whole on every rank",
+                f"the plan needs FSDP2, and {name} is not sharded",
                 "cluster.engine",
                 "set cluster.engine: ddp, or report this model",
             )

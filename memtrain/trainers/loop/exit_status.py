@@ -41,7 +41,7 @@ def record_exit(folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterat
 def recovered_words(position: TrainState) -> str:
     """Number of times that memory ran out in a run that went on, in words; empty where it never did."""
     count = position.num_recoveries
-    return f"ran out of memory {count} time{'s' if count > 1 else ''}, and went on" if count else ""
+    return f"ran out of memory {count} time{'s' if count > 1 else ''}, and continued" if count else ""
 
 
 def _state_of(error: Exception) -> tuple[RunState, str]:
@@ -62,6 +62,6 @@ def _out_of_memory_in_words(folder: RunFolder, position: TrainState) -> Iterator
         raise OutOfMemory(
             f"ran out of memory in step {position.step + 1}{held}",
             where=str(folder.path),
-            fix="set a smaller memory.budget or train.micro_batch_size and run the same command again: it "
-            "goes on from the last checkpoint",
+            fix="lower memory.budget or train.micro_batch_size, and run the same command again: it "
+            "resumes from the last checkpoint",
         ) from error

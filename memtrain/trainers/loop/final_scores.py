@@ -50,7 +50,7 @@ class FinalScores:
         """Sentence that a user must know; empty where scores are the same."""
         if not self.difference <= self.limit:
             return (
-                "plain transformers gives final/ other scores than were learnt (off by "
+                "plain transformers computes other scores with final/ than training did (off by "
                 f"{self.difference:.2g} over {self.num_answers} answers): it takes its padding token for the "
                 "end of each row. Set config.pad_token_id to the tokenizer's pad_token_id where the model is "
                 "loaded (memtrain merge makes a model that has it)"

@@ -59,8 +59,8 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         return
     remember_peaks(run)
     if other_scores:
-        run.tell(NoteEvent(step=run.position.step, text=other_scores))
-    run.tell(
+        run.emit(NoteEvent(step=run.position.step, text=other_scores))
+    run.emit(
         FinalEvent(
             step=run.position.step,
             state="done",
@@ -84,7 +84,7 @@ def _other_scores(run: Run, built: Built) -> str:
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
         # The model is saved; classes of transformers fail on rows in ways of their own.
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"the scores of final/ in plain transformers were not compared: {lines[0]}"
+        return f"the scores of final/ in plain transformers were not checked: {lines[0]}"
 
 
 def tell_other_peaks(run: Run) -> None:
@@ -93,7 +93,7 @@ def tell_other_peaks(run: Run) -> None:
     for name, mine in phases[0].items():
         most = max(of_rank.get(name, 0) for of_rank in phases)
         if most > mine:
-            run.tell(MemoryEvent(step=run.position.step, phase=name, allocated=most))
+            run.emit(MemoryEvent(step=run.position.step, phase=name, allocated=most))
 
 
 def remember_peaks(run: Run) -> None:
@@ -115,8 +115,8 @@ def remember_peaks(run: Run) -> None:
             is_rehearsed=any(name.startswith(REHEARSAL) for name in seen),
         )
     except OSError as error:
-        text = f"the measured peaks are not kept for later plans: {error.strerror}"
-        run.tell(NoteEvent(step=run.position.step, text=text))
+        text = f"the measured peaks could not be stored for later plans: {error.strerror}"
+        run.emit(NoteEvent(step=run.position.step, text=text))
 
 
 def sample(run: Run, built: Built) -> str:

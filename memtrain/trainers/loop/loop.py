@@ -44,7 +44,7 @@ class Run:
     ranks: Ranks
     engine: DistributedStep
     device: torch.device
-    tell: Callable[[Event], None]
+    emit: Callable[[Event], None]
     """Takes what happens: to the metrics, the terminal and the trackers, on the main rank."""
     watch: MemoryWatch
     is_asked_to_stop: Callable[[], bool]
@@ -98,7 +98,7 @@ def _steps_left(run: Run) -> None:
             raise Interrupted(
                 f"stopped after step {run.position.step} of {run.plan.settings.max_steps}, and saved",
                 where=run.plan.run_dir,
-                fix="run the same command again to go on from here",
+                fix="run the same command again to resume from here",
             )
 
 
@@ -129,9 +129,9 @@ def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
             run.follower.stepped(work.step + 1)
         told = _to_host(sums | {"grad_norm": norm / run.ranks.world})
     totals = run.ranks.sum(told)
-    _tell(run, work, totals, lr, time.perf_counter() - started)
+    _emit(run, work, totals, lr, time.perf_counter() - started)
     if run.position.skipped_steps > skipped:
-        run.tell(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))
+        run.emit(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
         run.saver.settle()
         raise Diverged(
@@ -202,7 +202,7 @@ def evaluate(run: Run) -> float:
     means = means_of(run.method, totals, count)
     _noted(run, loss)
     seconds = time.perf_counter() - started
-    run.tell(
+    run.emit(
         EvalEvent(
             step=run.position.step, loss=loss, tokens=int(feed.learnt.sum()), seconds=seconds, extra=means
         )
@@ -273,10 +273,10 @@ def _to_host(sums: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(sums, values, strict=True))
 
 
-def _tell(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds: float) -> None:
+def _emit(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds: float) -> None:
     peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
     sums = {name: value for name, value in totals.items() if name not in ("loss", "grad_norm")}
-    run.tell(
+    run.emit(
         StepEvent(
             step=work.step + 1,
             loss=totals["loss"],

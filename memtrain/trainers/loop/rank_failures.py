@@ -100,6 +100,6 @@ def _silent(found: list[RankFault], num_ranks: int) -> LaunchError:
     gone = sorted(set(range(num_ranks)) - {fault.rank for fault in found})
     named = f"rank {', '.join(map(str, gone))}" if gone else "the connection between the ranks"
     return LaunchError(
-        f"{named} ended without a word, and the other ranks lost it",
+        f"{named} ended without an error message, and the other ranks lost the connection",
         fix="look for a process that was killed (out of memory? `dmesg`), then run the same command again",
     )

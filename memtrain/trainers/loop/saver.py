@@ -31,14 +31,14 @@ class Saver:
         folder: RunFolder,
         built: Built,
         ranks: Ranks,
-        teller: EventSinks,
+        sinks: EventSinks,
         online: OnlineSteps | None,
     ) -> None:
         self._plan = plan
         self._folder = folder
         self._built = built
         self._ranks = ranks
-        self._teller = teller
+        self._sinks = sinks
         self._kept = online.kept if online is not None else None
         self._background = Background(ranks)
         self._copies = HostCopies() if plan.settings.background_save else None
@@ -63,7 +63,7 @@ class Saver:
         began = time.perf_counter()
         self.settle()
         waited_s = time.perf_counter() - began
-        self._teller.sync()
+        self._sinks.sync()
         facts = facts_of(self._plan, step=position.step, eval_loss=position.eval_loss)
         keep = self._plan.recipe.save
         self._step, self._began = position.step, time.perf_counter()
@@ -71,7 +71,7 @@ class Saver:
         if self._copies is None:
             save_checkpoint(save, self._ranks)
             self._held_s = time.perf_counter() - began
-            self._tell(self._held_s)
+            self._emit(self._held_s)
         elif self._background.begin(save):
             self._waited_s, self._held_s = waited_s, time.perf_counter() - began
 
@@ -86,7 +86,7 @@ class Saver:
         is_done = self._background.advance()
         self._held_s += time.perf_counter() - began
         if is_done:
-            self._tell(self._background.ended - self._began)
+            self._emit(self._background.ended - self._began)
 
     def settle(self) -> None:
         """Wait until nothing is under way. Raises: as `advance`."""
@@ -95,19 +95,19 @@ class Saver:
         began = time.perf_counter()
         self._background.settle()
         self._held_s += time.perf_counter() - began
-        self._tell(self._background.ended - self._began)
+        self._emit(self._background.ended - self._began)
 
     def close(self) -> None:
         """Let a process finish its writing, whatever has ended the run."""
         self._background.close()
 
-    def _tell(self, seconds: float) -> None:
+    def _emit(self, seconds: float) -> None:
         """The checkpoint stands. What could not be removed is told once."""
         for text in self._left:
             if text not in self._told:
                 self._told.add(text)
-                self._teller.tell(NoteEvent(step=self._step, text=text))
-        self._teller.tell(
+                self._sinks.emit(NoteEvent(step=self._step, text=text))
+        self._sinks.emit(
             SaveEvent(step=self._step, seconds=seconds, held_s=self._held_s, waited_s=self._waited_s)
         )
 

@@ -30,7 +30,7 @@ def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     missing = [name for name in (*NAMES.values(), "MASTER_ADDR", "MASTER_PORT") if name not in given]
     if missing:
         raise LaunchError(
-            f"this is no task of an srun: {', '.join(missing)} not set",
+            f"this process is not a task of srun: {', '.join(missing)} not set",
             fix="submit the job.sbatch that `memtrain slurm` writes; `memtrain train` runs without SLURM",
         )
     return {name: given[theirs] for name, theirs in NAMES.items()}
@@ -74,7 +74,7 @@ def _meet() -> None:
     elif os.environ["RANK"] == "0":
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         print(
-            f"the ranks of {num_nodes} nodes meet at {place}, and at ports that the system chooses",
+            f"the ranks of {num_nodes} nodes connect at {place}, and at ports that the system chooses",
             flush=True,
         )
 

@@ -61,7 +61,7 @@ from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.position import TrainState
-from memtrain.trainers.run_folder.event_sinks import EventSinks, open_teller
+from memtrain.trainers.run_folder.event_sinks import EventSinks, open_sinks
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, RunLock
 from memtrain.trainers.run_folder.pulse import Family, Pulse
@@ -70,7 +70,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
 
-GONE = "the launcher of this run is gone: saving, to be continued by the same command"
+GONE = "the launcher of this run is gone: saving; run the same command to resume"
 
 
 def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Family | None = None) -> None:
@@ -96,12 +96,12 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         _stop_before_loading(ranks, stop, folder)
         built = build(plan, make_spread(plan.settings))
         engine = _take_up(plan, found, built, position, ranks)
-        teller = stack.enter_context(open_teller(plan, folder, ranks, position))
-        _tell_start(teller, plan, built, found, notes, position)
-        _try_final(built, folder, teller, position, is_main=ranks.is_main)
-        recovery = _recovery(plan, built, position, teller)
-        watch = _watch(plan, built, teller.tell, ranks, position)
-        online = online_steps(plan, built, ranks, watch, teller, position, found.checkpoint)
+        sinks = stack.enter_context(open_sinks(plan, folder, ranks, position))
+        _tell_start(sinks, plan, built, found, notes, position)
+        _try_final(built, folder, sinks, position, is_main=ranks.is_main)
+        recovery = _recovery(plan, built, position, sinks)
+        watch = _watch(plan, built, sinks.emit, ranks, position)
+        online = online_steps(plan, built, ranks, watch, sinks, position, found.checkpoint)
         stack.callback(lambda: online.generating.close() if online is not None else None)
         run = Run(
             plan=plan,
@@ -115,10 +115,10 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
             ranks=ranks,
             engine=engine,
             device=local_device(plan.settings),
-            tell=teller.tell,
+            emit=sinks.emit,
             watch=watch,
-            is_asked_to_stop=_asked(stop, teller, position),
-            saver=_open_saver(stack, plan, folder, built, ranks, teller, online),
+            is_asked_to_stop=_asked(stop, sinks, position),
+            saver=_open_saver(stack, plan, folder, built, ranks, sinks, online),
             recovery=recovery,
             post_mortem=_explained(plan, recovery, built, position),
             follower=built.follower,
@@ -150,7 +150,7 @@ def _take_folder(folder: RunFolder, plan: Plan, family: Family | None) -> RunLoc
     if read_plan(folder.plan) != plan:
         lock.close()
         raise LaunchError(
-            "plan.json was replaced while this run began",
+            "plan.json was replaced while this run started",
             where=str(folder.plan),
             fix="run the training command again; one run folder is for one run",
         )
@@ -168,14 +168,14 @@ def _explained(
     return explained
 
 
-def _asked(stop: StopRequest, teller: EventSinks, position: TrainState) -> Callable[[], bool]:
+def _asked(stop: StopRequest, sinks: EventSinks, position: TrainState) -> Callable[[], bool]:
     """Whether this rank is to stop, told once where nobody is left who would hear why."""
     told: list[str] = []
 
     def asked() -> bool:
         if stop.is_alone and not told:
             told.append(GONE)
-            teller.tell(NoteEvent(step=position.step, text=GONE))
+            sinks.emit(NoteEvent(step=position.step, text=GONE))
         return stop.asked
 
     return asked
@@ -184,9 +184,9 @@ def _asked(stop: StopRequest, teller: EventSinks, position: TrainState) -> Calla
 def _stop_before_loading(ranks: Ranks, stop: StopRequest, folder: RunFolder) -> None:
     if ranks.any(stop.asked):
         raise Interrupted(
-            "stopped before the model was loaded; what was saved before stands",
+            "stopped before the model was loaded; earlier checkpoints are unchanged",
             where=str(folder.path),
-            fix="run the same command again to go on from there",
+            fix="run the same command again to resume from there",
         )
 
 
@@ -213,34 +213,34 @@ def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks
 
 
 def _tell_start(
-    teller: EventSinks, plan: Plan, built: Built, found: Found, notes: list[str], position: TrainState
+    sinks: EventSinks, plan: Plan, built: Built, found: Found, notes: list[str], position: TrainState
 ) -> None:
     """The fate of the rows, or the step of the resumed run, with notes for the reader."""
     if not position.step:
-        teller.tell(replace(built.train.told("train"), rows_skipped=plan.data.train.num_skipped))
+        sinks.emit(replace(built.train.data_event("train"), rows_skipped=plan.data.train.num_skipped))
         if built.eval is not None:
             own = plan.data.eval.num_skipped if plan.data.eval is not None else 0
-            teller.tell(replace(built.eval.told("held-out"), rows_skipped=own))
+            sinks.emit(replace(built.eval.data_event("held-out"), rows_skipped=own))
         notes = [*notes, *(f"data {note}" for note in plan.data.notes)]
-    said = [f"passed over {one.path.name}: {one.reason}" for one in found.rejected] + notes
+    said = [f"skipped {one.path.name}: {one.reason}" for one in found.rejected] + notes
     if found.checkpoint is not None:
-        said.append(f"continued after step {position.step}")
+        said.append(f"resumed at step {position.step}")
     if built.why_whole:
-        said.append(f"each process loaded the whole model before it was cut: {built.why_whole}")
+        said.append(f"each process loaded the whole model before it was sharded: {built.why_whole}")
     if plan.settings.device == "cuda":
         said.append(allocator_words(plan.settings.expandable_segments))
         if is_random(plan.recipe.model):
             said.append("random weights were drawn on the GPU: a CPU draws other numbers for the same seed")
     for text in said:
-        teller.tell(NoteEvent(step=position.step, text=text))
+        sinks.emit(NoteEvent(step=position.step, text=text))
 
 
 def _try_final(
-    built: Built, folder: RunFolder, teller: EventSinks, position: TrainState, *, is_main: bool
+    built: Built, folder: RunFolder, sinks: EventSinks, position: TrainState, *, is_main: bool
 ) -> None:
     """Save the model without its weights before a step is made: what would refuse at the end refuses now."""
     for text in try_final(built.model, built.tokenizer, folder.path) if is_main else ():
-        teller.tell(NoteEvent(step=position.step, text=text))
+        sinks.emit(NoteEvent(step=position.step, text=text))
 
 
 def _rehearse(run: Run, built: Built) -> None:
@@ -260,7 +260,7 @@ def _engine(plan: Plan, built: Built, position: TrainState) -> DistributedStep:
     return InBackward(built.optimizer, list(built.trained.values())).engine()
 
 
-def _recovery(plan: Plan, built: Built, position: TrainState, teller: EventSinks) -> Recovery:
+def _recovery(plan: Plan, built: Built, position: TrainState, sinks: EventSinks) -> Recovery:
     """Recovery from exhausted memory, with the limits found before the run was resumed."""
 
     def treat(settings: Settings) -> None:
@@ -272,7 +272,7 @@ def _recovery(plan: Plan, built: Built, position: TrainState, teller: EventSinks
         settings=plan.settings,
         position=position,
         treat=treat,
-        tell=lambda text: teller.tell(NoteEvent(step=position.step, text=text)),
+        emit=lambda text: sinks.emit(NoteEvent(step=position.step, text=text)),
         has_dropout=has_dropout(built.model) or plan.recipe.optim.neftune_alpha is not None,
     )
     recovery.resume()
@@ -285,19 +285,19 @@ def _open_saver(
     folder: RunFolder,
     built: Built,
     ranks: Ranks,
-    teller: EventSinks,
+    sinks: EventSinks,
     online: OnlineSteps | None,
 ) -> Saver:
-    saver = Saver(plan, folder, built, ranks, teller, online)
+    saver = Saver(plan, folder, built, ranks, sinks, online)
     stack.callback(saver.close)
     return saver
 
 
 def _watch(
-    plan: Plan, built: Built, tell: Callable[[Event], None], ranks: Ranks, position: TrainState
+    plan: Plan, built: Built, emit: Callable[[Event], None], ranks: Ranks, position: TrainState
 ) -> MemoryWatch:
     def note(phase: str, allocated: int, reserved: int, rss: int) -> None:
-        tell(MemoryEvent(step=position.step, phase=phase, allocated=allocated, reserved=reserved, rss=rss))
+        emit(MemoryEvent(step=position.step, phase=phase, allocated=allocated, reserved=reserved, rss=rss))
 
     weights = resident([local_of(tensor) for tensor in built.weights])
     state = resident(
@@ -336,7 +336,7 @@ def main() -> int:
             if not rank and OWNER not in os.environ:
                 # Started by hand: what a kill after the last word has left goes here too.
                 folder.open_for_run().close()
-            print(f"the run in {folder.path} is over; its model is in {folder.final}")
+            print(f"the run in {folder.path} is finished; its model is in {folder.final}")
             return 0
         if pulse is not None:
             pulse.start()

@@ -61,7 +61,7 @@ class Grpo:
     temperature: float = 1.0
     mismatch: MismatchMode = "none"
     """Correction for the sampler's log-probs."""
-    told: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed
 
@@ -134,4 +134,4 @@ class Grpo:
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
-        return means_of_tokens(sums) | self.seen.facts() | self.told
+        return means_of_tokens(sums) | self.seen.facts() | self.metrics

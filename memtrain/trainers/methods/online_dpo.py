@@ -50,7 +50,7 @@ class OnlineDpo:
     reference: Reference | None
     temperature: float = 1.0
     """Of the policy that wrote the completions, and of the reference: both are scored as it was sampled."""
-    told: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     num_pairs: float = 1.0
     """Of the whole step."""
     answer_feed: type[PairFeed] = PairFeed
@@ -93,7 +93,7 @@ class OnlineDpo:
         """Means over pairs, their number, and the facts of the rollout where it is new."""
         pairs = sums.get("pairs", 0.0)
         means = {name: value / pairs for name, value in sums.items() if name != "pairs"} if pairs else {}
-        return means | ({"pairs": pairs} if "pairs" in sums else {}) | self.told
+        return means | ({"pairs": pairs} if "pairs" in sums else {}) | self.metrics
 
 
 def best_and_worst(judged: ScoredRollout, min_reward_gap: float = 0.0) -> Tensor:

@@ -66,7 +66,7 @@ class Ppo:
     temperature: float = 1.0
     mismatch: MismatchMode = "none"
     """Correction for the sampler's log-probs."""
-    told: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed
 
@@ -96,7 +96,7 @@ class Ppo:
         """
         section, lengths_A = self.section, torch.from_numpy(window.length_A)
         reward_A = weighted_rewards(judged.reward_AF, judged.weight_F)
-        window.is_learnt_A = window.is_learnt_A & ~reward_A.isnan().numpy()
+        window.is_trained_A = window.is_trained_A & ~reward_A.isnan().numpy()
         reward_A = reward_A.nan_to_num(nan=0.0) - section.cut_penalty * torch.from_numpy(window.is_cut_A)
         assert window.value_N is not None, "The pass was made."
         value_N = torch.from_numpy(window.value_N).double()
@@ -116,7 +116,7 @@ class Ppo:
             "value/explained": _explained(value_N, return_N),
         }
         if section.normalise_advantages:
-            learnt_N = torch.from_numpy(np.repeat(window.is_learnt_A, window.length_A))
+            learnt_N = torch.from_numpy(np.repeat(window.is_trained_A, window.length_A))
             advantage_N = standardised(advantage_N, learnt_N)
         window.token_advantage_N = advantage_N.float().numpy()
         window.return_N = return_N.float().numpy()
@@ -179,7 +179,7 @@ class Ppo:
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
-        return means_of_tokens(sums) | self.seen.facts() | self.told
+        return means_of_tokens(sums) | self.seen.facts() | self.metrics
 
 
 def adapted(beta: float, kl: float, target: float, share: float) -> float:

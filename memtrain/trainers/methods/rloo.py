@@ -64,7 +64,7 @@ class Rloo:
     temperature: float = 1.0
     mismatch: MismatchMode = "none"
     """Correction for the sampler's log-probs."""
-    told: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed
     kl: float | None = None
@@ -134,5 +134,5 @@ class Rloo:
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
-        kl = {} if self.kl is None or not self.told else {"kl": self.kl}
-        return means_of_tokens(sums) | self.seen.facts() | kl | self.told
+        kl = {} if self.kl is None or not self.metrics else {"kl": self.kl}
+        return means_of_tokens(sums) | self.seen.facts() | kl | self.metrics

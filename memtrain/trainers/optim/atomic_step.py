@@ -61,8 +61,8 @@ def _step_group(optimizer: Optimizer, gradients: dict[Tensor, Tensor]) -> None:
                 optimizer.state.pop(leaf, None)
         free()
     raise OutOfMemory(
-        "memory ran out in the optimizer step, between two weights",
+        "out of memory in the optimizer step, between two weights",
         "optim",
-        fix="set memory.optimizer_offload: on or optim.kind: adafactor, and run the same command again: it "
-        "goes on from the last checkpoint",
+        fix="set memory.optimizer_offload: on or optim.kind: adafactor, and run the same command again: "
+        "it resumes from the last checkpoint",
     )

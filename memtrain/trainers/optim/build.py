@@ -89,7 +89,7 @@ def parameter_groups(
         raise LaunchError(
             "no parameter of the model is trainable",
             "model.adapter",
-            "name other target_modules, or remove it",
+            "choose other target_modules, or remove it",
         )
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},

@@ -35,7 +35,7 @@ def split_hidden(groups: list[Group], model: nn.Module) -> list[Group]:
                 parts.append(group | {"params": chosen, HIDDEN: is_hidden})
     if not any(part[HIDDEN] for part in parts):
         raise LaunchError(
-            "no hidden matrix is trainable, and Muon steps nothing else", "optim.kind", "set it to adamw"
+            "no hidden matrix is trainable, and Muon steps only those", "optim.kind", "set it to adamw"
         )
     return parts
 

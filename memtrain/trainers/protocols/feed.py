@@ -50,7 +50,7 @@ class Feed(Protocol):
         """int64 [T], tokens that the trained model may be asked to go on from: the shortest sequence's."""
         ...
 
-    def told(self, split: str) -> DataEvent:
+    def data_event(self, split: str) -> DataEvent:
         """Effects of truncation and packing on the rows."""
         ...
 

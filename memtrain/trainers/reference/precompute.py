@@ -104,15 +104,15 @@ def write_values(folder: Path, values: Floats) -> None:
 def read_values(folder: Path) -> Floats:
     """The values of a folder.
 
-    Raises: DataError when they are not those that were written.
+    Raises: DataError when they differ from those that were written.
     """
     path, digest = folder / VALUES_FILE, folder / DIGEST_FILE
     said = path.read_bytes()
     if not digest.is_file() or digest.read_text() != xxh3_128_hexdigest(said):
         raise DataError(
-            f"'{VALUES_FILE}' is damaged: it is not what was written",
+            f"'{VALUES_FILE}' is damaged: its checksum differs",
             str(path),
-            f"remove '{folder}'; it is made again",
+            f"remove '{folder}'; it will be made again",
         )
     return np.load(io.BytesIO(said))
 

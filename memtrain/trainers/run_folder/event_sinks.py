@@ -20,7 +20,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 class EventSinks:
     """Takes events; on other ranks than the main one it does nothing."""
 
-    tell: Callable[[Event], None]
+    emit: Callable[[Event], None]
     say: Callable[[str], None]
     """Puts a line on the terminal and into the log, and nowhere else."""
     sync: Callable[[], None]
@@ -28,10 +28,10 @@ class EventSinks:
 
 
 @contextmanager
-def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterator[EventSinks]:
-    """The teller of this rank, until the end of the run. Metrics after `position` are cut off."""
+def open_sinks(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterator[EventSinks]:
+    """The sinks of this rank, until the end of the run. Metrics after `position` are cut off."""
     if not ranks.is_main:
-        yield EventSinks(tell=lambda event: None, say=lambda text: None, sync=lambda: None)
+        yield EventSinks(emit=lambda event: None, say=lambda text: None, sync=lambda: None)
         return
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(folder.metrics, resumed_at=position.step or None))
@@ -46,9 +46,9 @@ def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainStat
             )
         )
 
-        def tell(event: Event) -> None:
+        def emit(event: Event) -> None:
             metrics.write(event)
-            trackers.tell(event)
+            trackers.emit(event)
             if isinstance(event, StepEvent):
                 progress.stepped(event)
             elif isinstance(event, EvalEvent):
@@ -56,4 +56,4 @@ def open_teller(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainStat
             elif isinstance(event, NoteEvent):
                 progress.say(event.text)
 
-        yield EventSinks(tell, progress.say, metrics.sync)
+        yield EventSinks(emit, progress.say, metrics.sync)

@@ -142,7 +142,7 @@ class RunFolder:
             remove_litter(self.path)
         except OSError as error:
             lock.close()
-            doing = "what a killed process left in the run folder cannot be removed"
+            doing = "leftovers of killed processes in the run folder cannot be removed"
             raise disk_fault(error, doing, Path(error.filename or self.path)) from None
 
     def join_for_run(self, launcher: Owner) -> RunLock:

@@ -154,7 +154,7 @@ def take_lock(path: Path, folder: Path, *, made: Sequence[Path] = ()) -> RunLock
                 where=str(path),
                 fix=f"wait for it, stop it (kill {holder.pid}), or choose another run_dir"
                 if holder.host == socket.gethostname()
-                else f"if that process is gone, remove {path}; or choose another run_dir",
+                else f"if this process is gone, remove {path}; or choose another run_dir",
             )
         mine = this_process()
         _write(file, mine)
@@ -169,7 +169,7 @@ def join_lock(path: Path, folder: Path, launcher: Owner) -> RunLock:
     with _held(path) as file:
         if read_owner(path) != launcher:
             raise LaunchError(
-                f"process {launcher.pid}, which started this one, does not hold {folder} any more",
+                f"process {launcher.pid}, which started this one, no longer holds {folder}",
                 where=str(path),
                 fix="run the same command again",
             )

@@ -87,5 +87,5 @@ def _read(path: Path) -> Iterator[tuple[str, Event]]:
         try:
             yield line, from_line(line)
         except ValueError as error:
-            what = f"this line of the metrics is no event: {error}"
+            what = f"this line of the metrics is not an event: {error}"
             raise DataError(what, where=f"{path}:{number}", fix="remove the line") from None

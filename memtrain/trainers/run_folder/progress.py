@@ -71,7 +71,7 @@ class Progress:
     def stepped(self, event: StepEvent | Mapping[str, Any]) -> None:
         """Tell one step."""
         step = from_values(event) if isinstance(event, Mapping) else event
-        assert isinstance(step, StepEvent), "only steps are told here"
+        assert isinstance(step, StepEvent), "only steps are shown here"
         # Between the ends of two steps lie evaluation and saving too, and the time left must count them.
         now_s = time.monotonic()
         self._recent.append((step.tokens, now_s - self._ended_s))
@@ -87,9 +87,9 @@ class Progress:
 
     def evaluated(self, event: EvalEvent) -> None:
         """Tell the held-out loss, or the reward where completions were written and judged."""
-        told = f"loss {event.loss:.4f}"
+        told = f"loss {decimal(event.loss)}"
         if event.extra and "reward" in event.extra:
-            told = f"reward {event.extra['reward']:.4f}"
+            told = f"reward {decimal(event.extra['reward'])}"
         self.say(f"step {event.step}  held-out {told}")
 
     def say(self, text: str) -> None:
@@ -100,9 +100,9 @@ class Progress:
         tokens = sum(count for count, _ in self._recent)
         seconds = max(sum(taken for _, taken in self._recent), 1e-9)
         left_s = (self.total_steps - step.step) * seconds / len(self._recent)
-        told = [f"loss {step.loss:.4f}", f"lr {step.lr:.2e}", f"{tokens / seconds:,.0f} tokens/s"]
+        told = [f"loss {decimal(step.loss)}", f"lr {step.lr:.2e}", f"{tokens / seconds:,.0f} tokens/s"]
         if step.extra and "reward" in step.extra:
-            told.insert(1, f"reward {step.extra['reward']:.4f}")
+            told.insert(1, f"reward {decimal(step.extra['reward'])}")
         if step.peak_bytes:
             told.append(f"peak {gib(step.peak_bytes)}")
         return "  ".join([*told, f"{duration(left_s)} left"])
@@ -123,6 +123,12 @@ class Progress:
             yield
         except OSError:
             self.is_shown = False
+
+
+def decimal(value: float) -> str:
+    """A number with four decimals; zero without a sign: `-0.00001` is `0.0000`."""
+    text = f"{value:.4f}"
+    return text.removeprefix("-") if text == "-0.0000" else text
 
 
 def duration(seconds: float) -> str:

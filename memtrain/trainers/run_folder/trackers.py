@@ -63,7 +63,7 @@ def open_trackers(plan: Plan, folder: RunFolder) -> Trackers:
             raise LaunchError(
                 f"{name} does not start: {type(error).__name__}: {error}",
                 where="log.trackers",
-                fix=f"log in to {name} or set it up, or remove it from log.trackers",
+                fix=f"log in to {name}, or configure it, or remove it from log.trackers",
             ) from None
         trackers.append(tracker)
     return Trackers(tuple(trackers))
@@ -75,7 +75,7 @@ class Trackers:
 
     trackers: tuple[GeneralTracker, ...] = ()
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Report the numbers of an event; kinds without any are left out."""
         values = numbers_of(event)
         for tracker in self.trackers if values else ():

@@ -19,11 +19,11 @@ GIB = 2**30
 FIXES = {
     errno.ENOSPC: "free some space, or put run_dir on a larger disk",
     errno.EDQUOT: "free some of your quota, or put run_dir on another disk",
-    errno.EROFS: "the file system is read-only; choose a run_dir that can be written",
-    errno.EACCES: "choose a run_dir that you may write, or change the permissions of this one",
-    errno.EPERM: "choose a run_dir that you may write, or change the permissions of this one",
-    errno.ENOTDIR: "a file stands where a folder is needed; move it away, or choose another run_dir",
-    errno.EEXIST: "a file stands where a folder is needed; move it away, or choose another run_dir",
+    errno.EROFS: "the file system is read-only; choose a writable run_dir",
+    errno.EACCES: "choose a writable run_dir, or change the permissions of this one",
+    errno.EPERM: "choose a writable run_dir, or change the permissions of this one",
+    errno.ENOTDIR: "a file is where a folder is needed; move it away, or choose another run_dir",
+    errno.EEXIST: "a file is where a folder is needed; move it away, or choose another run_dir",
 }
 
 
@@ -93,7 +93,7 @@ def disk_fault(error: OSError, doing: str, path: Path) -> LaunchError:
         free_bytes = shutil.disk_usage(nearest_folder(path)).free
         what += f" ({free_bytes / GIB:.2f} GiB free)"
     return LaunchError(
-        what, where=str(path), fix=FIXES.get(error.errno or 0, "choose another run_dir, or mend this one")
+        what, where=str(path), fix=FIXES.get(error.errno or 0, "choose another run_dir, or repair this one")
     )
 
 

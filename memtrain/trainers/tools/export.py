@@ -59,7 +59,7 @@ def export_run(
     refuse_to_overwrite(output)
     to = dtype or plan.settings.dtype
     if to not in DTYPES:
-        raise LaunchError(f"{to} is no precision of weights", "--dtype", f"one of {', '.join(DTYPES)}")
+        raise LaunchError(f"unknown precision of weights: {to}", "--dtype", f"one of {', '.join(DTYPES)}")
     checkpoint = _checkpoint(RunFolder(run), step)
     tokenizer = tokenizer_of(plan.recipe.model)
     model = build_model(_on_host(plan), vocab_size=len(tokenizer))
@@ -106,11 +106,11 @@ def _base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
     """The newest sound checkpoint, or that of a step. Raises: ResumeError."""
     known = complete_steps(folder.checkpoints)
-    there = f"it has those of steps {', '.join(map(str, known))}" if known else "let the run save first"
+    there = f"it has those of steps {', '.join(map(str, known))}" if known else "the run must save first"
     if step is None:
         found = newest_complete(folder).checkpoint
         if found is None:
-            raise ResumeError("the run has no sound checkpoint", str(folder.checkpoints), there)
+            raise ResumeError("the run has no intact checkpoint", str(folder.checkpoints), there)
         return found
     if step not in known:
         raise ResumeError(f"the run has no checkpoint of step {step}", str(folder.checkpoints), there)

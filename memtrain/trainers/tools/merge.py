@@ -50,15 +50,15 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     if not (folder.final / ADAPTER_FILE).is_file():
         is_full = (folder.final / "config.json").is_file()
         raise LaunchError(
-            f"{folder.final} is a full model already" if is_full else f"{run} has no finished adapter",
+            f"{folder.final} is already a full model" if is_full else f"{run} has no finished adapter",
             str(run),
-            "use it as it is" if is_full else "let the run end first",
+            "use it as it is" if is_full else "the run must finish first",
         )
     output = output or run / "merged"
     refuse_to_overwrite(output)
     to = dtype or plan.settings.dtype
     if to not in DTYPES:
-        raise LaunchError(f"{to} is no precision of weights", "--dtype", f"one of {', '.join(DTYPES)}")
+        raise LaunchError(f"unknown precision of weights: {to}", "--dtype", f"one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(str(folder.final))
     settings = plan.settings.model_copy(
         update={"device": "cpu", "quantize": "none", "attention": "transformers"}

@@ -35,7 +35,9 @@ def find_scored(model: str, overrides: Sequence[str]) -> Scored:
         path = RunFolder(path).final
         if not path.is_dir():
             raise LaunchError(
-                f"the run in {model} has no trained model yet", str(path), "let it end, or score its base"
+                f"the run in {model} has no trained model yet",
+                str(path),
+                "wait until it finishes, or score its base model",
             )
         model = str(path)
     given = any(word.startswith(BASES) for word in overrides)
@@ -46,7 +48,7 @@ def find_scored(model: str, overrides: Sequence[str]) -> Scored:
         raise LaunchError(
             f"{model} is an adapter of a language model: it has no weights for score.weight",
             str(Path(model) / ADAPTER_FILE),
-            "name the adapter of a reward model (`memtrain reward` trains one)",
+            "use the adapter of a reward model (`memtrain reward` trains one)",
         )
     tokenizer = (f"model.tokenizer={model}",) if (path / "tokenizer_config.json").is_file() else ()
     plan = path.parent / PLAN_FILE
@@ -59,7 +61,7 @@ def find_scored(model: str, overrides: Sequence[str]) -> Scored:
         base = (f"model.path={adapter.base}",)
     else:
         raise LaunchError(
-            f"{model} does not say which model it was trained on",
+            f"{model} does not name the model that it was trained on",
             str(Path(model) / ADAPTER_FILE),
             "add it to the command: model.path=FOLDER_OR_HUB_ID",
         )

@@ -32,11 +32,11 @@ def rewards_of(
     settings: Settings,
     adapter: str | None = None,
     *,
-    tell: Callable[[str], object] = lambda note: None,
+    emit: Callable[[str], object] = lambda note: None,
 ) -> Iterator[dict[str, object]]:
     """A line for each row of `data.train`, in its order: where it is from, and a reward for each answer.
 
-    `adapter`: folder or hub id of an adapter of a reward model, whose base is `recipe.model`. `tell` is given
+    `adapter`: folder or hub id of an adapter of a reward model, whose base is `recipe.model`. `emit` is given
     what of the data was not read or has no effect.
     Pairs give `chosen` and `rejected`, single answers `reward`. Rows that are left out (longer than
     `length.max_length` under `drop`) give no line.
@@ -45,7 +45,7 @@ def rewards_of(
     tokenizer = tokenizer_of(recipe.model)
     made = kept_rows(recipe.data, recipe.data.train, SCORE, tokenizer, recipe.train.seed)
     for note in made.notes:
-        tell(note)
+        emit(note)
     store = made.store
     feed = AnswerFeed(store, np.arange(store.num_rows), recipe, settings, pad_id=_pad_id(tokenizer))
     scorer = _scorer(recipe, settings, len(tokenizer), adapter)
@@ -78,12 +78,12 @@ def write_rewards(
     output: Path,
     adapter: str | None = None,
     *,
-    tell: Callable[[str], object] = lambda note: None,
+    emit: Callable[[str], object] = lambda note: None,
 ) -> tuple[int, float | None]:
     """Write the rewards as JSON lines; (lines, share of pairs whose chosen answer has the higher reward)."""
     count, wins, is_pairs = 0, 0.0, False
     with output.open("w") as file:
-        for line in rewards_of(recipe, settings, adapter, tell=tell):
+        for line in rewards_of(recipe, settings, adapter, emit=emit):
             file.write(json.dumps(line) + "\n")
             count += 1
             chosen, rejected = line.get("chosen"), line.get("rejected")

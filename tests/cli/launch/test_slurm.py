@@ -113,7 +113,7 @@ def test_shellcheck_finds_nothing_in_a_script_of_a_hostile_name(name: str):
 @pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\u2028", "\x00"])
 def test_a_line_break_in_a_name_is_refused(letter: str):
     job = hostile_job(f"x{letter}touch owned")
-    with pytest.raises(LaunchError, match="holds a line break or another control character"):
+    with pytest.raises(LaunchError, match="contains a line break or another control character"):
         sbatch_text(job)
 
 
@@ -190,7 +190,7 @@ def test_the_smallest_card_of_the_partition_is_planned_for(loaded):
 
 
 def test_a_card_that_nobody_knows_must_be_said(loaded):
-    with pytest.raises(RecipeError, match=r"a GPU of partition old has is not known[\s\S]*--gpu NAME"):
+    with pytest.raises(RecipeError, match=r"a GPU of partition old is unknown[\s\S]*--gpu NAME"):
         hardware_of(loaded("cluster.slurm.partition=old"), parse_nodes(NODES)[3:])
     with pytest.raises(RecipeError, match=r"its nodes say: a100\)"):
         hardware_of(loaded(), [Node(("gpu",), GIB, "a100")])
@@ -214,7 +214,7 @@ def test_without_slurm_the_nodes_are_not_known(monkeypatch: pytest.MonkeyPatch):
 def test_the_verdict_is_that_of_the_rank_that_failed_first(tmp_path: Path):
     folder = RunFolder(tmp_path)
     folder.write_status(RunState.RUNNING, 7)
-    note_fault(folder, 1, DataError("row 3 is no text", "a.jsonl:3", "mend it"))
+    note_fault(folder, 1, DataError("row 3 is no text", "a.jsonl:3", "fix it"))
     note_fault(folder, 0, RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
     text, code = verdict(folder, 2, 143)
     assert text.startswith("error: rank 1: row 3 is no text")
@@ -226,5 +226,5 @@ def test_the_verdict_is_that_of_the_rank_that_failed_first(tmp_path: Path):
 
 def test_without_a_word_the_code_of_srun_stands(tmp_path: Path):
     text, code = verdict(RunFolder(tmp_path), 2, 137)
-    assert "ended by signal 9 and left no word" in text
+    assert "killed by signal 9 without an error message" in text
     assert code == 137

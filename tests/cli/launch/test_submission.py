@@ -70,12 +70,12 @@ def test_an_array_is_planned_for_its_gpus_and_written_whole(memtrain, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ((), 2, "how much memory a GPU of the partition has is not known"),
+        ((), 2, "the memory of a GPU of the partition is unknown"),
         (("--gpu", "h100", "--submit"), 5, "sbatch is not on this machine"),
-        (("--gpu", "h100", "--submit", "--dry-run"), 2, "exclude each other"),
+        (("--gpu", "h100", "--submit", "--dry-run"), 2, "cannot be used together"),
         (("--gpu", "h100", "memory.budget=1MiB"), 3, "fits 1.00 MiB"),
-        (("--gpu", "h100", "--time", "soon"), 2, "'soon' is no time limit"),
-        (("--gpu", "h100", "--array", "train.seed"), 2, "says no values to try"),
+        (("--gpu", "h100", "--time", "soon"), 2, "'soon' is not a time limit"),
+        (("--gpu", "h100", "--array", "train.seed"), 2, "gives no values to try"),
     ],
 )
 def test_what_cannot_be_submitted_is_said_before(memtrain, tmp_path: Path, words, code: int, said: str):
@@ -91,7 +91,7 @@ def test_a_run_tells_its_state_and_a_killed_one_says_so(memtrain, tmp_path: Path
     (tmp_path / "12.log").write_text("first\nsecond\n")
     code, out, _ = memtrain("status", "runs/my")
     assert code == 0
-    assert "killed: it was running" in out
+    assert "killed: its process is gone" in out
     assert "0 of 6" in out
     assert "12 (SLURM is not on this machine)" in out
     assert memtrain("logs", "runs/my", "-n", "1")[1] == "second\n"

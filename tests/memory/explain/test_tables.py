@@ -32,7 +32,7 @@ def test_owners_are_rows_and_phases_are_columns_with_the_plain_run_last():
         ["activations", "0", "0.50", "16.00"],
         ["weights", "2.00", "2.00", "2.00"],
         ["gradients", "0", "1.00", "1.00"],
-        ["in all", "2.00", "3.50", "19.00"],
+        ["total", "2.00", "3.50", "19.00"],
     ]
 
 
@@ -40,7 +40,7 @@ def test_a_small_plan_is_told_in_mib():
     small = prediction(phase("load", weights=3 * MIB))
     headers, rows = owner_table(small, small)
     assert headers[0] == "MiB"
-    assert rows[-1] == ["in all", "3.0", "3.0"]
+    assert rows[-1] == ["total", "3.0", "3.0"]
 
 
 def test_the_verdict_adds_what_the_card_needs_and_says_what_stays_free():

@@ -31,12 +31,12 @@ def decision(found: Resolved, setting: str) -> str:
 
 
 def test_a_step_that_is_no_whole_number_of_groups_is_refused(ask: Ask, on_h100: PlannerInputs):
-    with pytest.raises(RecipeError, match="60 completions is no whole number of groups of 8"):
+    with pytest.raises(RecipeError, match="60 completions is not a whole number of groups of 8"):
         ask(on_h100, **(GRPO | {"generate__backend": "native", "train__batch_size": 60}))
 
 
 def test_the_plan_tells_how_the_samplers_probabilities_are_corrected_for(ask: Ask, on_h100: PlannerInputs):
     found = ask(on_h100, **(GRPO | {"generate__vllm": {"python": "/envs/vllm/bin/python"}}))
-    assert "another engine writes" in decision(found, "importance_correction")
+    assert "another engine generates" in decision(found, "importance_correction")
     native = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
-    assert "the trained module writes the completions itself" in decision(native, "importance_correction")
+    assert "the trained module generates the completions itself" in decision(native, "importance_correction")

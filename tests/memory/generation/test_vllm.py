@@ -77,7 +77,7 @@ def test_on_a_cpu_the_engine_stays_awake_beside_training(ask: Ask, facts_of: Cal
     found = ask(facts_of(), generate__vllm=PYTHON, **GRPO)
     assert found.settings.sampler_sleep == "none"
     assert found.settings.sampler_bytes > CPU_PROCESS + 4 * facts_of().shape.num_parameters
-    assert "vLLM's sleep is for CUDA" in decision(found, "sampler_sleep")
+    assert "vLLM sleeps on CUDA only" in decision(found, "sampler_sleep")
 
 
 def test_less_room_means_fewer_keys_and_then_a_refusal(ask: Ask, on_h100: PlannerInputs):
@@ -86,7 +86,7 @@ def test_less_room_means_fewer_keys_and_then_a_refusal(ask: Ask, on_h100: Planne
     share = (fixed + 100 * MIB) / on_h100.hardware.memory_bytes
     tight = ask(on_h100, generate__vllm=PYTHON | {"memory_share": share}, **GRPO)
     assert 99 * MIB < tight.settings.sampler_keys_bytes <= 100 * MIB
-    assert "more wait" in decision(tight, "sampler_bytes")
+    assert "the rest waits" in decision(tight, "sampler_bytes")
     with pytest.raises(DoesNotFit, match="vLLM needs") as caught:
         ask(on_h100, generate__vllm=PYTHON | {"memory_share": 0.01}, **GRPO)
     assert "generate.backend: native" in caught.value.faults[0].fix
@@ -115,7 +115,7 @@ def test_a_server_needs_no_memory_here(ask: Ask, on_h100: PlannerInputs):
     [
         ({"model__quantize": "8bit", "model__adapter": {}, "generate__vllm": PYTHON}, "8bit with vLLM"),
         ({"generate__vllm": PYTHON | {"devices": (1, 2)}}, "generate.vllm.devices names 2"),
-        ({"generate__vllm": PYTHON | {"devices": 1, "sleep": "level1"}}, "nobody else is on"),
+        ({"generate__vllm": PYTHON | {"devices": 1, "sleep": "level1"}}, "vLLM has to itself"),
         ({}, "vLLM is not installed beside memtrain"),
     ],
 )
@@ -131,7 +131,7 @@ def test_what_vllm_cannot_honour_is_refused(
 def test_what_is_about_cuda_is_refused_on_a_cpu(
     ask: Ask, facts_of: Callable[..., PlannerInputs], key: dict[str, Any]
 ):
-    with pytest.raises(RecipeError, match="is about CUDA devices"):
+    with pytest.raises(RecipeError, match="is for CUDA devices"):
         ask(facts_of(), generate__vllm=PYTHON | key, **GRPO)
 
 
@@ -140,4 +140,4 @@ def test_weights_in_shards_are_refused(ask: Ask, facts_of: Callable[..., Planner
     facts = facts_of(Hardware.named("h100", 2), presumed=frozenset({"deepspeed"}))
     with pytest.raises(RecipeError) as caught:
         ask(facts, cluster__engine=engine, generate__vllm=PYTHON, **GRPO)
-    assert any("vLLM takes whole weights" in fault.what for fault in caught.value.faults)
+    assert any("vLLM needs whole weights" in fault.what for fault in caught.value.faults)

@@ -44,7 +44,7 @@ def refused(folder: Path, text: str | bytes) -> str:
     ],
 )
 def test_numbers_that_no_model_has_are_refused(changes: dict[str, Any], said: str, tmp_path: Path):
-    assert f"the model's config says {said}" in refused(tmp_path, json.dumps(LLAMA | changes))
+    assert f"the model's config has {said}" in refused(tmp_path, json.dumps(LLAMA | changes))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_numbers_that_no_model_has_are_refused(changes: dict[str, Any], said: st
         ("{", "is not JSON: Expecting property name"),
         ("[]", "holds no JSON object"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"rms_norm_eps": NaN}', "NaN is no number"),
+        ('{"rms_norm_eps": NaN}', "NaN is not a number"),
         ("{" + f'"hidden_size": {"1" * 5000}' + "}", "is not JSON"),
         (b"\xff\xfe{}", "is not JSON"),
         (" " * (2**24 + 1), "larger than 16 MiB"),

@@ -122,7 +122,7 @@ def test_prompts_are_not_shared_where_answers_are_longer(ask, facts_of, profile_
     above = plan_of(ask, facts_of, profile_of, 300, method="dpo")
     assert below.settings.shared_prompts
     assert not above.settings.shared_prompts
-    assert "depends on each answer" in told(above)["shared_prompts"]
+    assert "depend on each answer" in told(above)["shared_prompts"]
 
 
 def test_completions_that_would_grow_past_it_are_refused_with_a_way_out(ask, facts_of, profile_of):
@@ -135,6 +135,6 @@ def test_completions_that_would_grow_past_it_are_refused_with_a_way_out(ask, fac
 
 def test_slices_of_rows_are_refused_where_rows_may_be_longer(ask, facts_of, profile_of):
     sliced = {"cluster__context_parallel": 2, "train__batch_size": 16, "train__micro_batch_size": 4}
-    with pytest.raises(RecipeError, match="a process sees a slice of it"):
+    with pytest.raises(RecipeError, match="each process sees only a slice of the row"):
         plan_of(ask, facts_of, profile_of, 200, **sliced)
     assert plan_of(ask, facts_of, profile_of, 200, **sliced, length__max_length=256)

@@ -107,8 +107,12 @@ def test_every_engine_is_weighed_with_what_may_wait_on_the_host(plan):
     [
         (frozenset(), COPIES, "DeepSpeed is not installed (pip install 'memtrain[deepspeed]')"),
         (DEEPSPEED, {"optim__master_weights": False}, "optim.master_weights: leave it out"),
-        (DEEPSPEED, COPIES | {"model__adapter": {"kind": "lora"}}, "would round what is trained in float32"),
-        (DEEPSPEED, COPIES | {"cluster__context_parallel": 2}, "were never tried together"),
+        (
+            DEEPSPEED,
+            COPIES | {"model__adapter": {"kind": "lora"}},
+            "would round parts that are trained in float32",
+        ),
+        (DEEPSPEED, COPIES | {"cluster__context_parallel": 2}, "are untested with DeepSpeed's shards"),
     ],
 )
 def test_engines_that_are_not_weighed_are_told_with_the_reason(plan, presumed, said, words: str, monkeypatch):
@@ -142,7 +146,7 @@ def test_an_engine_of_deepspeeds_is_refused_by_name_where_it_is_not_installed(pl
 
 
 def test_what_waits_on_the_host_for_one_process_has_a_key_of_its_own(plan):
-    with pytest.raises(RecipeError, match="nobody to share with") as caught:
+    with pytest.raises(RecipeError, match="this run has one process") as caught:
         plan("Qwen/Qwen3-1.7B", "h100", 1, cluster__cpu_offload="parameters")
     assert "memory.optimizer_offload" in caught.value.faults[0].fix
 

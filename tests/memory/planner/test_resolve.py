@@ -145,8 +145,8 @@ def test_the_plain_run_needs_more():
         ({"model__dtype": "float16"}, "loss scaling"),
         ({"optim__kind": "adamw_8bit"}, "bitsandbytes"),
         ({"model__liger": "on"}, "Liger runs on CUDA only"),
-        ({"model__attention": "torch_varlen"}, "cuda"),
-        ({"train__batch_size": 1, "cluster__processes": 2}, "cannot be shared by 2 processes"),
+        ({"model__attention": "torch_varlen"}, "does not run on cpu"),
+        ({"train__batch_size": 1, "cluster__processes": 2}, "cannot be divided over 2 processes"),
         ({"train__batch_size": 8, "train__micro_batch_size": 16}, "has 8 rows a step"),
         ({"train__micro_tokens": 100}, "the longest sequence has 512 tokens"),
         ({"length__padding_free": False, "train__micro_tokens": 4096}, "pads its rows"),
@@ -176,15 +176,13 @@ def test_a_model_whose_rows_cannot_be_kept_apart_is_padded_or_refused():
 
 def test_the_batch_is_worked_out_in_one_line():
     resolved = ask(train__batch_size=16, train__micro_batch_size=4)
-    assert reason_of(resolved, "micro_batch") == (
-        "asked for; 16 rows = 1 process x about 4 micro-batches of at most 4 rows"
-    )
+    assert reason_of(resolved, "micro_batch") == ("asked for; 16 rows = 4 accumulation steps of up to 4 rows")
 
 
 def test_tokens_of_a_step_are_shared_by_micro_batches_of_tokens():
     """16,384 tokens a step, 4,096 at once: four micro-batches."""
     resolved = ask(train__batch_tokens=16_384, train__micro_tokens=4096)
-    assert "x about 4 micro-batches" in reason_of(resolved, "micro_batch")
+    assert "4 accumulation steps" in reason_of(resolved, "micro_batch")
 
 
 def test_epochs_become_steps():

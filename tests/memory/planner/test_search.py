@@ -145,7 +145,7 @@ def test_every_strategy_that_is_not_used_has_a_reason(ask: Ask, facts_of: Any, p
     assert all(reasons.values())
     assert reasons["full_offloading"].startswith("ruled out by memory.never (r.yaml:memory.never)")
     assert "max_grad_norm" in reasons["optimizer_in_backward"]
-    assert reasons["lora"].startswith("changes what is learnt; memory.allow: [lora] lets it: peak")
+    assert reasons["lora"].startswith("changes the result of training; memory.allow: [lora] permits it: peak")
 
 
 def test_times_are_told_in_words():

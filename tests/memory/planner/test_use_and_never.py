@@ -45,10 +45,10 @@ def test_never_what_cannot_be_used_changes_nothing(settings_of: MakeSettings, na
     ("method", "name", "reason"),
     [
         ("sft", "shared_prompts", "the rows of sft have no answers"),
-        ("sft", "precomputed_reference", "sft compares with no reference"),
-        ("reward", "adapter_off_reference", "reward compares with no reference"),
+        ("sft", "precomputed_reference", "sft needs no reference"),
+        ("reward", "adapter_off_reference", "reward needs no reference"),
         ("grpo", "packing", "no effect on grpo"),
-        ("dpo", "packing", "dpo lays prompts with their answers end to end"),
+        ("dpo", "packing", "dpo concatenates prompts with their answers"),
     ],
 )
 def test_use_of_what_cannot_be_used_is_refused(
@@ -61,8 +61,8 @@ def test_use_of_what_cannot_be_used_is_refused(
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        ("activation_checkpointing", "checkpoint_every_n", "every layer is checkpointed or every n-th"),
-        ("boundary_offloading", "full_offloading", "inputs of checkpointed layers wait"),
+        ("activation_checkpointing", "checkpoint_every_n", "every layer is checkpointed, or every n-th"),
+        ("boundary_offloading", "full_offloading", "inputs of checkpointed layers are offloaded"),
         ("precomputed_reference", "adapter_off_reference", "before training or in every step"),
     ],
 )
@@ -91,7 +91,5 @@ def test_packing_is_not_padded_against_never(settings_of: MakeSettings):
 def test_padded_rows_take_the_models_own_attention(settings_of: MakeSettings, key: str):
     """A back end for rows end to end stopped such a run in its first step."""
     assert settings_of("sft", key).attention == "transformers"
-    with pytest.raises(
-        RecipeError, match="attention torch_cpu takes rows that lie end to end, and rows are padded"
-    ):
+    with pytest.raises(RecipeError, match="attention torch_cpu needs concatenated rows, and rows are padded"):
         settings_of("sft", key, "model.attention=torch_cpu")

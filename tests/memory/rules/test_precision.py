@@ -63,7 +63,7 @@ def test_the_spread_of_weights_is_the_configurations():
 def test_half_precision_weights_that_are_trained_get_float32_copies(plan):
     made = plan()
     assert (made.settings.dtype, made.settings.master_weights) == ("bfloat16", True)
-    assert "float32 copies take the updates" in reason_of(made, "master_weights")
+    assert "float32 copies receive the updates" in reason_of(made, "master_weights")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_the_weight_is_the_recipes_or_that_of_a_model_that_asks(
     ("config", "said", "words"),
     [
         (ASKS, {}, "gives no router_aux_loss_coef"),
-        ({"model_type": "jamba"}, {"train__router_aux_loss_coef": 0.1}, "its routers were never tried"),
+        ({"model_type": "jamba"}, {"train__router_aux_loss_coef": 0.1}, "its routers are untested"),
         (
             {},
             {"train__router_aux_loss_coef": 0.1, "memory__streamed_layers": "on"},

@@ -100,11 +100,11 @@ def test_a_strategy_that_cannot_be_used_here_is_refused_by_name(plan: Plan, name
         ({"memory__use": "lora", "memory__never": "lora"}, "in memory.use and in memory.never"),
         (
             {"memory__use": "activation_checkpointing", "memory__activation_checkpointing": "off"},
-            "memory.activation_checkpointing says otherwise",
+            "memory.activation_checkpointing contradicts it",
         ),
         (
             {"memory__never": "chunked_loss", "memory__loss": "chunked"},
-            "memory.loss says otherwise",
+            "memory.loss contradicts it",
         ),
         ({"memory__use": "optimizer_in_backward"}, "max_grad_norm"),
         ({"memory__use": "shared_prompts"}, "no answers that could share a prompt"),
@@ -127,7 +127,7 @@ def test_a_strategy_that_cannot_be_used_here_is_refused_by_name(plan: Plan, name
         ),
         (
             {"memory__use": "boundary_offloading", "memory__activation_checkpointing": "off"},
-            "memory.activation_checkpointing says otherwise",
+            "memory.activation_checkpointing contradicts it",
         ),
     ],
 )

@@ -76,9 +76,9 @@ def test_a_variable_that_is_the_whole_value_is_read_as_yaml():
     [
         ("a: ${b}\nb: ${a}", "a: refers to itself: a -> b -> a"),
         ("a: ${a}", "a: refers to itself: a -> a"),
-        ("a: {b: '${a}'}", "a.b: ${a} is the section it stands in"),
+        ("a: {b: '${a}'}", "a.b: ${a} is the section that contains it"),
         ("a: ${b}\nb: {c: '${a}'}", "b.c: refers to itself: a -> b -> b.c -> a"),
-        ("a: ${nope.x}", "a: ${nope.x}: the recipe does not write nope.x"),
+        ("a: ${nope.x}", "a: ${nope.x}: the recipe does not set nope.x"),
         (
             "a: ${oc.env:MEMTRAIN_TEST_NOT_SET}",
             "a: the environment variable MEMTRAIN_TEST_NOT_SET is not set",
@@ -87,13 +87,13 @@ def test_a_variable_that_is_the_whole_value_is_read_as_yaml():
         ("a: ${oc.coerce:os.path,x}", "a: ${oc.coerce:...} is not known"),
         ("a: ${oc.env:}", "a: ${oc.env:} has no arguments"),
         ("a: ${oc.env:A,b,c}", "a: ${oc.env:A,b,c} has 3 arguments"),
-        ("a: ${oc.select:b,1}\nb: ${nope}", "a: ${nope}: the recipe does not write nope"),
+        ("a: ${oc.select:b,1}\nb: ${nope}", "a: ${nope}: the recipe does not set nope"),
         ("a: " + "${" * 30 + "b" + "}" * 30, "a: more than 20 ${...} inside each other"),
-        ("a: " + "${b}" * 2600 + "\nb: x", "a: comes to more than 10,000 letters"),
-        ("a: " + "${b}" * 2400 + "\nb: xxxxx", "a: comes to more than 10,000 letters"),
+        ("a: " + "${b}" * 2600 + "\nb: x", "a: becomes longer than 10,000 letters"),
+        ("a: " + "${b}" * 2400 + "\nb: xxxxx", "a: becomes longer than 10,000 letters"),
         ("a: ${", "a: ${ is not closed in '${'"),
-        ("a: ${b c}", "a: ${b c} is no key and no variable"),
-        ("a: x${b}\nb: {c: 1}", "a: ${b} is a section or a list, it cannot stand inside text"),
+        ("a: ${b c}", "a: ${b c} is neither a key nor a variable"),
+        ("a: x${b}\nb: {c: 1}", "a: ${b} is a section or a list, and cannot be part of a text"),
     ],
 )
 def test_a_value_that_cannot_be_replaced_is_told(text: str, what: str):

@@ -100,7 +100,7 @@ def test_files_and_overrides_are_told_at_once(folder: Path):
     (folder / "my.yaml").write_text(GOOD + "lenght: {}\n")
     assert told("my.yaml", "optim.betta=1", "nonsense", "train.seed=x") == [
         ("lenght: unknown key", "my.yaml:8:1"),
-        ("'nonsense' is no override", "override `nonsense`"),
+        ("'nonsense' is not an override", "override `nonsense`"),
         ("optim.betta: unknown key", "override `optim.betta=1`"),
         ("train.seed: 'x' is text; it must be a whole number from 0", "override `train.seed=x`"),
     ]
@@ -108,14 +108,14 @@ def test_files_and_overrides_are_told_at_once(folder: Path):
 
 def test_a_value_that_cannot_be_replaced_is_told_once():
     assert told("my.yaml", "optim.lr=${train.seed}") == [
-        ("optim.lr: ${train.seed}: the recipe does not write train.seed", "override `optim.lr=${train.seed}`")
+        ("optim.lr: ${train.seed}: the recipe does not set train.seed", "override `optim.lr=${train.seed}`")
     ]
 
 
 def test_the_verb_and_the_file_must_agree(monkeypatch: pytest.MonkeyPatch):
     assert load_recipe("my.yaml", method="sft").recipe.method == "sft"
     ((what, where),) = told("my.yaml", method="dpo")
-    assert what == "the command is `memtrain dpo`, but the recipe says method: sft"
+    assert what == "the command is `memtrain dpo`, but the recipe has method: sft"
     assert where == "my.yaml:1:9"
 
 
@@ -134,7 +134,7 @@ def test_the_section_of_another_method_is_refused_with_both_lines():
     method = tree.node("method")
     assert isinstance(method, Leaf)
     ((what, place, _),) = foreign_sections(tree, method, ["sft", "dpo"])
-    assert what == "dpo: the section of another method; my.yaml:1:9 says method: sft"
+    assert what == "dpo: the section of another method; my.yaml:1:9 has method: sft"
     assert str(place) == "my.yaml:3:1"
 
 
@@ -202,5 +202,5 @@ def test_what_is_extended_and_is_no_recipe_is_never_shown(text: str, tmp_path: P
     with pytest.raises(RecipeError) as error:
         load_recipe(str(tmp_path / "r.yaml"))
     assert "secret" not in error.value.text()
-    assert "is no recipe" in error.value.text()
+    assert "is not a recipe" in error.value.text()
     assert "r.yaml:1:" in error.value.faults[0].where

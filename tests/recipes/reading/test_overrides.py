@@ -49,12 +49,12 @@ def test_an_override_reaches_into_a_list(word: str):
 @pytest.mark.parametrize(
     ("word", "what"),
     [
-        ("a.b", "'a.b' is no override"),
-        ("=1", "'=1' is no override"),
-        ("a..b=1", "'a..b=1' is no override"),
-        ("+a.b=1", "'+a.b=1' is no override"),
-        ("--a.b=1", "'--a.b=1' is no override"),
-        ("a.b.c=1", "a.b is a single value, it has no 'c'"),
+        ("a.b", "'a.b' is not an override"),
+        ("=1", "'=1' is not an override"),
+        ("a..b=1", "'a..b=1' is not an override"),
+        ("+a.b=1", "'+a.b=1' is not an override"),
+        ("--a.b=1", "'--a.b=1' is not an override"),
+        ("a.b.c=1", "a.b is a single value and has no 'c'"),
         ("l.7=1", "l is a list of 1, it has no item '7'"),
         ("l.x=1", "l is a list of 1, it has no item 'x'"),
     ],

@@ -28,10 +28,10 @@ def test_every_word_that_cannot_be_taken_is_told():
         sweep(["train.seed", "optim.lr=1,", "cluster.threads=1,2", "train.seed=1,1"])
     told = [fault.what for fault in caught.value.faults]
     assert told == [
-        "'train.seed' says no values to try",
-        "'optim.lr=1,' says no values to try",
+        "'train.seed' gives no values to try",
+        "'optim.lr=1,' gives no values to try",
         "cluster.threads cannot differ within an array",
-        "'train.seed=1,1' says a value twice",
+        "'train.seed=1,1' gives a value twice",
     ]
 
 

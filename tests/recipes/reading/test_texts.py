@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.recipes.reading.load import load_recipe
-from memtrain.recipes.reading.yaml_tree import MOST_TOLD, visible
+from memtrain.recipes.reading.yaml_tree import MOST_FAULTS, visible
 
 GOOD = "method: sft\nmodel: {path: builtin:tiny}\ndata: {train: builtin:arithmetic}\n"
 
@@ -16,7 +16,7 @@ def refused(folder: Path, text: str) -> RecipeError:
     (folder / "r.yaml").write_text(text)
     with pytest.raises(RecipeError) as error:
         load_recipe(str(folder / "r.yaml"))
-    assert all(fault.what and fault.where and fault.fix for fault in error.value.faults[:MOST_TOLD])
+    assert all(fault.what and fault.where and fault.fix for fault in error.value.faults[:MOST_FAULTS])
     return error.value
 
 
@@ -30,7 +30,7 @@ def refused(folder: Path, text: str) -> RecipeError:
         (GOOD + f"run_dir: {'x' * 300}\n", "run_dir: 'xxx"),
         (GOOD.replace("builtin:tiny", "./" + "x" * 300), "model.path: './xxx"),
         (GOOD.replace("builtin:arithmetic", f"[{'x' * 300}.jsonl]"), "data.train.0: 'xxx"),
-        (f"extends: {'y' * 300}\n{GOOD}", "is no name of a file"),
+        (f"extends: {'y' * 300}\n{GOOD}", "is not a file name"),
         (GOOD + 'run_dir: "a\\0b"\n', "run_dir: holds U+0000"),
         (GOOD + 'log: {project: "\\ud800"}\n', "log.project: holds U+D800, half of a character pair"),
     ],
@@ -53,8 +53,8 @@ def test_fifteen_thousand_unknown_keys_are_told_in_short(tmp_path: Path):
     start = time.process_time()
     error = refused(tmp_path, text)
     assert time.process_time() - start < 6
-    assert len(error.faults) == MOST_TOLD + 1
-    assert "14,950 more faults are not told" in error.faults[-1].what
+    assert len(error.faults) == MOST_FAULTS + 1
+    assert "14,950 more faults are not shown" in error.faults[-1].what
 
 
 def test_one_weight_of_one_loss_is_a_number(tmp_path: Path):

@@ -25,10 +25,10 @@ def test_a_time_limit_is_read_as_slurm_reads_it(written: str, seconds: int | Non
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"time": "2h"}, "'2h' is no time limit; write H:M:S"),
+        ({"time": "2h"}, "'2h' is not a time limit; write H:M:S"),
         ({"time": "0:01:00", "signal_lead_s": 60}, "leaves nothing of the time limit 0:01:00"),
         ({"partition": "a b"}, "is not one word"),
-        ({"lines": ["exclusive"]}, "is no option of sbatch"),
+        ({"lines": ["exclusive"]}, "is not an option of sbatch"),
         ({"setup": ["a\nb"]}, "is several lines"),
     ],
 )

@@ -80,10 +80,10 @@ def change_step(path: Path) -> None:
 BREAKS = {
     "never finished": lambda path: (path / "manifest.json").unlink(),
     "damaged": lambda path: (path / "manifest.json").write_text('{"format": 1'),
-    "manifest.json is not what was written": change_step,
+    "manifest.json is damaged": change_step,
     "note.txt is missing": lambda path: (path / "note.txt").unlink(),
     "optimizer.safetensors has": shorten,
-    "its checksum differs": flip,
+    "the checksum differs": flip,
 }
 
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_may_not_be_removed_stays_whole_and_the_run_goes_on(
     assert made.left == ["step-000001 is no longer kept and cannot be removed: Operation not permitted"]
     assert steps_of(folder) == [1, 2]
     assert fault_of(folder.checkpoints / "step-000001") == ""
-    with pytest.raises(LaunchError, match="the checkpoints of the run before cannot be removed"):
+    with pytest.raises(LaunchError, match="the checkpoints of the earlier run cannot be removed"):
         checkpoint.remove_checkpoints(folder)
     assert 1 in steps_of(folder)
 
@@ -194,5 +194,7 @@ def test_what_a_kill_left_and_may_not_be_removed_is_told(folder: RunFolder, monk
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
 
     monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
-    with pytest.raises(LaunchError, match="what a killed process left of checkpoints cannot be removed"):
+    with pytest.raises(
+        LaunchError, match="leftovers of killed processes among the checkpoints cannot be removed"
+    ):
         checkpoint.mend_checkpoints(folder)

@@ -72,7 +72,7 @@ def test_exact_strategies_may_change(make_plan: MakePlan, setting: str, value: o
 )
 def test_another_order_of_sums_is_said(make_plan: MakePlan, setting: str, value: object):
     (said,) = check_resumable(facts(make_plan()), make_plan(**{setting: value}))
-    assert said.startswith("inexact from here")
+    assert said.startswith("not bit-identical from here")
     assert f"{setting} " in said
     assert f"-> {value}" in said
 
@@ -105,7 +105,7 @@ CONSTANT = {"optim.schedule": "constant"}
 @pytest.mark.parametrize(
     ("keys", "asked_steps", "why"),
     [
-        ({}, 200, "the cosine schedule of the steps already made was laid out for 100"),
+        ({}, 200, "the cosine schedule of the steps already made was computed for 100"),
         (CONSTANT, 40, "already at step 50"),
         (CONSTANT | {"optim.warmup_ratio": 0.3}, 200, "the warm-up, a fraction of all steps, is not over"),
     ],

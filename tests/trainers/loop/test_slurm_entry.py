@@ -85,4 +85,4 @@ def test_ranks_of_one_node_meet_on_loopback_and_those_of_several_say_where(
         assert (met, os.environ["MASTER_ADDR"]) == ([True], "127.0.0.1")
     else:
         assert (met, os.environ["MASTER_ADDR"]) == ([], "n1")
-        assert "the ranks of 2 nodes meet at n1:20012" in capsys.readouterr().out
+        assert "the ranks of 2 nodes connect at n1:20012" in capsys.readouterr().out

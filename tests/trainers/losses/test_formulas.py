@@ -285,7 +285,7 @@ def test_a_truncated_completion_is_learnt_from_only_where_the_recipe_allows(mask
     """The second of three was cut: it is in the baseline all the same, and in no denominator when masked."""
     method = grpo.method(recipe("grpo", Grpo(mask_truncated=masks)))
     window = weighed(method, [1.0, 0.5, 3.0])
-    assert window.is_learnt_A.tolist() == [True, not masks, True]
+    assert window.is_trained_A.tolist() == [True, not masks, True]
     tokens = 5.0 if masks else 6.0
     assert window.norms == [{"answers": 3.0, "tokens": tokens, "rollout_tokens": tokens}]
     deviation = (((1 - 1.5) ** 2 + (0.5 - 1.5) ** 2 + (3 - 1.5) ** 2) / 2) ** 0.5 + 1e-4

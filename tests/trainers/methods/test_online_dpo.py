@@ -92,7 +92,7 @@ def window_of_pairs() -> Rollout:
     prompts = [[7] * 5, [8] * 3, [9] * 4]
     window = new_window(0, [0, 1, 2], [0, 0, 0], prompts, samples, 1)
     window.advantage_A = np.array([0, -1, 1, 0, 0, 0, 1, 0, -1], np.float32)
-    window.is_learnt_A = window.advantage_A != 0
+    window.is_trained_A = window.advantage_A != 0
     return window
 
 
@@ -107,7 +107,7 @@ class OfPairs(PairFeed):
 
 def test_a_sequence_is_a_pair_chosen_first():
     feed = OfPairs()
-    answers = np.flatnonzero(feed.window.is_learnt_A)
+    answers = np.flatnonzero(feed.window.is_trained_A)
     assert feed.sequences_of(answers).tolist() == [0, 2]
     assert feed.answers_of(np.array([0, 2])).tolist() == [2, 1, 6, 8]
     assert feed.learnt.tolist() == [7, 0, 8]
@@ -119,14 +119,14 @@ def test_a_sequence_is_a_pair_chosen_first():
 def test_a_pair_is_never_divided(rows: int, tokens: int | None, expected: list[list[int]]):
     """The first costs 5 + 4 + 3 = 12 tokens, the second 4 + 5 + 3 = 12."""
     feed = OfPairs()
-    made = feed.deal(np.flatnonzero(feed.window.is_learnt_A), micro_batch_size=rows, micro_tokens=tokens)
+    made = feed.deal(np.flatnonzero(feed.window.is_trained_A), micro_batch_size=rows, micro_tokens=tokens)
     assert [micro.tolist() for micro in made] == expected
     assert feed.tokens.tolist() == [12, 0, 12]
 
 
 def test_apart_each_answer_pays_for_its_prompt():
     feed = OfPairs(shared=False)
-    feed.deal(np.flatnonzero(feed.window.is_learnt_A), micro_batch_size=9, micro_tokens=None)
+    feed.deal(np.flatnonzero(feed.window.is_trained_A), micro_batch_size=9, micro_tokens=None)
     assert feed.tokens.tolist() == [17, 0, 16]
 
 

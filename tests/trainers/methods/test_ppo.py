@@ -75,7 +75,7 @@ def test_a_cut_completion_may_cost():
 def test_a_completion_without_a_verdict_is_not_learnt():
     window = a_window()
     weighed(window, (math.nan, 3.0), beta=0.0)
-    assert window.is_learnt_A.tolist() == [False, True]
+    assert window.is_trained_A.tolist() == [False, True]
 
 
 @pytest.mark.parametrize(

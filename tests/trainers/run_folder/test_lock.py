@@ -116,11 +116,11 @@ def test_a_rank_whose_launcher_lost_the_folder_is_refused(tmp_path: Path, other:
     """Another start has taken it over between the launcher's death and the rank's first look."""
     folder = RunFolder(tmp_path)
     write(folder, other)
-    with pytest.raises(LaunchError, match=f"process {dead.pid}, which started this one, does not hold"):
+    with pytest.raises(LaunchError, match=f"process {dead.pid}, which started this one, no longer holds"):
         folder.join_for_run(dead)
     assert read_owner(folder.lock) == other
     folder.lock.unlink()
-    with pytest.raises(LaunchError, match="does not hold"):
+    with pytest.raises(LaunchError, match="no longer holds"):
         folder.join_for_run(dead)
     assert not folder.lock.exists()
 

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from memtrain.trainers.protocols.events import EvalEvent, StepEvent
-from memtrain.trainers.run_folder.progress import Progress, duration
+from memtrain.trainers.run_folder.progress import Progress, decimal, duration
 
 
-def tell(progress: Progress, steps: int) -> None:
+def emit(progress: Progress, steps: int) -> None:
     with progress:
         for number in range(1, steps + 1):
             progress.stepped(
@@ -24,7 +24,7 @@ def tell(progress: Progress, steps: int) -> None:
 def test_a_file_has_plain_lines_every_few_steps(tmp_path: Path):
     shown = io.StringIO()
     progress = Progress(25, every_steps=10, log=tmp_path / "log.txt", console=Console(file=shown, width=60))
-    tell(progress, 25)
+    emit(progress, 25)
     lines = shown.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25", "25"]
     assert lines[1].startswith("step 10/25  loss 2.0000  lr 1.00e-04  ")
@@ -37,7 +37,7 @@ def test_a_file_has_plain_lines_every_few_steps(tmp_path: Path):
 def test_a_terminal_has_one_line_that_is_gone_at_the_end(tmp_path: Path):
     shown = io.StringIO()
     console = Console(file=shown, width=120, force_terminal=True)
-    tell(Progress(25, log=tmp_path / "log.txt", console=console), 25)
+    emit(Progress(25, log=tmp_path / "log.txt", console=console), 25)
     assert "step 25/25" in shown.getvalue()
     assert "held-out loss 1.5000" in shown.getvalue()
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 5
@@ -45,7 +45,7 @@ def test_a_terminal_has_one_line_that_is_gone_at_the_end(tmp_path: Path):
 
 def test_other_ranks_say_nothing():
     shown = io.StringIO()
-    tell(Progress(5, console=Console(file=shown, force_terminal=True), is_shown=False), 5)
+    emit(Progress(5, console=Console(file=shown, force_terminal=True), is_shown=False), 5)
     assert shown.getvalue() == ""
 
 
@@ -71,3 +71,12 @@ def test_what_a_run_says_holds_no_orders_for_a_terminal(tmp_path):
     Progress(total_steps=1, log=log, console=console).say("read a\x1b[2J\x9bm.jsonl")
     for told in (file.getvalue(), log.read_text()):
         assert r"read a\u001b[2J\u009bm.jsonl" in told
+
+
+def test_zero_has_no_sign():
+    assert [decimal(value) for value in (-0.00001, 0.0, -0.5, 1.25)] == [
+        "0.0000",
+        "0.0000",
+        "-0.5000",
+        "1.2500",
+    ]

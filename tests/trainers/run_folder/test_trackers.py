@@ -57,7 +57,7 @@ def test_a_tracker_gets_the_recipe_and_the_numbers(
     monkeypatch.setitem(trackers.MAKERS, "wandb", lambda project, run, folder: recorder)
     opened = open_trackers(make_plan({"log.trackers": ["wandb"]}), RunFolder(tmp_path / "run"))
     for event in (STEP, EvalEvent(step=3, loss=2.0, tokens=7), NoteEvent(step=3, text="x")):
-        opened.tell(event)
+        opened.emit(event)
     opened.close()
     assert recorder.told == [
         "sft",
@@ -98,6 +98,6 @@ def test_the_recipe_is_flat_and_plain(make_plan: MakePlan):
 def test_tensorboard_writes_its_files(tmp_path: Path, make_plan: MakePlan):
     folder = RunFolder(tmp_path / "run")
     opened = open_trackers(make_plan({"log.trackers": ["tensorboard"]}), folder)
-    opened.tell(STEP)
+    opened.emit(STEP)
     opened.close()
     assert list(folder.trackers.rglob("events.out.tfevents.*"))

@@ -186,10 +186,10 @@ def test_what_cannot_be_merged_is_told(tmp_path: Path):
     with pytest.raises(LaunchError, match="there is no plan"):
         merge_run(tmp_path)
     finished_run(tmp_path / "full", None)
-    with pytest.raises(LaunchError, match="is a full model already"):
+    with pytest.raises(LaunchError, match="is already a full model"):
         merge_run(tmp_path / "full")
     finished_run(tmp_path / "adapter", Adapter(r=2))
-    with pytest.raises(LaunchError, match="int4 is no precision"):
+    with pytest.raises(LaunchError, match="unknown precision of weights: int4"):
         merge_run(tmp_path / "adapter", dtype="int4")
 
 

@@ -1,4 +1,4 @@
-"""Boundary offloading: the inputs of checkpointed layers wait in host memory until the backward pass.
+"""Boundary offloading: the inputs of checkpointed layers are offloaded to CPU until the backward pass.
 
 When: checkpointing alone does not fit: long sequences, deep models. Saves: the input of every checkpointed
 layer but the one at work. Costs: one copy out and one back for each, hidden behind the computation where the
@@ -57,9 +57,9 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="boundary_offloading",
     axis="offloading",
-    says="inputs of checkpointed layers wait in host memory",
+    says="inputs of checkpointed layers are offloaded to CPU",
     saves="one tensor of every checkpointed layer",
-    costs="two copies over the bus for each; pinned host memory",
+    costs="two copies over PCIe for each layer; pinned host memory",
     measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     is_exact=True,
     is_used=lambda settings: settings.offload == "boundaries",
@@ -71,8 +71,8 @@ STRATEGY = Strategy(
     refusal=refusal,
     conflicts=(
         Conflict(
-            "layers that keep everything",
-            "only checkpointed layers keep their input alone; full_offloading moves what the others keep",
+            "layers without checkpointing",
+            "needs activation checkpointing; full_offloading moves the activations of other layers",
             when=lambda settings: settings.checkpoint_every == 0 and not settings.slice_tokens,
         ),
     ),

@@ -4,7 +4,7 @@ When: one row is too long for a device, or its activations are what does not fit
 number of processes that share a row. Costs: keys and values of documents that cross slices are gathered in
 every layer, and rows are padded to a multiple of twice the processes. Exact: documents stay apart, and losses
 and gradients are those of one process. Refused: for methods that write completions, with noise on the
-embeddings, and with attention that does not tell its log-sum-exp. `cluster.context_parallel` is how many;
+embeddings, and with attention that does not return its log-sum-exp. `cluster.context_parallel` is how many;
 `cluster.context_parallel_mode: ulysses` deals out heads in place of gathering keys.
 
 Source: Llama 3, arXiv:2407.21783, section 3.3.2 (keys and values gathered, two chunks to a process);
@@ -27,7 +27,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="context_parallel",
     axis="context",
-    says="several processes hold each row together, a slice each; no document sees another",
+    says="several processes share each row, a slice each; no document sees another",
     saves="activations, by the number of processes",
     costs="keys and values are gathered in every layer",
     measured="[context-parallel.md](context-parallel.md#measured)",
@@ -47,7 +47,7 @@ STRATEGY = Strategy(
         Conflict("liger_loss", NOT_WITH_LIGER),
         Conflict(
             "DeepSpeed's ZeRO",
-            "slices of rows and DeepSpeed's shards were never tried together",
+            "slices of rows are untested with DeepSpeed's shards",
             when=lambda settings: settings.engine in ZERO,
         ),
     ),

@@ -43,9 +43,9 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="full_offloading",
     axis="offloading",
-    says="all that the layers keep waits in host memory",
+    says="all activations of the layers are offloaded to CPU",
     saves="all activations but those of the layers at work",
-    costs="every kept byte crosses the bus twice; pinned host memory",
+    costs="every activation is copied over PCIe twice; pinned host memory",
     measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     is_exact=True,
     is_used=lambda settings: settings.offload == "all",
@@ -58,16 +58,16 @@ STRATEGY = Strategy(
     conflicts=(
         Conflict(
             "activation_checkpointing",
-            "a checkpointed layer keeps its input alone: boundary_offloading moves that",
+            "a checkpointed layer keeps only its input: boundary_offloading moves it",
         ),
         Conflict(
             "checkpoint_every_n",
-            "tensors computed again would be moved again; boundary_offloading moves the layer's input",
+            "recomputed tensors would be moved again; boundary_offloading moves the layer's input",
         ),
-        Conflict("streamed_layers", "a streamed layer keeps its input alone: boundary_offloading moves that"),
+        Conflict("streamed_layers", "a streamed layer keeps only its input: boundary_offloading moves it"),
         Conflict(
             "weights in shards",
-            "what a layer saves would take the gathered weights along to the host",
+            "offloading the activations of a layer would offload the gathered weights too",
             when=is_sharded,
         ),
     ),

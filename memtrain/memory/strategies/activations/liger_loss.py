@@ -22,7 +22,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 def refusal(case: StrategyContext) -> str | None:
     """Reason against Liger's loss, a CUDA kernel for cross-entropy; None where it can be used."""
     if case.recipe.method in HAS_ANSWERS:
-        return f"it computes cross-entropy, and the loss of {case.recipe.method} is another"
+        return f"Liger's kernel computes cross-entropy, and the loss of {case.recipe.method} is another"
     if case.facts.hardware.device != "cuda":
         return "Liger runs on CUDA only"
     if not case.facts.has("liger_kernel"):
@@ -34,7 +34,7 @@ STRATEGY = Strategy(
     name="liger_loss",
     axis="loss",
     says="LM head and cross-entropy in Liger's fused kernel",
-    saves="whole logits",
+    saves="the logits",
     costs="the head's gradient is summed in half precision",
     measured=ON_A_GPU,
     is_exact=False,

@@ -5,7 +5,7 @@ a layer holds while it is recomputed, but for one slice of it and a few tensors 
 of input and output, keys and values with their gradients. Costs: as much as checkpointing, and queries, keys
 and values of a layer once more; the shorter the slices the more kernels. Exact: attention takes the keys
 before a slice whole, gradients of keys are summed in float32; dropout draws its numbers by slice. Refused:
-with attention that tells no log-sum-exp, for models whose layers mix tokens outside attention, with weights
+with attention that returns no log-sum-exp, for models whose layers mix tokens outside attention, with weights
 in shards, and with context parallelism.
 
 Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/streamed_layers.py,
@@ -52,8 +52,8 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="streamed_layers",
     axis="checkpointing",
-    says="each layer goes over a row in slices, and keeps its input alone",
-    saves="what a layer holds while it is recomputed, but for one slice of it",
+    says="each layer processes a row in slices, and keeps only its input",
+    saves="activations of a layer while it is recomputed, but for one slice",
     costs="as checkpointing, and queries, keys and values once more",
     measured="[streamed-layers.md](streamed-layers.md#measured)",
     is_exact=True,
@@ -71,7 +71,7 @@ STRATEGY = Strategy(
             when=lambda settings: settings.attention not in SLICED,
         ),
         Conflict(
-            "context_parallel", "a process holds two pieces of each row, and slices of these were never tried"
+            "context_parallel", "a process holds two pieces of each row, and slices of these are untested"
         ),
         Conflict(
             "a load-balance loss of routers",
@@ -80,7 +80,7 @@ STRATEGY = Strategy(
         ),
         Conflict(
             "weights, gradients or moments in shards",
-            "slices of layers whose weights are gathered were never tried",
+            "slices of layers whose weights are gathered are untested",
             when=lambda settings: settings.num_processes > 1 and settings.engine != "ddp",
         ),
     ),

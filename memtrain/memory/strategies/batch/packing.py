@@ -19,9 +19,9 @@ from memtrain.recipes.recipe import HAS_ANSWERS
 def refusal(case: StrategyContext) -> str | None:
     """Rows with answers are not packed, and packed rows need a length."""
     if case.recipe.method in HAS_ANSWERS or case.recipe.online is not None:
-        return f"{case.recipe.method} lays prompts with their answers end to end by itself"
+        return f"{case.recipe.method} concatenates prompts with their answers by itself"
     if case.recipe.length.max_length is None:
-        return "it fills sequences of max_length tokens, and length.max_length is null"
+        return "packing fills sequences of max_length tokens, and length.max_length is null"
     return None
 
 

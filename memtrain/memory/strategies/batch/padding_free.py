@@ -1,6 +1,6 @@
 """Padding-free rows: the rows of a micro-batch lie end to end in one sequence, and none attends to another.
 
-When: always, where an attention back end keeps rows apart. Saves: every activation of padding, which in a
+When: always, where an attention back end keeps rows apart. Saves: all activations of padding, which in a
 batch of unlike lengths is often half of all. Costs: nothing. Exact: each row has the numbers it has alone.
 Refused: where the model's attention cannot be computed row by row (soft caps, sinks, layers with a state).
 
@@ -23,8 +23,8 @@ def wish(recipe: Recipe) -> StrategyRequest:
 STRATEGY = Strategy(
     name="padding_free",
     axis="rows",
-    says="rows of a micro-batch lie end to end, and none attends to another",
-    saves="every activation of padding",
+    says="rows of a micro-batch are concatenated, and none attends to another",
+    saves="all activations of padding",
     costs="nothing",
     measured=ON_A_CPU,
     is_exact=True,

@@ -1,8 +1,8 @@
 """Shorter sequences: rows are cut (or left out) at a lower `max_length`.
 
 When: it is allowed, and nothing else fits. Saves: activations in proportion to the longest sequences. Costs:
-what is cut is not learnt; `memtrain inspect-lengths` says how much that is. Not exact. Refused: where rows
-have no limit to lower.
+cut tokens are not trained on; `memtrain inspect-lengths` counts them. Not exact. Refused: where rows have no
+limit to lower.
 
 Source: bytes in proportion to tokens, memtrain/memory/estimate/activations.py; what is lost is counted by
 memtrain/memory/plan/length_profile.py.
@@ -23,8 +23,8 @@ STRATEGY = Strategy(
     axis="length",
     says="rows are cut at a lower max_length",
     saves="activations, in proportion",
-    costs="what is cut is not learnt",
-    measured="what each length loses and costs: [inspect-lengths.md](inspect-lengths.md)",
+    costs="cut tokens are not trained on",
+    measured="losses and costs of each length: [inspect-lengths.md](inspect-lengths.md)",
     is_exact=False,
     is_used=lambda settings: False,
     wish=lambda recipe: "allow",

@@ -2,7 +2,7 @@
 
 When: the activations of the step do not fit at once. Saves: activations and loss tiles in proportion. Costs:
 more launches, smaller products, gradients that stay between micro-batches. Exact: each micro-batch is
-weighted by its share of the step's learnt tokens, so the sum is the step's. Refused: for losses that sort the
+weighted by its share of the step's loss tokens, so the sum is the step's. Refused: for losses that sort the
 pairs of a step (aot), and below one sequence.
 
 Source: Huang et al. 2019, arXiv:1811.06965, section 2 (gradients summed over micro-batches); the weighting is

@@ -15,8 +15,8 @@ from memtrain.memory.strategies.optimizer.base import other_optimizer
 STRATEGY = other_optimizer(
     "adafactor",
     says="second moments as a row and a column for each matrix",
-    saves="nearly all of the moments",
-    costs="another optimizer, with other weights at the end",
+    saves="nearly all optimizer states",
+    costs="another optimizer, with another result",
     measured=ON_A_CPU,
-    in_shards="it needs whole matrices, and a rank has some of their rows",
+    in_shards="it needs whole matrices, and each rank has only some of their rows",
 )

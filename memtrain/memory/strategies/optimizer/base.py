@@ -19,12 +19,12 @@ from memtrain.recipes.recipe import Recipe
 OF_COPIES: tuple[Conflict, ...] = (
     Conflict(
         "weights without float32 numbers",
-        "of those it says what stays between steps",
+        "the strategy stores float32 numbers between steps",
         when=lambda settings: not settings.master_weights,
     ),
     Conflict(
         "optimizers that step tensor by tensor",
-        "a step that breaks off would lose some of its numbers",
+        "an interrupted step would lose some of its updates",
         when=lambda settings: settings.optimizer not in ("adamw", "sgd"),
     ),
 )

@@ -32,7 +32,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 def refusal(case: StrategyContext) -> str | None:
     """Reason where the recipe's optimizer has other moments."""
     kind = case.recipe.optim.kind
-    return None if kind == "adamw" else f"{kind} has no moments of that kind"
+    return None if kind == "adamw" else f"{kind} has other states"
 
 
 STRATEGY = Strategy(
@@ -40,8 +40,8 @@ STRATEGY = Strategy(
     axis="moments",
     says="AdamW's moments in 8 bits between steps",
     saves="5.75 bytes for each trained weight",
-    costs="moments are rounded to 255 levels, 32 to a scale",
-    measured="what it learns: [benchmarks.md](benchmarks.md#precision)",
+    costs="optimizer states are rounded to 255 levels, with a scale for each 32",
+    measured="its losses: [benchmarks.md](benchmarks.md#precision)",
     is_exact=False,
     is_used=lambda settings: settings.compressed_moments,
     wish=wish,
@@ -51,15 +51,17 @@ STRATEGY = Strategy(
     without={"compressed_moments": False},
     refusal=refusal,
     conflicts=(
-        Conflict("other optimizers", "they are AdamW's", when=lambda settings: settings.optimizer != "adamw"),
+        Conflict(
+            "other optimizers", "the states are AdamW's", when=lambda settings: settings.optimizer != "adamw"
+        ),
         Conflict(
             "bfloat16 weights without float32 numbers",
-            "they are expanded to float32, and step float32 numbers",
+            "compressed states are expanded to float32, and step float32 weights",
             when=lambda settings: (
                 trains_half(settings.dtype, settings.adapter) and not settings.master_weights
             ),
         ),
-        Conflict("optimizer_offload", "they are small enough to stay"),
+        Conflict("optimizer_offload", "compressed states are small enough to stay on the device"),
         Conflict(
             "weights in shards",
             "32 numbers have a scale in common, and a rank's rows may begin between them",

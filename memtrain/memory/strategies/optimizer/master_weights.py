@@ -3,9 +3,9 @@
 When: wherever half-precision weights are trained, unless the recipe says otherwise: bfloat16 has 8
 significant bits, and at usual learning rates most updates are smaller than half a step of a weight. Saves:
 nothing; they are the price of learning, and `memory.allow: [pure_bfloat16]` is the saving. Costs: 4 bytes for
-each trained weight, and 2 more for each moment, which is then float32 too. Not exact: with and without them
-other weights are learnt; with them, those that float32 learns. Refused: where the trained weights are float32
-already.
+each trained weight, and 2 more for each moment, which is then float32 too. Not exact: the trained weights
+differ with and without them; with them, they are those of float32. Refused: where the trained weights are
+float32 already.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
 """
@@ -37,9 +37,9 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="master_weights",
     axis="precision",
-    says="float32 copies of half-precision weights take the updates",
-    saves="nothing: the price of learning in bfloat16 what float32 learns",
-    costs="8 bytes for each trained weight, with its moments",
+    says="float32 copies of half-precision weights receive the updates",
+    saves="nothing: the price of float32 results in bfloat16",
+    costs="8 bytes for each trained weight, optimizer states included",
     measured=ON_A_CPU,
     is_exact=False,
     is_used=lambda settings: settings.master_weights,

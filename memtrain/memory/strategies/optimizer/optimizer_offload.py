@@ -27,18 +27,18 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 def refusal(case: StrategyContext) -> str | None:
     """Reason where the strategy would move nothing."""
     if case.facts.hardware.device == "cpu":
-        return "on a CPU the moments are in host memory already"
+        return "on a CPU the optimizer states are in host memory already"
     if case.recipe.optim.kind not in WITH_MOMENTS:
-        return f"{case.recipe.optim.kind} has no moments that are worth moving"
+        return f"{case.recipe.optim.kind} has hardly any states to offload"
     return None
 
 
 STRATEGY = Strategy(
     name="optimizer_offload",
     axis="states",
-    says="moments and float32 copies wait in host memory and travel to the device for the step",
+    says="optimizer states and float32 copies offloaded to CPU, and copied to the device for the step",
     saves="two numbers for each trained weight, and its float32 copy",
-    costs="the states cross the bus twice a step; host memory",
+    costs="the states are copied over PCIe twice a step; host memory",
     measured=ON_A_GPU,
     is_exact=True,
     is_used=lambda settings: settings.optimizer_offload,
@@ -50,13 +50,14 @@ STRATEGY = Strategy(
     refusal=refusal,
     conflicts=(
         Conflict(
-            "moments that are not moved",
-            "paged and 8-bit moments have a place of their own; sgd and adafactor have hardly any",
+            "optimizers whose states are not moved",
+            "paged and 8-bit states have a place of their own; sgd and adafactor have hardly any",
             when=lambda settings: settings.optimizer not in ("adamw", "muon"),
         ),
         Conflict(
             "optimizer_in_backward",
-            "moments travel in buckets after the backward pass; in backward each weight wants its own",
+            "states are copied in buckets after the backward pass; optimizer_in_backward steps each "
+            "weight alone",
         ),
         Conflict(
             "DeepSpeed's ZeRO",
@@ -65,7 +66,7 @@ STRATEGY = Strategy(
         ),
         Conflict(
             "shards that wait on the host",
-            "the states wait there with them",
+            "the states are there with them",
             when=lambda settings: settings.shard_offload != "none",
         ),
     ),

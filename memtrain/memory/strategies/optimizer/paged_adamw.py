@@ -14,10 +14,10 @@ from memtrain.memory.strategies.optimizer.base import other_optimizer, without_b
 
 STRATEGY = other_optimizer(
     "paged_adamw",
-    says="moments in memory that the driver moves to the host",
-    saves="the moments, on the host under pressure",
+    says="optimizer states in memory that the driver moves to the host",
+    saves="the optimizer states, under memory pressure",
     costs="page faults in the step; float32 moments on the host",
     measured=ON_A_GPU,
     refusal=without_bitsandbytes,
-    in_shards="paged states of shards were never tried",
+    in_shards="paged states of shards are untested",
 )

@@ -1,8 +1,8 @@
 """Paged 8-bit AdamW: 8-bit moments in unified memory, which the driver moves to the host.
 
-When: neither moments nor room for them fit. Saves: the moments, where they are driven out; counted as on the
-host. Costs: page faults in the step, on a quarter of the bytes. Not exact: moments are rounded to 256 levels.
-Refused: on a CPU, and without bitsandbytes.
+When: 8-bit optimizer states do not fit the device. Saves: the states that are moved out; counted as on the
+host. Costs: page faults in the step, on a quarter of the bytes. Not exact: optimizer states are rounded to
+256 levels. Refused: on a CPU, and without bitsandbytes.
 
 Source: Dettmers et al. 2021, arXiv:2110.02861, and 2023, arXiv:2305.14314, section 3.
 """
@@ -14,10 +14,10 @@ from memtrain.memory.strategies.optimizer.base import other_optimizer, without_b
 
 STRATEGY = other_optimizer(
     "paged_adamw_8bit",
-    says="8-bit moments in memory that the driver moves to the host",
-    saves="the moments, on the host under pressure",
-    costs="moments are rounded to 256 levels; page faults in the step",
+    says="8-bit optimizer states in memory that the driver moves to the host",
+    saves="the optimizer states, under memory pressure",
+    costs="optimizer states are rounded to 256 levels; page faults in the step",
     measured=ON_A_GPU,
     refusal=without_bitsandbytes,
-    in_shards="8-bit states of shards were never tried",
+    in_shards="8-bit states of shards are untested",
 )

@@ -33,10 +33,10 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="split_copies",
     axis="copies",
-    says="of float32 copies the bits are kept that the weights have not",
+    says="only those bits of float32 copies are kept that the bfloat16 weights lack",
     saves="2 bytes for each trained weight",
-    costs="numbers are put together in every step",
-    measured="what it learns: [benchmarks.md](benchmarks.md#precision)",
+    costs="float32 numbers are assembled in every step",
+    measured="its losses: [benchmarks.md](benchmarks.md#precision)",
     is_exact=True,
     is_used=lambda settings: settings.copies == "split",
     wish=wish,

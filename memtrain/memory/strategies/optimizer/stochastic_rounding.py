@@ -35,7 +35,7 @@ STRATEGY = Strategy(
     says="weights without float32 copies, rounded up or down at random",
     saves="4 bytes for each trained weight",
     costs="noise in every step, right on average",
-    measured="what it learns: [benchmarks.md](benchmarks.md#precision)",
+    measured="its losses: [benchmarks.md](benchmarks.md#precision)",
     is_exact=False,
     is_used=lambda settings: settings.copies == "stochastic",
     wish=wish,

@@ -1,4 +1,4 @@
-"""Adapter-off reference: the policy without its adapter is the reference, so none is held.
+"""Adapter-off reference: the policy with its adapter switched off is the reference, so none is held.
 
 When: methods with a reference that train an adapter and see the data once. Saves: a second copy of the
 weights. Costs: one more forward pass in every step. Exact: the frozen weights are the reference. Refused:
@@ -24,7 +24,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="adapter_off_reference",
     axis="reference",
-    says="the policy without its adapter is the reference",
+    says="the policy with its adapter switched off is the reference",
     saves="a second copy of the weights",
     costs="one more forward pass in every step",
     measured=ON_A_CPU,

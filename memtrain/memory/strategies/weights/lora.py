@@ -1,8 +1,8 @@
 """LoRA: the weights are frozen, and two thin matrices beside each linear map are trained.
 
 When: full fine-tuning does not fit, or is more than the task needs. Saves: gradients, moments and master
-copies of all weights; the norms' inputs. Costs: less capacity than training every weight. Not exact: another
-model is learnt, and with a higher learning rate (about 2e-4). Refused: never.
+copies of all weights; the norms' inputs. Costs: less capacity than training every weight. Not exact:
+another model is trained, and with a higher learning rate (about 2e-4). Refused: never.
 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 """
@@ -39,9 +39,9 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="lora",
     axis="adapter",
-    says="the weights are frozen, thin matrices beside them are trained",
-    saves="gradients and moments of all weights",
-    costs="less is learnt than by training every weight",
+    says="the weights are frozen; low-rank matrices beside them are trained",
+    saves="gradients and optimizer states of all weights",
+    costs="less capacity than training every weight",
     measured=ON_A_CPU,
     is_exact=False,
     is_used=lambda settings: settings.adapter is not None,

@@ -42,7 +42,7 @@ def keys_of(recipe: Recipe, kind: str) -> Mapping[str, object]:
 def refusal(case: StrategyContext) -> str | None:
     """Reason where nothing is compared with a reference."""
     if reference_section(case.recipe) is None:
-        return f"{case.recipe.method} compares with no reference here"
+        return f"{case.recipe.method} needs no reference here"
     return None
 
 

@@ -1,7 +1,7 @@
-"""Pure bfloat16: weights and moments in bfloat16 alone, each update rounded to the nearest number.
+"""Pure bfloat16: weights and optimizer states in bfloat16 only, each update rounded to the nearest number.
 
-When: the learning rate is large (1e-3 and above), or little is to be learnt. Saves: 8 bytes for each trained
-weight: the float32 copy, and half of both moments. Costs: what is learnt. A bfloat16 has 8 significant bits,
+When: the learning rate is large (1e-3 and above), or little is to be trained. Saves: 8 bytes for each trained
+weight: the float32 copy, and half of both moments. Costs: the result. A bfloat16 has 8 significant bits,
 so an update below half a step of its weight is lost: at a rate of 1e-5 at least 84 % of them, at 1e-6 98 %
 (weights of standard deviation 0.02); and with a beta2 of 0.999 the second moment stops short, because it
 moves by a thousandth. The plan tells the share at the recipe's rate. Not exact: far fewer updates are made.
@@ -40,9 +40,9 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="pure_bfloat16",
     axis="precision",
-    says="weights and moments in bfloat16 alone",
+    says="weights and optimizer states in bfloat16 only",
     saves="8 bytes for each trained weight",
-    costs="most updates at usual learning rates: rounding loses them",
+    costs="most updates at usual learning rates are lost to rounding",
     measured=ON_A_CPU,
     is_exact=False,
     is_used=lambda settings: trains_half(settings.dtype, settings.adapter) and not settings.master_weights,
@@ -58,7 +58,9 @@ STRATEGY = Strategy(
             when=lambda settings: settings.dtype == "float16",
         ),
         Conflict(
-            "DeepSpeed's ZeRO", "it keeps float32 copies of bfloat16 weights in any case", when=uses_zero
+            "DeepSpeed's ZeRO",
+            "the engine keeps float32 copies of bfloat16 weights in any case",
+            when=uses_zero,
         ),
     ),
 )

@@ -42,9 +42,9 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="qlora",
     axis="adapter",
-    says="frozen weights in 4 bits, thin matrices beside them are trained",
-    saves="three quarters of the weights, gradients and moments of all",
-    costs="weights are rounded, and widened for every product",
+    says="frozen weights in 4 bits; low-rank matrices beside them are trained",
+    saves="three quarters of the weights; gradients and optimizer states of all weights",
+    costs="weights are rounded, and dequantized for every product",
     measured=ON_A_GPU,
     is_exact=False,
     is_used=lambda settings: settings.quantize != "none",

@@ -112,13 +112,13 @@ class Grpo(WithMismatch):
                 raise ValueError(f"{knob} has no effect with beta 0; set beta, or remove it")
         if self.beta and self.kl == "k1" and not self.unbiased_kl:
             raise ValueError(
-                "kl: k1 without unbiased_kl pulls nowhere: its gradient, that of log p of a token the policy "
-                "sampled, is 0 on average; set unbiased_kl: true, or kl: k3"
+                "kl: k1 without unbiased_kl has no effect: its gradient, that of log p of a sampled "
+                "token, is 0 on average; set unbiased_kl: true, or kl: k3"
             )
         if self.beta and self.kl == "k2" and self.unbiased_kl:
             raise ValueError(
-                "kl: k2 with unbiased_kl has another gradient than the KL divergence: k2's own is unbiased "
-                "without the ratio; remove unbiased_kl, or set kl: k1 or k3"
+                "kl: k2 with unbiased_kl has a gradient other than that of the KL divergence: k2 is "
+                "unbiased without the ratio; remove unbiased_kl, or set kl: k1 or k3"
             )
         if self.combine_rewards == "normalise_then_sum" and self.scale_rewards != "group":
             raise ValueError(
@@ -161,7 +161,7 @@ class Rloo(WithMismatch):
     @model_validator(mode="after")
     def _range_is_a_range(self) -> Rloo:
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
-            raise ValueError(f"reward_clip {list(self.reward_clip)} is no range; write [lowest, highest]")
+            raise ValueError(f"reward_clip {list(self.reward_clip)} is not a range; write [lowest, highest]")
         return self
 
 

@@ -14,7 +14,7 @@ MismatchChoice = Literal["auto", "none", "token_truncate", "token_mask", "sequen
 MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-BY_ITSELF = "the trained module writes the completions itself"
+BY_ITSELF = "the trained module generates the completions itself"
 
 
 class FromOwnCompletions(WithReference):
@@ -47,12 +47,12 @@ class FromOwnCompletions(WithReference):
     def _reference_is_live(self) -> FromOwnCompletions:
         if self.reference == "precomputed":
             raise ValueError(
-                "a reference cannot be precomputed for completions that are not written yet; "
+                "a reference cannot be precomputed for completions that are generated during training; "
                 "set reference: copy or adapter_off"
             )
         if self.reference != "auto" and not self.needs_reference:
             raise ValueError(
-                f"beta is 0 and asks no reference; remove reference: {self.reference}, or set beta"
+                f"beta is 0, so no reference is needed; remove reference: {self.reference}, or set beta"
             )
         return self
 
@@ -81,8 +81,10 @@ class WithMismatch(FromOwnCompletions):
         if generate.truncates:
             return "none", "top_k, top_p or min_p leave the sampler fewer tokens: the ratios would be wrong"
         if generate.repetition_penalty != 1 and generate.temperature != 1:
-            return "none", "vLLM says no probabilities before its repetition_penalty at this temperature"
-        return "token_truncate", "another engine writes the completions: its probabilities differ a little"
+            return "none", "vLLM gives no probabilities before its repetition_penalty at this temperature"
+        return "token_truncate", (
+            "another engine generates the completions, and its probabilities differ a little"
+        )
 
     @model_validator(mode="after")
     def _bounds_are_bounds(self) -> WithMismatch:

@@ -64,5 +64,5 @@ class Ppo(WithMismatch):
         if self.kl_target is None and changes(self, "kl_horizon"):
             raise ValueError("kl_horizon has no effect without kl_target; set kl_target, or remove it")
         if self.kl_target is not None and not self.beta:
-            raise ValueError("kl_target adapts beta, and beta 0 asks no reference; set beta above 0")
+            raise ValueError("kl_target adapts beta, and beta is 0, without a reference; set beta above 0")
         return self

@@ -141,7 +141,7 @@ class Dpo(WithReference):
     @model_validator(mode="after")
     def _losses_and_weights(self) -> Dpo:
         if len(set(self.loss)) < len(self.loss):
-            raise ValueError("loss names one loss twice; give it once, with its weight in loss_weights")
+            raise ValueError("loss lists a loss twice; list it once, with its weight in loss_weights")
         if self.loss_weights and len(self.loss_weights) != len(self.loss):
             raise ValueError(
                 f"loss_weights has {len(self.loss_weights)} numbers for {len(self.loss)} losses; "
@@ -154,7 +154,8 @@ class Dpo(WithReference):
             )
         if self.use_weighting and self.ranks_the_batch:
             raise ValueError(
-                "use_weighting weights pairs, and aot sorts them apart; remove use_weighting or change loss"
+                "use_weighting weights pairs, and aot compares sorted answers, not pairs; remove "
+                "use_weighting or change loss"
             )
         if not self.needs_reference and self.reference != "auto":
             verb = "use" if len(self.loss) > 1 else "uses"

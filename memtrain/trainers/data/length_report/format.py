@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+SHOWN = {"learnt": "loss tokens"}
+"""Names of distributions on screens and pages, where they differ from those in JSON."""
+
 
 def share(part: float, whole: float) -> str:
     """A share in percent: `0%`, `<0.01%`, `0.42%`, `12%`."""

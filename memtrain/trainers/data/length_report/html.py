@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.data.length_report.format import count_of, share, short
+from memtrain.trainers.data.length_report.format import SHOWN, count_of, share, short
 from memtrain.trainers.data.length_report.result import Inspection
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -26,7 +26,7 @@ def page(found: Inspection) -> str:
     environment.filters |= {"gib": gib, "short": short, "num": lambda value: f"{value:,}"}
     environment.globals |= {"share": share, "count_of": count_of}
     return environment.get_template("inspect.html.j2").render(
-        found=found, tiles=tiles(found), json=script_safe(found.model_dump_json())
+        found=found, tiles=tiles(found), json=script_safe(found.model_dump_json()), shown=SHOWN
     )
 
 
@@ -46,13 +46,13 @@ def tiles(found: Inspection) -> list[tuple[str, str, str]]:
     ]
     if found.learnt:
         part = share(found.learnt, found.tokens)
-        made.append(("learnt tokens", about + short(found.learnt), f"{part} of all"))
+        made.append(("loss tokens", about + short(found.learnt), f"{part} of all"))
     most = f"95%: {points[95.0]:,}, 99%: {points[99.0]:,}"
-    made.append(("half of the rows", f"up to {points[50.0]:,}", most))
+    made.append(("median", f"{points[50.0]:,} tokens", most))
     longest = Path(found.longest[0].where).name if found.longest else ""
     made.append(("longest row", f"{row.largest:,}", longest))
     made.append(("duplicates", f"{found.duplicates:,}", share(found.duplicates, found.rows)))
     bad = found.faulty
-    which = f"{bad.empty:,} empty, {bad.unlearnt:,} not learnt" if bad.rows else "all can be learnt from"
+    which = f"{bad.empty:,} empty, {bad.unlearnt:,} without a loss token" if bad.rows else "no bad rows"
     made.append(("bad rows", f"{bad.rows:,}", which))
     return made

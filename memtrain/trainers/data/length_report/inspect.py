@@ -182,7 +182,8 @@ def notes(seen: Read, work: Work, data: Data, extent: Extent, held_out: int) -> 
     said = [f"Data {note}." for note in (*work.notes, *unrendered)]
     if extent.is_partial:
         said.append(
-            f"Partial: reading was stopped after {seen.rows_read:,} rows: the first ones, and no sample."
+            f"Partial: reading was stopped after the first {seen.rows_read:,} rows, which are not a "
+            "random sample."
         )
     if extent.sampled_of is not None:
         said.append(
@@ -192,8 +193,8 @@ def notes(seen: Read, work: Work, data: Data, extent: Extent, held_out: int) -> 
         )
     if seen.counts.is_thinned:
         said.append(
-            f"The tables are made of {seen.counts.num_rows:,} of {seen.counts.num_seen:,} rows, chosen by "
-            "their hashes, and scaled up: so memory stays bounded."
+            f"The tables are computed from {seen.counts.num_rows:,} of {seen.counts.num_seen:,} rows, "
+            "chosen by their hashes, and scaled up, to bound memory."
         )
     if seen.faulty.rows:
         skips = data.on_bad_row == "skip"

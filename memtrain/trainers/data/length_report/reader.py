@@ -79,7 +79,7 @@ class Faults:
     def done(self) -> Faulty:
         """The bad rows in all."""
         kinds = sorted(self.kinds.values(), key=lambda kind: -kind.rows)
-        unlearnt = [kind for kind in kinds if kind.what.startswith("no token of the row is")]
+        unlearnt = [kind for kind in kinds if "no loss token" in kind.what and "the row" in kind.what]
         empty = [kind for kind in kinds if kind not in unlearnt and EMPTY.search(kind.what)]
         return Faulty(
             rows=sum(kind.rows for kind in kinds),
@@ -202,7 +202,7 @@ def rows_there(work: Work) -> int | None:
 def nothing_usable(rows_read: int, faulty: Faulty, name: str) -> tuple[str, str, str]:
     """(what, where, fix) when no row can be learnt from."""
     if not faulty.kinds:
-        return "reading was stopped before the first rows were tokenized", name, "run it again"
+        return "reading was stopped before any row was tokenized", name, "run it again"
     first = faulty.kinds[0]
     return f"all {rows_read:,} rows are bad, most of them like this one: {first.what}", first.where, first.fix
 

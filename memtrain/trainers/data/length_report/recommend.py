@@ -15,7 +15,7 @@ from memtrain.trainers.data.length_report.result import (
 )
 
 ALLOWED_LOSS = 0.001
-"""Share of the learnt tokens (of prompts: of the rows) that may be lost. Taste: below the noise of a run."""
+"""Share of the loss tokens (of prompts: of the rows) that may be lost. Taste: below the noise of a run."""
 WORTH_PACKING = 0.1
 """Share of padding from which packing is recommended. Taste."""
 SHORT_ANSWER = 64
@@ -66,7 +66,7 @@ def recommend(
     if split is not None and packing is not None and packing.packing == "bfd":
         sentence += (
             f"; with packing bfd_split {split.max_length:,} loses nothing either: "
-            f"{share(split.rows_longer, rows)} of the rows go on in another sequence"
+            f"{share(split.rows_longer, rows)} of the rows continue in another sequence"
         )
     lines = ["length:", f"  max_length: {chosen.max_length}"]
     lines += [f"  packing: {packing.packing}"] if packing is not None else []
@@ -78,14 +78,12 @@ def _keeps(chosen: Candidate, rows: int, learnt: int, packing: Packing | None) -
     lost = chosen.losses[0].learnt_lost if packing is None else packing.learnt_lost
     touched = packing if packing is not None else chosen.losses[0]
     if not lost and not touched.rows_cut and not touched.rows_dropped:
-        how = "" if not chosen.rows_longer else ", longer rows go on in another sequence"
+        how = "" if not chosen.rows_longer else ", longer rows continue in another sequence"
         return f"{chosen.max_length:,} loses nothing{how}"
     said = [f"cuts {touched.rows_cut:,}"] if touched.rows_cut else []
     said += [f"leaves out {touched.rows_dropped:,}"] if touched.rows_dropped else []
     kept = f"{max(learnt - lost, 0) / max(learnt, 1):.2%}" if lost else "all"
-    return (
-        f"{chosen.max_length:,} keeps {kept} of the learnt tokens and {' and '.join(said)} of {rows:,} rows"
-    )
+    return f"{chosen.max_length:,} keeps {kept} of the loss tokens and {' and '.join(said)} of {rows:,} rows"
 
 
 def _packing(chosen: Candidate, length: Length, learnt: int) -> Packing | None:
@@ -123,16 +121,16 @@ def _of_prompts(
     reason = f"prompts of at most {chosen.max_length:,} tokens: {longer}"
     lines = ["length:", f"  max_prompt: {chosen.max_length}"]
     if not answers:
-        reason += "; nothing in the rows says how long completions get"
+        reason += "; nothing in the rows shows how long completions get"
         return Recommendation(reason=reason + ".", recipe="\n".join(lines) + "\n")
     column = max(answers, key=_typical_end)
     end = _typical_end(column)
     texts = count_of(column.count, "text")
     reason += f"; 99% of the {texts} in column '{column.name}' have at most {end:,} tokens"
     if end < SHORT_ANSWER:
-        reason += ": bare results, which do not say how long completions get"
+        reason += ": bare results, which do not show how long completions get"
     else:
-        reason += ", and a model that thinks aloud writes more than that"
+        reason += ", and a reasoning model writes more than that"
         size = next(size for size in _sizes() if size >= end)
         lines.insert(1, f"  max_length: {chosen.max_length + size}")
         lines += ["generate:", f"  max_tokens: {size}"]

@@ -57,8 +57,8 @@ class Distribution(Section):
     """Lengths of the rows, or of one part of them."""
 
     name: str
-    """`row`, a part of it (`prompt`, `completion`, `chosen`, `rejected`), `learnt` (tokens that the loss
-    counts), `turn` (an assistant's message, with assistant_only_loss), or `turns` (messages of a row)."""
+    """`row`, a part of it (`prompt`, `completion`, `chosen`, `rejected`), `learnt` (loss tokens), `turn` (an
+    assistant's message, with assistant_only_loss), or `turns` (messages of a row)."""
     unit: Literal["tokens", "messages"]
     count: int
     total: int
@@ -97,7 +97,7 @@ class Faulty(Section):
     empty: int
     """Rows with fewer than two tokens: nothing to predict."""
     unlearnt: int
-    """Rows with no learnt token."""
+    """Rows without a loss token."""
     kinds: tuple[BadRows, ...]
     """The most frequent first."""
 

@@ -92,12 +92,12 @@ def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
     what = f"none of {len(rows)} {name} is left"
     if length.truncation == "drop":
         return (
-            f"{what}: all are longer than {limit}, and longer ones are left out",
+            f"{what}: all rows are longer than {limit}, and longer rows are dropped",
             "length.truncation",
             "raise length.max_length, or set length.truncation: keep_start or keep_end",
         )
     return (
-        f"{what}: nothing that is learnt lies within {limit}",
+        f"{what}: no loss token is within {limit}",
         "length.max_length",
         "raise length.max_length, or choose another length.truncation",
     )

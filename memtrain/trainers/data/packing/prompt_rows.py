@@ -54,7 +54,7 @@ def lay_out_prompts(store: TokenStore, rows: Ints, length: RowLimits, *, each: i
     start = whole - left if how == "keep_end" else np.zeros_like(whole)
     if not kept.any():
         raise DataError(
-            f"none of {len(rows)} prompts is left: all are longer than {limit} tokens",
+            f"none of {len(rows)} prompts are left: all are longer than {limit} tokens",
             "length.truncation",
             "raise length.max_length, or set length.truncation: keep_end",
         )

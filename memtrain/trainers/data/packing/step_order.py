@@ -63,7 +63,7 @@ def _cut(tokens: Ints, size: BatchSize) -> Ints:
     count = len(tokens)
     if size.rows is not None:
         return np.append(np.arange(0, count, size.rows, dtype=np.int64), count)
-    assert size.tokens is not None, "A batch size is said in rows or in tokens."
+    assert size.tokens is not None, "A batch size is counted in rows or in tokens."
     ends = np.cumsum(tokens)
     bounds = [0]
     while bounds[-1] < count:

@@ -67,9 +67,9 @@ def files_in(folder: Path, split: str) -> tuple[tuple[Path, ...], tuple[Unread, 
     kinds = sorted({ending(path) for path in found})
     if len(kinds) > 1:
         raise DataError(
-            f"the folder '{folder}' holds files of several kinds: {', '.join(kinds)}",
+            f"the folder '{folder}' contains files of several kinds: {', '.join(kinds)}",
             str(folder),
-            f"say which with a glob: '{folder}/*{kinds[0]}'",
+            f"choose with a glob: '{folder}/*{kinds[0]}'",
         )
     return tuple(found), tuple(unread)
 
@@ -102,7 +102,7 @@ def why_no_data(folder: Path, path: Path) -> str:
     if path.name in NOT_DATA:
         return "metadata of a dataset"
     if ending(path) not in READERS:
-        return "of no kind that can be read"
+        return "not a readable kind of file"
     if ending(path) == TEXT and ABOUT.fullmatch(path.stem):
         return "a text about the data"
     if path.exists() and not path.is_file():
@@ -151,7 +151,7 @@ def bytes_words(num_bytes: int) -> str:
 def folders_among(paths: Iterable[Path]) -> tuple[Unread, ...]:
     """Matches of a glob that are no files: nothing in them is read."""
     return tuple(
-        Unread(path, 0, "no file but a folder, a pipe or a device")
+        Unread(path, 0, "a folder, a pipe or a device")
         for path in paths
         if path.exists() and not path.is_file()
     )

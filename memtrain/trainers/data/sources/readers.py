@@ -89,7 +89,7 @@ def json_values(path: Path, file: IO[bytes]) -> Iterator[Line]:
         if at == len(buffer):
             if in_list:
                 raise DataError(
-                    "the JSON list has no end", f"{path}:{line}", "the file is cut short: mend it"
+                    "the JSON list does not end", f"{path}:{line}", "the file is truncated: replace it"
                 )
             return
         if buffer[at] == ("]" if in_list else "["):
@@ -102,7 +102,7 @@ def json_values(path: Path, file: IO[bytes]) -> Iterator[Line]:
             cut_short = error.msg.startswith("Unterminated") or error.pos > len(buffer) - 16
             if not more or not cut_short or len(buffer) - at > MAX_ROW_BYTES:
                 place = line + buffer.count("\n", at, error.pos)
-                raise DataError(f"broken JSON: {error.msg}", f"{path}:{place}", "mend the file") from None
+                raise DataError(f"invalid JSON: {error.msg}", f"{path}:{place}", "fix the file") from None
             buffer, at = buffer[at:] + more, 0
             continue
         except BadRow as wrong:
@@ -146,7 +146,7 @@ def separated(path: Path, file: IO[bytes], delimiter: str) -> Iterator[Line]:
                 )
                 yield rows.line_num, wrong
     except csv.Error as error:
-        raise DataError(f"broken CSV: {error}", f"{path}:{rows.line_num}", "mend the quotes") from None
+        raise DataError(f"invalid CSV: {error}", f"{path}:{rows.line_num}", "fix the quotes") from None
 
 
 def text_lines(path: Path, file: IO[bytes]) -> Iterator[Line]:
@@ -245,7 +245,7 @@ def read_file(path: Path, unit: TextUnit = "line", digest: Digest | None = None)
     """
     reader = TEXT_READERS[unit] if ending(path) == TEXT else READERS.get(ending(path))
     if reader is None:
-        raise DataError(f"'{path.name}' is of no kind that can be read", str(path), f"readable: {READABLE}")
+        raise DataError(f"'{path.name}' is not a readable kind of file", str(path), f"readable: {READABLE}")
     is_table, packing = ending(path) in SEEKING, PACKINGS.get(path.suffix.lower())
     if is_table and packing:
         raise DataError(

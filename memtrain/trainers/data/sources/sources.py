@@ -60,7 +60,7 @@ def locate(source: Source, form: Format, *, streaming: bool = False) -> Located:
     found = located(source, form, streaming)
     if streaming and not found.streams[0].name.startswith("hub:"):
         raise DataError(
-            f"data.streaming has no effect on '{source.source}': it keeps hub datasets from being copied",
+            f"data.streaming has no effect on '{source.source}': it avoids a local copy of hub datasets",
             "data.streaming",
             "remove it; files are always read as a stream",
         )
@@ -117,7 +117,7 @@ def missing_file(path: Path) -> tuple[str, str, str]:
             "data",
             f"there is no folder '{path.parent}' either (from {Path.cwd()})",
         )
-    return f"there is no file '{path}'", "data", f"paths are counted from the current folder, {Path.cwd()}"
+    return f"there is no file '{path}'", "data", f"paths are relative to the current folder, {Path.cwd()}"
 
 
 def file_stream(path: Path, unit: TextUnit) -> Stream:
@@ -139,7 +139,7 @@ def read_as(path: Path, unit: TextUnit, expected: str) -> Iterator[Line]:
     yield from read_file(path, unit, digest)
     if digest_words(path, unit, digest) != expected:
         raise DataError(
-            f"'{path.name}' changed while it was read", str(path), "start again when nothing writes to it"
+            f"'{path.name}' changed while it was read", str(path), "try again when no process writes to it"
         )
 
 
@@ -167,7 +167,7 @@ def builtin(source: Source, form: Format) -> Stream:
     Raises: DataError for a name or a split that is not made here.
     """
     if source.source != "builtin:arithmetic":
-        raise DataError(f"there is no '{source.source}'", "data", "there is builtin:arithmetic")
+        raise DataError(f"there is no '{source.source}'", "data", "use builtin:arithmetic")
     if source.split not in arithmetic.SPLITS:
         known = ", ".join(arithmetic.SPLITS)
         raise DataError(f"builtin:arithmetic has no split '{source.split}'", "data", f"its splits: {known}")

@@ -67,7 +67,7 @@ class CheckedFile:
             raise DataError(
                 f"'{path.name}' has {given} bytes, not {num_bytes}",
                 str(path),
-                f"remove '{path.parent}'; it is made again",
+                f"remove '{path.parent}'; it will be made again",
             )
         self.path = path
         self._bytes: Bytes = np.memmap(path, np.uint8, "r") if num_bytes else np.zeros(0, np.uint8)
@@ -77,14 +77,14 @@ class CheckedFile:
     def whole(self) -> Bytes:
         """All bytes.
 
-        Raises: DataError when they are not those that were written.
+        Raises: DataError when they differ from those that were written.
         """
         return self.part(0, len(self._bytes))
 
     def part(self, start: int, end: int) -> Bytes:
         """Bytes `start` to `end`, as a view.
 
-        Raises: DataError when they are not those that were written.
+        Raises: DataError when they differ from those that were written.
         """
         first, last = start // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         if not self._is_sound[first:last].all():
@@ -101,9 +101,9 @@ class CheckedFile:
         given = self._bytes[first : first + BLOCK_BYTES]
         if xxh3_64_intdigest(given.data) != int(self._sums[block]):
             raise DataError(
-                f"'{self.path.name}' is damaged: bytes {first:,} to {first + len(given):,} are not those "
-                "that were written",
+                f"'{self.path.name}' is damaged: bytes {first:,} to {first + len(given):,} differ from "
+                "those that were written",
                 str(self.path),
-                f"remove '{self.path.parent}'; it is made again. Check the disk",
+                f"remove '{self.path.parent}'; it will be made again. Check the disk",
             )
         self._is_sound[block] = True

@@ -118,9 +118,9 @@ def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
     if set(kinds) <= set(METHOD_FORMATS["sft"]):
         return "text"
     raise DataError(
-        f"the sources are of formats that do not mix: {', '.join(kinds)}",
+        f"the sources have formats that cannot be mixed: {', '.join(kinds)}",
         "data.train",
-        "train on one of them, or bring the others into its form",
+        "train on one of them, or convert the others to its format",
     )
 
 
@@ -142,7 +142,7 @@ def rendering_of(
         raise DataError(
             f"data.completion_only_loss has no effect on rows of format {kind}",
             "data.completion_only_loss",
-            "remove it; for messages, data.assistant_only_loss learns only what the assistant says",
+            "remove it; for messages, data.assistant_only_loss trains on assistant turns only",
         )
     for name in ("assistant_only_loss", "last_turn_only_loss"):
         if getattr(data, name) and not forms & {"messages", "prompt_completion"}:

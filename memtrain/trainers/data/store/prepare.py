@@ -118,16 +118,20 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
     chosen = choose_rows(data, train, seed)
     if not len(chosen.train):
         raise DataError(
-            "no rows are left to learn from", "data.train", "lower data.eval_fraction, or give more rows"
+            "no training rows are left", "data.train", "lower data.eval_fraction, or give more rows"
         )
     if data.eval_fraction and not len(chosen.eval):
         is_one = train.num_rows == 1
-        why = "the data is one row" if is_one else "rows of one prompt stay together, and there is one"
+        why = (
+            "the data has only one row"
+            if is_one
+            else ("rows of the same prompt stay together, and there is only one prompt")
+        )
         smaller = ", make the rows of a text file smaller (data.text_unit)" if is_one else ""
         raise DataError(
             f"no row can be held out: {why}",
             "data.eval_fraction",
-            f"give held-out rows of their own with data.eval{smaller}, or set data.eval_fraction: 0",
+            f"give separate held-out rows with data.eval{smaller}, or set data.eval_fraction: 0",
         )
     held_out = len(chosen.eval)
     other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
@@ -237,7 +241,7 @@ def build(
         raise DataError(
             f"all {num_read} rows are bad, the first: {skipped[0]}",
             streams[0].name,
-            "mend the rows, or name their columns with data.columns",
+            "fix the rows, or map their columns with data.columns",
         )
     writer.finish(
         format=kind,
@@ -259,6 +263,6 @@ def bad_rows(batch: Tokenized, streams: Sequence[Stream], on_bad_row: str) -> li
     """
     if batch.bad and on_bad_row == "error":
         stream, line, what, fix = batch.bad[0]
-        fix = fix or "mend the row, or set data.on_bad_row: skip to leave such rows out"
+        fix = fix or "fix the row, or set data.on_bad_row: skip to drop such rows"
         raise DataError(what, f"{streams[stream].name}:{line}", fix)
     return [f"{streams[stream].name}:{line}: {what}" for stream, line, what, _ in batch.bad]

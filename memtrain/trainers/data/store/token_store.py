@@ -213,7 +213,8 @@ class StoreWriter:
 def checked_files(folder: Path, meta: Stored) -> dict[str, CheckedFile]:
     """Files of a store by their names.
 
-    Raises: DataError when one is missing or of another size, or the digests are not those that were written.
+    Raises: DataError when one is missing or of another size, or the digests differ from those that were
+    written.
     """
     from xxhash import xxh3_128_hexdigest
 
@@ -221,9 +222,9 @@ def checked_files(folder: Path, meta: Stored) -> dict[str, CheckedFile]:
     said = path.read_bytes() if path.is_file() else b""
     if xxh3_128_hexdigest(said) != meta.sums:
         raise DataError(
-            f"'{path.name}' is damaged: it is not what was written",
+            f"'{path.name}' is damaged: its checksum differs",
             str(path),
-            f"remove '{folder}'; it is made again",
+            f"remove '{folder}'; it will be made again",
         )
     sums: Sums = np.frombuffer(said, np.uint64)
     files: dict[str, CheckedFile] = {}
@@ -263,13 +264,13 @@ class TokenStore:
             raise DataError(
                 f"there are no tokenized rows in '{folder}'", str(folder), "prepare the data again"
             )
-        fix = f"remove '{folder}'; it is made again"
+        fix = f"remove '{folder}'; it will be made again"
         try:
             meta = Stored.model_validate_json(path.read_bytes())
         except ValueError:
             raise DataError("these tokenized rows are of another version", str(path), fix) from None
         if meta.digest != meta.own_digest():
-            raise DataError(f"'{META_FILE}' is damaged: it is not what was written", str(path), fix)
+            raise DataError(f"'{META_FILE}' is damaged: its checksum differs", str(path), fix)
         return cls(folder, meta)
 
     def _map(self, name: str, dtype: type, size: int) -> NDArray[Any]:
@@ -280,14 +281,14 @@ class TokenStore:
             raise DataError(
                 f"'{path.name}' has {len(given)} bytes, not {size * np.dtype(dtype).itemsize}",
                 str(path),
-                f"remove '{self.folder}'; it is made again",
+                f"remove '{self.folder}'; it will be made again",
             )
         return given.view(dtype)
 
     def tokens(self, start: int, end: int) -> Ids:
         """int32 view of tokens `start` to `end` of all rows, which lie end to end.
 
-        Raises: DataError when they are not those that were written.
+        Raises: DataError when they differ from those that were written.
         """
         size = np.dtype(np.int32).itemsize
         return self._files["tokens.bin"].part(start * size, end * size).view(np.int32)

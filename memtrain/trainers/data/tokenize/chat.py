@@ -60,14 +60,14 @@ def check_template_kwargs(given: Mapping[str, Any], template: str | None, is_cha
         raise DataError(
             f"{where} has no effect: no row of the source is a conversation",
             where,
-            "remove it; strings are no business of the chat template",
+            "remove it; the chat template is not used for strings",
         )
     for name in given:
         if name in RESERVED:
-            raise DataError(f"{where} holds '{name}', which memtrain gives itself", where, f"remove '{name}'")
+            raise DataError(f"{where} holds '{name}', which memtrain sets itself", where, f"remove '{name}'")
         if name not in template:
             raise DataError(
-                f"the chat template never reads '{name}'", where, f"remove '{name}', or mend its spelling"
+                f"the chat template never reads '{name}'", where, f"remove '{name}', or correct its spelling"
             )
 
 
@@ -109,9 +109,9 @@ def trained_words(made_of: dict[str, Any]) -> str:
     if kind in ("preference", "unpaired"):
         return "the answers"
     words = {
-        "messages": "all turns (data.assistant_only_loss: true learns the assistant's alone)",
+        "messages": "all turns (data.assistant_only_loss: true trains on the assistant's only)",
         "prompt_completion": "completions only" if said["completion_only"] else "prompts and completions",
         "text": "whole rows",
-        "ids": "whole rows, or what their labels say",
+        "ids": "whole rows, or the tokens that their labels select",
     }
     return "; ".join(words[form] for form in words if form in forms)

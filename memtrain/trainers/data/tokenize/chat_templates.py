@@ -84,8 +84,8 @@ def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
     if _finds_turns(own, special_tokens):
         return own
     raise DataError(
-        "data.assistant_only_loss needs a chat template that marks what the assistant says, and the "
-        "tokenizer's own has no {% generation %} marks and writes a beginning otherwise once more follows",
+        "data.assistant_only_loss needs a chat template that marks the assistant's turns; the tokenizer's "
+        "own has no {% generation %} marks, and changes earlier turns when later ones follow",
         "model.chat_template",
         "put {% generation %} ... {% endgeneration %} around the assistant's words in a copy of the template "
         f"and set model.chat_template to it, or use a shipped one: {', '.join(NAMES)}",

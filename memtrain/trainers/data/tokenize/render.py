@@ -148,7 +148,7 @@ def prompt_of(text: str, prompt: Messages, tools: tuple[Tool, ...], rendering: R
         if text.startswith(head):
             return head
     raise BadRow(
-        "the chat template writes the prompt differently when an answer follows it",
+        "the chat template renders the prompt differently when an answer follows",
         "give the conversation as one list of messages, or a template that keeps what comes first",
     )
 
@@ -167,7 +167,7 @@ def marked(
         own = replace(rendering, chat_template=rendering.own_template)
         if conversation(messages, tools, own)[0] != text:
             raise BadRow(
-                "the shipped training template writes this conversation differently from the model's own",
+                "the shipped training template renders this conversation differently from the model's own",
                 "set model.chat_template to the model's template with {% generation %} marks in it",
             )
 
@@ -194,8 +194,8 @@ def check_tools(messages: Messages, tools: tuple[Tool, ...], chat_template: str)
         lost.append("tool_calls")
     if lost:
         raise BadRow(
-            f"the chat template writes no {' and no '.join(lost)}: they would be lost",
-            "set model.chat_template to one that writes them, or leave them out of the rows",
+            f"the chat template does not render {' or '.join(lost)}: they would be lost",
+            "set model.chat_template to a template that renders them, or leave them out of the rows",
         )
 
 
@@ -239,15 +239,15 @@ def conversation(
         raise
     except TemplateSyntaxError as error:
         raise DataError(
-            f"the chat template is no Jinja template: {words_of(error)} (line {error.lineno})",
+            f"the chat template is not a valid Jinja template: {words_of(error)} (line {error.lineno})",
             "model.chat_template",
-            "mend it, or set model.chat_template to another: a file, or a shipped one such as chatml",
+            "fix it, or set model.chat_template to another: a file, or a shipped one such as chatml",
         ) from None
     except Exception as error:  # a template is a program: it fails in every way that one can
         refuses = "refuses" if isinstance(error, TemplateError) else "fails on"
         raise BadRow(
             f"the chat template {refuses} the conversation: {words_of(error)}",
-            "mend the order or the fields of its messages, or set model.chat_template to another template",
+            "fix the order or the fields of its messages, or set model.chat_template to another template",
         ) from None
     check_length(texts[0])
     return texts[0], tuple(map(tuple, marked[0])) if spans_wanted else ()

@@ -51,7 +51,7 @@ def within_limits(render: Callable[[], Made]) -> Made:
     except MemoryError:
         raise _refused(f"takes more than {LIMIT_BYTES // 2**30} GiB for one conversation") from None
     except RecursionError:
-        raise _refused("calls itself without end, or is nested too deeply") from None
+        raise _refused("recurses without end, or is nested too deeply") from None
 
 
 def check_length(text: str) -> None:
@@ -60,7 +60,7 @@ def check_length(text: str) -> None:
     Raises: DataError.
     """
     if len(text) > LIMIT_LETTERS:
-        raise _refused(f"makes {len(text):,} letters of one conversation")
+        raise _refused(f"renders {len(text):,} characters of one conversation")
 
 
 def _refused(what: str) -> DataError:

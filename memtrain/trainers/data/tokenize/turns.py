@@ -88,10 +88,10 @@ def _end(count: int, messages: Messages, text: str, render: Render, *, is_asked:
         if text.startswith(head):
             return len(head)
     raise BadRow(
-        f"the chat template writes the first {count} message{'' if count == 1 else 's'} otherwise once more "
-        "follow: what each message adds cannot be told",
+        f"the chat template renders the first {count} message{'' if count == 1 else 's'} differently when "
+        "more follow: the tokens of each message cannot be identified",
         "put {% generation %} marks around the assistant's words in a copy of the template and set "
-        "model.chat_template to it, or leave out what chooses among messages",
+        "model.chat_template to it, or remove the parts that select messages",
     )
 
 

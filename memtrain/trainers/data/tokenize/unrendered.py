@@ -61,7 +61,7 @@ def unused_columns(row: Row, example: Example, form: str, names: Names, kind: st
         if not isinstance(example, Prompt):
             yield f"column {shown(column)}"
         elif column not in example.columns:
-            yield f"column {shown(column)} (nor given to rewards: it is no text, number or list)"
+            yield f"column {shown(column)} (nor given to rewards: it is not a text, number or list)"
         elif column.lower() in SPEAKS_OF_THE_PROMPT:
             yield f"column {shown(column)} (given to rewards only)"
     for column in used:
@@ -154,7 +154,7 @@ def unrendered_words(counts: Mapping[str, int], num_rows: int) -> Iterator[str]:
     said = [f"{name} ({share_words(counts[name], num_rows)})" for name in order[:NUM_NAMED]]
     if len(order) > NUM_NAMED:
         said.append(f"{len(order) - NUM_NAMED:,} more")
-    yield f"not in the text of the rows: {', '.join(said)}"
+    yield f"not in the rendered text of the rows: {', '.join(said)}"
 
 
 def share_words(count: int, num_rows: int) -> str:
@@ -174,4 +174,4 @@ def notes_of(store: TokenStore, method: str) -> Iterator[str]:
     yield from unrendered_words(unused, meta.num_read - meta.num_skipped)
     if meta.num_skipped:
         rows = f"{meta.num_skipped:,} bad row{'' if meta.num_skipped == 1 else 's'}"
-        yield f"left out (data.on_bad_row: skip): {rows}, the first: {meta.skipped[0]}"
+        yield f"dropped (data.on_bad_row: skip): {rows}, the first: {meta.skipped[0]}"

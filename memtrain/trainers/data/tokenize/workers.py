@@ -182,9 +182,9 @@ def check_learnt(learnt: Iterable[tuple[int, int]], num_tokens: int, rendering: 
         )
     if rendering.assistant_only:
         raise BadRow(
-            "no token of the row is the assistant's: nothing is learnt", "give it an assistant message"
+            "no token of the row is the assistant's: there is no loss token", "give it an assistant message"
         )
-    raise BadRow("no token of the row is learnt: its completion is empty", "remove the row")
+    raise BadRow("the row has no loss token: its completion is empty", "remove the row")
 
 
 def row_of_ids(example: Ids, num_tokens: int, stream: int, line: int) -> TokenRow:
@@ -202,7 +202,7 @@ def row_of_ids(example: Ids, num_tokens: int, stream: int, line: int) -> TokenRo
     edges = np.flatnonzero(np.diff(np.concatenate([[False], loss_mask, [False]]).astype(np.int8)))
     learnt = tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
     if not any(end > max(start, 1) for start, end in learnt):
-        raise BadRow("no token of the row is learnt", "remove the row")
+        raise BadRow("the row has no loss token", "remove the row")
     return TokenRow(ids.astype(np.int32), (len(ids),), learnt, stream, line)
 
 
@@ -219,7 +219,7 @@ def row_of_pair(chosen: Encoded, rejected: Encoded, margin: float | None, stream
     seen = 0 if num_prompt else 1
     for name, answer in (("chosen", first), ("rejected", second)):
         if len(answer) <= seen:
-            raise BadRow(f"the {name} answer has no token to learn", "remove the row")
+            raise BadRow(f"the {name} answer has no loss token", "remove the row")
     ids = np.concatenate([chosen.ids, second])
     spans = ((num_prompt + seen, len(chosen.ids)), (len(chosen.ids) + seen, len(ids)))
     parts = (num_prompt, len(first), len(second))
@@ -281,7 +281,7 @@ def tokenized(rows: Iterable[tuple[int, Line]], job: Job, processes: int) -> Ite
         raise DataError(
             f"one of the {processes} processes that tokenize was killed, or ended",
             "data.processes",
-            "the system kills processes when memory runs out: lower data.processes",
+            "perhaps out of host memory: lower data.processes",
         ) from None
 
 

@@ -41,7 +41,7 @@ def post_mortem(
     }
     largest = sorted(owners.items(), key=lambda item: -item[1])[:NUM_OWNERS]
     named = ", ".join(f"{name} {gib(size)}" for name, size in largest)
-    tried = " and ".join(_tried(settings)) or "nothing else is allowed"
+    tried = " and ".join(_tried(settings)) or "no other step is allowed"
     saved = f"step {step} is saved; " if step else ""
     return OutOfMemory(
         [
@@ -67,7 +67,7 @@ def refuse_over_budget(
         return
     _, ways = _ways(plan, settings, model, tokens)
     raise DoesNotFit(
-        f"the rehearsal of the heaviest micro-batch ({tokens:,} tokens) needs "
+        f"the dry run of the heaviest micro-batch ({tokens:,} tokens) needs "
         f"{gib(needed(peak_bytes, settings))}, and memory.budget is {gib(budget)}",
         plan.run_dir,
         f"{_words(ways)}; or raise memory.budget",
@@ -90,7 +90,7 @@ def _ways(
 
 
 def _words(ways: Iterable[Suggestion]) -> str:
-    return "; or ".join(way.words() for way in ways) or "take a smaller model, or a larger device"
+    return "; or ".join(way.words() for way in ways) or "use a smaller model, or a larger device"
 
 
 def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
@@ -117,7 +117,7 @@ def part_of(name: str) -> str:
 def _tried(settings: Settings) -> list[str]:
     said = []
     if "split" in settings.recovery:
-        said.append("split to one sequence")
+        said.append("already already split to one sequence")
     if settings.checkpoint_every == 1:
         said.append("every layer checkpointed")
     if settings.slice_tokens:

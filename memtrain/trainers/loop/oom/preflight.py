@@ -61,12 +61,12 @@ def rehearse(run: Run) -> Rehearsed:
             try_save(run)
         tokens = load_of(run.steps.feed, heaviest.sequences, run.plan.settings)
         peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
-    assert bits_of(run.parameters) == before, "A rehearsal moves no weight."
+    assert bits_of(run.parameters) == before, "A dry run moves no weight."
     predicted = run.plan.prediction.peak.num_bytes
-    said = f"rehearsed {heaviest.words}, {tokens:,} tokens"
+    said = f"dry run of {heaviest.words}, {tokens:,} tokens"
     if run.watch.is_on:
         said += f": peak {gib(peak)}, predicted {gib(predicted)}"
-    run.tell(NoteEvent(step=run.position.step, text=said))
+    run.emit(NoteEvent(step=run.position.step, text=said))
     return Rehearsed(peak, tokens)
 
 
@@ -86,7 +86,7 @@ def _heaviest(run: Run) -> Iterator[Heaviest]:
     settings, steps = run.plan.settings, run.steps
     if isinstance(steps, OnlineSteps):
         of_replica = (settings.batch_size or 1) / run.ranks.num_replicas
-        words = "completions of full length to the longest prompts"
+        words = "completions of full length for the longest prompts"
         with made_up_rollout(steps) as sequences:
             yield Heaviest(sequences, of_replica > settings.micro_batch_size, words)
         return
@@ -130,10 +130,10 @@ def try_save(run: Run) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaunchError(
-            f"checkpoints will need {gib(needed)} of disk (save.keep {run.plan.recipe.save.keep} and the one "
-            f"that is written), and {gib(free)} are free",
+            f"checkpoints will need {gib(needed)} of disk (save.keep {run.plan.recipe.save.keep}, and one "
+            f"more while it is written), and {gib(free)} are free",
             where=str(folder),
-            fix="free some, lower save.keep, or set run_dir to another disk",
+            fix="free some space, lower save.keep, or set run_dir to another disk",
         )
     with TemporaryDirectory(dir=folder, prefix=".rehearsal-") as place:
         save_state({"largest": max(tensors, key=lambda tensor: tensor.nbytes)}, Path(place) / "largest")

@@ -33,14 +33,14 @@ def made_up_rollout(steps: OnlineSteps, *, writes: bool = True) -> Iterator[Ints
     `writes` also tries who writes completions. Called by all ranks together.
     """
     method, feed = steps.method, steps.feed
-    before = feed.window, feed.norms, method.told
+    before = feed.window, feed.norms, method.metrics
     kept = method.kept() if isinstance(method, WeighsTokens) else {}
     try:
         if writes:
             write_longest(steps)
         yield _heaviest(steps, weighed(steps))
     finally:
-        feed.window, feed.norms, method.told = before
+        feed.window, feed.norms, method.metrics = before
         if isinstance(method, SeesMismatch):
             method.seen.clear()
         if isinstance(method, WeighsTokens):

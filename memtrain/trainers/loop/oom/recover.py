@@ -78,7 +78,7 @@ class Recovery:
     """State in which the limits are kept, so that a run that is continued has them too."""
     treat: Callable[[Settings], None] = lambda settings: None
     """Makes the model obey changed settings."""
-    tell: Callable[[str], None] = lambda text: None
+    emit: Callable[[str], None] = lambda text: None
     """Takes notes."""
     has_dropout: bool = False
     eval_limit: int | None = None
@@ -180,21 +180,21 @@ class Recovery:
         """
         self.failures.append(failure)
         allowed = self.settings.recovery
-        said = f"ran out of memory with {failure.load:,} tokens at once in step {self.position.step + 1}: "
+        said = f"ran out of memory with {failure.load:,} tokens in a pass of step {self.position.step + 1}: "
         if "split" in allowed and not failure.is_single:
             self.position.micro_limit = failure.load
-            said += "the step was thrown away and made again; as heavy micro-batches are split from now on"
+            said += "the step was repeated, with micro-batches of this size split from now on"
             if self.has_dropout:
-                said += " (dropout is drawn anew for each part: another sample, not another method)"
+                said += " (dropout masks are drawn again for each part)"
         else:
             name = next_strategy(self.settings)
             if name is None:
                 raise Exhausted(failure)
             self._switch(name)
             self.position.switched_on = [*self.position.switched_on, name]
-            said += f"{OOM_STEPS[name](self.settings)}, and the step was made again"
+            said += f"{OOM_STEPS[name](self.settings)}, and the step was repeated"
         self.position.num_recoveries += 1
-        self.tell(said)
+        self.emit(said)
 
     def _learn_of_evaluation(self, failure: Failure) -> None:
         if failure.is_single and not _can(self.settings, "loss_tile"):
@@ -206,7 +206,10 @@ class Recovery:
         else:
             self.eval_limit = failure.load
         self.position.num_recoveries += 1
-        self.tell(f"evaluation ran out of memory with {failure.load:,} tokens at once, and takes fewer now")
+        self.emit(
+            f"evaluation ran out of memory with {failure.load:,} tokens in a pass, and uses smaller "
+            "passes now"
+        )
 
     def _failure(self, feed: Feed, sequences: Ints) -> Failure:
         return Failure(load_of(feed, sequences, self.settings), is_single=len(sequences) < 2)
@@ -291,7 +294,7 @@ def _can(settings: Settings, name: str) -> bool:
 OOM_STEPS: dict[str, Callable[[Settings], str]] = {
     "slices": lambda settings: f"layers go in slices of {settings.slice_tokens:,} tokens from now on",
     "checkpointing": lambda settings: "every layer is checkpointed from now on",
-    "offloading": lambda settings: "activations wait in host memory from now on",
-    "loss_tile": lambda settings: f"the loss takes tiles of {gib(settings.loss_tile_bytes)} from now on",
+    "offloading": lambda settings: "activations are offloaded to CPU from now on",
+    "loss_tile": lambda settings: f"the loss uses chunks of {gib(settings.loss_tile_bytes)} from now on",
 }
 """Strategies in the order they are tried, and what is said of them."""

@@ -107,7 +107,7 @@ def _switch(model: nn.Module, implementation: str) -> None:
     model.set_attn_implementation(implementation)  # pyright: ignore
     taken: str = model.config._attn_implementation  # pyright: ignore
     if taken != implementation:
-        what = f"{type(model).__name__} does not let its attention be replaced (it stays at {taken})"
+        what = f"{type(model).__name__} does not allow another attention function (it keeps {taken})"
         raise LaunchError(what, fix=FIX)
 
 
@@ -167,7 +167,9 @@ def _check(
 ) -> None:
     """Make sure that nothing is asked that the back ends would silently not do."""
     if attention_mask is not None:
-        what = f"{type(module).__name__} has a mask of its own making, which packed attention does not take"
+        what = (
+            f"{type(module).__name__} makes its own attention mask, which packed attention does not support"
+        )
         raise LaunchError(what, fix=FIX)
     assert query.shape[0] == 1, f"Packed attention takes one flattened row, not a batch of {query.shape[0]}."
     assert query.shape[2] == layout.num_tokens, (

@@ -130,9 +130,9 @@ def verify_causal(model: nn.Module) -> float:
     seen = _distance([beside_other], [hidden], hidden.abs().max().float())
     if not seen <= seen_bound(base, hidden):
         raise LaunchError(
-            f"{type(base).__name__} is not causal: tokens see those that come after them (off by {seen:.1e})",
+            f"{type(base).__name__} is not causal: tokens attend to later tokens (off by {seen:.1e})",
             str(base.config.name_or_path or base.config.model_type),
-            "name a decoder; for an encoder that can be one, set is_decoder: true in its config.json",
+            "choose a decoder; for an encoder that can be one, set is_decoder: true in its config.json",
         )
     return seen
 
@@ -164,7 +164,7 @@ def verify_slices(model: nn.Module, backend: AttentionBackend, ranks: ContextRan
     bounds = ALONE_REGROUPED if _regroups(base) else ALONE
     if not worst <= _bound(base, found, bounds):
         raise LaunchError(
-            f"{type(base).__name__}: a row in slices on {ranks.size} processes is not the row in one piece "
+            f"{type(base).__name__}: a row in slices on {ranks.size} processes differs from the whole row "
             f"(off by {worst:.1e})",
             "cluster.context_parallel",
             "remove it for this model",
@@ -220,9 +220,9 @@ def _measured(
     different = _distance([first, second], alone, largest)
     # A NaN is neither below nor above: `not <=` makes it a fault.
     if not seen <= seen_bound(model, first):
-        fault = f"the rows of {kind} see each other (one moves the other by {seen:.1e})"
+        fault = f"the rows of {kind} influence each other (hidden states change by {seen:.1e})"
     elif not different <= alone_bound(model, first):
-        fault = f"{kind} is not what its rows are alone (off by {different:.1e})"
+        fault = f"{kind} differs from its rows computed alone (off by {different:.1e})"
     else:
         return seen, different
     of = lengths if is_packed else (prompt_len, *lengths)

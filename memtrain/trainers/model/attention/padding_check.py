@@ -43,10 +43,10 @@ def verify_padding(model: nn.Module, *, longest: int | None = 0, by_row: bool = 
             worst = different if not different <= worst else worst
         if not worst <= alone_bound(base, alone[0]):
             raise LaunchError(
-                f"{type(base).__name__}: a row padded beside a longer one is not what it is alone (off by "
+                f"{type(base).__name__}: a row padded beside a longer one differs from the row alone (off by "
                 f"{worst:.1e}; rows of {lengths[0]:,} and {lengths[1]:,} tokens)",
                 "train.micro_batch_size",
-                "set train.micro_batch_size: 1 (rows of one answer each), or take another model",
+                "set train.micro_batch_size: 1 (rows of one answer each), or use another model",
             )
     return worst
 

@@ -102,7 +102,7 @@ class LoadBalance:
         self._sums[-1] += weight_T.double().sum()
 
     def _weights(self, logits_TE: Tensor) -> Tensor:
-        assert self._weight_T is not None, "Tokens are told before they pass."
+        assert self._weight_T is not None, "Weights of tokens are set before a pass."
         assert len(self._weight_T) == len(logits_TE), "A router sees all tokens of a micro-batch at once."
         return self._weight_T
 

@@ -102,7 +102,7 @@ def head_of(base: PreTrainedModel) -> nn.Module:
     head = base.get_output_embeddings()
     if head is None:
         raise LaunchError(
-            f"{type(base).__name__} has no LM head", fix="take a model whose class ends in ForCausalLM"
+            f"{type(base).__name__} has no LM head", fix="use a model whose class ends in ForCausalLM"
         )
     return head
 
@@ -192,7 +192,7 @@ def verify_head(scorer: Scorer) -> None:
             f"log-probs of {type(base).__name__} from its hidden states differ from those of its own logits "
             f"by {worst:.3g} (allowed {allowed:.3g})",
             where=str(base.config.name_or_path or base.config.model_type),
-            fix="the model changes its logits in a way memtrain does not know; please report it",
+            fix="the model changes its logits in a way that memtrain does not know; please report it",
         )
 
 
@@ -202,9 +202,9 @@ def _check_reads_hidden(base: PreTrainedModel, hidden_ND: Tensor) -> None:
     if weight.shape[-1] != hidden_ND.shape[-1]:
         raise LaunchError(
             f"the LM head of {type(base).__name__} reads vectors of {weight.shape[-1]}, and hidden states "
-            f"have {hidden_ND.shape[-1]}: something stands between them",
+            f"have {hidden_ND.shape[-1]}: the model has a part between them",
             str(base.config.name_or_path or base.config.model_type),
-            "name a decoder whose head reads its hidden states, such as Qwen/Qwen3-0.6B",
+            "use a decoder whose head reads its hidden states, such as Qwen/Qwen3-0.6B",
         )
 
 

@@ -70,5 +70,5 @@ def head_of_rewards(base: PreTrainedModel) -> nn.Module:
     raise LaunchError(
         f"{type(base).__name__} has no head that scores a sequence",
         "model.path",
-        "name a decoder that transformers can classify with, such as Qwen/Qwen3-0.6B",
+        "use a decoder that transformers can classify with, such as Qwen/Qwen3-0.6B",
     )

@@ -46,9 +46,9 @@ def add_adapter(
     _check_saved(model, adapter)
     if quantize != "none" and _names_head(model, (*adapter.target_modules, *adapter.modules_to_save)):
         raise LaunchError(
-            "the LM head cannot be adapted on quantized weights: its loss reads the full-precision head",
+            "the LM head cannot be adapted on quantized weights: the loss reads the full-precision head",
             "model.adapter.target_modules",
-            "take the head out of the list, or set model.quantize to none",
+            "remove the head from the list, or set model.quantize to none",
         )
     config = LoraConfig(
         task_type=TASKS[head],
@@ -95,15 +95,15 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
             raise LaunchError(
                 f"the adapter {adapter} does not fit the model: {str(error).splitlines()[0]}",
                 adapter,
-                "name the model that it was trained on: model.path=FOLDER_OR_HUB_ID",
+                "give the model that it was trained on: model.path=FOLDER_OR_HUB_ID",
             ) from None
     kind = str(adapted.active_peft_config.peft_type)
     if adapted.active_peft_config.peft_type != PeftType.LORA:
         raise LaunchError(
             f"the adapter {adapter} is a {kind.removeprefix('PeftType.')} adapter; only LoRA and DoRA are "
-            "honoured",
+            "supported",
             adapter,
-            "merge it into its model with PEFT, and name the merged model",
+            "merge it into its model with PEFT, and use the merged model",
         )
     compute_in_input_dtype(adapted)
     return adapted.eval()
@@ -128,7 +128,7 @@ def _checked_targets(model: nn.Module, adapter: Adapter) -> str | list[str]:
     if ALL_LINEAR in adapter.target_modules:
         if len(adapter.target_modules) > 1:
             raise LaunchError(
-                f"{ALL_LINEAR} stands for every linear layer but the head, and nothing can be added to it",
+                f"{ALL_LINEAR} means every linear layer but the head, and nothing can be added to it",
                 "model.adapter.target_modules",
                 f"give {ALL_LINEAR} alone, or the names of all modules",
             )

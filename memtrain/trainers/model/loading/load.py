@@ -123,7 +123,7 @@ def _config_of(recipe: Model, vocab_size: int) -> PretrainedConfig:
         Exception
     ) as error:  # an unknown type is a ValueError, a wrong value a dataclass error of the hub's
         what = unknown_type(model_type) or f"model.config: {words_of(error)}"
-        raise LaunchError(what, "model.config", "write the values of a model that exists") from None
+        raise LaunchError(what, "model.config", "use the values of a published model") from None
     unknown = sorted(set(given) - set(known) - READ_BY_MODELS)
     if unknown and not isinstance(recipe.config, str):
         near = difflib.get_close_matches(unknown[0], known, n=3)
@@ -193,7 +193,7 @@ def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) 
         raise LaunchError(
             f"the weights of {origin.path} cannot be loaded: {words_of(error)}",
             "model.path",
-            "only whole safetensors files of models that transformers knows are read; others are converted "
+            "only complete safetensors files of models that transformers knows are read; convert others "
             "with save_pretrained",
         ) from None
     model, info = loaded
@@ -221,7 +221,7 @@ def check_config(config: PretrainedConfig, named: str, head: str) -> None:
         raise LaunchError(
             f"the weights of {named} are quantized already",
             "model.path",
-            "name the unquantized model; model.quantize: 4bit quantizes it while it is loaded",
+            "use the unquantized model; model.quantize: 4bit quantizes it while it is loaded",
         )
 
 
@@ -237,9 +237,9 @@ def _check_causal(config: PretrainedConfig, named: str, head: str) -> None:
     if config.is_encoder_decoder or is_other or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = ", ".join(architectures) or config.model_type
         raise LaunchError(
-            f"{named} is no causal language model (it is {what})",
+            f"{named} is not a causal language model (it is {what})",
             "model",
-            "name a decoder with a language-modelling head, such as Qwen/Qwen3-0.6B",
+            "use a decoder with a language-modelling head, such as Qwen/Qwen3-0.6B",
         )
 
 
@@ -268,7 +268,7 @@ def _check_complete(origin: Origin, info: Mapping[str, Any], *, may_miss: tuple[
             raise LaunchError(
                 f"{origin.path} {fault} {shown}",
                 "model.path",
-                "they would start random; name a complete causal LM",
+                "these weights would start random; use a complete causal LM",
             )
 
 

@@ -22,8 +22,8 @@ from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 HUB_TIMEOUT_S = 10.0
 ADAPTER_FILE = "adapter_config.json"
 NO_CODE_FIX = (
-    "memtrain runs no code from the hub: name a model that transformers knows, update transformers, or copy "
-    "the model again"
+    "memtrain runs no code from the hub: use a model that transformers knows, update transformers, or "
+    "download the model again"
 )
 
 
@@ -82,7 +82,7 @@ def _is_on_hub(path: str, revision: str | None) -> bool:
         fix = "accept its terms on the hub and log in with `hf auth login`"
         raise LaunchError(f"{path} is gated and this account has no access", "model.path", fix) from None
     except RevisionNotFoundError:
-        fix = "name a branch, tag or commit of its page on the hub, or remove the key"
+        fix = "give a branch, tag or commit of its page on the hub, or remove the key"
         raise LaunchError(f"{path} has no revision {revision}", "model.revision", fix) from None
     except (RepositoryNotFoundError, HFValidationError):
         fix = "check the spelling; for a private model log in with `hf auth login`"
@@ -98,7 +98,7 @@ def read_config(origin: Origin) -> PretrainedConfig:
     Raises: LaunchError when it is not there, is an adapter, or needs code from the hub.
     """
     if (adapter := adapter_of(origin)) is not None:
-        base = adapter.base or "a model it does not name"
+        base = adapter.base or "an unnamed model"
         raise LaunchError(
             f"{origin.path} is an adapter of {base}, not a model",
             "model.path",
@@ -108,7 +108,7 @@ def read_config(origin: Origin) -> PretrainedConfig:
         given = read_config_json(Path(origin.path), "model.path")
         if not isinstance(given.get("model_type"), str):
             raise LaunchError(
-                f"the config.json of {origin.path} names no model_type", "model.path", NO_CODE_FIX
+                f"the config.json of {origin.path} has no model_type", "model.path", NO_CODE_FIX
             )
     try:
         config = AutoConfig.from_pretrained(origin.path, trust_remote_code=False, **origin.kwargs())
@@ -117,7 +117,7 @@ def read_config(origin: Origin) -> PretrainedConfig:
             raise LaunchError(
                 f"{origin.path} has no readable config.json: {words_of(error)}", "model.path", NO_CODE_FIX
             ) from None
-        fix = "connect this machine to the hub, or copy the model here and give its folder"
+        fix = "connect this machine to the hub, or copy the model to this machine and give its folder"
         what = f"the hub cannot be reached, and its cache does not hold {origin.path}"
         raise LaunchError(what, "model.path", fix) from None
     except Exception as error:  # each configuration class has faults of its own
@@ -160,7 +160,7 @@ def built(
         raise LaunchError(
             f"transformers cannot build the {kind} model of {named}: {words_of(error)}",
             named,
-            "compare its values with the config.json of a published model of that type",
+            "compare its values with the config.json of a published model of this type",
         ) from None
 
 

@@ -65,9 +65,9 @@ def check_model(model: Model, config: Mapping[str, Any], head: str = "lm") -> No
     _, _, why = count_model(config, head)
     if why:
         raise LaunchError(
-            f"the model's config describes none: {why}",
+            f"the model's config does not describe a model: {why}",
             model.path or "model.config",
-            "compare its values with the config.json of a published model of that type",
+            "compare its values with the config.json of a published model of this type",
         )
     folder = Path(model.path).expanduser() if model.path is not None else None
     if folder is not None and (folder / "config.json").is_file():

@@ -95,9 +95,9 @@ def _refuse_empty(folder: Path, least: int) -> None:
     written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not 0 < least <= written:
         raise LaunchError(
-            f"the model was written with {written:,} bytes of weights, and it has {least:,}",
+            f"the model was written with {written:,} bytes of weights, and the model has {least:,}",
             str(folder),
-            "the last checkpoint stands: memtrain export makes a model of it; please report this",
+            "the last checkpoint is intact: memtrain export makes a model of it; please report this",
         )
 
 
@@ -105,7 +105,7 @@ def refuse_to_overwrite(folder: Path) -> None:
     """Nothing when `folder` is free. Raises: LaunchError when something is in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LaunchError(
-            f"{folder} is there already", str(folder), "remove it, or name another folder with -o"
+            f"{folder} is there already", str(folder), "remove it, or give another folder with -o"
         )
 
 
@@ -161,7 +161,7 @@ def try_final(
         raise LaunchError(
             f"the model could not be saved at the end of the run: {lines[0]}",
             "model.path",
-            "mend its configuration files; nothing was trained",
+            "fix its configuration files; nothing was trained",
         ) from error
     return told
 

@@ -16,7 +16,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file. Source: https://github.com/huggingface/safetensors#format."""
 
-AGAIN = "copy or download the model again: a transfer that broke off leaves such files"
+AGAIN = "copy or download the model again: an interrupted transfer leaves such files"
 
 
 def check_weights(folder: Path, key: str = "model.path") -> None:
@@ -38,7 +38,7 @@ def check_weights(folder: Path, key: str = "model.path") -> None:
             lost = [name for name, place in placed.items() if place == file and name not in inside]
             if lost:
                 raise LaunchError(
-                    f"{folder / INDEX} places {lost[0]} in {file}, which has no such weight"
+                    f"{folder / INDEX} lists {lost[0]} in {file}, which has no such weight"
                     + (f" ({len(lost) - 1} more like it)" if len(lost) > 1 else ""),
                     key,
                     AGAIN,
@@ -70,7 +70,7 @@ def index_of(folder: Path, key: str = "model.path") -> dict[str, str]:
     for file in sorted(set(cast(dict[str, str], placed).values())):
         if Path(file).name != file:
             raise LaunchError(
-                f"{folder / INDEX} names {json.dumps(file)}, which is not in the folder", key, AGAIN
+                f"{folder / INDEX} lists {json.dumps(file)}, which is not in the folder", key, AGAIN
             )
         if not (folder / file).is_file():
             raise LaunchError(f"{folder} lacks {file}, which its index names", key, AGAIN)
@@ -99,11 +99,11 @@ def header_of(file: Path, key: str = "model.path") -> dict[str, Any]:
         entries = {name: one for name, one in cast(dict[str, Any], header).items() if name != "__metadata__"}
         end = 8 + size + max((int(one["data_offsets"][1]) for one in entries.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise LaunchError(f"{file} is no safetensors file{_pointer(file)}", key, AGAIN) from None
+        raise LaunchError(f"{file} is not a safetensors file{_pointer(file)}", key, AGAIN) from None
     if end != num_bytes:
         is_short = end > num_bytes
         what = f"is cut off: it has {num_bytes:,} of {end:,} bytes" if is_short else "is damaged"
-        more = "" if is_short else f": {num_bytes - end:,} bytes more than its header speaks of"
+        more = "" if is_short else f": {num_bytes - end:,} bytes more than its header describes"
         raise LaunchError(f"{file} {what}{more}", key, AGAIN)
     return entries
 

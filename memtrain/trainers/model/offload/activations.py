@@ -57,7 +57,7 @@ def apply_checkpointing_and_offload(
         return Activations(checkpoint_layers(model, every) if every else None, None)
     if settings.offload == "boundaries" and not every and not slice_tokens:
         raise LaunchError(
-            "only inputs of checkpointed layers travel, and no layer is checkpointed",
+            "needs activation checkpointing: only inputs of checkpointed layers are offloaded",
             "memory.activation_offloading",
             "set memory.activation_checkpointing to on, or offloading to off",
         )
@@ -95,7 +95,7 @@ def disk_of(settings: Settings) -> DiskTier | None:
         raise LaunchError(
             f"activations cannot be written to {folder}: {error.strerror}",
             "memory.offload_disk",
-            "name a folder that can be written, on a fast disk",
+            "give a writable folder on a fast disk",
         ) from None
 
 

@@ -49,9 +49,7 @@ class StreamedForward:
         if not isinstance(layout, Layout) or not self.slice_tokens:
             return self.plain(x_BTW, *others, **arguments)
         if others:
-            what = (
-                f"{type(self.layer).__name__} gets arguments without names, which cannot be cut into slices"
-            )
+            what = f"{type(self.layer).__name__} gets positional arguments, which cannot be cut into slices"
             raise LaunchError(what, "memory.streamed_layers", FIX)
         slices = slices_of(layout, self.slice_tokens)
         with self.hooks() if torch.is_grad_enabled() else nullcontext():

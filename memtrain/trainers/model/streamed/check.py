@@ -49,8 +49,7 @@ def verify_streamed(model: nn.Module, backend: AttentionBackend) -> float:
     # A NaN is neither below nor above: `not <=` makes it a fault.
     if not different <= alone_bound(base, expected[0]):
         raise LaunchError(
-            f"{type(base).__name__}: layers in slices are not the layers in one piece "
-            f"(off by {different:.1e})",
+            f"{type(base).__name__}: layers in slices differ from whole layers (off by {different:.1e})",
             "memory.streamed_layers",
             FIX,
         )

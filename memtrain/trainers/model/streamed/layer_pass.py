@@ -169,7 +169,7 @@ def _sliced(name: str, value: Any, part: RowSlice) -> Any:
     if not isinstance(value, Tensor):
         return value
     if name not in TOKENS_AT:
-        what = f"the layers get `{name}`, a tensor that is not known to be cut by tokens"
+        what = f"the layers get `{name}`, a tensor whose token dimension is unknown"
         raise LaunchError(what, "memory.streamed_layers", FIX)
     return value.narrow(TOKENS_AT[name], part.begin, part.num_tokens)
 

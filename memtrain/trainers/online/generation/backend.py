@@ -25,7 +25,7 @@ from memtrain.trainers.runtime.ranks import Ranks
 
 
 def open_generating(
-    plan: Plan, built: Built, ranks: Ranks, *, version: Callable[[], int], tell: Callable[[str], None]
+    plan: Plan, built: Built, ranks: Ranks, *, version: Callable[[], int], emit: Callable[[str], None]
 ) -> Generating:
     """Sampler of a run's completions, as its plan says.
 
@@ -34,7 +34,7 @@ def open_generating(
     """
     rows = plan.settings.rollout_rows
     if plan.settings.sampler not in ("vllm", "vllm_server"):
-        made = Generating(OwnSampler(plan, built), rows, ranks, tell)
+        made = Generating(OwnSampler(plan, built), rows, ranks, emit)
         if built.spread.is_sharded and not plan.settings.gather_weights:
             made.writing = Lockstep(built.model).writing
         return made
@@ -45,10 +45,10 @@ def open_generating(
         ranks,
         longest_prompt=max(int(feed.tokens.max()) for feed in feeds),
         version=version,
-        tell=tell,
+        emit=emit,
         native=lambda: build_sampler(plan, built, max_rows=rows),
     )
-    return Generating(lambda rows: engine, rows, ranks, tell, engine.close)
+    return Generating(lambda rows: engine, rows, ranks, emit, engine.close)
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class OwnSampler:
         # A state runs through padding too: in bfloat16 the difference may be too small to be noticed.
         first = FORMS[1] if model_facts(config)["own_layers"] else FORMS[0]
         longer = _past_a_length(self.plan, config, prompts.ids(int(prompts.tokens.argmax())))
-        start = StartCheck(self.built.model, generating.ranks, generating.tell, generating.writing)
+        start = StartCheck(self.built.model, generating.ranks, generating.emit, generating.writing)
         few = min(generating.max_rows, CHECKED_ROWS)
         self.form = start.passing(
             lambda form: build_sampler(self.plan, self.built, max_rows=few, form=form),

@@ -21,7 +21,7 @@ class Generating:
     """A sampler of so many rows."""
     max_rows: int
     ranks: Ranks
-    tell: Callable[[str], None] = lambda text: None
+    emit: Callable[[str], None] = lambda text: None
     close: Callable[[], None] = lambda: None
     """Ends what the sampler started beside this process."""
     writing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -54,7 +54,7 @@ class Generating:
         shares = self.ranks.gather(made)
         if any(share is None for share in shares):
             raise OutOfMemory(
-                "memory ran out while a single completion was written",
+                "out of memory while a single completion was generated",
                 "generate.max_tokens",
                 "lower generate.max_tokens or length.max_prompt, or train an adapter on quantized weights",
             )
@@ -66,7 +66,7 @@ class Generating:
 
     def _halve(self) -> None:
         self.max_rows //= 2
-        self.tell(
-            f"ran out of memory while completions were written: {self.max_rows} at a time from now on, "
+        self.emit(
+            f"out of memory while completions were generated: {self.max_rows} at a time from now on, with "
             "the same completions"
         )

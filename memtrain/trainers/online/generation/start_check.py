@@ -48,7 +48,7 @@ class StartCheck:
 
     model: PreTrainedModel | PeftModel
     ranks: Ranks
-    tell: Callable[[str], None]
+    emit: Callable[[str], None]
     writing: Callable[[], AbstractContextManager[None]]
     """Context of the passes of all ranks, where each of them gathers layers."""
 
@@ -65,14 +65,14 @@ class StartCheck:
             fault = self._fault(make(form), groups)
             if not fault:
                 if faults:
-                    self.tell(f"{form.says}, which is slower: {'; '.join(faults)}")
+                    self.emit(f"{form.says}, which is slower: {'; '.join(faults)}")
                 return form
             faults.append(f"{form.name} {fault}")
         others = {"native": "transformers or vllm", "transformers": "vllm"}
         raise LaunchError(
             f"the {sampler.name} sampler does not give the model's own log-probs: {'; '.join(faults)}",
             "generate.backend",
-            f"set generate.backend: {others.get(sampler.name, 'native')}, or name another model; please "
+            f"set generate.backend: {others.get(sampler.name, 'native')}, or use another model; please "
             f"report that {type(base_model(self.model)).__name__} samples like this",
         )
 

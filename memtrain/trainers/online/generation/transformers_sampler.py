@@ -41,9 +41,13 @@ class Form:
 
 
 FORMS = (
-    Form("padding on the left", "prompts of unlike lengths are written together", pads=True, caches=True),
-    Form("its cache", "completions are written together for prompts of one length only", caches=True),
-    Form("writing without a cache", "completions are written without a cache, each token in a whole pass"),
+    Form(
+        "padding on the left", "prompts of different lengths are generated together", pads=True, caches=True
+    ),
+    Form("its cache", "completions are generated together only for prompts of equal length", caches=True),
+    Form(
+        "generation without a cache", "completions are generated without a cache, each token in a whole pass"
+    ),
 )
 """The fastest first; each is right for models that the one before it is wrong for."""
 

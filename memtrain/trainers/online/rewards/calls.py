@@ -17,11 +17,11 @@ class TookTooLong(Exception):
 
 
 class Exited(Exception):
-    """A call wanted to end the process: `sys.exit`, or what stands for Ctrl-C."""
+    """A call tried to end the process: `sys.exit`, or what stands for Ctrl-C."""
 
     def __init__(self, error: BaseException) -> None:
         said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else "KeyboardInterrupt"
-        super().__init__(f"wanted to end the process: {said}")
+        super().__init__(f"tried to end the process: {said}")
         self.__traceback__ = error.__traceback__
 
 

@@ -70,7 +70,7 @@ def _parsed(path: Path, where: str) -> ast.Module:
         return ast.parse(path.read_text(), str(path))
     except (SyntaxError, ValueError) as error:
         at = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else where
-        raise RecipeError(f"'{path}' is no Python: {error}", at, "mend it") from None
+        raise RecipeError(f"'{path}' is not valid Python: {error}", at, "fix it") from None
 
 
 def _signature(function: Declared) -> inspect.Signature:

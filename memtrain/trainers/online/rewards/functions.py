@@ -69,7 +69,7 @@ def check_columns(functions: Mapping[int, Function], columns: Sequence[str]) -> 
         renamed = function.recipe.columns
         for taken, column in renamed.items():
             if column not in columns:
-                what = f"reward '{function.label}' wants the column '{column}' as {taken}"
+                what = f"reward '{function.label}' needs the column '{column}' as {taken}"
                 faults.append(Fault(what, where, _has(columns)))
         given = {*GIVEN, "prompt", "completion", *columns, *renamed}
         missing = [need for need in function.needs if need not in given]
@@ -114,7 +114,7 @@ def reward_file(name: str, where: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_file():
         raise RecipeError(
-            f"there is no file '{path}'", where, "a path is taken from the folder in which the command runs"
+            f"there is no file '{path}'", where, "paths are relative to the folder in which the command runs"
         )
     return path
 
@@ -150,7 +150,7 @@ def _import_fault(what: str, error: BaseException, where: str) -> tuple[str, str
     return (
         f"'{what}' cannot be imported: {type(error).__name__}: {error}",
         where,
-        "mend it; `python -c 'import ...'` from the same folder shows where it fails",
+        "fix it; `python -c 'import ...'` from the same folder shows where it fails",
     )
 
 
@@ -169,21 +169,23 @@ def looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, i
     is_batched = "completions" in names
     if unnamed:
         raise RecipeError(
-            f"reward '{recipe.label}' takes {unnamed[0]} without its name",
+            f"reward '{recipe.label}' takes {unnamed[0]} by position only",
             where,
-            "remove the / in its parameters",
+            "remove the / from its parameters",
         )
     if not takes_all and not {"completions", "completion", "completion_ids"} & set(names):
         raise RecipeError(
-            f"reward '{recipe.label}' takes no completions ({', '.join(names) or 'nothing at all'})",
+            f"reward '{recipe.label}' has no parameter for completions "
+            f"({', '.join(names) or 'nothing at all'})",
             where,
             "give it a parameter `completions` (all at once) or `completion` (one by one)",
         )
     if recipe.pairwise and not (is_batched or takes_all):
         raise RecipeError(
-            f"judge '{recipe.label}' takes no completions ({', '.join(names) or 'nothing at all'})",
+            f"judge '{recipe.label}' has no parameter for completions "
+            f"({', '.join(names) or 'nothing at all'})",
             where,
-            "give it a parameter `completions`: a list of pairs, for each of which it returns 0, 1 or None",
+            "give it a parameter `completions`: a list of pairs, and return 0, 1 or None for each",
         )
     unknown = [name for name in (*recipe.args, *recipe.columns) if name not in names and not takes_all]
     if unknown:

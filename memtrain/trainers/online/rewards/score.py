@@ -141,7 +141,7 @@ def _values(
                 raise DataError(
                     f"reward '{function.label}' returned a mapping without 'score' for completion {index}",
                     _place(function),
-                    "put its number under 'score'; what else is in it is reported",
+                    "put the number under 'score'; other entries are reported",
                 )
             value = value["score"]
         number = _number(value, function, index)
@@ -160,7 +160,7 @@ def _number(value: Any, function: Function, index: int) -> float:
         raise DataError(
             f"reward '{function.label}' returned a {type(value).__name__} for completion {index}",
             _place(function),
-            "return a number, None for no verdict, or a mapping with a number under 'score'",
+            "return a number, None for no reward, or a mapping with a number under 'score'",
         )
     return as_float(value)
 
@@ -180,7 +180,7 @@ def _by_policy(
         raise DataError(
             f"reward '{function.label}' {said} (completion {index} of the batch)",
             _place(function, error),
-            f"mend it, or set rewards.{key}: zero or skip",
+            f"fix it, or set rewards.{key}: zero or skip",
         ) from error
     return 0.0 if policy == "zero" else math.nan
 

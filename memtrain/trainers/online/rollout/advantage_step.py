@@ -36,13 +36,13 @@ class AdvantageStep:
         """
         method, needs = self.method, self.method.needs
         may_learn_A = ~window.is_cut_A if method.section.mask_truncated else np.ones_like(window.is_cut_A)
-        window.is_learnt_A = may_learn_A
+        window.is_trained_A = may_learn_A
         window.norms = self._norms(window, may_learn_A)
         self.feed.window = window
         kl_A = None
         if needs.is_for_rewards:
             # Rewards are penalised for every answer: those that are not learnt are in the baseline too.
-            window.is_learnt_A = np.ones_like(may_learn_A)
+            window.is_trained_A = np.ones_like(may_learn_A)
             self.passes().fill(self.feed, needs)
             kl_A = _sums(window) if needs.reference else None
         judged = ScoredRollout(
@@ -53,12 +53,12 @@ class AdvantageStep:
             kl_A=kl_A,
         )
         window.advantage_A = method.advantages(judged).float().numpy()
-        window.is_learnt_A = may_learn_A
+        window.is_trained_A = may_learn_A
         if isinstance(method, WeighsTokens):
-            window.told |= method.weigh_tokens(window, judged)
+            window.metrics |= method.weigh_tokens(window, judged)
             window.kept = method.kept()
         if needs.skip_zero_advantage:
-            window.is_learnt_A = may_learn_A & (window.advantage_A != 0)
+            window.is_trained_A = may_learn_A & (window.advantage_A != 0)
         if not needs.is_for_rewards:
             self.passes().fill(self.feed, needs)
 
@@ -87,7 +87,7 @@ def rollout_facts(window: Rollout, reward_A: Tensor, group_size: int) -> dict[st
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
         "completions_cut": float(window.is_cut_A.mean()),
-        "completions_learnt": float(window.is_learnt_A.mean()),
+        "completions_learnt": float(window.is_trained_A.mean()),
         "rollout_tokens": float(np.diff(window.prompt_ptr).sum() + lengths.sum()),
     }
 

@@ -29,13 +29,15 @@ ROUNDING = {"float32": 1e-4, "bfloat16": 0.02, "float16": 0.005}
 samplers stay below 1e-6 in float32 and 0.01 in bfloat16 (measured: CPU, tiny models)."""
 
 ADVICE = {
-    "native": "generate.backend: transformers computes each completion as the model's class does; where it "
-    "differs less, please report the model's class",
-    "transformers": "its generate computes otherwise than its forward pass: generate.backend: native or vllm "
+    "native": "generate.backend: transformers computes each completion as the model's class does; if the "
+    "difference is smaller there, please report the model's class",
+    "transformers": "the model's generate differs from its forward pass: generate.backend: native or vllm "
     "do not use it",
-    "vllm": "another engine has other kernels, and a little is usual: importance_correction (auto does it) "
+    "vllm": "another engine has other kernels, and a small difference is usual: importance_correction "
+    "(auto does it) "
     "weighs tokens by their ratio",
-    "vllm_server": "another engine has other kernels, and a little is usual: importance_correction (auto "
+    "vllm_server": "another engine has other kernels, and a small difference is usual: "
+    "importance_correction (auto "
     "does it) weighs tokens by their ratio; a server in the trainer's precision comes nearer",
 }
 """Advice on a steady difference, by sampler."""
@@ -57,7 +59,7 @@ class MismatchAlarm:
 
     limit: float | None
     """Above it the run ends; None: never."""
-    tell: Callable[[str], None]
+    emit: Callable[[str], None]
     where: str
     sampler: str = "native"
     """Sampler, by its name in the settings."""
@@ -78,25 +80,25 @@ class MismatchAlarm:
         if self.limit is not None and not mean <= self.limit:
             raise MemtrainError(
                 f"the sampler's log-probs are {mean:.2f} nats from the trainer's on average "
-                f"(generate.max_logprob_gap {self.limit:g}): its completions were of other weights",
+                f"(generate.max_logprob_gap {self.limit:g}): the completions come from other weights",
                 self.where,
-                "go on from the last checkpoint with generate.backend: native; if it happens there too, "
+                "resume from the last checkpoint with generate.backend: native; if it happens there too, "
                 "raise generate.max_logprob_gap (null: never) and look at mismatch/ in the metrics",
             )
         if len(self.past) == LEAST_REMEMBERED:
             self._tell_of_steady(statistics.median(self.past))
         usual = statistics.median(self.past) if len(self.past) >= LEAST_REMEMBERED else mean
         if mean > max(NOTICED, JUMP * usual):
-            self.tell(
+            self.emit(
                 f"the sampler's log-probs are {mean:.3f} nats from the trainer's, against {usual:.3g} "
-                "before: its weights may be old ones"
+                "before: its weights may be outdated"
             )
         self.past.append(mean)
 
     def _tell_of_steady(self, usual: float) -> None:
         """Tell, once, a difference that has been there in every step: no jump would ever show it."""
         if self.rounding is not None and not usual <= self.rounding:
-            self.tell(
+            self.emit(
                 f"the sampler's log-probs are {usual:.2g} nats from the trainer's in every step so far, more "
                 f"than rounding ({self.rounding:g}): {ADVICE[self.sampler]}"
             )

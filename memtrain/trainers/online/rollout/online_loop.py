@@ -63,7 +63,7 @@ class OnlineSteps:
     built: Built
     ranks: Ranks
     watch: MemoryWatch
-    tell: Callable[[Event], None]
+    emit: Callable[[Event], None]
     generating: Generating
     judging: RewardScoring
     prompts: PromptFeed
@@ -78,7 +78,7 @@ class OnlineSteps:
     def __post_init__(self) -> None:
         recipe, settings = self.plan.recipe, self.plan.settings
         self.feed = self.method.answer_feed(self.prompts, settings, NO_NORMS)
-        assert settings.batch_size is not None, "A step is said in completions."
+        assert settings.batch_size is not None, "A step is counted in completions."
         each = settings.model_copy(
             update={
                 "batch_size": settings.batch_size // recipe.generation.num_generations,
@@ -90,7 +90,7 @@ class OnlineSteps:
         is_blurred = has_dropout(self.built.model) and not self.method.needs.old
         self.alarm = MismatchAlarm(
             None if is_blurred else recipe.generation.max_logprob_gap,
-            lambda text: self.tell(NoteEvent(step=self.position.step, text=text)),
+            lambda text: self.emit(NoteEvent(step=self.position.step, text=text)),
             self.plan.run_dir,
             settings.sampler,
             None if is_blurred else ROUNDING[settings.dtype],
@@ -112,9 +112,9 @@ class OnlineSteps:
         number, place = divmod(step, section.steps_in_window)
         if self.feed.window is None or self.feed.window.number != number:
             self.feed.window = self._rollout(number, step)
-            self.method.told = dict(self.feed.window.told)
+            self.method.metrics = dict(self.feed.window.metrics)
         else:
-            self.method.told = {}
+            self.method.metrics = {}
         part = place % section.steps_per_rollout
         return self.work_of(self.feed.window, step, part, rank=rank, num_ranks=num_ranks)
 
@@ -142,7 +142,7 @@ class OnlineSteps:
         total = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F).nanmean().item()
         lengths = [len(sample.token_ids) for group in samples for sample in group]
         extra = {"reward": total, **told, "completion_tokens": float(np.mean(lengths))}
-        self.tell(
+        self.emit(
             EvalEvent(
                 step=self.position.step,
                 loss=-total,
@@ -178,13 +178,13 @@ class OnlineSteps:
         generated = time.perf_counter()
         window = new_window(number, rows, parts, prompts, samples, len(self.judging.functions))
         with self._watched("rewards"):
-            window.reward_AF, window.told = self.judging.verdicts(self.prompts, rows, samples, early)
+            window.reward_AF, window.metrics = self.judging.verdicts(self.prompts, rows, samples, early)
         judged = time.perf_counter()
         weighing = AdvantageStep(self.method, self.feed, self.passes, self.judging.weight_F, count)
         with self._watched("passes"):
             weighing.weigh(window)
         reward_A = weighted_rewards(torch.from_numpy(window.reward_AF), self.judging.weight_F)
-        window.told |= rollout_facts(window, reward_A, count) | {
+        window.metrics |= rollout_facts(window, reward_A, count) | {
             "generated_per_s": len(window.ids_N) / max(1e-9, generated - started),
             "seconds_generation": generated - started,
             "seconds_rewards": judged - generated,
@@ -243,7 +243,7 @@ class OnlineSteps:
     def work_of(self, window: Rollout, step: int, part: int, *, rank: int, num_ranks: int) -> StepWork:
         """Work of `rank` on a part of a window."""
         settings = self.plan.settings
-        answers = np.flatnonzero((window.part_A == part) & window.is_learnt_A)
+        answers = np.flatnonzero((window.part_A == part) & window.is_trained_A)
         kept = None
         if window.is_kept_N is not None:
             kept = float(window.is_kept_N[window.tokens_of(answers)].sum())
@@ -289,14 +289,14 @@ def online_steps(
     built: Built,
     ranks: Ranks,
     watch: MemoryWatch,
-    teller: EventSinks,
+    sinks: EventSinks,
     position: TrainState,
     checkpoint: Checkpoint | None,
 ) -> OnlineSteps | None:
     """The steps of a method that writes its completions, as a checkpoint left them; None for other methods.
 
     Raises: RecipeError when a reward function is not there, or needs what the rows do not have; LaunchError
-    when the sampler does not give the model's own log-probs.
+    whenthe sampler does not give the model's own log-probs.
     """
     if not METHODS[plan.recipe.method].is_online:
         return None
@@ -304,14 +304,14 @@ def online_steps(
     assert built.eval is None or isinstance(built.eval, PromptFeed), "Rows of this method are prompts."
 
     def note(text: str) -> None:
-        teller.tell(NoteEvent(step=position.step, text=text))
+        sinks.emit(NoteEvent(step=position.step, text=text))
 
-    generating = open_generating(plan, built, ranks, version=lambda: position.step, tell=note)
-    judging = build_judging(plan, built, ranks, teller.say)
+    generating = open_generating(plan, built, ranks, version=lambda: position.step, emit=note)
+    judging = build_judging(plan, built, ranks, sinks.say)
     watch.resident_bytes += judging.held_bytes
     check_columns(dict(enumerate(judging.functions)), list(built.train.columns(0)))
     steps = OnlineSteps(
-        plan, built, ranks, watch, teller.tell, generating, judging, built.train, built.eval, position
+        plan, built, ranks, watch, sinks.emit, generating, judging, built.train, built.eval, position
     )
     state = load_state(checkpoint.part("rollout")) if checkpoint is not None else {}
     steps.go_on(state, position.step)

@@ -56,7 +56,7 @@ class OnlineMethod(Protocol):
     reference: Reference | None
     needs: Needs
     temperature: float
-    told: dict[str, float]
+    metrics: dict[str, float]
     """Metrics beside the sums; the loop puts the rollout's facts here."""
     answer_feed: type[PolicyFeed]
     """Feed that turns answers into micro-batches."""

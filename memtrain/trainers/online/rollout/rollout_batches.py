@@ -174,9 +174,9 @@ class PolicyFeed:
         """int64 [T], the shortest prompt."""
         return self.prompts.sample_prompt()
 
-    def told(self, split: str) -> DataEvent:
+    def data_event(self, split: str) -> DataEvent:
         """Effects of truncation on the prompts."""
-        return self.prompts.told(split)
+        return self.prompts.data_event(split)
 
     def _collated(self, answers: Sequence[int]) -> AnswerBatch:
         window = self._at_hand

@@ -47,7 +47,7 @@ class Rollout:
     """Answers that reached the limit."""
     reward_AF: NDArray[np.float64]
     advantage_A: Floats
-    is_learnt_A: NDArray[np.bool_]
+    is_trained_A: NDArray[np.bool_]
     """Answers that are forwarded; the others would add nothing."""
     old_N: Floats | None = None
     reference_N: Floats | None = None
@@ -62,7 +62,7 @@ class Rollout:
     """Numbers of the method that follow the rollouts, as they are after this one."""
     norms: list[dict[str, float]] = field(default_factory=list)
     """By part: answers and tokens that the loss is divided by."""
-    told: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the rollout."""
 
     @property
@@ -100,9 +100,12 @@ class Rollout:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
+PREVIOUS_FIELDS = {"told": "metrics", "is_learnt_A": "is_trained_A"}
+
+
 def window_of(state: Mapping[str, Any]) -> Rollout:
-    """The window that a checkpoint holds."""
-    return Rollout(**state)
+    """The window that a checkpoint holds; some fields had other names in earlier versions."""
+    return Rollout(**{PREVIOUS_FIELDS.get(name, name): value for name, value in state.items()})
 
 
 def new_window(
@@ -131,7 +134,7 @@ def new_window(
         is_cut_A=np.array([sample.finish == "length" for sample in flat], np.bool_),
         reward_AF=np.full((count, num_functions), np.nan),
         advantage_A=np.zeros(count, np.float32),
-        is_learnt_A=np.ones(count, np.bool_),
+        is_trained_A=np.ones(count, np.bool_),
     )
 
 

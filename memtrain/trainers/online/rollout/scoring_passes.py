@@ -79,7 +79,7 @@ class Passes:
         """float32 [N] of each that is asked, NaN for tokens of answers that are not learnt."""
         window = feed.window
         assert window is not None, "A rollout is at hand."
-        answers = np.flatnonzero(window.is_learnt_A)
+        answers = np.flatnonzero(window.is_trained_A)
         settings = self.settings
         micros = feed.deal(
             answers,
@@ -132,7 +132,7 @@ def kept_tokens(window: Rollout, entropy_N: NDArray[np.float32], share: float) -
     """bool [N]: of the tokens that each step learns from, the `share` with the highest entropy."""
     kept = np.zeros(len(entropy_N), np.bool_)
     for part in np.unique(window.part_A).tolist():
-        places = window.tokens_of(np.flatnonzero((window.part_A == part) & window.is_learnt_A))
+        places = window.tokens_of(np.flatnonzero((window.part_A == part) & window.is_trained_A))
         threshold = float(entropy_threshold(torch.from_numpy(entropy_N[places]), share))
         kept[places] = entropy_N[places] >= threshold
     return kept

@@ -37,5 +37,5 @@ def ask(method: str, url: str, body: dict[str, Any] | None, timeout_s: float) ->
     try:
         found: object = json.loads(text) if text.strip() else {}
     except ValueError:
-        raise Unanswered(f"{url}: its answer is no JSON: {text[:SHOWN]!r}") from None
+        raise Unanswered(f"{url}: the answer is not JSON: {text[:SHOWN]!r}") from None
     return found if isinstance(found, dict) else {"answer": found}

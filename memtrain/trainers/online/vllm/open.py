@@ -40,7 +40,7 @@ def open_engine(
     *,
     longest_prompt: int,
     version: Callable[[], int],
-    tell: Callable[[str], None],
+    emit: Callable[[str], None],
     native: Callable[[], Sampler],
 ) -> VllmSampler | ServerSampler:
     """The sampler of this rank: a process of its own, or a server that is there.
@@ -53,7 +53,7 @@ def open_engine(
     section = generate.vllm or Vllm()
     if section.server is None:
         return open_vllm(
-            plan, built, ranks, longest_prompt=longest_prompt, version=version, tell=tell, native=native
+            plan, built, ranks, longest_prompt=longest_prompt, version=version, emit=emit, native=native
         )
     return ServerSampler(
         model=built.model,
@@ -61,7 +61,7 @@ def open_engine(
         folder=Path(section.shared_dir or Path(plan.run_dir) / FOLDER),
         version=version,
         ranks=ranks,
-        tell=tell,
+        emit=emit,
         deadline_s=section.deadline_s,
         start_deadline_s=section.start_deadline_s,
         restarts=section.restarts,
@@ -78,7 +78,7 @@ def open_vllm(
     *,
     longest_prompt: int,
     version: Callable[[], int],
-    tell: Callable[[str], None],
+    emit: Callable[[str], None],
     native: Callable[[], Sampler],
 ) -> VllmSampler:
     """The sampler of this rank with a process of its own, which is started when it is first needed."""
@@ -109,13 +109,13 @@ def open_vllm(
         environment=launch.environment,
     )
     if transport.why_files:
-        tell(f"vLLM reads new weights from files, not from the GPU: {transport.why_files}")
+        emit(f"vLLM reads new weights from files, not from the GPU: {transport.why_files}")
     return VllmSampler(
         model=built.model,
         launch=launch,
         transport=transport,
         version=version,
-        tell=tell,
+        emit=emit,
         sleep_level=SLEEP_LEVELS[settings.sampler_sleep],
         restarts=section.restarts,
         fallback=native if section.on_failure == "native" else None,
@@ -193,7 +193,7 @@ def interpreter(python: str | None) -> str:
         raise LaunchError(
             f"there is no interpreter {python}",
             "generate.vllm.python",
-            "name the python of an environment with vLLM (docs/generation.md), or set generate.backend: "
+            "give the python of an environment with vLLM (docs/generation.md), or set generate.backend: "
             "native",
         )
     return found

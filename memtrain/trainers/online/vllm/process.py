@@ -125,7 +125,7 @@ class Process:
             self.socket.settimeout(self.launch.deadline_s)
             self.socket.sendall(struct.pack("<I", len(data)) + data)
         except OSError as error:
-            raise Faulty(f"it takes nothing any more ({error}){self._last_words()}") from None
+            raise Faulty(f"it accepts no more requests ({error}){self._last_words()}") from None
 
     def receive(self, deadline_s: float | None = None) -> Frame:
         """The next frame. Raises: Faulty, also where the frame says that something failed."""
@@ -151,11 +151,11 @@ class Process:
         while count:
             left = until - time.monotonic()
             if left <= 0 or not select.select([self.socket], [], [], left)[0]:
-                raise Faulty("it said nothing before the deadline")
+                raise Faulty("no answer before the deadline")
             try:
                 part = self.socket.recv(count)
             except OSError as error:
-                raise Faulty(f"its connection broke: {error}") from None
+                raise Faulty(f"the connection broke: {error}") from None
             if not part:
                 raise Faulty(f"it died{self._ending()}")
             parts.append(part)
@@ -173,4 +173,4 @@ class Process:
     def _last_words(self) -> str:
         """End of the process's log."""
         lines = self.launch.log.read_text(errors="replace").strip().splitlines()
-        return f"; its last words: {lines[-1].strip()}" if lines else ""
+        return f"; last line of its log: {lines[-1].strip()}" if lines else ""

@@ -35,7 +35,7 @@ class VllmSampler:
     transport: Transport
     version: Callable[[], int]
     """Grows whenever the weights change."""
-    tell: Callable[[str], None]
+    emit: Callable[[str], None]
     sleep_level: int
     """Memory that the engine gives back between rollouts: 0 nothing, 1 keys, 2 weights too."""
     restarts: int
@@ -120,9 +120,9 @@ class VllmSampler:
         if not found <= limit:
             raise LaunchError(
                 f"vLLM's log-probs are {found:.2f} nats from the trainer's for the same weights "
-                f"(generate.max_logprob_gap {limit:g}): some of them did not arrive",
+                f"(generate.max_logprob_gap {limit:g}): some weights did not arrive",
                 str(self.launch.log),
-                "set generate.backend: native; and say which architecture it was",
+                "set generate.backend: native; and please report the architecture",
             )
 
     def _sync(self, process: Process) -> None:
@@ -180,11 +180,11 @@ class VllmSampler:
     def _replace_or_give_up(self, faults: list[str], *, missing: int) -> None:
         words = f"the vLLM process failed ({faults[-1]})"
         if not missing:
-            self.tell(f"{words} when all completions were there: it is started again for the next ones")
+            self.emit(f"{words} after all completions were generated: it is restarted for the next ones")
             return
         if len(faults) <= self.restarts:
-            self.tell(
-                f"{words}: started again with the same weights, {missing} groups are written again by their "
+            self.emit(
+                f"{words}: restarted with the same weights; {missing} groups are generated again by their "
                 "seeds"
             )
             return
@@ -192,10 +192,10 @@ class VllmSampler:
             raise LaunchError(
                 f"the vLLM process failed {len(faults)} times in one rollout; the last time: {faults[-1]}",
                 str(self.launch.log),
-                "read the log; raise generate.vllm.restarts, or set generate.vllm.on_failure: native to go "
-                "on without it. The last checkpoint is whole",
+                "read the log; raise generate.vllm.restarts, or set generate.vllm.on_failure: native to "
+                "continue without it. The last checkpoint is intact",
             )
-        self.tell(f"{words}, {len(faults)} times in one rollout: written by the trained module from now on")
+        self.emit(f"{words}, {len(faults)} times in one rollout: the trained module generates from now on")
         self.is_given_up = True
 
     def _end(self) -> None:
@@ -210,7 +210,7 @@ class VllmSampler:
             f"the vLLM process does not start: {fault}",
             str(self.launch.log),
             f"{python} must have vLLM (docs/generation.md says how it is installed in an environment of its "
-            "own); name its interpreter with generate.vllm.python, or set generate.backend: native",
+            "own); give its interpreter with generate.vllm.python, or set generate.backend: native",
         )
 
 

@@ -44,7 +44,7 @@ WAIT_S = 1.0
 
 DEV_MODE = (
     "start it with VLLM_SERVER_DEV_MODE=1 (vLLM 0.32: python -m vllm.entrypoints.openai.api_server), in a "
-    "network that only you reach; or set generate.vllm.python for a process of the run's own"
+    "private network; or set generate.vllm.python for a process of the run's own"
 )
 
 
@@ -63,7 +63,7 @@ class ServerSampler:
     version: Callable[[], int]
     """Grows whenever the weights change."""
     ranks: Ranks
-    tell: Callable[[str], None]
+    emit: Callable[[str], None]
     deadline_s: float
     start_deadline_s: float
     restarts: int
@@ -115,9 +115,9 @@ class ServerSampler:
             return
         if self.ranks.world > 1 and self.held == self.version():
             raise LaunchError(
-                f"the server at {self.address} was started again, and {self.ranks.world} processes ask it",
+                f"the server at {self.address} was restarted, and {self.ranks.world} processes use it",
                 "generate.vllm.server",
-                "run the same command again: the run goes on from its last checkpoint",
+                "run the same command again: the run resumes from its last checkpoint",
             )
         if self.ranks.is_main:
             self._give_weights()
@@ -137,7 +137,7 @@ class ServerSampler:
                     raise LaunchError(
                         f"no vLLM server answers: {fault}",
                         "generate.vllm.server",
-                        "start it, or mend the address",
+                        "start it, or correct the address",
                     ) from None
                 time.sleep(WAIT_S)
         self.served = str(models[0]["id"])
@@ -170,7 +170,7 @@ class ServerSampler:
             if fault.status not in (404, 405):
                 raise
             raise LaunchError(
-                f"the server at {self.address} cannot be given new weights (it has no /collective_rpc), and "
+                f"the server at {self.address} cannot load new weights (it has no /collective_rpc), and "
                 "completions of old weights are not the policy's",
                 "generate.vllm.server",
                 DEV_MODE,
@@ -195,10 +195,10 @@ class ServerSampler:
         if not found <= limit:
             raise LaunchError(
                 f"the server's log-probs are {found:.2f} nats from the trainer's for the same weights "
-                f"(generate.max_logprob_gap {limit:g}): some of them did not arrive",
+                f"(generate.max_logprob_gap {limit:g}): some weights did not arrive",
                 "generate.vllm.server",
-                "a tied head of a CPU server does not follow: set generate.vllm.python in place of server; "
-                "else see that the server has the same architecture",
+                "a tied head on a CPU server is not updated: set generate.vllm.python instead of server; "
+                "else check that the server has the same architecture",
             )
 
     def _write(self, progress: Progress, sampling: Sampling) -> None:
@@ -217,7 +217,7 @@ class ServerSampler:
                 except Unanswered as error:
                     fault = error
         if fault is None and self._mark_of_server() != self.mark:
-            raise Stale("it was started again while it wrote")
+            raise Stale("it was restarted during generation")
         # Where an answer is missing the server may have been started again before it gave the others.
         if fault is not None:
             raise fault
@@ -249,17 +249,19 @@ class ServerSampler:
     def _go_on_or_give_up(self, faults: list[str], *, missing: int) -> None:
         words = f"the vLLM server failed ({faults[-1]})"
         if len(faults) <= self.restarts and self.ranks.world == 1:
-            self.tell(f"{words}: waited for, and given the same weights; {missing} groups are written again")
+            self.emit(
+                f"{words}: waited for it, and loaded the same weights; {missing} groups are generated again"
+            )
             self.served = None
             return
         if self.fallback is None:
             raise LaunchError(
                 f"the vLLM server failed {len(faults)} times in one rollout; the last time: {faults[-1]}",
                 "generate.vllm.server",
-                "look at its log; raise generate.vllm.restarts or deadline_s, or set "
-                "generate.vllm.on_failure: native. The last checkpoint is whole",
+                "read its log; raise generate.vllm.restarts or deadline_s, or set "
+                "generate.vllm.on_failure: native. The last checkpoint is intact",
             )
-        self.tell(f"{words}, {len(faults)} times in one rollout: written by the trained module from now on")
+        self.emit(f"{words}, {len(faults)} times in one rollout: the trained module generates from now on")
         self.is_given_up = True
 
 
@@ -272,7 +274,7 @@ def sample_of(choice: dict[str, Any]) -> Sample:
         raise LaunchError(
             "the server's completions have no token ids",
             "generate.vllm.server",
-            "take vLLM 0.32 or newer, whose /v1/completions knows return_token_ids",
+            "use vLLM 0.32 or newer, whose /v1/completions knows return_token_ids",
         )
     ids = tuple(choice["token_ids"])
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs")

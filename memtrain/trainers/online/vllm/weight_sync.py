@@ -98,10 +98,10 @@ def refuse_untied_head(model: PreTrainedModel) -> None:
     saved = [module for module in (head, embedding) if hasattr(module, "modules_to_save")]
     if adapted or saved or head.weight is not embedding.weight:
         raise LaunchError(
-            "the head of this model is its embedding, and the adapter trains one without the other; vLLM "
+            "this model ties its head to its embedding, and the adapter trains only one of them; vLLM "
             "would use it for both",
             "model.adapter",
-            "take embed_tokens and lm_head out of the adapter, or set generate.backend: native",
+            "remove embed_tokens and lm_head from the adapter, or set generate.backend: native",
         )
 
 

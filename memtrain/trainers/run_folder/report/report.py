@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -26,14 +26,16 @@ from memtrain.trainers.protocols.events import (
 )
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.metrics import read_metrics
-from memtrain.trainers.run_folder.progress import duration
+from memtrain.trainers.run_folder.progress import decimal, duration
 
 MOST_AVERAGED_STEPS = 10
 """First and last loss are means over a tenth of the steps, at most of this many: steps are noisy; taste."""
 
 
-REHEARSAL = "rehearsal: "
-"""Words before the name of a phase that was rehearsed: its peak is compared with the same prediction."""
+REHEARSAL = "dry run: "
+"""Words before the name of a phase of the dry run: its peak is compared with the same prediction."""
+PREVIOUS_REHEARSAL = "rehearsal: "
+"""The same words in the metrics of runs by earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class PhaseMemory:
 class Figures:
     """The run in a few numbers; None where it has none."""
 
+    num_steps: int
     averaged_steps: int
     """Steps that the first and the last loss are means of."""
     first_loss: float | None
@@ -83,6 +86,7 @@ class Figures:
     first_eval: float | None
     last_eval: float | None
     best_eval: EvalEvent | None
+    num_evals: int
     rewards: tuple[float, ...]
     """Mean reward of each rollout, of methods that write what they learn from. Their held-out loss is minus
     the held-out reward, and is told as that."""
@@ -107,6 +111,7 @@ def load_report(folder: RunFolder) -> Report:
     peaks: dict[str, MemoryEvent] = {}
     for event in events:
         if isinstance(event, MemoryEvent):
+            event = replace(event, phase=event.phase.replace(PREVIOUS_REHEARSAL, REHEARSAL))
             known = peaks.get(event.phase)
             peaks[event.phase] = event if known is None or event.allocated > known.allocated else known
     finals = [event for event in events if isinstance(event, FinalEvent)]
@@ -135,12 +140,14 @@ def figures_of(report: Report) -> Figures:
     peaks = [event.allocated for event in report.memory] + [step.peak_bytes or 0 for step in steps]
     plan = report.plan
     return Figures(
+        num_steps=len(steps),
         averaged_steps=averaged,
         first_loss=_mean([step.loss for step in steps[:averaged]]),
         last_loss=_mean([step.loss for step in steps[-averaged:]]),
         first_eval=report.evals[0].loss if report.evals else None,
         last_eval=report.evals[-1].loss if report.evals else None,
         best_eval=min(report.evals, key=lambda event: event.loss) if report.evals else None,
+        num_evals=len(report.evals),
         rewards=tuple(step.extra["reward"] for step in steps if "reward" in step.extra),
         tokens=sum(step.tokens for step in steps),
         learnt=sum(step.learnt for step in steps),
@@ -185,17 +192,19 @@ def summary(folder: RunFolder) -> RenderableType:
         parts += ["", _memory_table(report)]
     if report.data:
         parts += ["", _data_table(report.data)]
-        parts += [Text(f"lost of {data.split}: {lost_words(data)}") for data in report.data]
+        parts += [Text(f"lost from {data.split}: {lost_words(data)}") for data in report.data]
     parts += [Text(f"note: step {note.step}: {printable(note.text)}") for note in report.notes]
     return Group(*parts)
 
 
 def loss_words(figures: Figures) -> str:
-    """First and last training loss: `3.2101 -> 1.0542 (means of 10 steps)`."""
+    """First and last training loss: `3.2101 -> 1.0542 (means of 10 steps)`. After one step, one number."""
     if figures.first_loss is None or figures.last_loss is None:
         return "no step yet"
+    if figures.num_steps == 1:
+        return decimal(figures.last_loss)
     means = f" (means of {figures.averaged_steps} steps)" if figures.averaged_steps > 1 else ""
-    return f"{figures.first_loss:.4f} -> {figures.last_loss:.4f}{means}"
+    return f"{decimal(figures.first_loss)} -> {decimal(figures.last_loss)}{means}"
 
 
 def eval_name(figures: Figures) -> str:
@@ -204,15 +213,20 @@ def eval_name(figures: Figures) -> str:
 
 
 def eval_words(figures: Figures) -> str:
-    """First and last held-out loss (or reward), and the best where it is another one; empty without any."""
+    """First and last held-out loss (or reward), and the best where it is another one.
+
+    One number after one evaluation, empty without any.
+    """
     if figures.first_eval is None or figures.last_eval is None or figures.best_eval is None:
         return ""
     sign = -1 if figures.rewards else 1
-    words = f"{sign * figures.first_eval:.4f} -> {sign * figures.last_eval:.4f}"
+    if figures.num_evals == 1:
+        return decimal(sign * figures.last_eval)
+    words = f"{decimal(sign * figures.first_eval)} -> {decimal(sign * figures.last_eval)}"
     best = figures.best_eval
     if best.loss == figures.last_eval:
         return words
-    return f"{words} (best {sign * best.loss:.4f} at step {best.step})"
+    return f"{words} (best {decimal(sign * best.loss)} at step {best.step})"
 
 
 def reward_words(figures: Figures) -> str:
@@ -222,8 +236,10 @@ def reward_words(figures: Figures) -> str:
     first, last = _mean(known[:count]), _mean(known[-count:])
     if first is None or last is None:
         return ""
+    if len(known) == 1:
+        return decimal(last)
     means = f" (means of {count} rollouts)" if count > 1 else ""
-    return f"{first:.4f} -> {last:.4f}{means}"
+    return f"{decimal(first)} -> {decimal(last)}{means}"
 
 
 def save_words(saves: Sequence[SaveEvent]) -> str:
@@ -238,16 +254,16 @@ def lost_words(data: DataEvent) -> str:
     """Losses by truncation and packing, in one sentence."""
     lost = []
     if data.rows_skipped:
-        lost.append(f"{_rows(data.rows_skipped, 'bad row')} left out")
+        lost.append(f"{_rows(data.rows_skipped, 'bad row')} dropped")
     if data.rows_cut:
         sides = by_answer_words(data.learnt_cut_by_answer)
-        cut = f"{data.tokens_cut:,} tokens, {data.learnt_cut:,} of them learnt{sides}"
-        lost.append(f"{_rows(data.rows_cut)} cut ({cut})")
+        cut = _tokens(data.tokens_cut, data.learnt_cut, data)
+        lost.append(f"{_rows(data.rows_cut)} truncated ({cut}{sides})")
     if data.rows_dropped:
-        dropped = f"{data.tokens_dropped:,} tokens, {data.learnt_dropped:,} of them learnt"
+        dropped = _tokens(data.tokens_dropped, data.learnt_dropped, data)
         lost.append(f"{_rows(data.rows_dropped)} dropped ({dropped})")
     if data.tokens_idle:
-        lost.append(f"{data.tokens_idle:,} tokens with pieces in which nothing is learnt")
+        lost.append(f"{data.tokens_idle:,} tokens in pieces without a loss token")
     words = "; ".join(lost) or "nothing"
     if data.rows_split:
         words += f" ({_rows(data.rows_split)} split into {data.fragments:,} pieces)"
@@ -264,7 +280,7 @@ def _figures_table(report: Report) -> Table:
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
     if figures.tokens_per_s is not None:
-        counted = f"{figures.tokens:,} tokens, {figures.learnt:,} of them learnt"
+        counted = f"{figures.tokens:,} tokens, {figures.learnt:,} loss tokens"
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
     if figures.measured_bytes is not None:
         table.add_row("peak memory", _peak_words(figures))
@@ -278,13 +294,13 @@ def _peak_words(figures: Figures) -> str:
     if figures.predicted_bytes is not None:
         words += f", {gib(figures.predicted_bytes)} predicted"
     if figures.plain_bytes is not None:
-        words += f", {gib(figures.plain_bytes)} predicted without the plan"
+        words += f", {gib(figures.plain_bytes)} without strategies"
     return words
 
 
 def _memory_table(report: Report) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
-    table.add_column("memory of")
+    table.add_column("peak memory")
     for name in ("predicted", "measured", "difference"):
         table.add_column(name, justify="right")
     for one in phases_of(report):
@@ -299,14 +315,19 @@ def _memory_table(report: Report) -> Table:
 
 def _data_table(data: Sequence[DataEvent]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
-    table.add_column("rows of")
-    for name in ("rows", "tokens", "learnt", "sequences", "fill"):
+    table.add_column("data")
+    for name in ("rows", "tokens", "loss tokens", "sequences", "fill"):
         table.add_column(name, justify="right")
     for one in data:
         fill = f"{one.fill:.2%}" if one.fill is not None else "-"
         counts = (f"{count:,}" for count in (one.rows, one.tokens, one.learnt, one.sequences))
         table.add_row(one.split, *counts, fill)
     return table
+
+
+def _tokens(tokens: int, loss_tokens: int, data: DataEvent) -> str:
+    """Prompts have no loss tokens, and none to lose."""
+    return f"{tokens:,} tokens" + (f", {loss_tokens:,} loss tokens" if data.learnt else "")
 
 
 def _rows(count: int, name: str = "row") -> str:

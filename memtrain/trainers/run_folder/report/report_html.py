@@ -112,7 +112,7 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
     if figures.tokens_per_s is not None:
-        counted = f"{figures.tokens:,} tokens, {figures.learnt:,} learnt"
+        counted = f"{figures.tokens:,} tokens, {figures.learnt:,} loss tokens"
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
     predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
     measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"

@@ -87,13 +87,13 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     if recipe.method not in TRACED_METHODS:
         return f"the step of {recipe.method} is not traced yet"
     if uses_zero(settings) and settings.shard_offload != "none":
-        return "what DeepSpeed keeps on the host is not told apart from the device's in a trace"
+        return "a trace cannot separate DeepSpeed's host memory from the device's"
     if uses_zero(settings) and find_spec("deepspeed") is None:
         return "DeepSpeed's engine itself is traced, and is not here (pip install 'memtrain[deepspeed]')"
     if settings.context_by == "ulysses":
-        return "what processes send each other where heads are dealt out is not traced"
+        return "communication between processes that divide heads is not traced"
     if settings.background_save and settings.device == "cpu":
-        return "the copy of a save in the background is not traced"
+        return "the copy of a background save is not traced"
     if uses_liger(settings) and (find_spec("liger_kernel") is None or find_spec("triton") is None):
         return "Liger's own code is traced, and it is not installed here (pip install 'memtrain[liger]')"
     return None
@@ -165,10 +165,8 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
         check=False,
     )
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise LaunchError(
-            f"the step could not be traced: {last}", fix="the arithmetic prediction still stands"
-        )
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise LaunchError(f"the step could not be traced: {last}", fix="the computed prediction still holds")
     found = Traced.model_validate_json(done.stdout.splitlines()[-1])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(found.model_dump_json())

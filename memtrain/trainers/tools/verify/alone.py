@@ -44,7 +44,7 @@ class Alone:
         """Description of the fault; empty when there is none."""
         if self.different <= self.limit:
             return ""
-        return f"a row is not what plain transformers makes of it alone: off by {self.different:.1e}"
+        return f"a row differs from plain transformers' result for it alone: off by {self.different:.1e}"
 
 
 def probe_alone(planned: Side, plain: Side, sequences: Ints) -> Alone:

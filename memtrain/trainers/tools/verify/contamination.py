@@ -44,9 +44,12 @@ class Seen:
     def fault(self) -> str:
         """Description of the fault; empty when there is none."""
         if not self.others_moved <= self.limit:
-            return f"a row sees another: its hidden states move by {self.others_moved:.1e} of the largest"
+            return (
+                f"a row attends to another: its hidden states change by {self.others_moved:.1e} of the "
+                "largest"
+            )
         if not self.own_moved > MOVED:
-            return f"the probe is blind: a row that was changed moved by {self.own_moved:.1e} only"
+            return f"the probe sees nothing: a row that was changed moved by {self.own_moved:.1e} only"
         return ""
 
 

@@ -139,7 +139,7 @@ def online_source(plan: Plan, built: Built, rollouts: Rollouts) -> StepSource | 
         built=built,
         ranks=ranks,
         watch=MemoryWatch(device, 0, lambda *told: None, is_on=False),
-        tell=lambda event: None,
+        emit=lambda event: None,
         generating=Generating(make=sampler, max_rows=max(1, plan.settings.rollout_rows), ranks=ranks),
         judging=judging,
         prompts=cast(PromptFeed, built.train),

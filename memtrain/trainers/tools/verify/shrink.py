@@ -39,7 +39,7 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return {**config, "text_config": shrunk_config(config["text_config"])}
     if "hidden_size" not in config or "num_hidden_layers" not in config:
         raise RecipeError(
-            f"a {config.get('model_type')} is not made small: its configuration has names of its own",
+            f"a {config.get('model_type')} cannot be shrunk: its configuration uses names of its own",
             "--shrink",
             "verify the recipe without it",
         )
@@ -78,7 +78,7 @@ def shrunk(plan: Plan, config: Mapping[str, Any], folder: Path) -> tuple[Plan, l
     recipe, settings = plan.recipe, plan.settings
     notes = [f"shrunk to {_text(small)['num_hidden_layers']} layers of width {_text(small)['hidden_size']}"]
     if settings.quantize != "none":
-        notes.append("random weights are not quantized: verify the recipe without --shrink for that")
+        notes.append("random weights are not quantized; to verify quantization, omit --shrink")
     length = recipe.length.model_copy(update={"max_length": longest})
     model = recipe.model.model_copy(
         update={

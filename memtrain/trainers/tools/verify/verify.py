@@ -75,7 +75,7 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
     assert steps >= 2, "A resumed run needs a second step."
     told = [*notes]
     if plan.settings.num_processes > 1:
-        told.append(f"one process here, in place of {plan.settings.num_processes}")
+        told.append(f"one process here, instead of {plan.settings.num_processes}")
     plan = on_one_process(plan, steps=steps)
     make_accelerator(plan.settings)
     rollouts = Rollouts()
@@ -193,7 +193,7 @@ def _contamination(pair: Pair, work: StepWork) -> Check:
     seen = probe_contamination(pair.planned, pair.plain, np.concatenate(work.micros))
     if seen is None:
         return _not_run("contamination", "a step has but one row")
-    fine = f"{seen.num_rows} of {seen.rows_together} rows changed, one by one: no other row moved"
+    fine = f"{seen.num_rows} of {seen.rows_together} rows were changed, one by one: no other row changed"
     return _check("contamination", not seen.fault, seen.others_moved, seen.limit, "", seen.fault or fine)
 
 
@@ -201,7 +201,7 @@ def _alone(pair: Pair, work: StepWork) -> Check:
     micro = max(work.micros, key=len)
     seen = probe_alone(pair.planned, pair.plain, micro)
     lengths = ", ".join(map(str, seen.lengths))
-    fine = f"rows of {lengths} tokens are what plain transformers makes of each alone"
+    fine = f"rows of {lengths} tokens equal plain transformers' result for each alone"
     return _check("alone", not seen.fault, seen.different, seen.limit, "", seen.fault or fine)
 
 
@@ -213,7 +213,7 @@ def _ran(pair: Pair, compared: Compared) -> Check:
     idle = [name for name, one in found.items() if not one.had_work and not one.acted]
     said = [f"{name} did not act: no {expected}" for name, expected in missing.items()]
     said += [f"seen at work: {', '.join(acted)}"] if acted else []
-    said += [f"nothing to do in so small a step: {', '.join(idle)}"] if idle else []
+    said += [f"no effect in such a small step: {', '.join(idle)}"] if idle else []
     return _check(
         "ran", not missing, float(len(missing)), 0.0, ", ".join(missing), "; ".join(said) or "no strategy"
     )

@@ -127,7 +127,10 @@ def test_shards_are_taken_where_whole_weights_do_not_fit_and_the_plan_says_why(a
         ({"cluster__engine": "zero2", "optim__kind": "muon"}, "needs whole matrices"),
         ({"cluster__engine": "zero1", "memory__optimizer_offload": "on"}, "flat parts of weights"),
         ({"cluster__engine": "fsdp2", "optim__kind": "muon"}, "needs whole matrices"),
-        ({"cluster__engine": "ddp", "cluster__cpu_offload": "parameters"}, "needs an engine that moves them"),
+        (
+            {"cluster__engine": "ddp", "cluster__cpu_offload": "parameters"},
+            "needs an engine that offloads them",
+        ),
         ({"save__layout": "sharded"}, "there are no shards to write"),
     ],
 )

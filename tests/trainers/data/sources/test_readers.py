@@ -221,7 +221,7 @@ def test_files_of_a_folder_that_are_not_read_are_named_with_their_bytes(tmp_path
     (tmp_path / "README.txt").write_text("about")
     assert rows_of(tmp_path) == ROWS
     assert set(notes_of(tmp_path)) == {
-        f"not read in {tmp_path}, of no kind that can be read: table.xlsx (2.0 KiB)",
+        f"not read in {tmp_path}, not a readable kind of file: table.xlsx (2.0 KiB)",
         f"not read in {tmp_path}, of no split while other names say theirs: part-0.jsonl ({size} B)",
         f"not read in {tmp_path}, of the split test: test.jsonl ({size} B)",
         f"not read in {tmp_path}, a text about the data: README.txt (5 B)",
@@ -277,9 +277,7 @@ def test_a_pipe_is_refused_and_never_waited_for(tmp_path):
 def test_folders_that_a_glob_matches_are_named(tmp_path):
     write(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "sub").mkdir()
-    assert notes_of(f"{tmp_path}/*") == (
-        f"not read in {tmp_path}, no file but a folder, a pipe or a device: sub (0 B)",
-    )
+    assert notes_of(f"{tmp_path}/*") == (f"not read in {tmp_path}, a folder, a pipe or a device: sub (0 B)",)
 
 
 def test_a_limit_samples_over_the_whole_and_keeps_the_order(tmp_path):

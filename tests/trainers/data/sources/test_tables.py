@@ -57,8 +57,8 @@ def test_columns_of_every_type_reach_the_rewards_as_json_or_are_named(tmp_path, 
         "cost": "12345678901234567890.10",
         "parts": [{"when": "2024-02-29"}],
     }
-    why = "nor given to rewards: it is no text, number or list"
-    assert made.notes == (f"not in the text of the rows: column 'image' ({why}) (all rows)",)
+    why = "nor given to rewards: it is not a text, number or list"
+    assert made.notes == (f"not in the rendered text of the rows: column 'image' ({why}) (all rows)",)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -178,7 +178,7 @@ def test_a_flipped_bit_in_an_index_is_seen_when_the_store_is_opened(tmp_path, na
     flip(folder / name, at)
     with pytest.raises(DataError, match=f"'{name}' is damaged") as error:
         TokenStore.open(folder)
-    assert error.value.faults[0].fix.startswith(f"remove '{folder}'; it is made again")
+    assert error.value.faults[0].fix.startswith(f"remove '{folder}'; it will be made again")
 
 
 def test_a_flipped_bit_in_the_tokens_is_seen_when_its_row_is_used_and_not_before(tmp_path):
@@ -193,7 +193,7 @@ def test_a_flipped_bit_in_the_tokens_is_seen_when_its_row_is_used_and_not_before
     with pytest.raises(DataError) as error:
         store.row(2)
     assert error.value.faults[0].what == (
-        "'tokens.bin' is damaged: bytes 524,288 to 786,432 are not those that were written"
+        "'tokens.bin' is damaged: bytes 524,288 to 786,432 differ from those that were written"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from memtrain.cli.plan.make_plan import make_plan
 from memtrain.errors import DataError
+from memtrain.recipes.formats.fields import AS_TEXT, OTHER_COLUMN
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.store.prepare import prepare
@@ -17,7 +18,7 @@ from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize import workers
 
 GOOD = b'{"prompt": "a", "completion": "b"}\n'
-JSONL_FIX = "mend the row, or set data.on_bad_row: skip to leave such rows out"
+JSONL_FIX = "fix the row, or set data.on_bad_row: skip to drop such rows"
 READABLE = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt (packed too: .gz, .bz2, .xz, .zst)"
 WHOLE_GZIP = gzip.compress(GOOD * 500)
 
@@ -29,12 +30,12 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         "{file}:2",
         "save the file as UTF-8",
     ),
-    "broken JSON": (
+    "invalid JSON": (
         "d.jsonl",
         GOOD * 2 + b'{"prompt": "a", "completion": }\n' + GOOD,
-        "broken JSON: Expecting value (column 31)",
+        "invalid JSON: Expecting value (column 31)",
         "{file}:3",
-        "mend the line; each line is one object",
+        "fix the line; each line is one JSON object",
     ),
     "an empty file": (
         "d.jsonl",
@@ -62,14 +63,14 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         GOOD + b'{"prompt": 7, "completion": "b"}\n',
         "column 'prompt' is a number (7), not a string or a list of messages",
         "{file}:2",
-        JSONL_FIX,
+        OTHER_COLUMN,
     ),
     "half a character": (
         "d.jsonl",
         GOOD + b'{"prompt": "\\ud83d", "completion": "b"}\n',
         "the text holds \\ud83d, half of a character pair",
         "{file}:2",
-        "mend the file's escapes",
+        "fix the escapes in the file",
     ),
     "no gzip file": (
         "d.jsonl.gz",
@@ -102,23 +103,23 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
     "a quote without an end": (
         "d.csv",
         b'prompt,completion\na,"b\n',
-        "broken CSV: unexpected end of data",
+        "invalid CSV: unexpected end of data",
         "{file}:2",
-        "mend the quotes",
+        "fix the quotes",
     ),
     "a list cut short": (
         "d.json",
         b"[" + GOOD + b"," + GOOD,
-        "the JSON list has no end",
+        "the JSON list does not end",
         "{file}:3",
-        "the file is cut short: mend it",
+        "the file is truncated: replace it",
     ),
     "a JSON file with a mistake": (
         "d.json",
         b"[\n" + GOOD + b",\n{prompt: 1},\n" + GOOD * 300 + b"]",
-        "broken JSON: Expecting property name enclosed in double quotes",
+        "invalid JSON: Expecting property name enclosed in double quotes",
         "{file}:4",
-        "mend the file",
+        "fix the file",
     ),
     "no Parquet file": (
         "d.parquet",
@@ -131,9 +132,9 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
     "a JSON file with text after its list": (
         "d.json",
         b"[" + GOOD + b"]\nand more",
-        "broken JSON: Expecting value",
+        "invalid JSON: Expecting value",
         "{file}:3",
-        "mend the file",
+        "fix the file",
     ),
     "a key that is there twice": (
         "d.jsonl",
@@ -194,7 +195,7 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
     "a file of another kind": (
         "d.xlsx",
         b"PK",
-        "'d.xlsx' is of no kind that can be read",
+        "'d.xlsx' is not a readable kind of file",
         "{file}",
         f"readable: {READABLE}",
     ),
@@ -225,9 +226,9 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
     "an image with a text beside it": (
         "d.jsonl",
         b'{"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]}\n',
-        "the content of messages[0] has a part that is no text: {'type': 'image', 'text': 'x'}",
+        "the content of messages[0] has a part that is not text: {'type': 'image', 'text': 'x'}",
         "{file}:1",
-        JSONL_FIX,
+        AS_TEXT,
     ),
     "a message that says two things": (
         "d.jsonl",
@@ -298,7 +299,7 @@ def test_skipped_rows_are_counted_and_told(tmp_path):
     split = prepare(recipe_of(path, tmp_path / "cache", on_bad_row="skip")).train
     assert (split.num_rows, split.num_skipped) == (2, 2)
     assert TokenStore.open(split.folder).meta.skipped == (
-        f"{path}:2: broken JSON: Expecting property name enclosed in double quotes (column 2)",
+        f"{path}:2: invalid JSON: Expecting property name enclosed in double quotes (column 2)",
         f"{path}:4: the row has no column 'completion'; it has prompt",
     )
 
@@ -347,7 +348,7 @@ def test_a_tokenizing_process_that_is_killed_is_an_error(tmp_path, monkeypatch):
     assert error.value.text() == (
         "error: one of the 2 processes that tokenize was killed, or ended\n"
         "   at: data.processes\n"
-        "  try: the system kills processes when memory runs out: lower data.processes"
+        "  try: perhaps out of host memory: lower data.processes"
     )
     assert not list((tmp_path / "cache").glob("tokens/[!.]*"))
 

@@ -128,7 +128,7 @@ def test_a_stand_in_that_writes_otherwise_is_told_on_the_row():
     assert training_template(own, SPECIALS) == shipped_text("chatml")
     asked = rendering(shipped_text("chatml"), assistant_only=True, own_template=own)
     row = {"messages": [HI, {"role": "assistant", "content": "schön"}]}
-    with pytest.raises(BadRow, match="writes this conversation differently from the model's own"):
+    with pytest.raises(BadRow, match="renders this conversation differently from the model's own"):
         render(messages.parse(row, Names()), asked)
 
 
@@ -178,9 +178,9 @@ def test_tools_that_a_template_never_speaks_of_are_a_fault_of_the_row():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     calls = (HI, {"role": "assistant", "content": "", "tool_calls": [call]})
     plain = Rendering(shipped_text("chatml"), SPECIALS, None, completion_only=False, assistant_only=False)
-    with pytest.raises(BadRow, match="writes no tools:"):
+    with pytest.raises(BadRow, match="does not render tools:"):
         conversation((HI, YO), tools, plain)
-    with pytest.raises(BadRow, match="writes no tool_calls:"):
+    with pytest.raises(BadRow, match="does not render tool_calls:"):
         conversation(calls, (), plain)
     knows = Rendering(shipped_text("qwen3"), SPECIALS, None, completion_only=False, assistant_only=False)
     assert '"name": "add"' in conversation((HI, YO), tools, knows)[0]

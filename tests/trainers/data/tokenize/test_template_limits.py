@@ -41,9 +41,9 @@ def state() -> tuple[object, ...]:
         ("{{ 'a' * 10000000000 }}", "takes more than 1 GiB"),
         ("{{ 'a'.center(10000000000) }}", "takes more than 1 GiB"),
         ("{{ '%10000000000d' % 1 }}", "takes more than 1 GiB"),
-        ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "calls itself without end"),
+        ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "recurses without end"),
         ("{{ " + "(" * 300 + "1" + ")" * 300 + " }}", "nested too deeply"),
-        ("{% for m in messages %}", "is no Jinja template"),
+        ("{% for m in messages %}", "is not a valid Jinja template"),
         ("{{ 1 | nothing }}", "No filter named 'nothing'"),
     ],
 )
@@ -65,7 +65,7 @@ def test_a_template_without_end_is_refused_and_the_process_is_as_before(
 def test_a_text_that_no_conversation_comes_to_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(template_limits, "LIMIT_LETTERS", 1000)
     assert len(rendered("{{ 'a' * 1000 }}")) == 1000
-    with pytest.raises(DataError, match="makes 1,001 letters of one conversation"):
+    with pytest.raises(DataError, match="renders 1,001 characters of one conversation"):
         rendered("{{ 'a' * 1001 }}")
 
 

@@ -62,7 +62,7 @@ def test_beginnings_find_what_the_marks_of_shipped_templates_enclose(name: str):
     """Where they can: qwen3 writes thoughts in the last turn alone, phi3 an end after every beginning."""
     marked = learnt(talk(), rendering(shipped_text(name), has_marks=True))
     if name in ("qwen3", "phi3"):
-        with pytest.raises(BadRow, match="otherwise once more follow"):
+        with pytest.raises(BadRow, match="differently when more follow"):
             learnt(talk(), rendering(shipped_text(name)))
         return
     assert learnt(talk(), rendering(shipped_text(name))) == marked
@@ -90,15 +90,15 @@ def test_a_switch_that_says_nothing_clear_is_a_fault_of_the_row():
     with pytest.raises(BadRow, match=r"weight and train of messages\[0\] contradict"):
         messages.parse(talk({"weight": 1, "train": False}), Names())
     pair = {"prompt": talk()["messages"][:1], "chosen": [talk()["messages"][1] | {"weight": 0}]}
-    with pytest.raises(BadRow, match="an answer is compared whole"):
+    with pytest.raises(BadRow, match="preference methods use whole answers"):
         preference.parse(pair | {"rejected": [talk()["messages"][3]]}, Names())
 
 
 def test_a_template_that_rewrites_what_came_before_is_refused():
-    with pytest.raises(DataError, match="writes a beginning otherwise once more follows"):
+    with pytest.raises(DataError, match="changes earlier turns when later ones follow"):
         training_template(FORGETS, SPECIALS)
     assert training_template(BARE, SPECIALS) == BARE
-    with pytest.raises(BadRow, match="writes the first 1 message otherwise"):
+    with pytest.raises(BadRow, match="renders the first 1 message differently"):
         learnt(talk({}, {"weight": 0}), rendering(FORGETS, assistant_only=False))
 
 
@@ -148,7 +148,7 @@ def test_arguments_that_nothing_reads_are_refused(tmp_path: Path):
         prepare(recipe_of(tmp_path, [talk() | {"chat_template_kwargs": {"quiet": 1}}], TALL))
     with pytest.raises(DataError, match="no row of the source is a conversation"):
         prepare(recipe_of(tmp_path, [{"text": "a b c"}], TALL, chat_template_kwargs={"loud": True}))
-    with pytest.raises(DataError, match="memtrain gives itself"):
+    with pytest.raises(DataError, match="memtrain sets itself"):
         prepare(recipe_of(tmp_path, [talk()], TALL, chat_template_kwargs={"tools": 1}))
 
 

@@ -38,7 +38,7 @@ def notes_of(
 
 
 def told(*fields: str) -> tuple[str, ...]:
-    return (f"not in the text of the rows: {', '.join(fields)}",)
+    return (f"not in the rendered text of the rows: {', '.join(fields)}",)
 
 
 def test_columns_without_effect_are_named_with_their_share(tmp_path):
@@ -113,6 +113,6 @@ def test_a_hundred_fields_are_one_sentence():
     counts = {f"column 'c{i:03}'": 100 - i for i in range(100)}
     (sentence,) = unrendered_words(counts, 100)
     assert sentence.startswith(
-        "not in the text of the rows: column 'c000' (all rows), column 'c001' (99 of 100"
+        "not in the rendered text of the rows: column 'c000' (all rows), column 'c001' (99 of 100"
     )
     assert sentence.endswith("column 'c019' (81 of 100 rows, 81.0%), 80 more")

@@ -152,7 +152,7 @@ def test_prompt_and_answer_of_a_pair_are_the_tokens_of_both_texts(prompt, chosen
     row = {"prompt": prompt, "chosen": chosen + ".", "rejected": rejected + "."}
     done = rows_of([row], job("preference"))
     if done.bad:
-        assert done.bad[0][2].endswith("answer has no token to learn")
+        assert done.bad[0][2].endswith("answer has no loss token")
         return
     first, second, _ = done.rows.part_tokens.tolist()
     ids = done.rows.ids.tolist()
@@ -172,7 +172,7 @@ def test_labels_beside_ids_say_what_is_learnt():
     done = rows_of([{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]}], job("ids"))
     assert done.rows.spans.tolist() == [[1, 2], [3, 4]]
     (bad,) = rows_of([{"input_ids": [5, 6], "labels": [5, -100]}], job("ids")).bad
-    assert bad[2] == "no token of the row is learnt"
+    assert bad[2] == "the row has no loss token"
 
 
 def test_prompts_keep_their_columns_and_learn_nothing():
@@ -188,12 +188,12 @@ def test_a_row_that_learns_nothing_is_bad():
     (bad,) = rows_of(
         [{"prompt": "How many?", "completion": ""}], job("prompt_completion", rendering=no_end)
     ).bad
-    assert bad[:3] == (0, 1, "no token of the row is learnt: its completion is empty")
+    assert bad[:3] == (0, 1, "the row has no loss token: its completion is empty")
     (bad,) = rows_of([{"text": "3"}], job("text", rendering=no_end)).bad
     assert bad[2] == "the row has 1 token: nothing to predict"
     talk = Rendering(load_tokenizer("builtin:tiny").chat_template, {}, None, False, assistant_only=True)
     (bad,) = rows_of([{"messages": [{"role": "user", "content": "hi"}]}], job("messages", rendering=talk)).bad
-    assert bad[2] == "no token of the row is the assistant's: nothing is learnt"
+    assert bad[2] == "no token of the row is the assistant's: there is no loss token"
 
 
 def test_only_what_the_assistant_says_is_learnt():

@@ -334,7 +334,7 @@ def test_a_call_that_would_mix_rows_is_stopped(
     ("layout", "kwargs", "sentence"),
     [
         (None, {}, "no layout"),
-        (packed_layout([4, 2]), {"attention_mask": torch.ones(1, 1, 6, 6)}, "mask of its own"),
+        (packed_layout([4, 2]), {"attention_mask": torch.ones(1, 1, 6, 6)}, "makes its own attention mask"),
     ],
 )
 def test_a_class_that_passes_no_layout_or_makes_a_mask_is_refused(

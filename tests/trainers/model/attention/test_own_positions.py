@@ -189,7 +189,7 @@ def test_the_start_up_check_sees_a_model_whose_positions_follow_its_neighbours(
     lengths = {"shared_prompts": False, "longest": 40, "together": 64}
     verify_isolation(model_of(kind, ours=True), AttentionBackend.TORCH_CPU, **lengths)
     monkeypatch.setattr(functions, "is_tempered", lambda module: False)
-    with pytest.raises(LaunchError, match="not what its rows are alone"):
+    with pytest.raises(LaunchError, match="differs from its rows computed alone"):
         verify_isolation(model_of(kind, ours=False), AttentionBackend.TORCH_CPU, **lengths)
 
 

@@ -100,5 +100,5 @@ def test_an_adapter_that_would_not_be_honoured_is_refused(tiny_model: TinyModel,
     """Prompt tuning lives outside the layers, where the scorer never asks."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
-    with pytest.raises(LaunchError, match="is a PROMPT_TUNING adapter; only LoRA and DoRA are honoured"):
+    with pytest.raises(LaunchError, match="is a PROMPT_TUNING adapter; only LoRA and DoRA are supported"):
         load_adapter(tiny_model(), str(tmp_path))

@@ -119,7 +119,7 @@ def test_an_adapter_folder_names_its_base(tmp_path):
 def test_a_classifier_is_no_causal_lm(tmp_path):
     config = dict(small().config) | {"architectures": ["LlamaForSequenceClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "no causal language model (it is LlamaForSequenceClassification)" in refused(
+    assert "not a causal language model (it is LlamaForSequenceClassification)" in refused(
         Model(path=str(tmp_path))
     )
 
@@ -265,7 +265,7 @@ def test_a_model_that_cannot_be_built_or_read_is_refused_by_its_plan(tmp_path):
     check_model(named, config)
     with pytest.raises(LaunchError, match="no_such_act"):
         check_model(named, config | {"hidden_act": "no_such_act"})
-    with pytest.raises(LaunchError, match="no causal language model"):
+    with pytest.raises(LaunchError, match="not a causal language model"):
         check_model(named, {"model_type": "t5"})
     with pytest.raises(LaunchError, match="quantized already"):
         check_model(named, config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})

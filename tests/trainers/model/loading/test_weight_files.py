@@ -54,24 +54,24 @@ def test_a_file_that_is_cut_off_is_told(folder: Path, left: int):
     if left == -1:
         assert f"it has {size - 1:,} of {size:,} bytes" in said
     else:
-        assert any(words in said for words in ("is empty", "is no safetensors file", "cut off within"))
+        assert any(words in said for words in ("is empty", "is not a safetensors file", "cut off within"))
 
 
 def test_bytes_past_the_end_are_told(folder: Path):
     with (folder / "one.safetensors").open("ab") as opened:
         opened.write(b"more")
-    assert "4 bytes more than its header speaks of" in refused(folder)
+    assert "4 bytes more than its header describes" in refused(folder)
 
 
 @pytest.mark.parametrize("header", [b"{", b"[]", b'{"a": 3}', b'{"a": {"data_offsets": "x"}}', b"\xff" * 8])
 def test_a_header_that_says_nothing_is_told(folder: Path, header: bytes):
     (folder / "one.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    assert "is no safetensors file" in refused(folder)
+    assert "is not a safetensors file" in refused(folder)
 
 
 def test_a_header_longer_than_any_is_not_read(folder: Path):
     (folder / "one.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    assert "is no safetensors file" in refused(folder)
+    assert "is not a safetensors file" in refused(folder)
 
 
 def test_a_pointer_of_git_lfs_is_known(folder: Path):

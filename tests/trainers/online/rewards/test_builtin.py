@@ -216,14 +216,14 @@ def test_a_call_that_exits_is_told_as_that_and_later_calls_are_made(exits: Path,
     with pytest.raises(DataError) as caught:
         scored(exits, name, "a", "b", timeout_s=30)
     fault = caught.value.faults[0]
-    assert "wanted to end the process: sys.exit(3) (completion 1" in fault.what
+    assert "tried to end the process: sys.exit(3) (completion 1" in fault.what
     assert fault.where.startswith(f"{exits}:")
     made = scored(exits, name, "a", "b", "c", timeout_s=30, on_error="zero")
     assert made.value_RF.flatten().tolist() == [1.0, 0.0, 1.0]
 
 
 def test_a_batched_call_that_interrupts_is_told(exits: Path):
-    with pytest.raises(DataError, match="wanted to end the process: KeyboardInterrupt"):
+    with pytest.raises(DataError, match="tried to end the process: KeyboardInterrupt"):
         scored(exits, "all_leave", "a", timeout_s=30)
 
 
@@ -308,7 +308,7 @@ def test_what_a_function_takes_is_read_without_running_its_file(tmp_path: Path, 
         declared_functions(Rewards.model_validate({"functions": functions}))
     assert [fault.where for fault in caught.value.faults] == [f"rewards.functions.{n}" for n in range(3)]
     assert [fault.what for fault in caught.value.faults] == [
-        "reward 'more' takes completions without its name",
+        "reward 'more' takes completions by position only",
         f"{text} has no function 'nothing'",
         "reward 'format' has no parameter 'patern'",
     ]
@@ -325,10 +325,10 @@ def test_a_column_that_is_missing_is_told_before_the_run():
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        ({"functions": "exact_anwser"}, "no built-in reward 'exact_anwser'"),
-        ({"functions": ["length", "length"]}, "two rewards are called 'length'"),
-        ({"functions": {"function": "length", "weight": 0}}, "nothing can be learnt"),
-        ({"functions": "file.py:a-b"}, "names no function"),
+        ({"functions": "exact_anwser"}, "unknown built-in reward 'exact_anwser'"),
+        ({"functions": ["length", "length"]}, "two rewards have the name 'length'"),
+        ({"functions": {"function": "length", "weight": 0}}, "there is nothing to learn"),
+        ({"functions": "file.py:a-b"}, "is not a function"),
     ],
 )
 def test_wrong_sections_are_refused(rewards, message):

@@ -85,7 +85,7 @@ def test_two_answers_share_the_tokens_of_their_prompt(tokenizer: PreTrainedToken
     [
         (None, Reading(), ASKED, "no chat template"),
         (None, Reading(rows="conversations"), Asked("1+1?"), "no chat template"),
-        (TURNS, Reading(rows="strings"), ASKED, "trained on prompts and answers that are strings"),
+        (TURNS, Reading(rows="strings"), ASKED, "the reward model was trained on strings"),
         ("{{ raise_exception('no system') }}", Reading(), ASKED, "no system"),
     ],
 )

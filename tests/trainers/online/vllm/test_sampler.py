@@ -53,7 +53,7 @@ class Side:
             launch=launch,
             transport=Transport(folder / "weights", 4096),
             version=lambda: self.version,
-            tell=self.told.append,
+            emit=self.told.append,
             **fields,
         )
 
@@ -164,14 +164,14 @@ def test_a_killed_process_is_replaced_and_only_missing_groups_are_written_again(
     assert seeds == ["group 0", "group 100", "group 200", "group 300"]
     assert killed.noted.count("start") == 2
     assert "by SIGKILL" in killed.told[0]
-    assert "2 groups are written again" in killed.told[0]
+    assert "2 groups are generated again" in killed.told[0]
 
 
 def test_a_hung_process_is_replaced_after_the_deadline(side):
     undisturbed, hung = side(), side(deadline_s=1.0)
     hung.fault("hang-after-1")
     assert hung.write() == undisturbed.write()
-    assert "said nothing before the deadline" in hung.told[0]
+    assert "no answer before the deadline" in hung.told[0]
 
 
 def test_a_failed_load_is_not_repeated_on_the_same_process(side):
@@ -211,7 +211,7 @@ def test_the_trained_module_goes_on_where_the_recipe_says_so(side):
     one.fault("die-after-3-always")
     assert one.write()[:3] == whole[:3]
     assert one.write()[0][0].token_ids == (1,)
-    assert "written by the trained module from now on" in one.told[0]
+    assert "the trained module generates from now on" in one.told[0]
     assert one.noted.count("start") == 1
 
 

@@ -122,7 +122,7 @@ class Side:
             folder=folder,
             version=lambda: self.version,
             ranks=Ranks(),
-            tell=self.told.append,
+            emit=self.told.append,
             **fields,
         )
 
@@ -181,7 +181,7 @@ def test_new_weights_change_completions_and_one_checkpoint_is_kept(side, tmp_pat
 def test_a_server_without_its_development_mode_is_refused(side):
     one = side()
     one.server.has_dev_mode = False
-    with pytest.raises(LaunchError, match="cannot be given new weights") as caught:
+    with pytest.raises(LaunchError, match="cannot load new weights") as caught:
         one.write()
     assert "VLLM_SERVER_DEV_MODE=1" in caught.value.faults[0].fix
 
@@ -198,7 +198,7 @@ def test_completions_of_a_server_that_lost_its_weights_meanwhile_are_thrown_away
     one, undisturbed = side(), side()
     one.server.forgets_at = 2
     assert one.write() == undisturbed.write()
-    assert "started again while it wrote" in one.told[0]
+    assert "restarted during generation" in one.told[0]
 
 
 def test_a_failed_request_is_asked_again_with_its_seed(side):

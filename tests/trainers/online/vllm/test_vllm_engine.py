@@ -128,7 +128,7 @@ def engine(request, tmp_path_factory):
         ),
         transport=Transport(folder / "weights", 50_000),
         version=lambda: version[0],
-        tell=lambda text: None,
+        emit=lambda text: None,
         sleep_level=0,
         restarts=1,
         fallback=None,
@@ -246,7 +246,7 @@ def test_a_stock_server_is_given_weights_and_survived_when_it_is_killed(tmp_path
         folder=tmp_path / "weights",
         version=lambda: 1,
         ranks=Ranks(),
-        tell=told.append,
+        emit=told.append,
         deadline_s=120.0,
         start_deadline_s=400.0,
         restarts=2,
@@ -263,7 +263,7 @@ def test_a_stock_server_is_given_weights_and_survived_when_it_is_killed(tmp_path
         servers[0].wait()
         threading.Timer(2.0, lambda: servers.append(start_server(tmp_path, port))).start()
         assert tokens(sampler.generate(groups(2), Sampling(max_tokens=24))) == tokens(undisturbed)
-        assert "given the same weights" in told[0]
+        assert "loaded the same weights" in told[0]
     finally:
         sampler.close()
         for server in servers:

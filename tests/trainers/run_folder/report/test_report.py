@@ -175,7 +175,7 @@ def test_the_page_says_what_the_run_left(tmp_path: Path, make_plan: MakePlan):
         "my-run",
         "9.50 GiB predicted",
         "10.00 GiB (+5.3%)",
-        "31 rows cut (1,912 tokens, 1,810 of them learnt)",
+        "31 rows truncated (1,912 tokens, 1,810 loss tokens)",
         "98.76 % filled",
         "best 2.5000 at step 2",
         "the only one that keeps packed rows apart on a CPU",
@@ -210,12 +210,12 @@ def test_the_terminal_says_the_same(tmp_path: Path, make_plan: MakePlan):
         "run done, 4 steps in 1 min 15 s",
         "loss 4.0000 -> 2.0000",
         "held-out loss 2.5000 -> 2.7500 (best 2.5000 at step 2)",
-        "200 tokens/s (400 tokens, 160 of them learnt)",
-        "10.00 GiB measured, 9.50 GiB predicted, 20.00 GiB predicted without the plan",
+        "200 tokens/s (400 tokens, 160 loss tokens)",
+        "10.00 GiB measured, 9.50 GiB predicted, 20.00 GiB without strategies",
         "steady step 9.50 GiB 10.00 GiB +5.3%",
         "merging - 1.00 GiB",
         "train 1,000 90,000 40,000 90 98.76%",
-        "lost of train: 31 rows cut",
+        "lost from train: 31 rows truncated",
         "note: step 2",
     ):
         assert said in shown, said
@@ -311,8 +311,6 @@ def test_a_chart_of_one_step_is_drawn():
 
 def test_tokens_left_out_of_split_rows_are_told():
     split = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, tokens_idle=400, rows_split=2, fragments=5)
-    assert lost_words(split) == (
-        "400 tokens with pieces in which nothing is learnt (2 rows split into 5 pieces)"
-    )
+    assert lost_words(split) == ("400 tokens in pieces without a loss token (2 rows split into 5 pieces)")
     whole = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, rows_split=1, fragments=2)
     assert lost_words(whole) == "nothing (1 row split into 2 pieces)"

@@ -97,7 +97,7 @@ function drawTicks(canvas, bins, width) {
 }
 
 function drawMarks(canvas) {
-  const names = { 50: "half", 90: "90%", 95: "95%", 99: "99%", 99.9: "99.9%" };
+  const names = { 50: "median", 90: "90%", 95: "95%", 99: "99%", 99.9: "99.9%" };
   let last = -1000;
   for (const point of part.percentiles) {
     const x = names[point.percent] === undefined ? null : placeOf(point.tokens);
@@ -133,7 +133,7 @@ function drawCost() {
   const all = found.learnt || found.tokens;
   const lost = (loss) => (found.learnt ? loss.learnt_lost : loss.tokens_lost);
   const first = html(panel, "div");
-  html(first, "h3", "", found.learnt ? "Learnt tokens lost" : "Tokens lost");
+  html(first, "h3", "", found.learnt ? "Loss tokens lost" : "Tokens lost");
   for (const loss of one.losses) {
     line(first, loss.truncation, lost(loss) / all, number(lost(loss)) + " · " + share(lost(loss), all), "lost");
   }

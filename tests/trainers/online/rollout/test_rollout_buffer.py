@@ -1,0 +1,26 @@
+"""A rollout in a checkpoint: the same after it, and read from checkpoints of earlier versions."""
+
+import numpy as np
+
+from memtrain.trainers.online.generation.protocol import Sample
+from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window, window_of
+
+
+def rollout() -> Rollout:
+    made = new_window(3, [7], [0], [[1, 2]], [[Sample((5, 6), (-1.0, -2.0), "stop")]], 1)
+    made.metrics = {"reward": 0.5}
+    return made
+
+
+def test_a_rollout_is_the_same_after_its_state():
+    found = window_of(rollout().state())
+    assert (found.number, found.metrics) == (3, {"reward": 0.5})
+    assert np.array_equal(found.ids_N, [5, 6])
+
+
+def test_a_rollout_of_an_earlier_version_keeps_its_metrics_and_its_answers():
+    state = rollout().state()
+    old = {"metrics": "told", "is_trained_A": "is_learnt_A"}
+    found = window_of({old.get(name, name): value for name, value in state.items()})
+    assert found.metrics == {"reward": 0.5}
+    assert found.is_trained_A.tolist() == rollout().is_trained_A.tolist()
