@@ -66,15 +66,29 @@ def as_it_was(
         raise RecipeError(imported.faults)
     recipe, notes = with_a_length(load_text(imported.text, foreign.name).recipe, max_length)
     facts = facts_of(recipe, hardware)
-    pinned = recipe
-    for key, value in {**imported.pins, **(pins or {}), "memory.budget": budget}.items():
-        if not _is_of_method(pinned, key):
+    said = {**imported.pins, **(pins or {}), "memory.budget": budget}
+    engine = str(said["cluster.engine"])
+    for nearest in dict.fromkeys((engine, "fsdp2", "ddp")):
+        try:
+            priced, facts = _priced(recipe, said | {"cluster.engine": nearest}, facts)
+        except RecipeError:
+            if nearest == "ddp":
+                raise
             continue
-        pinned = _set(pinned, key, value)
-    asked = SourcedRecipe(pinned, lambda key: "default")
-    _, case, choices = open_space(asked, facts)
+        if nearest != engine:
+            notes = (*notes, f"Planned as {nearest}: memtrain has no {engine} for such a run.")
+        return AsItWas(imported, recipe, priced, facts, notes)
+    raise AssertionError("One engine is always tried.")
+
+
+def _priced(recipe: Recipe, said: Mapping[str, object], facts: PlannerInputs) -> tuple[Priced, PlannerInputs]:
+    """(the settings that some keys leave, priced; the facts that they are priced by)."""
+    for key, value in said.items():
+        if _is_of_method(recipe, key):
+            recipe = _set(recipe, key, value)
+    _, case, choices = open_space(SourcedRecipe(recipe, lambda key: "default"), facts)
     priced = [price(settings, case.facts) for settings in choices.groups[0]]
-    return AsItWas(imported, recipe, min(priced, key=lambda one: one.step_s), case.facts, notes)
+    return min(priced, key=lambda one: one.step_s), case.facts
 
 
 def facts_of(recipe: Recipe, hardware: Hardware) -> PlannerInputs:

@@ -99,11 +99,22 @@ def rescued(asked: Asked) -> Rescue:
     Raises: RecipeError for a configuration or a card that cannot be read; LaunchError for a model that is
     nowhere.
     """
-    died = read_traceback(asked.traceback) if asked.traceback.strip() else NOTHING
     own = _own_recipe(asked)
     if own is not None:
-        return _of_recipe(asked, own, died)
-    foreign = read_foreign(asked.config, asked.tool, asked.method, asked.num_gpus)
+        return _of_recipe(asked, own, _died(asked))
+    return rescued_foreign(read_foreign(asked.config, asked.tool, asked.method, asked.num_gpus), asked)
+
+
+def _died(asked: Asked) -> Died:
+    return read_traceback(asked.traceback) if asked.traceback.strip() else NOTHING
+
+
+def rescued_foreign(foreign: Foreign, asked: Asked) -> Rescue:
+    """The same for a configuration that was read already.
+
+    Raises: RecipeError, LaunchError.
+    """
+    died = _died(asked)
     hardware, budget = devices(asked, died, foreign.processes)
     was = as_it_was(foreign, hardware, budget, asked.max_length)
     if (number := int(str(was.imported.pins["cluster.processes"]))) != foreign.processes:

@@ -70,10 +70,14 @@ def plan_learns(found: Rescue) -> tuple[str, ...]:
     if found.plan is None:
         return ()
     settings, recipe = found.plan.settings, found.plan.case.recipe
+    before = None if found.was is None else found.was.priced.settings
     named = [
         one
         for one in STRATEGIES.values()
-        if not one.is_exact and one.name in found.allowed and one.is_used(settings)
+        if not one.is_exact
+        and one.name in found.allowed
+        and one.is_used(settings)
+        and (before is None or not one.is_used(before))
     ]
     said = [f"{one.name} ({one.says})" for one in named]
     asked = found.was.recipe.length.max_length if found.was is not None else recipe.length.max_length
