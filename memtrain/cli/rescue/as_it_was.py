@@ -107,17 +107,17 @@ def _look(model: Model) -> LookedAt:
 def with_a_length(recipe: Recipe, max_length: int | None) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe with a longest row, and what was taken for it.
 
-    Raises: RecipeError where nothing says how long rows are.
+    Raises: RecipeError where the length of the rows is unknown.
     """
     if max_length is not None:
         return with_key(recipe, "length.max_length", max_length), ()
     if recipe.length.max_length is not None:
         return recipe, ()
     if recipe.online is None:
-        raise RecipeError("nothing says how long rows are", "length.max_length", "add --max-length 2048")
+        raise RecipeError("the length of the rows is unknown", "length.max_length", "add --max-length 2048")
     prompt = recipe.length.max_prompt or PROMPT
     length = prompt + recipe.generation.max_tokens
-    notes = () if recipe.length.max_prompt else (f"Prompts are taken to have at most {PROMPT} tokens.",)
+    notes = () if recipe.length.max_prompt else (f"Prompts are assumed to have at most {PROMPT} tokens.",)
     return with_key(recipe, "length.max_length", length), notes
 
 

@@ -199,7 +199,7 @@ def devices(asked: Asked, died: Died, processes: int) -> tuple[Hardware, int]:
         hardware = _card_of(size, processes)
     else:
         raise RecipeError(
-            "nothing says which card the run was on",
+            "the card of the run is unknown",
             "--gpu",
             "add --gpu 4090 (or another), --budget 24GiB, or --traceback FILE",
         )
