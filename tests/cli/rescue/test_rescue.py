@@ -113,7 +113,7 @@ def test_a_recipe_of_memtrain_is_rescued_too(tmp_path: Path):
 
 
 def test_nothing_is_guessed_about_the_card(axolotl: str):
-    with pytest.raises(RecipeError, match="which card"):
+    with pytest.raises(RecipeError, match="the card of the run is unknown"):
         rescued(Asked(axolotl))
 
 
