@@ -176,6 +176,16 @@ def test_kto_takes_pairs_apart(tmp_path: Path, cache: Path):
     assert [line["rewards/desirable_share"] for line in told if line["kind"] == "step"] == [0.5, 0.5]
 
 
+def test_kto_is_tried_before_it_starts_with_a_reference_that_was_asked_before(tmp_path: Path, cache: Path):
+    """The heaviest held-out rows alone are no step: the reference was asked for none of their mixed pairs."""
+    told = run(
+        tmp_path, "kto", cache, "memory.preflight=on", "memory.use=precomputed_reference", "train.max_steps=2"
+    )
+    phases = {line["phase"] for line in told if line["kind"] == "memory"}
+    assert "rehearsal: evaluation" in phases
+    assert len(losses(told)) == 2
+
+
 def test_conversations_with_a_common_beginning_are_pairs(tmp_path: Path, cache: Path):
     """The prompt is what both begin with: the system's and the user's message."""
 

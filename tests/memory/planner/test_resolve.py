@@ -97,10 +97,18 @@ def test_a_gpu_run_computes_in_bfloat16_with_one_process_for_each_device():
     assert settings.attention in ("flash", "torch_varlen")
 
 
-def test_a_gpu_without_bfloat16_falls_back_to_float32_and_says_so():
+def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so():
+    """Weights that are trained have float32 copies; rows are packed without scores of row length squared."""
     resolved = ask(Hardware.named("t4"))
-    assert resolved.settings.dtype == "float32"
+    assert (resolved.settings.dtype, resolved.settings.master_weights) == ("float16", True)
     assert "no fast bfloat16" in reason_of(resolved, "dtype")
+    assert "scaled loss" in reason_of(resolved, "dtype")
+    assert resolved.settings.attention == "torch_efficient"
+
+
+def test_what_float16_cannot_be_with_is_computed_in_float32():
+    resolved = ask(Hardware.named("t4"), optim__in_backward="on", optim__max_grad_norm=None)
+    assert resolved.settings.dtype == "float32"
 
 
 def test_what_the_user_said_is_the_source_of_the_setting():
@@ -142,7 +150,8 @@ def test_the_plain_run_needs_more():
     [
         ({"cluster__device": "cuda"}, "no CUDA device"),
         ({"cluster__processes": 9}, "this machine has 4 CPU cores"),
-        ({"model__dtype": "float16"}, "loss scaling"),
+        ({"model__dtype": "float16", "optim__in_backward": "on"}, "known to be finite"),
+        ({"model__dtype": "float16", "optim__copies": "split"}, "bfloat16 weights"),
         ({"optim__kind": "adamw_8bit"}, "bitsandbytes"),
         ({"model__liger": "on"}, "Liger runs on CUDA only"),
         ({"model__attention": "torch_varlen"}, "does not run on cpu"),
@@ -163,7 +172,7 @@ def test_what_cannot_run_is_refused_with_its_place(said: dict[str, Any], words: 
 
 def test_every_refusal_is_told_at_once():
     with pytest.raises(RecipeError) as caught:
-        ask(optim__kind="adamw_8bit", model__dtype="float16", model__liger="on")
+        ask(optim__kind="adamw_8bit", model__dtype="float16", optim__copies="split", model__liger="on")
     assert len(caught.value.faults) == 3
 
 
