@@ -70,7 +70,7 @@ def as_it_was(
     engine = str(said["cluster.engine"])
     for nearest in dict.fromkeys((engine, "fsdp2", "ddp")):
         try:
-            priced, facts = _priced(recipe, said | {"cluster.engine": nearest}, facts)
+            priced, facts = priced_with(recipe, said | {"cluster.engine": nearest}, facts)
         except RecipeError:
             if nearest == "ddp":
                 raise
@@ -81,7 +81,9 @@ def as_it_was(
     raise AssertionError("One engine is always tried.")
 
 
-def _priced(recipe: Recipe, said: Mapping[str, object], facts: PlannerInputs) -> tuple[Priced, PlannerInputs]:
+def priced_with(
+    recipe: Recipe, said: Mapping[str, object], facts: PlannerInputs
+) -> tuple[Priced, PlannerInputs]:
     """(the settings that some keys leave, priced; the facts that they are priced by)."""
     for key, value in said.items():
         if _is_of_method(recipe, key):

@@ -1,0 +1,44 @@
+"""Published runs, planned as they were: rows that say where they are from, a few held to figures."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location(
+    "predict_published", ROOT / "benchmarks" / "published" / "predict.py"
+)
+assert spec is not None
+assert spec.loader is not None
+predict = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = predict
+spec.loader.exec_module(predict)
+RUNS = json.loads(predict.RUNS.read_text())
+
+
+def test_every_run_has_a_source_a_setting_and_a_figure():
+    assert len(RUNS) > 100
+    for run in RUNS:
+        assert run["link"].startswith("https://github.com/"), run["setting"]
+        assert run["measured_gib"] > 0
+        assert run["measures"] in ("allocated", "reserved")
+        assert run["keys"]["length.max_length"] > 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "within"), [("3B packed", 0.08), ("3B + checkpointing", 0.08), ("8B QLoRA", 0.08)]
+)
+def test_torchtunes_figures_are_near(setting: str, within: float):
+    """Peaks of torchtune's own table: 60.0, 24.9 and 7.4 GiB."""
+    run = next(run for run in RUNS if run["setting"] == setting)
+    found = predict.compared(run)
+    assert found.ratio == pytest.approx(1, abs=within)
+
+
+def test_the_page_names_every_source():
+    page = predict.PAGE.read_text()
+    assert all(run["link"] in page for run in RUNS)
+    assert "none was fitted" in " ".join(page.split())
