@@ -54,7 +54,7 @@ def test_a_pipe_reads_plain_text_of_80_columns(rows, capsys):
     assert "\x1b" not in out
     assert too_long(out) == []
     assert "80 rows, 8,760 tokens" in " ".join(out.split())
-    for part in ("completion", "What each max_length loses", "bfd_split", "Recommended", "length:"):
+    for part in ("completion", "Losses of each max_length", "bfd_split", "Recommended", "length:"):
         assert part in out
 
 

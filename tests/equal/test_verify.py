@@ -235,8 +235,8 @@ def test_a_strategy_that_never_acts_is_caught(plan_of: MakePlan, monkeypatch: py
 
 def test_a_probe_that_sees_nothing_move_is_blind():
     assert Seen(0.0, 1e-6, 0.5, 2, 2).fault == ""
-    assert "blind" in Seen(0.0, 1e-6, 0.0, 2, 2).fault
-    assert "sees another" in Seen(float("nan"), 1e-6, 0.5, 2, 2).fault
+    assert "sees nothing" in Seen(0.0, 1e-6, 0.0, 2, 2).fault
+    assert "attends to another" in Seen(float("nan"), 1e-6, 0.5, 2, 2).fault
 
 
 def test_one_row_is_not_called_free_of_contamination(plan_of: MakePlan):

@@ -224,7 +224,7 @@ def test_labels_are_the_ids_or_minus_100():
         ids.parse({"input_ids": [5, 6], "labels": [6, -100]}, NAMES)
     with pytest.raises(BadRow, match="has 2 numbers and 'labels' has 1"):
         ids.parse({"input_ids": [5, 6], "labels": [5]}, NAMES)
-    with pytest.raises(BadRow, match="no whole number"):
+    with pytest.raises(BadRow, match="not a whole number"):
         ids.parse({"input_ids": [5, 6.5]}, NAMES)
 
 

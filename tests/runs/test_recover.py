@@ -216,7 +216,7 @@ def test_a_failure_on_one_of_two_ranks_is_met_by_both(runs, monkeypatch, at: int
     for child in runs.fork_ranks("broken", 2, *SMALL):
         assert child.wait() == 0, child.said
     assert_same_course(runs.folder / "broken", runs.folder / "undisturbed")
-    assert any("made again" in note for note in notes(runs.folder / "broken"))
+    assert any("the step was repeated" in note for note in notes(runs.folder / "broken"))
 
 
 ONLINE = """

@@ -147,17 +147,17 @@ def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:
     other = [loss.truncation for loss in found.candidates[0].losses[1:]]
     what = "loss tokens" if found.learnt else "tokens"
     yield (
-        f"Losses of each max_length ({what} lost with {own}, and with the other ways of truncation)",
+        f"Losses of each max_length ({what} lost, by truncation)",
         _lost(found, own, other),
     )
     batches = f"padding in micro-batches of {found.batch.micro_batch_size}"
     step = f"{found.batch.rows} rows" if found.batch.rows is not None else f"{found.batch.tokens:,} tokens"
     if found.candidates[0].packings:
-        yield f"Cost of each max_length: {batches}; sequences and fill when packed", _room(found)
+        yield f"Costs: {batches}; sequences and fill when packed", _room(found)
         yield f"Optimizer steps of one epoch ({step} a step)", _steps(found)
     else:
         yield (
-            f"Cost of each max_length: {batches}; steps of one epoch ({step} each)",
+            f"Costs: {batches}; steps of one epoch ({step} each)",
             _beside(_room(found), _steps(found)),
         )
 

@@ -85,7 +85,7 @@ def test_the_check_leaves_model_and_random_state_as_they_were(tiny_llama: Callab
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_layers_that_carry_state_are_found_in_the_model_itself(family: str, dtype: torch.dtype):
     model = model_of(family, dtype, **HYBRIDS[family])
-    with pytest.raises(LaunchError, match="see each other|gets no layout") as refused:
+    with pytest.raises(LaunchError, match="influence each other|gets no layout") as refused:
         verify_isolation(model, AttentionBackend.TORCH_CPU)
     assert type(model).__name__ in str(refused.value)
     assert "model.attention: transformers" in refused.value.faults[0].fix

@@ -98,7 +98,7 @@ def test_an_index_names_files_of_its_folder_that_are_there(folder: Path):
 
 def test_a_weight_that_its_file_has_not_is_told(folder: Path):
     index(folder, d="two.safetensors")
-    assert "places d in two.safetensors, which has no such weight" in refused(folder)
+    assert "lists d in two.safetensors, which has no such weight" in refused(folder)
 
 
 def test_pickle_files_are_refused_by_name(tmp_path: Path):
