@@ -1,4 +1,4 @@
-"""Steps by bucket: tensors taken together up to a limit, and gradients kept where a step breaks off."""
+"""Steps by bucket: tensors taken together as far as a limit goes, and gradients kept where a step breaks off."""
 
 from __future__ import annotations
 

@@ -100,9 +100,8 @@ class CompressedMoments(Optimizer):
         When it breaks off, the gradients of buckets that are done are gone, and all others are there.
         """
         loss = closure() if closure is not None else None
-        step_by_bucket(
-            (p for group in self.param_groups for p in group["params"]), _buckets, self._step_bucket
-        )
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        step_by_bucket(parameters, _buckets, self._step_bucket)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
