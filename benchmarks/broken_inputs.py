@@ -33,6 +33,7 @@ from typing import Any
 
 from mutants_of_models import make_models, mutate
 from mutants_of_recipes import mutated, override, varied
+from result_files import write_result
 
 from memtrain.__main__ import main as memtrain
 from memtrain.errors import EXIT_OUR_FAULT, RecipeError
@@ -248,7 +249,7 @@ def main() -> None:
         if asked.models:
             found["models"] = run(asked.models, asked.seed, ModelMutants(Path(folder)).outcome, "model")
         os.chdir(here)
-    asked.output.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(asked.output, found)
     print(json.dumps({name: one["ended"] for name, one in found.items() if isinstance(one, dict)}, indent=1))
 
 

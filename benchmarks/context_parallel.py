@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from result_files import write_result
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,7 +96,7 @@ def main() -> None:
     print(json.dumps(told, indent=1))
     if asked.output:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        asked.output.write_text(json.dumps(told, indent=1) + "\n")
+        write_result(asked.output, told)
 
 
 def commit() -> str:

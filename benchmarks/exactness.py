@@ -30,6 +30,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from result_files import write_result
 
 from memtrain.cli.plan.make_plan import make_plan, versions
 from memtrain.errors import DoesNotFit, RecipeError
@@ -235,7 +236,7 @@ def main() -> None:
         parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         for method in [asked.method] if asked.method else METHODS_SHOWN:
             parts[method] = made_of(method, asked.having, parts.get(method))
-            RESULTS.write_text(json.dumps(parts))
+            write_result(RESULTS, parts)
     parts = json.loads(RESULTS.read_text())
     PAGE.write_text(page(parts))
     generated = STRATEGIES_PAGE.read_text().partition(PAIRS)[0].rstrip("\n")

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from result_files import write_result
 
 ROWS_AT_ONCE = 1_000
 VOCABULARY = 16_384
@@ -217,7 +218,7 @@ def main() -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "inspect_lengths.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(path, result)
     print(json.dumps({key: value for key, value in result.items() if key != "turns"}, indent=1))
 
 

@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from result_files import write_result
+
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """\
 method: sft
@@ -146,7 +148,7 @@ def main() -> None:
             "kills": kills,
             "runs": [compared(folder, whole) for folder in [Path(name) / "again", *folders]],
         }
-    asked.out.write_text(json.dumps(told, indent=1) + "\n")
+    write_result(asked.out, told)
     print(json.dumps(told["runs"], indent=1))
     if any(run["lines_that_differ"] or not run["final_weights_are_equal"] for run in told["runs"]):
         raise SystemExit("not the same")

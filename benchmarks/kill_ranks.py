@@ -29,6 +29,7 @@ from typing import Any
 import kill_moments as moments
 import warm_ranks as warm
 from many_ranks import ROOT, about
+from result_files import write_result
 
 KILLS = 8
 """Kills of one run, where it does not end before."""
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--join", type=Path, nargs="+", help="write what these files hold together, no more")
     asked = parser.parse_args()
     if asked.join:
-        asked.output.write_text(json.dumps(joined(asked.join), indent=1) + "\n")
+        write_result(asked.output, joined(asked.join))
         return
     told: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.exists() else {"runs": []}
     warm.warm_up()
@@ -182,7 +183,7 @@ def main() -> None:
             told["runs"].append(case)
             summed(told)
             told["cpu_s"] = round(cpu_before_s + cpu_s())
-            asked.output.write_text(json.dumps(told, indent=1) + "\n")
+            write_result(asked.output, told)
             print(json.dumps(case), flush=True)
             if case["differs"] and (keep := os.environ.get("KEEP")):
                 shutil.copytree(run, Path(keep) / str(len(told["runs"])), dirs_exist_ok=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import warm_ranks as warm
+from result_files import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = 1e-3
@@ -99,7 +100,7 @@ def main() -> None:
                 recipe = warm.write_recipe(folder, method)
                 for engine in asked.engines.split(","):
                     fill(table["cells"], alone, recipe, method, engine, num_ranks, folder)
-                    asked.output.write_text(json.dumps(table, indent=1) + "\n")
+                    write_result(asked.output, table)
 
 
 def fill(

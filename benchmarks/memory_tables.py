@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_files import write_result
 
 from memtrain.trainers.tools.trace.client import uses_liger
 from memtrain.trainers.tools.trace.trace import trace
@@ -81,7 +82,7 @@ def main() -> int:
             rows.append(row(name, case, group))
             PART.write_text(json.dumps(made) + "\n")
             print(rows[-1], flush=True)
-    RESULTS.write_text(json.dumps(made, indent=1) + "\n")
+    write_result(RESULTS, made)
     write_page(made)
     PART.unlink(missing_ok=True)
     return 0

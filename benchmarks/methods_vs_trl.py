@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from result_files import write_result
 from sft_vs_trl import MODELS, SIDES, environment, largest_gap, run_versions, save_model
 
 HERE = Path(__file__).resolve().parent
@@ -178,7 +179,7 @@ def keep(out: Path, told: dict[str, Any]) -> None:
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     rows = [row for row in rows if (row["case"], row["model"]) != (told["case"], told["model"])] + [told]
     rows.sort(key=lambda row: (list(MODELS).index(row["model"]), CASES.index(row["case"])))
-    out.write_text(json.dumps({"environment": told["environment"], "rows": rows}, indent=1) + "\n")
+    write_result(out, {"environment": told["environment"], "rows": rows})
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from result_files import write_result
+
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 RESULT = Path(__file__).parent / "results" / "mutants.json"
@@ -326,7 +328,7 @@ def _write(output: Path, found: Sequence[Found], num_listed: int) -> None:
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     made = said | {"each": [asdict(one) for one in found]}
-    output.write_text(json.dumps(made, indent=1) + "\n")
+    write_result(output, made)
     print(json.dumps(said))
     missed = [one.name for one in found if one.tests != "found" or one.verify not in ("", "found")]
     if missed:

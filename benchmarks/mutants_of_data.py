@@ -41,6 +41,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+from result_files import write_result
 
 from memtrain.errors import DataError, printable
 from memtrain.recipes.recipe import Recipe
@@ -664,7 +665,7 @@ def main() -> int:
     for one in faults[:20]:
         print(json.dumps(one, indent=1))
     if given.output is not None:
-        given.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(given.output, result)
     print(json.dumps({key: value for key, value in result.items() if key != "faults"}))
     return 1 if faults else 0
 

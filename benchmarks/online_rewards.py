@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from result_files import write_result
+
 from memtrain.cli.commands.train import run_recipe
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -148,7 +150,7 @@ def collect(work: Path, output: Path) -> None:
         "methods": found,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(told, indent=1) + "\n")
+    write_result(output, told)
 
 
 if __name__ == "__main__":

@@ -608,10 +608,28 @@ def where(result: Result, section: Section) -> str:
 
 
 def last_commit(file: str) -> tuple[str, str]:
-    """(commit, date) in which a committed result was last written; dashes where there is none."""
-    command = ["git", "log", "-1", "--format=%h %as", "--", f"results/{file}.json"]
-    said = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False).stdout.split()
-    return (said[0], said[1]) if len(said) == 2 else ("-", "-")
+    """(commit, date) in which what a committed result says was last written; dashes where there is none.
+
+    A commit that writes the same figures in another form is passed over.
+    """
+    path = f"benchmarks/results/{file}.json"
+    found = ("-", "-")
+    for line in _git("log", "--format=%h %as", "--", path).splitlines():
+        commit, date = line.split()
+        if found != ("-", "-") and _said_at(commit, path) != _said_at("HEAD", path):
+            break
+        found = (commit, date)
+    return found
+
+
+def _said_at(commit: str, path: str) -> object:
+    text = _git("show", f"{commit}:{path}")
+    return json.loads(text) if text else None
+
+
+def _git(*words: str) -> str:
+    root = Path(__file__).parents[1]
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False).stdout
 
 
 def read_results(folder: Path) -> dict[str, Result]:

@@ -29,6 +29,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from result_files import write_result
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARES = {"4:1": 0.8, "1:1": 0.5, "1:4": 0.2}
 FORMS = {
@@ -83,9 +85,7 @@ def main() -> None:
         for form, figures in forms.items():
             print(f"{share}  {form:24}", *(f"{key} {value}" for key, value in figures.items()), sep="  ")
     if asked.output:
-        asked.output.write_text(
-            json.dumps(about(num_parameters, asked.repeats) | {"prompt:answer": told}, indent=1) + "\n"
-        )
+        write_result(asked.output, about(num_parameters, asked.repeats) | {"prompt:answer": told})
 
 
 def about(num_parameters: int, repeats: int) -> dict[str, Any]:

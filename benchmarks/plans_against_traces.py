@@ -18,6 +18,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from result_files import write_result
+
 from memtrain.cli.plan.answer import passes_batch
 from memtrain.cli.plan.lookup import LookedAt, facts_without_data
 from memtrain.cli.plan.tables import settings_words
@@ -143,7 +145,7 @@ def main() -> int:
                 f"{model} {form}: {found['error']:+.2%} on {found['card']}, {found['seconds']} s", flush=True
             )
         PART.write_text(json.dumps(made) + "\n")
-    RESULTS.write_text(json.dumps(made, indent=1) + "\n")
+    write_result(RESULTS, made)
     PART.unlink()
     wrong = [one for one in rows if not one["fits_by_trace"]]
     worst = max((abs(one["error"]) for one in rows), default=0.0)

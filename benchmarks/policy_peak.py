@@ -23,6 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+from result_files import write_result
+
 PROMPT, COMPLETION, SHORT = 3100, 128, 8
 COUNTS = (2, 4, 8, 16)
 SIDES = ("ours", "duplicated", "short", "trl")
@@ -77,7 +79,7 @@ def main() -> None:
     }
     if asked.output:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        asked.output.write_text(json.dumps(told, indent=1) + "\n")
+        write_result(asked.output, told)
 
 
 def at(folder: Path, count: int, trl: Path, checkpointing: str) -> dict[str, dict[str, float]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import subprocess
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_files import write_result
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -308,7 +308,7 @@ def main() -> None:
     }
     for found in measured(Path(os.environ["MEMTRAIN_DATA"]), asked.steps, asked.lr, WAYS[: asked.first]):
         print(found["ways"][-1]["name"], found["ways"][-1]["after"][-1], flush=True)
-        RESULT.write_text(json.dumps(told | found, indent=1) + "\n")
+        write_result(RESULT, told | found)
     print(f"wrote {RESULT}")
 
 

@@ -21,6 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from result_files import write_result
+
 METHODS = ("dpo", "kto", "reward")
 STEPS, BATCH, LR = 30, 8, 1e-3
 CONFIG = {
@@ -64,7 +66,7 @@ def main() -> None:
         print(f"{method:8} largest difference of a step's loss: {curve['largest_difference']:.2e}")
     if asked.output:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        asked.output.write_text(json.dumps(told, indent=1) + "\n")
+        write_result(asked.output, told)
 
 
 def prepare(folder: Path) -> None:

@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from result_files import write_result
+
 from memtrain.cli.commands.train import run_recipe
 
 MODEL = {
@@ -86,7 +88,7 @@ def main() -> None:
             "methods": found,
         }
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        asked.output.write_text(json.dumps(told) + "\n")
+        write_result(asked.output, told)
 
 
 def commit() -> str:

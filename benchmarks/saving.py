@@ -20,6 +20,7 @@ from typing import Any
 
 import warm_ranks as warm
 from many_ranks import ROOT, about
+from result_files import write_result
 
 RECIPE = """\
 method: sft
@@ -101,7 +102,7 @@ def main() -> None:
     ranks = f" --ranks {asked.ranks}" if asked.ranks > 1 else ""
     told["about"]["command"] = f"python benchmarks/saving.py --pairs {asked.pairs}{ranks}"
     told["about"]["load"] = [round(one, 1) for one in os.getloadavg()]
-    asked.output.write_text(json.dumps(told, indent=1) + "\n")
+    write_result(asked.output, told)
     print(json.dumps({key: value for key, value in told.items() if key != "runs"}, indent=1))
 
 

@@ -27,6 +27,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from result_files import write_result
+
 HERE = Path(__file__).resolve().parent
 SIDES = ("memtrain", "trl")
 MODES = ("padded", "padding-free", "bfd")
@@ -226,7 +228,7 @@ def record(out: Path, pythons: dict[str, str], folder: Path) -> None:
         cases[mode] = named | {key: result[key] for key in ("losses", "grad_norms", "sequences")}
     told = {"command": command(), "versions": result["versions"], "shape": RECORDED, "cases": cases}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(told, indent=1) + "\n")
+    write_result(out, told)
 
 
 def command() -> str:
@@ -293,7 +295,7 @@ def keep(out: Path, told: dict[str, Any]) -> None:
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     names = ("model", "data", "mode")
     rows = [row for row in rows if any(row[name] != told[name] for name in names)] + [told]
-    out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    write_result(out, {"rows": rows})
 
 
 def run_versions(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_files import write_result
 
 from memtrain.cli.plan.make_plan import make_plan
 from memtrain.recipes.reading.load import load_recipe
@@ -73,7 +74,7 @@ def main() -> None:
             "prompt:answer": found,
         }
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        asked.output.write_text(json.dumps(told, indent=1) + "\n")
+        write_result(asked.output, told)
 
 
 def measured(folder: Path, prompt_share: float) -> dict[str, dict[str, float]]:

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from result_files import write_result
 from turns import where
 
 HERE = Path(__file__).resolve().parent
@@ -148,7 +149,7 @@ def answered(question: Question, out: Path, env: Path | None, *, again: bool) ->
 def stamped(result: Path, command: str) -> None:
     """Add device, date and commit to a result that was printed without."""
     told = json.loads(result.read_text())
-    result.write_text(json.dumps(told | {"where": where(command)}, indent=1) + "\n")
+    write_result(result, told | {"where": where(command)})
 
 
 def _words(question: Question, out: Path, env: Path | None) -> list[str]:

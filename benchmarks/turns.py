@@ -5,7 +5,6 @@ Used by the scripts beside it; not run by itself.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from result_files import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -115,5 +116,5 @@ def write(name: str, result: Mapping[str, Any], out: Path | None) -> None:
     """Write a result as JSON."""
     path = out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(path, result)
     print(f"wrote {path}")

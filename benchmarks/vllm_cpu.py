@@ -5,7 +5,6 @@ Wall times on a shared machine say little; CPU seconds of the engine's process a
 """
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from result_files import text_of, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.memory.rules.attention import AttentionBackend
@@ -183,10 +183,10 @@ def main() -> None:
         "model": "Qwen3-shaped, 2 layers, width 256, vocabulary 1,024, float32, tied",
         "prompts": "32 of 40 to 88 tokens",
     }
-    text = json.dumps({"about": about, "found": found}, indent=1)
-    print(text)
+    made = {"about": about, "found": found}
+    print(text_of(made), end="")
     if asked.output:
-        asked.output.write_text(text + "\n")
+        write_result(asked.output, made)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+"""Results of benchmarks are compact: one writer, one row a line."""
+
+import json
+from pathlib import Path
+
+from result_files import ROW, text_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def test_committed_results_are_as_the_writer_writes_them():
+    found = sorted(RESULTS.glob("*.json"))
+    assert found
+    other = [path.name for path in found if text_of(json.loads(path.read_text())) != path.read_text()]
+    assert other == [], "python benchmarks/result_files.py benchmarks/results/*.json"
+
+
+def test_a_row_is_one_line_however_long_and_nothing_is_lost():
+    rows = [{"method": "sft", "losses": [float(number) for number in range(200)]}, {"method": "dpo"}]
+    cells = {f"sft {number}": {"same_bits": True, "peak": 10**9 + number} for number in range(9)}
+    made = {"command": "python x.py", "rows": rows, "cells": cells, "long": {"one": {"text": "x" * ROW}}}
+    lines = text_of(made).splitlines()
+    assert json.loads("".join(lines)) == made
+    assert sum(line.startswith('  {"method"') for line in lines) == 2
+    assert sum(line.startswith('  "sft ') for line in lines) == 9
