@@ -20,9 +20,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.generate import Generate
-from memtrain.recipes.sections.methods.grpo_rloo import Grpo
 from memtrain.recipes.sections.methods.online_base import WithMismatch
 from memtrain.recipes.sections.vllm import Vllm
 
@@ -83,7 +81,7 @@ def with_generation(
         reading = judging_bytes(settings, facts.rewards, longest)
         phases.append(phase_peak("rewards", owners | {"activations": reading}))
     factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes)
-    if has_passes(recipe):
+    if recipe.online is not None and recipe.online.needs.passes:
         phases.append(passes)
     return (
         settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor}),
@@ -95,17 +93,6 @@ def _resting(prediction: Prediction) -> PhasePeak:
     """Bytes between two steps, without the tensors gathered for a save."""
     saving = next(phase for phase in prediction.phases if phase.phase == "saving")
     return phase_peak("rest", {one.owner: one.num_bytes for one in saving.owners if one.owner != TO_SAVE})
-
-
-def has_passes(recipe: Recipe) -> bool:
-    """Whether a rollout is read without gradients before it is learnt from: log-probs, values, entropies."""
-    section = recipe.online
-    if section is None:
-        return False
-    is_masked = isinstance(section, Grpo) and section.top_entropy_fraction < 1
-    has_value = METHODS[recipe.method].has_value
-    moves = section.steps_in_window > 1 and not METHODS[recipe.method].in_pairs
-    return section.needs_reference or has_value or moves or is_masked
 
 
 def _decide_passes(settings: Settings, facts: PlannerInputs, peak: int) -> tuple[int, PhasePeak]:

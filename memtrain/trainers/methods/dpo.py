@@ -3,7 +3,7 @@
     -log sigmoid(beta * (log p(chosen) / q(chosen) - log p(rejected) / q(rejected))), q the reference.
 
 Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; the other losses name theirs in
-trainers/losses/preference_*.py. The mean is over the pairs of the whole optimizer step.
+trainers/losses/preference/. The mean is over the pairs of the whole optimizer step.
 Knobs: `dpo:` in the recipe.
 What differs from the loop: sequences are prompts with their pairs; a reference is asked, or was asked before
 training; the `sft` part is a mean over chosen tokens.

@@ -35,7 +35,7 @@ from memtrain.trainers.online.rollout.policy_metrics import (
     means_of_tokens,
     token_sums,
 )
-from memtrain.trainers.online.rollout.protocol import Needs, ScoredRollout
+from memtrain.trainers.online.rollout.protocol import ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores
 from memtrain.trainers.protocols.method import Loss, StepPreview
@@ -64,17 +64,6 @@ class Grpo:
     metrics: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed
-
-    @property
-    def needs(self) -> Needs:
-        """Old log-probs only where the policy moves before it has learnt from all completions."""
-        masks = self.section.top_entropy_fraction < 1
-        return Needs(
-            old=self.section.steps_in_window > 1,
-            reference=self.section.beta > 0,
-            top_entropy_fraction=self.section.top_entropy_fraction if masks else None,
-            skip_zero_advantage=not (self.section.beta or self.section.entropy_coef or masks),
-        )
 
     @property
     def knobs(self) -> PolicyKnobs:

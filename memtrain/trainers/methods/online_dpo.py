@@ -27,7 +27,7 @@ from memtrain.trainers.losses.answers import sum_per_answer
 from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
 from memtrain.trainers.online.rollout.advantages import weighted_rewards
 from memtrain.trainers.online.rollout.pair_batches import PairFeed
-from memtrain.trainers.online.rollout.protocol import Needs, ScoredRollout
+from memtrain.trainers.online.rollout.protocol import ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores
 from memtrain.trainers.protocols.method import Loss, StepPreview
@@ -54,7 +54,6 @@ class OnlineDpo:
     num_pairs: float = 1.0
     """Of the whole step."""
     answer_feed: type[PairFeed] = PairFeed
-    needs: Needs = field(default_factory=lambda: Needs(old=False, reference=True))
 
     def advantages(self, judged: ScoredRollout) -> Tensor:
         """1 for the chosen answer of each prompt, -1 for the rejected one, 0 for others [A]."""

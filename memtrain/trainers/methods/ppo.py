@@ -37,7 +37,7 @@ from memtrain.trainers.online.rollout.policy_metrics import (
     means_of_tokens,
     token_sums,
 )
-from memtrain.trainers.online.rollout.protocol import Needs, ScoredRollout
+from memtrain.trainers.online.rollout.protocol import ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.online.rollout.scoring_passes import valued_scores
@@ -69,15 +69,6 @@ class Ppo:
     metrics: dict[str, float] = field(default_factory=dict)
     seen: MismatchSeen = field(default_factory=MismatchSeen)
     answer_feed: type[PolicyFeed] = PolicyFeed
-
-    @property
-    def needs(self) -> Needs:
-        """Log-probs and values of the rollout; the reference's where there is a KL term."""
-        penalises = self.section.beta > 0
-        moves = penalises or self.section.steps_in_window > 1
-        return Needs(
-            old=moves, reference=penalises, is_for_rewards=True, skip_zero_advantage=False, values=True
-        )
 
     @property
     def clip(self) -> Clip:

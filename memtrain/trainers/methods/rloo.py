@@ -38,7 +38,7 @@ from memtrain.trainers.online.rollout.policy_metrics import (
     means_of_tokens,
     token_sums,
 )
-from memtrain.trainers.online.rollout.protocol import Needs, ScoredRollout
+from memtrain.trainers.online.rollout.protocol import ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores
 from memtrain.trainers.protocols.method import Loss, StepPreview
@@ -69,16 +69,6 @@ class Rloo:
     answer_feed: type[PolicyFeed] = PolicyFeed
     kl: float | None = None
     """Mean over completions of log p - log q, of the newest rollout."""
-
-    @property
-    def needs(self) -> Needs:
-        """Log-probs before the update for the KL term in the reward, or where the policy moves meanwhile."""
-        penalises = self.section.beta > 0
-        return Needs(
-            old=penalises or self.section.steps_in_window > 1,
-            reference=penalises,
-            is_for_rewards=penalises,
-        )
 
     @property
     def clip(self) -> Clip:

@@ -1,4 +1,4 @@
-"""Steps by bucket: tensors taken together as far as a limit goes, and gradients kept where a step breaks off."""
+"""Optimizer steps bucket by bucket; gradients that were not stepped stay where a step breaks off."""
 
 from __future__ import annotations
 

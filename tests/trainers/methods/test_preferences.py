@@ -13,10 +13,8 @@ from memtrain.cli.plan.make_plan import make_plan
 from memtrain.errors import DataError
 from memtrain.memory.rules.reference_model import WHY
 from memtrain.recipes.reading.load import load_recipe
-from memtrain.recipes.sections.methods.preference import RANKS_THE_BATCH, READS, REFERENCE_FREE
 from memtrain.trainers.build.components import Built, build
 from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
-from memtrain.trainers.losses.preference.registry import LOSSES
 from memtrain.trainers.methods.kto import partners_of
 from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.method import LooksAhead, StepPreview
@@ -83,13 +81,7 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(
     assert all(value.dim() == 0 and not value.requires_grad for value in made.sums.values())
 
 
-def test_the_recipe_and_the_losses_know_the_same_names():
-    assert set(READS) == set(LOSSES)
-    assert {name for name, loss in LOSSES.items() if not loss.needs_reference} == set(REFERENCE_FREE)
-    assert {name for name, loss in LOSSES.items() if loss.needs_whole_batch} == set(RANKS_THE_BATCH)
-    assert {name for name, loss in LOSSES.items() if loss.takes_divergence} == {
-        name for name, knobs in READS.items() if "divergence" in knobs
-    }
+def test_every_place_of_a_reference_has_its_words():
     assert set(WHY) == {"none", "copy", "adapter_off", "precomputed", "synced"}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from memtrain.recipes.sections.base import changes
-from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, WithMismatch
+from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, Needs, WithMismatch
 from memtrain.recipes.sections.methods.online_dpo import OnlineDpo
 from memtrain.recipes.sections.methods.ppo import Ppo
 
@@ -102,6 +103,16 @@ class Grpo(WithMismatch):
     """Leave out bad completions that have become less likely than this, in nats a token (arXiv:2512.02556).
     Not given: none is left out."""
 
+    @property
+    def needs(self) -> Needs:
+        """Entropies where tokens are chosen by them; every answer where a term looks at all of them."""
+        masks = self.top_entropy_fraction < 1
+        return replace(
+            super().needs,
+            top_entropy_fraction=self.top_entropy_fraction if masks else None,
+            skip_zero_advantage=not (self.beta or self.entropy_coef or masks),
+        )
+
     @model_validator(mode="after")
     def _every_knob_is_read(self) -> Grpo:
         for knob, losses in KNOBS_OF.items():
@@ -157,6 +168,12 @@ class Rloo(WithMismatch):
 
     reward_clip: Annotated[tuple[float, float] | None, BeforeValidator(pair_of)] = None
     """Lowest and highest reward; others are clipped, before the KL term. Not given: none are."""
+
+    @property
+    def needs(self) -> Needs:
+        """Log-probs of both for the KL term, which is in the reward."""
+        penalises = self.needs_reference
+        return replace(super().needs, old=penalises or self.steps_in_window > 1, is_for_rewards=penalises)
 
     @model_validator(mode="after")
     def _range_is_a_range(self) -> Rloo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -15,6 +16,40 @@ MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncat
 
 
 BY_ITSELF = "the trained module generates the completions itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Passes without gradients that come before an update; each costs a forward pass over all answers."""
+
+    old: bool
+    """Log-probs of the policy as it was when the answers were written: where it moves before it has learnt
+    from all of them, or rewards are penalised by them."""
+    reference: bool
+    top_entropy_fraction: float | None = None
+    """Share of tokens that are kept, those of the highest entropy."""
+    is_for_rewards: bool = False
+    """Rewards depend on the passes; else advantages come first, and answers without signal are left out."""
+    skip_zero_advantage: bool = True
+    """Answers of advantage 0 add nothing: no KL term and no entropy looks at them."""
+    values: bool = False
+    """Whether a value model's expectation before each token is needed."""
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """Names of the numbers of each token that are made; none where no pass is."""
+        asked = {
+            "old": self.old,
+            "reference": self.reference,
+            "values": self.values,
+            "entropy": self.top_entropy_fraction is not None,
+        }
+        return tuple(name for name, is_asked in asked.items() if is_asked)
+
+    @property
+    def asks_policy(self) -> bool:
+        """Whether the policy itself is asked."""
+        return bool(set(self.passes) - {"reference"})
 
 
 class FromOwnCompletions(WithReference):
@@ -37,6 +72,11 @@ class FromOwnCompletions(WithReference):
     def needs_reference(self) -> bool:
         """Whether a reference is asked."""
         return self.beta > 0
+
+    @property
+    def needs(self) -> Needs:
+        """Log-probs before the update where the policy moves meanwhile, and the reference's."""
+        return Needs(old=self.steps_in_window > 1, reference=self.needs_reference)
 
     @property
     def steps_in_window(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from memtrain.recipes.sections.methods.online_base import FromOwnCompletions
+from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, Needs
 
 
 class OnlineDpo(FromOwnCompletions):
@@ -22,3 +22,8 @@ class OnlineDpo(FromOwnCompletions):
     min_reward_gap: Annotated[float, Field(ge=0)] = 0.0
     """A pair is made only where the best reward is more than this above the worst one. 0: wherever they
     differ. Prompts without a pair are counted, and teach nothing."""
+
+    @property
+    def needs(self) -> Needs:
+        """The reference alone: a pair's loss knows no old log-probs."""
+        return Needs(old=False, reference=True)

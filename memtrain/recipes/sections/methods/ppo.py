@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from memtrain.recipes.sections.base import Fraction, PositiveInt, changes
-from memtrain.recipes.sections.methods.online_base import WithMismatch
+from memtrain.recipes.sections.methods.online_base import Needs, WithMismatch
 
 
 class Ppo(WithMismatch):
@@ -58,6 +59,13 @@ class Ppo(WithMismatch):
 
     kl_horizon: PositiveInt = 10_000
     """With `kl_target`: completions after which beta has moved by about a fifth at most. Higher: slower."""
+
+    @property
+    def needs(self) -> Needs:
+        """Log-probs and values of the rollout; the reference's where there is a KL term."""
+        moves = self.needs_reference or self.steps_in_window > 1
+        rewards = {"is_for_rewards": True, "skip_zero_advantage": False}
+        return replace(super().needs, old=moves, values=True, **rewards)
 
     @model_validator(mode="after")
     def _adapts_what_there_is(self) -> Ppo:

@@ -7,55 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from memtrain.recipes.sections.base import Fraction, PositiveInt, Section, changes, one_or_many
-
-PairLossName = Literal[
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "robust",
-    "discopop",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "aot",
-    "aot_unpaired",
-    "simpo",
-    "orpo",
-    "cpo",
-    "sft",
-]
-
-READS: dict[str, tuple[str, ...]] = {
-    "sigmoid": ("beta", "label_smoothing", "divergence"),
-    "sigmoid_norm": ("beta", "label_smoothing", "divergence"),
-    "hinge": ("beta", "divergence"),
-    "ipo": ("beta", "divergence"),
-    "exo_pair": ("beta", "label_smoothing", "divergence"),
-    "robust": ("beta", "label_smoothing", "divergence"),
-    "discopop": ("beta", "discopop_tau", "divergence"),
-    "nca_pair": ("beta",),
-    "bco_pair": ("beta",),
-    "sppo_hard": ("beta",),
-    "apo_zero": ("beta",),
-    "apo_down": ("beta",),
-    "aot": ("beta", "label_smoothing"),
-    "aot_unpaired": ("beta", "label_smoothing"),
-    "simpo": ("beta", "simpo_gamma", "label_smoothing"),
-    "orpo": (),
-    "cpo": ("beta", "label_smoothing"),
-    "sft": (),
-}
-"""The knobs that each loss reads; one that none of a recipe's losses reads is refused."""
-
-REFERENCE_FREE = ("simpo", "orpo", "cpo", "sft")
-"""Losses that no reference model is needed for."""
-
-RANKS_THE_BATCH = ("aot", "aot_unpaired")
-"""Losses that sort the pairs of a step: a step must be one micro-batch of one process."""
+from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES, PairLoss, PairLossName
 
 ReferenceKind = Literal["auto", "copy", "adapter_off", "precomputed", "synced"]
 
@@ -124,19 +76,24 @@ class Dpo(WithReference):
     """Weight each pair by how likely the policy is to write it (WPO, arXiv:2406.11827)."""
 
     @property
-    def parts(self) -> dict[str, float]:
+    def parts(self) -> dict[PairLossName, float]:
         """Each loss with its weight."""
         return dict(zip(self.loss, self.loss_weights or (1.0,) * len(self.loss), strict=True))
 
     @property
+    def losses(self) -> tuple[PairLoss, ...]:
+        """The facts of each loss."""
+        return tuple(PAIR_LOSSES[name] for name in self.loss)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether any of the losses compares with a reference."""
-        return any(name not in REFERENCE_FREE for name in self.loss)
+        return any(loss.needs_reference for loss in self.losses)
 
     @property
     def ranks_the_batch(self) -> bool:
         """Whether any of the losses sorts the pairs of a step."""
-        return any(name in RANKS_THE_BATCH for name in self.loss)
+        return any(loss.ranks_the_batch for loss in self.losses)
 
     @model_validator(mode="after")
     def _losses_and_weights(self) -> Dpo:
@@ -166,7 +123,7 @@ class Dpo(WithReference):
 
     @model_validator(mode="after")
     def _every_knob_is_read(self) -> Dpo:
-        read = {knob for name in self.loss for knob in READS[name]}
+        read = {knob for loss in self.losses for knob in loss.reads}
         for knob in ("beta", "label_smoothing", "divergence", "discopop_tau", "simpo_gamma"):
             if changes(self, knob) and knob not in read:
                 raise ValueError(f"{knob} has no effect on {' and '.join(self.loss)}; remove it")
@@ -175,7 +132,11 @@ class Dpo(WithReference):
                 "divergence_alpha belongs to alpha_divergence; set divergence: alpha_divergence, or remove it"
             )
         if self.divergence != "reverse_kl":
-            plain = [name for name in self.loss if "divergence" not in READS[name] and name != "sft"]
+            plain = [
+                name
+                for name, loss in zip(self.loss, self.losses, strict=True)
+                if "divergence" not in loss.reads and not loss.counts_tokens
+            ]
             if plain:
                 raise ValueError(
                     f"{plain[0]} knows only reverse_kl; remove divergence, or that loss (the constant of "

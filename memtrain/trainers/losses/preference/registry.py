@@ -5,56 +5,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES, PairLossName
 from memtrain.trainers.losses.preference import margin, pointwise
 from memtrain.trainers.losses.preference import optimal_transport as transport
 from memtrain.trainers.losses.preference import reference_free as free
 from memtrain.trainers.losses.preference.pairs import PairKnobs, PairLogps
 
+PerPair = Callable[[PairLogps, PairKnobs], Tensor]
 
-@dataclass(frozen=True, slots=True)
-class PairLoss:
-    """A preference loss with its requirements."""
-
-    per_pair: Callable[[PairLogps, PairKnobs], Tensor]
-    needs_reference: bool = True
-    takes_divergence: bool = False
-    """Whether the divergence changes it; the others know only reverse KL."""
-    needs_whole_batch: bool = False
-    """Whether it ranks the pairs of a batch: accumulation then changes the loss."""
-    counts_tokens: bool = False
-    """Whether it is divided by chosen tokens instead of pairs."""
-
-
-LOSSES: Mapping[str, PairLoss] = {
-    "sigmoid": PairLoss(margin.sigmoid, takes_divergence=True),
-    "sigmoid_norm": PairLoss(margin.sigmoid_norm, takes_divergence=True),
-    "hinge": PairLoss(margin.hinge, takes_divergence=True),
-    "ipo": PairLoss(margin.ipo, takes_divergence=True),
-    "exo_pair": PairLoss(margin.exo_pair, takes_divergence=True),
-    "robust": PairLoss(margin.robust, takes_divergence=True),
-    "discopop": PairLoss(margin.discopop, takes_divergence=True),
-    "nca_pair": PairLoss(pointwise.nca_pair),
-    "bco_pair": PairLoss(pointwise.bco_pair),
-    "sppo_hard": PairLoss(pointwise.sppo_hard),
-    "apo_zero": PairLoss(pointwise.apo_zero),
-    "apo_down": PairLoss(pointwise.apo_down),
-    "aot": PairLoss(transport.aot, needs_whole_batch=True),
-    "aot_unpaired": PairLoss(transport.aot_unpaired, needs_whole_batch=True),
-    "simpo": PairLoss(free.simpo, needs_reference=False),
-    "orpo": PairLoss(free.orpo, needs_reference=False),
-    "cpo": PairLoss(free.cpo, needs_reference=False),
-    "sft": PairLoss(free.sft, needs_reference=False, counts_tokens=True),
+FORMULAS: Mapping[PairLossName, PerPair] = {
+    "sigmoid": margin.sigmoid,
+    "sigmoid_norm": margin.sigmoid_norm,
+    "hinge": margin.hinge,
+    "ipo": margin.ipo,
+    "exo_pair": margin.exo_pair,
+    "robust": margin.robust,
+    "discopop": margin.discopop,
+    "nca_pair": pointwise.nca_pair,
+    "bco_pair": pointwise.bco_pair,
+    "sppo_hard": pointwise.sppo_hard,
+    "apo_zero": pointwise.apo_zero,
+    "apo_down": pointwise.apo_down,
+    "aot": transport.aot,
+    "aot_unpaired": transport.aot_unpaired,
+    "simpo": free.simpo,
+    "orpo": free.orpo,
+    "cpo": free.cpo,
+    "sft": free.sft,
 }
+"""The loss of each pair [B], by the name that its facts have in recipes/sections/methods/pair_losses.py."""
 
 
 def preference_loss(
     logps: PairLogps,
-    parts: Mapping[str, float],
+    parts: Mapping[PairLossName, float],
     knobs: PairKnobs,
     *,
     num_pairs: float,
@@ -72,14 +60,14 @@ def preference_loss(
     """
     total = logps.chosen_B.new_zeros(())
     for name, weight in parts.items():
-        loss = LOSSES[name]
-        loss_B = loss.per_pair(logps, knobs)
+        loss = PAIR_LOSSES[name]
+        loss_B = FORMULAS[name](logps, knobs)
         denominator = num_pairs
         if loss.counts_tokens:
             assert num_chosen_tokens is not None, f"{name} is divided by num_chosen_tokens"
             denominator = num_chosen_tokens
         elif pair_weights_B is not None:
-            assert not loss.needs_whole_batch, f"{name} ranks the batch: pair weights have no pair to go to"
+            assert not loss.ranks_the_batch, f"{name} ranks the batch: pair weights have no pair to go to"
             loss_B = loss_B * pair_weights_B
         total = total + loss_B.sum() * (weight / denominator)
     return total

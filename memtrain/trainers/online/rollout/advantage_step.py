@@ -34,7 +34,7 @@ class AdvantageStep:
 
         Called by all ranks together: the passes are shared.
         """
-        method, needs = self.method, self.method.needs
+        method, needs = self.method, self.method.section.needs
         may_learn_A = ~window.is_cut_A if method.section.mask_truncated else np.ones_like(window.is_cut_A)
         window.is_trained_A = may_learn_A
         window.norms = self._norms(window, may_learn_A)

@@ -87,7 +87,7 @@ class OnlineSteps:
         )
         self.base = Steps(self.prompts, each, recipe.train.seed, recipe.train.shuffle)
         # Dropout moves the trainer's log-probs where they are those of the update itself.
-        is_blurred = has_dropout(self.built.model) and not self.method.needs.old
+        is_blurred = has_dropout(self.built.model) and not self.method.section.needs.old
         self.alarm = MismatchAlarm(
             None if is_blurred else recipe.generation.max_logprob_gap,
             lambda text: self.emit(NoteEvent(step=self.position.step, text=text)),

@@ -17,24 +17,6 @@ from memtrain.trainers.reference.reference import Reference
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """Passes without gradients that come before an update; each costs a forward pass over all answers."""
-
-    old: bool
-    """Log-probs of the policy as it was when the answers were written: where it moves before it has learnt
-    from all of them, or rewards are penalised by them."""
-    reference: bool
-    top_entropy_fraction: float | None = None
-    """Share of tokens that are kept, those of the highest entropy."""
-    is_for_rewards: bool = False
-    """Rewards depend on the passes; else advantages come first, and answers without signal are left out."""
-    skip_zero_advantage: bool = True
-    """Answers of advantage 0 add nothing: no KL term and no entropy looks at them."""
-    values: bool = False
-    """Whether a value model's expectation before each token is needed."""
-
-
-@dataclass(frozen=True, slots=True)
 class ScoredRollout:
     """The answers of a rollout with their verdicts; the answers of a group stand next to each other."""
 
@@ -54,7 +36,6 @@ class OnlineMethod(Protocol):
 
     section: FromOwnCompletions
     reference: Reference | None
-    needs: Needs
     temperature: float
     metrics: dict[str, float]
     """Metrics beside the sums; the loop puts the rollout's facts here."""

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.sections.methods.online_base import Needs
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.losses.policy.ratios import entropy_threshold
 from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
-from memtrain.trainers.online.rollout.protocol import Needs
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.reference.reference import Reference, evaluating
@@ -58,25 +58,17 @@ class Passes:
         """Give the window of `feed` what is needed; called by all ranks together, which share the work."""
         window = feed.window
         assert window is not None, "A rollout is at hand."
-        asked = [name for name in ("old", "reference") if getattr(needs, name)]
-        if needs.values:
-            asked.append("values")
-        if needs.top_entropy_fraction is not None:
-            asked.append("entropy")
-        if not asked:
+        if not needs.passes:
             return
-        found = self._shared(feed, asked)
-        if needs.old:
-            window.old_N = found["old"]
-        if needs.reference:
-            window.reference_N = found["reference"]
-        if needs.values:
-            window.value_N = found["values"]
+        found = self._shared(feed, needs)
+        window.old_N = found.get("old", window.old_N)
+        window.reference_N = found.get("reference", window.reference_N)
+        window.value_N = found.get("values", window.value_N)
         if needs.top_entropy_fraction is not None:
             window.is_kept_N = kept_tokens(window, found["entropy"], needs.top_entropy_fraction)
 
-    def _shared(self, feed: PolicyFeed, asked: list[str]) -> dict[str, NDArray[np.float32]]:
-        """float32 [N] of each that is asked, NaN for tokens of answers that are not learnt."""
+    def _shared(self, feed: PolicyFeed, needs: Needs) -> dict[str, NDArray[np.float32]]:
+        """float32 [N] of each that is needed, NaN for tokens of answers that are not learnt."""
         window = feed.window
         assert window is not None, "A rollout is at hand."
         answers = np.flatnonzero(window.is_trained_A)
@@ -91,41 +83,53 @@ class Passes:
         rounds = -(-len(micros) // self.ranks.world)
         micros += [np.zeros(0, np.int64)] * (rounds * self.ranks.world - len(micros))
         own = [
-            (micro, self._ask(feed.micro_batch(micro).to(self.device), asked))
+            (micro, self._ask(feed.micro_batch(micro).to(self.device), needs))
             for micro in micros[self.ranks.rank :: self.ranks.world]
             if len(micro) or is_sharded(settings)
         ]
-        found = {name: np.full(len(window.ids_N), np.nan, np.float32) for name in asked}
+        found = {name: np.full(len(window.ids_N), np.nan, np.float32) for name in needs.passes}
         for of_rank in self.ranks.gather(own):
             for micro, values in of_rank:
                 places = window.tokens_of(feed.answers_of(micro))
-                for name in asked:
+                for name in needs.passes:
                     found[name][places] = values[name]
         return found
 
-    def _ask(self, micro: PolicyMicro, asked: list[str]) -> dict[str, NDArray[np.float32]]:
+    def _ask(self, micro: PolicyMicro, needs: Needs) -> dict[str, NDArray[np.float32]]:
         found: dict[str, NDArray[np.float32]] = {}
-        if {"old", "entropy", "values"} & set(asked):
-            wants = "entropy" in asked
-            with torch.no_grad(), evaluating(self.model):
-                if "values" in asked:
-                    valued = valued_scores(
-                        self.model, micro, temperature=self.temperature, want_entropy=wants
-                    )
-                    made, found["values"] = valued.scored, _numbers(valued.value_N)
-                else:
-                    made = answer_scores(self.model, micro, temperature=self.temperature, want_entropy=wants)
-            found["old"] = _numbers(made.logp_N)
-            if made.entropy_N is not None:
-                found["entropy"] = _numbers(made.entropy_N)
-        if "reference" in asked:
+        if needs.asks_policy:
+            asked = policy_pass(self.model, micro, needs, self.temperature)
+            found = {name: _numbers(tensor_N) for name, tensor_N in asked.items()}
+        if needs.reference:
             assert self.reference is not None, "What asks for a reference has one."
-
-            def ask(model: nn.Module, batch: Any) -> Tensor:
-                return answer_scores(model, batch, temperature=self.temperature, want_entropy=False).logp_N
-
-            found["reference"] = _numbers(self.reference.logps(micro, ask))  # pyright: ignore[reportArgumentType]
+            found["reference"] = _numbers(reference_pass(self.reference, micro, self.temperature))
         return found
+
+
+def policy_pass(model: nn.Module, micro: PolicyMicro, needs: Needs, temperature: float) -> dict[str, Tensor]:
+    """[N] of each: `old` log-probs, and `values` and `entropy` where they are needed; without gradients."""
+    wants_entropy = needs.top_entropy_fraction is not None
+    found: dict[str, Tensor] = {}
+    with torch.no_grad(), evaluating(model):
+        if needs.values:
+            made, found["values"] = valued_scores(
+                model, micro, temperature=temperature, want_entropy=wants_entropy
+            )
+        else:
+            made = answer_scores(model, micro, temperature=temperature, want_entropy=wants_entropy)
+    found["old"] = made.logp_N
+    if made.entropy_N is not None:
+        found["entropy"] = made.entropy_N
+    return found
+
+
+def reference_pass(reference: Reference, micro: PolicyMicro, temperature: float) -> Tensor:
+    """[N], log-probs of the reference at the temperature of the sampler."""
+
+    def ask(model: nn.Module, batch: Any) -> Tensor:
+        return answer_scores(model, batch, temperature=temperature, want_entropy=False).logp_N
+
+    return reference.logps(micro, ask)  # pyright: ignore[reportArgumentType]
 
 
 def kept_tokens(window: Rollout, entropy_N: NDArray[np.float32], share: float) -> NDArray[np.bool_]:

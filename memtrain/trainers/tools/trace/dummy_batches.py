@@ -22,13 +22,9 @@ from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end,
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.losses.policy.registry import Norms
-from memtrain.trainers.online.rollout.protocol import Needs
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 
 Ints = NDArray[np.int64]
-
-
-NOTHING = Needs(old=False, reference=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +33,6 @@ class Subject:
 
     recipe: Recipe
     settings: Settings
-    needs: Needs = NOTHING
-    """Quantities that the loss of an online method reads."""
 
 
 def token_micro(subject: Subject, batch: HeaviestBatch) -> MicroBatch:
@@ -59,7 +53,9 @@ def answer_micro(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
 
 def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
     """Groups of completions, or pairs of them, with the numbers that the loss of the method reads."""
-    needs, method = subject.needs, METHODS[subject.recipe.method]
+    section, method = subject.recipe.online, METHODS[subject.recipe.method]
+    assert section is not None, "These methods write completions."
+    needs = section.needs
     num_of_prompt = 2 if method.in_pairs else subject.recipe.generation.num_generations
     answers = _answers(subject, batch, num_answers=num_of_prompt)
     num_answers, num_tokens = len(answers.lengths_A), answers.micro.num_loss_tokens

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.rollout.protocol import OnlineMethod
-from memtrain.trainers.online.rollout.scoring_passes import answer_scores, valued_scores
+from memtrain.trainers.online.rollout.scoring_passes import policy_pass, reference_pass
 from memtrain.trainers.optim.step import forward_backward, update
 from memtrain.trainers.protocols.method import LooksAhead, StepPreview
 from memtrain.trainers.reference.reference import evaluating
@@ -83,21 +83,11 @@ def one_pass(stage: Stage, micro: Any) -> None:
     """The passes of an online method over answers that are written and not yet learnt from."""
     method = stage.method
     assert isinstance(method, OnlineMethod), "Only these methods score answers before they learn."
-    needs = method.needs
-    asks_policy = needs.old or needs.values or needs.top_entropy_fraction is not None
-
-    def ask(model: nn.Module, batch: Any) -> Tensor:
-        wants = needs.top_entropy_fraction is not None and model is stage.scorer
-        return answer_scores(model, batch, temperature=method.temperature, want_entropy=wants).logp_N
-
-    if asks_policy:
-        with torch.no_grad(), evaluating(stage.scorer):
-            if needs.values:
-                valued_scores(stage.scorer, micro, temperature=method.temperature, want_entropy=False)
-            else:
-                ask(stage.scorer, micro)
+    needs = method.section.needs
+    if needs.asks_policy:
+        policy_pass(stage.scorer, micro, needs, method.temperature)
     if needs.reference and stage.reference is not None:
-        stage.reference.logps(micro, ask)
+        reference_pass(stage.reference, micro, method.temperature)
 
 
 def watch_layers(model: nn.Module, recorder: Recorder, prefix: Callable[[], str]) -> None:

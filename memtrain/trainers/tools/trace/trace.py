@@ -22,7 +22,7 @@ from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.tools.trace.bitsandbytes import playing_bitsandbytes
 from memtrain.trainers.tools.trace.client import Judged
-from memtrain.trainers.tools.trace.dummy_batches import DUMMIES, NOTHING, Subject
+from memtrain.trainers.tools.trace.dummy_batches import DUMMIES, Subject
 from memtrain.trainers.tools.trace.fake_host import bytes_on_host
 from memtrain.trainers.tools.trace.fake_host_shards import shards_on_host
 from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify, without_data
@@ -142,9 +142,7 @@ def bare_cast(job: Job, device: str) -> Models:
     own = None
     if settings.value == "own":
         own = bare_model(job.config, settings, job.num_layers, device, head="score")
-    method: Any = module.method(recipe, None)
-    needs = method.needs if METHODS[recipe.method].is_online else NOTHING
-    subject, make = Subject(recipe, settings, needs), DUMMIES[module.feed]
+    subject, make = Subject(recipe, settings), DUMMIES[module.feed]
     micros = [make(subject, job.batch) for _ in range(min(2, job.num_micros))]
     passes = None if job.passes is None else make(subject, job.passes)
     judges = [bare_judge(recipe, settings, judged, device) for judged in job.judges]

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES
 from memtrain.trainers.losses.preference.pairs import Divergence, PairKnobs, PairLogps
 from memtrain.trainers.losses.preference.pointwise import updated_mean
-from memtrain.trainers.losses.preference.registry import LOSSES, preference_loss, preference_sums
+from memtrain.trainers.losses.preference.registry import FORMULAS, preference_loss, preference_sums
 
 
 def one_pair() -> PairLogps:
@@ -160,7 +161,7 @@ def part_of(logps: PairLogps, rows: slice) -> PairLogps:
 @given(
     num_pairs=st.integers(2, 9),
     cut=st.integers(0, 9),
-    name=st.sampled_from(sorted(LOSSES)),
+    name=st.sampled_from(sorted(PAIR_LOSSES)),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=50, deadline=None)
@@ -171,13 +172,13 @@ def test_micro_batches_add_up_to_one_batch_unless_the_loss_ranks_it(num_pairs, c
     whole = preference_loss(logps, {name: 1.0}, knobs, **counts)
     parts = [part_of(logps, slice(None, cut)), part_of(logps, slice(cut, None))]
     summed = sum(preference_loss(part, {name: 1.0}, knobs, **counts) for part in parts)
-    if not LOSSES[name].needs_whole_batch:
+    if not PAIR_LOSSES[name].ranks_the_batch:
         torch.testing.assert_close(summed, whole, rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(whole, logps.chosen_B)
     assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"aot", "aot_unpaired"}))
+@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - {"aot", "aot_unpaired"}))
 def test_every_loss_lowers_a_rejected_answer_that_the_policy_prefers(name):
     """A rejected answer that the policy prefers (r_w = -2, r_l = 2) has a positive gradient."""
     logps = PairLogps(*(torch.tensor([x]) for x in (-5.0, -2.0, -3.0, -4.0, 2.0, 2.0)))
@@ -192,7 +193,7 @@ def test_every_loss_lowers_a_rejected_answer_that_the_policy_prefers(name):
     assert rejected.grad.item() > 0
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", sorted(PAIR_LOSSES))
 @pytest.mark.parametrize("divergence", list(Divergence))
 def test_far_apart_answers_give_finite_losses_and_gradients(name, divergence):
     """Log-ratios of +-500: no overflow in any branch, and no 0 * infinity in DiscoPOP's mixture."""
@@ -213,12 +214,33 @@ def test_far_apart_answers_give_finite_losses_and_gradients(name, divergence):
 
 def test_reference_free_losses_need_no_reference():
     logps = replace(one_pair(), chosen_reference_B=None, rejected_reference_B=None)
-    for name, loss in LOSSES.items():
+    for name, loss in PAIR_LOSSES.items():
         if not loss.needs_reference:
             assert loss_of(name, logps, label_smoothing=0.1) == loss_of(name, label_smoothing=0.1)
         else:
             with pytest.raises(AssertionError, match="reference"):
                 loss_of(name, logps, label_smoothing=0.1)
+
+
+def test_every_loss_has_a_formula_that_reads_the_knobs_of_its_facts_and_no_others():
+    assert set(FORMULAS) == set(PAIR_LOSSES)
+    others = {
+        "beta": 0.7,
+        "label_smoothing": 0.3,
+        "divergence": Divergence.FORWARD_KL,
+        "discopop_tau": 0.9,
+        "simpo_gamma": 2.0,
+    }
+    logps = random_pairs(5, seed=1)
+    start = PairKnobs(label_smoothing=0.1)
+    for name, facts in PAIR_LOSSES.items():
+        loss = FORMULAS[name](logps, start)
+        read = {
+            knob
+            for knob, value in others.items()
+            if not torch.equal(FORMULAS[name](logps, replace(start, **{knob: value})), loss)
+        }
+        assert read == set(facts.reads), name
 
 
 def test_running_mean_of_rewards():
