@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.request import NllRequest
 
 
@@ -24,14 +25,8 @@ def sft_request(
     and ranks add up to one large batch; where gradients are averaged over ranks, divide it by their number.
     """
     weights_N = torch.full(targets_N.shape, 1.0 / num_tokens, dtype=torch.float32, device=targets_N.device)
-    return NllRequest(
-        targets_N,
-        weights_N,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        want_stats=want_stats,
-        weight_of_all=1.0 / num_tokens,
-    )
+    options = NllOptions(label_smoothing, z_loss, want_stats, weight_of_all=1.0 / num_tokens)
+    return NllRequest(targets_N, weights_N, options)
 
 
 def dft_loss(logp_N: Tensor, *, num_tokens: float) -> Tensor:

@@ -65,8 +65,8 @@ class Scorer(nn.Module):
         logp_NV = (self.logits / asked.temperature).log_softmax(-1)
         scored = LogprobResult(
             logp_NV.gather(1, TARGETS[:, None])[:, 0],
-            -(logp_NV.exp() * logp_NV).sum(1) if asked.want_entropy else None,
-            (2 * logp_NV.detach()).logsumexp(1) if getattr(asked, "want_log_sum_squares", False) else None,
+            -(logp_NV.exp() * logp_NV).sum(1) if asked.options.want_entropy else None,
+            (2 * logp_NV.detach()).logsumexp(1) if asked.options.want_log_sum_squares else None,
         )
         return Valued(scored, self.values) if is_valued else scored
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.trainers.losses.head.linear_nll import NllInForward, NllTerms, weighted_nll
+from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllInForward, NllOptions, weighted_nll
 from memtrain.trainers.losses.head.linear_recompute import TokenScores
 from memtrain.trainers.losses.head.products import wide_dtype
-from memtrain.trainers.losses.head.tiles import TILE_BYTES, LogitRule, ScoreOptions, TileScores
+from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule, ScoreOptions, TileScores
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(hidden [N, D_i], weight [V, D_i]): head outputs are the sum of hidden_i @ weight_i.T. An adapter on the
@@ -40,17 +40,23 @@ class NllResult(NamedTuple):
     correct_N: Tensor | None
 
 
+class LogprobOptions(NamedTuple):
+    """Results that are asked of each token beside its log p."""
+
+    want_entropy: bool = False
+    want_log_sum_squares: bool = False
+
+
+LOGPROBS_ALONE = LogprobOptions()
+
+
 def linear_logprob(
     pairs: Pairs,
     targets_N: Tensor,
+    rule: LogitRule = PLAIN_LOGITS,
+    options: LogprobOptions = LOGPROBS_ALONE,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    want_entropy: bool = False,
-    want_log_sum_squares: bool = False,
-    tile_bytes: int = TILE_BYTES,
 ) -> LogprobResult:
     """log p(target) of each token under softmax(softcap * tanh(scale * x / softcap) / temperature).
 
@@ -58,11 +64,8 @@ def linear_logprob(
     again (four matrix products in all). Saved: hidden states, weights and two numbers a token. Under
     autocast the products take autocast's dtype, the weight is cast once a pass, sums stay fp32.
     """
-    rule = LogitRule(scale, softcap, temperature, tile_bytes)
-    options = _options(pairs, rule)._replace(
-        want_entropy=want_entropy, want_log_sum_squares=want_log_sum_squares
-    )
-    scores = TileScores(*TokenScores.apply(options, targets_N, bias, *_flat(pairs)))
+    asked = _score_options(pairs, rule)._replace(**options._asdict())
+    scores = TileScores(*TokenScores.apply(asked, targets_N, bias, *_flat(pairs)))
     return LogprobResult(scores.logp_T, scores.entropy_T, scores.log_sum_squares_T)
 
 
@@ -70,15 +73,10 @@ def linear_nll(
     pairs: Pairs,
     targets_N: Tensor,
     weights_N: Tensor,
+    rule: LogitRule = PLAIN_LOGITS,
+    options: NllOptions = SUM_ALONE,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    want_stats: bool = False,
-    tile_bytes: int = TILE_BYTES,
 ) -> NllResult:
     """Sum over tokens of weight * (NLL, smoothed, plus z-loss): see `weighted_nll` for the formula.
 
@@ -87,24 +85,24 @@ def linear_nll(
     narrower than fp32, fp16 whose gradients must be scaled before rounding - the backward pass recomputes.
     """
     assert not weights_N.requires_grad, "the weights of linear_nll are constants"
-    rule = LogitRule(scale, softcap, temperature, tile_bytes)
-    options = _options(pairs, rule)._replace(
-        want_mean=label_smoothing > 0, want_entropy=want_stats, want_correct=want_stats
+    asked = _score_options(pairs, rule)._replace(
+        want_mean=options.label_smoothing > 0,
+        want_entropy=options.want_stats,
+        want_correct=options.want_stats,
     )
-    terms = NllTerms(label_smoothing, z_loss)
     flat = _flat(pairs)
-    if options.by_columns or torch.float16 in options.dtypes:
-        scores = TileScores(*TokenScores.apply(options, targets_N, bias, *flat))
-        loss = weighted_nll(scores, weights_N, terms)
+    if asked.by_columns or torch.float16 in asked.dtypes:
+        scores = TileScores(*TokenScores.apply(asked, targets_N, bias, *flat))
+        loss = weighted_nll(scores, weights_N, options)
         stats = scores.logp_T.detach(), _detached(scores.entropy_T), scores.correct_T
     else:
         loss, *stats = NllInForward.apply(
-            options, terms, torch.is_grad_enabled(), targets_N, weights_N, bias, *flat
+            asked, options, torch.is_grad_enabled(), targets_N, weights_N, bias, *flat
         )
-    return NllResult(loss, *stats) if want_stats else NllResult(loss, None, None, None)
+    return NllResult(loss, *stats) if options.want_stats else NllResult(loss, None, None, None)
 
 
-def _options(pairs: Pairs, rule: LogitRule) -> ScoreOptions:
+def _score_options(pairs: Pairs, rule: LogitRule) -> ScoreOptions:
     """Dtypes of the products, and the order of the backward pass."""
     device = pairs[0][0].device
     if torch.is_autocast_enabled(device.type):

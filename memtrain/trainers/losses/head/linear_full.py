@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memtrain.trainers.losses.head.linear import LogprobResult, NllResult, Pairs
+from memtrain.trainers.losses.head.linear import (
+    LOGPROBS_ALONE,
+    LogprobOptions,
+    LogprobResult,
+    NllResult,
+    Pairs,
+)
+from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllOptions
 from memtrain.trainers.losses.head.products import wide_dtype
+from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule
 
 
-def full_logits(
-    pairs: Pairs,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-) -> Tensor:
+def full_logits(pairs: Pairs, rule: LogitRule = PLAIN_LOGITS, *, bias: Tensor | None = None) -> Tensor:
     """Logits [N, V], fp32 (fp64 when an operand is), each product in the dtype of its operands."""
     wide = wide_dtype(*(t for pair in pairs for t in pair))
     outputs = []
@@ -29,29 +30,25 @@ def full_logits(
     total_NV = torch.stack(outputs).sum(0) if len(outputs) > 1 else outputs[0]
     if bias is not None:
         total_NV = total_NV + bias
-    total_NV = total_NV * scale
-    if softcap is not None:
-        total_NV = softcap * torch.tanh(total_NV / softcap)
-    return total_NV / temperature
+    total_NV = total_NV * rule.scale
+    if rule.softcap is not None:
+        total_NV = rule.softcap * torch.tanh(total_NV / rule.softcap)
+    return total_NV / rule.temperature
 
 
 def full_logprob(
     pairs: Pairs,
     targets_N: Tensor,
+    rule: LogitRule = PLAIN_LOGITS,
+    options: LogprobOptions = LOGPROBS_ALONE,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    want_entropy: bool = False,
-    want_log_sum_squares: bool = False,
-    tile_bytes: int = 0,
 ) -> LogprobResult:
-    """Log-probs as `linear_logprob` gives them, with all logits held; `tile_bytes` is not used."""
-    logits_NV = full_logits(pairs, bias=bias, temperature=temperature, softcap=softcap, scale=scale)
+    """Log-probs as `linear_logprob` gives them, with all logits held in place of tiles."""
+    logits_NV = full_logits(pairs, rule, bias=bias)
     logp_NV = logits_NV.log_softmax(-1)
-    entropy_N = -(logp_NV.exp() * logp_NV).sum(-1) if want_entropy else None
-    squares_N = (2.0 * logp_NV.detach()).logsumexp(-1) if want_log_sum_squares else None
+    entropy_N = -(logp_NV.exp() * logp_NV).sum(-1) if options.want_entropy else None
+    squares_N = (2.0 * logp_NV.detach()).logsumexp(-1) if options.want_log_sum_squares else None
     return LogprobResult(logp_NV.gather(1, targets_N[:, None])[:, 0], entropy_N, squares_N)
 
 
@@ -59,24 +56,18 @@ def full_nll(
     pairs: Pairs,
     targets_N: Tensor,
     weights_N: Tensor,
+    rule: LogitRule = PLAIN_LOGITS,
+    options: NllOptions = SUM_ALONE,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    want_stats: bool = False,
-    tile_bytes: int = 0,
 ) -> NllResult:
-    """Loss as `linear_nll` gives it, by torch's cross_entropy, with all logits held; `tile_bytes` is not
-    used."""
-    logits_NV = full_logits(pairs, bias=bias, temperature=temperature, softcap=softcap, scale=scale)
-    loss_N = F.cross_entropy(logits_NV, targets_N, reduction="none", label_smoothing=label_smoothing)
-    if z_loss:
-        loss_N = loss_N + z_loss * logits_NV.logsumexp(-1).square()
+    """Loss as `linear_nll` gives it, by torch's cross_entropy, with all logits held in place of tiles."""
+    logits_NV = full_logits(pairs, rule, bias=bias)
+    loss_N = F.cross_entropy(logits_NV, targets_N, reduction="none", label_smoothing=options.label_smoothing)
+    if options.z_loss:
+        loss_N = loss_N + options.z_loss * logits_NV.logsumexp(-1).square()
     loss = (loss_N * weights_N).sum()
-    if not want_stats:
+    if not options.want_stats:
         return NllResult(loss, None, None, None)
     logp_NV = logits_NV.detach().log_softmax(-1)
     target_N1 = targets_N[:, None]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.losses.head.linear import NllResult, Pairs, linear_logprob
-from memtrain.trainers.losses.head.tiles import TILE_BYTES
+from memtrain.trainers.losses.head.linear import LogprobOptions, NllResult, Pairs, linear_logprob
+from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllOptions
+from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule
 
 MODULE = "liger_kernel.ops.fused_linear_cross_entropy"
 
@@ -21,30 +22,26 @@ def liger_nll(
     pairs: Pairs,
     targets_N: Tensor,
     weights_N: Tensor,
+    rule: LogitRule = PLAIN_LOGITS,
+    options: NllOptions = SUM_ALONE,
     *,
     bias: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    want_stats: bool = False,
-    tile_bytes: int = TILE_BYTES,
-    weight_of_all: float | None = None,
 ) -> NllResult:
-    """Loss as `linear_nll` gives it, computed by Liger; gradients accumulate in float32.
+    """The weighted NLL of `linear_nll`, computed by Liger; gradients accumulate in float32.
 
-    weight_of_all: the weight, where every token has the same: gradients are then made in the forward pass.
-        Otherwise Liger recomputes its chunks in the backward pass.
-    tile_bytes: of our own pass without gradients, which the figures of `want_stats` come from; how large its
-        chunks are is Liger's own business.
+    Where every token has the same weight (`weight_of_all`) gradients are made in the forward pass; else Liger
+    recomputes its chunks in the backward pass. The rule's tiles are those of our own pass without gradients,
+    which makes the figures of `want_stats`; the size of its chunks is Liger's own business.
     Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy).
 
     Raises: LaunchError for an adapter on the LM head: its logits are a sum of products.
     """
+    assert rule.temperature == 1.0, "Liger's kernel knows no temperature."
     hidden_ND, weight_VD = _only(pairs)
     kernel: Any = import_module(MODULE).LigerFusedLinearCrossEntropyFunction
+    weight_of_all = options.weight_of_all
     reduction = "none" if weight_of_all is None else "sum"
-    scaled_ND = hidden_ND * scale if scale != 1.0 else hidden_ND
+    scaled_ND = hidden_ND * rule.scale if rule.scale != 1.0 else hidden_ND
     first, *_ = kernel.apply(
         scaled_ND,
         weight_VD,
@@ -52,26 +49,19 @@ def liger_nll(
         bias,
         None,
         -100,
-        z_loss,
-        label_smoothing,
+        options.z_loss,
+        options.label_smoothing,
         reduction,
-        softcap,
+        rule.softcap,
         False,
         torch.float32,
     )
     loss = (first * weights_N).sum() if weight_of_all is None else first * weight_of_all
-    if not want_stats:
+    if not options.want_stats:
         return NllResult(loss, None, None, None)
+    asked = LogprobOptions(want_entropy=True)
     with torch.no_grad():
-        scores = linear_logprob(
-            [(hidden_ND, weight_VD)],
-            targets_N,
-            bias=bias,
-            softcap=softcap,
-            scale=scale,
-            want_entropy=True,
-            tile_bytes=tile_bytes,
-        )
+        scores = linear_logprob([(hidden_ND, weight_VD)], targets_N, rule, asked, bias=bias)
     return NllResult(loss, scores.logp_N, scores.entropy_N, None)
 
 

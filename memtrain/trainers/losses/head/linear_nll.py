@@ -31,14 +31,24 @@ from memtrain.trainers.losses.head.tiles import (
 )
 
 
-class NllTerms(NamedTuple):
-    """`label_smoothing` (epsilon) and `z_loss` (its coefficient) of `weighted_nll`."""
+class NllOptions(NamedTuple):
+    """Terms of the weighted NLL, and the results that are asked beside the sum."""
 
-    label_smoothing: float
-    z_loss: float
+    label_smoothing: float = 0.0
+    """Epsilon of `weighted_nll`."""
+    z_loss: float = 0.0
+    """Coefficient of its z-loss."""
+    want_stats: bool = False
+    """Log p, entropy and top-1 hit of each token."""
+    weight_of_all: float | None = None
+    """The weight, where every token has the same; Liger's kernel then makes gradients in the forward pass."""
 
 
-def weighted_nll(scores: TileScores, weights_N: Tensor, terms: NllTerms) -> Tensor:
+SUM_ALONE = NllOptions()
+"""The plain NLL, and nothing beside its sum."""
+
+
+def weighted_nll(scores: TileScores, weights_N: Tensor, terms: NllOptions) -> Tensor:
     """Sum over tokens of w * [(1 - eps) * -log p_y + eps * mean_v(-log p_v) + z * (log Z)^2], a scalar.
 
     mean_v(-log p_v) = log Z - mean logit.
@@ -55,7 +65,7 @@ def weighted_nll(scores: TileScores, weights_N: Tensor, terms: NllTerms) -> Tens
     return (loss_N * weights_N).sum()
 
 
-def nll_coefficients(log_z_N: Tensor, weights_N: Tensor, terms: NllTerms, num_columns: int) -> Coefficients:
+def nll_coefficients(log_z_N: Tensor, weights_N: Tensor, terms: NllOptions, num_columns: int) -> Coefficients:
     """The gradient of `weighted_nll`: d/dz_v = w * [(1 + 2 z log Z) p_v - (1 - eps) 1[v = y] - eps / V]."""
     prob_N = weights_N * (1.0 + 2.0 * terms.z_loss * log_z_N)
     every_N = weights_N * (-terms.label_smoothing / num_columns) if terms.label_smoothing else None
@@ -73,7 +83,7 @@ class NllInForward(torch.autograd.Function):
     def forward(
         ctx: Any,
         options: ScoreOptions,
-        terms: NllTerms,
+        terms: NllOptions,
         is_training: bool,
         targets_N: Tensor,
         weights_N: Tensor,
@@ -124,7 +134,7 @@ def _forward_and_gradients(
     targets_N: Tensor,
     weights_N: Tensor,
     options: ScoreOptions,
-    terms: NllTerms,
+    terms: NllOptions,
     needs: Needs,
 ) -> tuple[TileScores, HeadGradients]:
     """Scores and gradients from one pass: each tile of logits becomes its own gradient."""

@@ -4,15 +4,22 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from memtrain.trainers.losses.head.linear import LogprobResult, NllResult, Pairs, linear_logprob, linear_nll
+from memtrain.trainers.losses.head.linear import (
+    LogprobOptions,
+    LogprobResult,
+    NllResult,
+    Pairs,
+    linear_logprob,
+    linear_nll,
+)
 from memtrain.trainers.losses.head.linear_full import full_logprob, full_nll
 from memtrain.trainers.losses.head.linear_liger import liger_nll
-from memtrain.trainers.losses.head.tiles import TILE_BYTES
+from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllOptions
+from memtrain.trainers.losses.head.tiles import TILE_BYTES, LogitRule
 
 
 class HeadForm(NamedTuple):
@@ -25,6 +32,10 @@ class HeadForm(NamedTuple):
     scale: float = 1.0
     is_liger: bool = False
     """NLL by Liger's kernel; log-probs are in tiles of ours all the same."""
+
+    def rule(self, temperature: float = 1.0) -> LogitRule:
+        """How head outputs become logits at a temperature."""
+        return LogitRule(self.scale, self.softcap, temperature, self.tile_bytes)
 
 
 class Request(Protocol):
@@ -56,79 +67,31 @@ class LogprobRequest:
     ) -> None:
         self.targets_N = targets_N
         self.temperature = temperature
-        self.want_entropy = want_entropy
-        self.want_log_sum_squares = want_log_sum_squares
+        self.options = LogprobOptions(want_entropy, want_log_sum_squares)
 
     def about(self, which_n: Tensor) -> LogprobRequest:
         """The same question about some of the tokens."""
-        return LogprobRequest(
-            self.targets_N[which_n],
-            temperature=self.temperature,
-            want_entropy=self.want_entropy,
-            want_log_sum_squares=self.want_log_sum_squares,
-        )
+        return LogprobRequest(self.targets_N[which_n], temperature=self.temperature, **self.options._asdict())
 
     def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> LogprobResult:
-        """See `linear_logprob`."""
+        """The answer of `linear_logprob`, or of the plain form."""
         compute = linear_logprob if form.is_chunked else full_logprob
-        return compute(
-            pairs,
-            self.targets_N,
-            bias=bias,
-            temperature=self.temperature,
-            softcap=form.softcap,
-            scale=form.scale,
-            want_entropy=self.want_entropy,
-            want_log_sum_squares=self.want_log_sum_squares,
-            tile_bytes=form.tile_bytes,
-        )
+        return compute(pairs, self.targets_N, form.rule(self.temperature), self.options, bias=bias)
 
 
 class NllRequest:
     """Sum over tokens of weight * NLL, smoothed, plus z-loss: an `NllResult`."""
 
-    def __init__(
-        self,
-        targets_N: Tensor,
-        weights_N: Tensor,
-        *,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        want_stats: bool = False,
-        weight_of_all: float | None = None,
-    ) -> None:
+    def __init__(self, targets_N: Tensor, weights_N: Tensor, options: NllOptions = SUM_ALONE) -> None:
         self.targets_N = targets_N
         self.weights_N = weights_N
-        self.weight_of_all = weight_of_all
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
-        self.want_stats = want_stats
+        self.options = options
 
     def about(self, which_n: Tensor) -> NllRequest:
         """The same question about some of the tokens: their part of the sum."""
-        return NllRequest(
-            self.targets_N[which_n],
-            self.weights_N[which_n],
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            want_stats=self.want_stats,
-            weight_of_all=self.weight_of_all,
-        )
+        return NllRequest(self.targets_N[which_n], self.weights_N[which_n], self.options)
 
     def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> NllResult:
-        """See `linear_nll`."""
-        compute = linear_nll if form.is_chunked else full_nll
-        if form.is_liger:
-            compute = partial(liger_nll, weight_of_all=self.weight_of_all)
-        return compute(
-            pairs,
-            self.targets_N,
-            self.weights_N,
-            bias=bias,
-            softcap=form.softcap,
-            scale=form.scale,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            want_stats=self.want_stats,
-            tile_bytes=form.tile_bytes,
-        )
+        """The answer of `linear_nll`, of Liger's kernel, or of the plain form."""
+        compute = liger_nll if form.is_liger else linear_nll if form.is_chunked else full_nll
+        return compute(pairs, self.targets_N, self.weights_N, form.rule(), self.options, bias=bias)

@@ -36,6 +36,10 @@ class LogitRule:
         return self.scale / self.temperature
 
 
+PLAIN_LOGITS = LogitRule()
+"""Head outputs are the logits."""
+
+
 class Operands(NamedTuple):
     """The head of one call: summed products `hidden_i @ weight_i.T`, plus a bias."""
 

@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtrain.trainers.losses.head import linear, linear_nll, products, tiles
-from memtrain.trainers.losses.head.linear import LogprobResult
+from memtrain.trainers.losses.head.linear import LogprobOptions, LogprobResult
 from memtrain.trainers.losses.head.linear_full import full_logprob, full_nll
+from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.tiles import LogitRule
 
 N, D, V, R = 57, 24, 331, 4
 TILE = 16 << 10  # 12 tokens of 331 fp32 logits: five tiles, the last one short
+SMALL_TILES = LogitRule(tile_bytes=TILE)
 
 
 @dataclass
@@ -90,9 +92,13 @@ def test_logprob_and_entropy_gradients_equal_full_logits(rule, adapter, by_colum
     def loss(result: LogprobResult, weights: Tensor) -> Tensor:
         return (-(result.logp_N * weights) + 0.3 * result.entropy_N * weights.flip(0)).sum()
 
-    kwargs = {"want_entropy": True, "want_log_sum_squares": True, **rule}
-    got = linear.linear_logprob(head.pairs(adapter), head.targets, bias=head.bias, tile_bytes=TILE, **kwargs)
-    want = full_logprob(reference.pairs(adapter), reference.targets, bias=reference.bias, **kwargs)
+    asked = LogprobOptions(want_entropy=True, want_log_sum_squares=True)
+    got = linear.linear_logprob(
+        head.pairs(adapter), head.targets, LogitRule(tile_bytes=TILE, **rule), asked, bias=head.bias
+    )
+    want = full_logprob(
+        reference.pairs(adapter), reference.targets, LogitRule(**rule), asked, bias=reference.bias
+    )
     assert relative(got.logp_N, want.logp_N) < 1e-6
     assert relative(got.entropy_N, want.entropy_N) < 1e-6
     assert relative(got.log_sum_squares_N, want.log_sum_squares_N) < 1e-6
@@ -111,12 +117,22 @@ def test_nll_equals_torch_cross_entropy(rule, extra, by_columns, want_stats, mon
         force_columns(monkeypatch)
     head = make_head()
     reference = in_fp64(head)
-    kwargs = rule | extra | {"want_stats": want_stats}
+    options = NllOptions(want_stats=want_stats, **extra)
     got = linear.linear_nll(
-        head.pairs(True), head.targets, head.weights, bias=head.bias, tile_bytes=TILE, **kwargs
+        head.pairs(True),
+        head.targets,
+        head.weights,
+        LogitRule(tile_bytes=TILE, **rule),
+        options,
+        bias=head.bias,
     )
     want = full_nll(
-        reference.pairs(True), reference.targets, reference.weights, bias=reference.bias, **kwargs
+        reference.pairs(True),
+        reference.targets,
+        reference.weights,
+        LogitRule(**rule),
+        options,
+        bias=reference.bias,
     )
     assert relative(got.loss, want.loss) < 1e-6
     (got.loss * 0.5).backward()
@@ -132,8 +148,8 @@ def test_nll_equals_torch_cross_entropy(rule, extra, by_columns, want_stats, mon
 
 
 def force_columns(monkeypatch) -> None:
-    plain = linear._options
-    monkeypatch.setattr(linear, "_options", lambda *a: plain(*a)._replace(by_columns=True))
+    plain = linear._score_options
+    monkeypatch.setattr(linear, "_score_options", lambda *a: plain(*a)._replace(by_columns=True))
 
 
 def test_nll_of_two_equal_logits_is_log_two():
@@ -155,7 +171,7 @@ def test_smoothing_and_z_loss_by_hand():
     hidden = torch.ones(1, 1)
     weight = torch.tensor([[3.0], [1.0]]).log()
     loss = linear.linear_nll(
-        [(hidden, weight)], torch.tensor([0]), torch.ones(1), label_smoothing=0.2, z_loss=0.1
+        [(hidden, weight)], torch.tensor([0]), torch.ones(1), options=NllOptions(0.2, 0.1)
     ).loss
     assert loss.item() == pytest.approx(0.589725, abs=1e-6)
 
@@ -168,7 +184,9 @@ def test_smoothing_and_z_loss_by_hand():
 @settings(max_examples=25, deadline=None)
 def test_tile_size_never_moves_the_result(num_tokens, tile_bytes, seed):
     head, other = make_head(num_tokens=num_tokens, seed=seed), make_head(num_tokens=num_tokens, seed=seed)
-    one = linear.linear_nll(head.pairs(True), head.targets, head.weights, tile_bytes=tile_bytes).loss
+    one = linear.linear_nll(
+        head.pairs(True), head.targets, head.weights, LogitRule(tile_bytes=tile_bytes)
+    ).loss
     two = -(linear.linear_logprob(other.pairs(True), other.targets).logp_N * other.weights).sum()
     one.backward()
     two.backward()
@@ -199,11 +217,13 @@ def test_no_token_gives_zero_loss_and_zero_gradients(by_columns, monkeypatch):
 @pytest.mark.parametrize("mode", ["nll", "logprob"])
 def test_bf16_is_exact_but_for_one_rounding(mode, tile_bytes):
     head = make_head(torch.bfloat16)
-    reference = in_fp64(head)
+    reference, rule = in_fp64(head), LogitRule(tile_bytes=tile_bytes)
     if mode == "nll":
-        got = linear.linear_nll(head.pairs(True), head.targets, head.weights, tile_bytes=tile_bytes).loss
+        got = linear.linear_nll(
+            head.pairs(True), head.targets, head.weights, LogitRule(tile_bytes=tile_bytes)
+        ).loss
     else:
-        logp = linear.linear_logprob(head.pairs(True), head.targets, tile_bytes=tile_bytes).logp_N
+        logp = linear.linear_logprob(head.pairs(True), head.targets, rule).logp_N
         got = -(logp * head.weights).sum()
     want = full_nll(reference.pairs(True), reference.targets, reference.weights).loss
     got.backward()
@@ -229,11 +249,13 @@ def test_half_kernels_round_gradients_once_more_and_no_logit(mode, tile_bytes, m
     monkeypatch.setattr(products, "_multiply_", multiply)
     monkeypatch.setattr(tiles, "sums_half_in_fp32", lambda device: True)
     head = make_head(torch.bfloat16)
-    reference = in_fp64(head)
+    reference, rule = in_fp64(head), LogitRule(tile_bytes=tile_bytes)
     if mode == "nll":
-        got = linear.linear_nll(head.pairs(True), head.targets, head.weights, tile_bytes=tile_bytes).loss
+        got = linear.linear_nll(
+            head.pairs(True), head.targets, head.weights, LogitRule(tile_bytes=tile_bytes)
+        ).loss
     else:
-        logp = linear.linear_logprob(head.pairs(True), head.targets, tile_bytes=tile_bytes).logp_N
+        logp = linear.linear_logprob(head.pairs(True), head.targets, rule).logp_N
         got = -(logp * head.weights).sum()
     want = full_nll(reference.pairs(True), reference.targets, reference.weights).loss
     got.backward()
@@ -257,7 +279,9 @@ def test_fp32_adapter_on_a_bf16_head_keeps_its_precision():
     head.weight.requires_grad_(False)
     reference = in_fp64(head)
     reference.weight.requires_grad_(False)
-    linear.linear_nll(head.pairs(True), head.targets, head.weights, tile_bytes=TILE).loss.backward()
+    linear.linear_nll(
+        head.pairs(True), head.targets, head.weights, LogitRule(tile_bytes=TILE)
+    ).loss.backward()
     full_nll(reference.pairs(True), reference.targets, reference.weights).loss.backward()
     assert relative(head.up.grad, reference.up.grad) < 1e-5
     assert worst_gradient_error(head, reference) < 2**-8
@@ -272,9 +296,11 @@ def test_autocast_multiplies_in_bf16_and_keeps_fp32_gradients(form):
     reference = in_fp64(rounded)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         if form == "nll":
-            loss = linear.linear_nll(head.pairs(False), head.targets, head.weights, tile_bytes=TILE).loss
+            loss = linear.linear_nll(
+                head.pairs(False), head.targets, head.weights, LogitRule(tile_bytes=TILE)
+            ).loss
         else:
-            logp = linear.linear_logprob(head.pairs(False), head.targets, tile_bytes=TILE).logp_N
+            logp = linear.linear_logprob(head.pairs(False), head.targets, SMALL_TILES).logp_N
             loss = -(logp * head.weights).sum()
         loss.backward()
     want = full_nll(reference.pairs(False), reference.targets, reference.weights).loss
@@ -318,13 +344,14 @@ def test_logits_are_never_held_whole(form, dtype, frozen):
     head.weight.requires_grad_(not frozen)
     with Allocations() as made:
         if form == "nll":
-            kwargs = {"want_stats": True, "softcap": 3.0, "label_smoothing": 0.1}
-            loss = linear.linear_nll(
-                head.pairs(False), head.targets, head.weights, tile_bytes=tile_bytes, **kwargs
-            ).loss
+            rule, options = LogitRule(softcap=3.0, tile_bytes=tile_bytes), NllOptions(0.1, want_stats=True)
+            loss = linear.linear_nll(head.pairs(False), head.targets, head.weights, rule, options).loss
         else:
             result = linear.linear_logprob(
-                head.pairs(False), head.targets, want_entropy=True, tile_bytes=tile_bytes
+                head.pairs(False),
+                head.targets,
+                LogitRule(tile_bytes=tile_bytes),
+                LogprobOptions(want_entropy=True),
             )
             loss = (result.logp_N + result.entropy_N).sum()
         loss.backward()
@@ -356,11 +383,11 @@ def test_frozen_weight_and_no_grad_make_no_gradient_buffers(monkeypatch):
 def test_narrow_trainable_weight_goes_by_columns_and_small_ones_do_not():
     head = make_head(torch.bfloat16)
     rule = LogitRule(tile_bytes=TILE)
-    assert linear._options(head.pairs(False), rule).by_columns
-    assert not linear._options(head.pairs(False), LogitRule()).by_columns
+    assert linear._score_options(head.pairs(False), rule).by_columns
+    assert not linear._score_options(head.pairs(False), LogitRule()).by_columns
     head.weight.requires_grad_(False)
-    assert not linear._options(head.pairs(False), rule).by_columns
-    assert not linear._options(make_head().pairs(False), rule).by_columns
+    assert not linear._score_options(head.pairs(False), rule).by_columns
+    assert not linear._score_options(make_head().pairs(False), rule).by_columns
 
 
 def test_second_backward_says_what_to_do():
@@ -405,9 +432,9 @@ def test_tied_weight_gathers_both_gradients(form):
     weights = torch.rand(N, generator=g)
     pairs = [(torch.nn.functional.embedding(ids, tied), tied)]
     if form == "nll":
-        linear.linear_nll(pairs, targets, weights, tile_bytes=TILE).loss.backward()
+        linear.linear_nll(pairs, targets, weights, SMALL_TILES).loss.backward()
     else:
-        (-(linear.linear_logprob(pairs, targets, tile_bytes=TILE).logp_N * weights).sum()).backward()
+        (-(linear.linear_logprob(pairs, targets, SMALL_TILES).logp_N * weights).sum()).backward()
     full = [(torch.nn.functional.embedding(ids, reference), reference)]
     full_nll(full, targets, weights.double()).loss.backward()
     assert relative(tied.grad, reference.grad) < 1e-5

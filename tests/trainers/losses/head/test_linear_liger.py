@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from memtrain.errors import LaunchError
 from memtrain.trainers.losses.head.linear import linear_nll
 from memtrain.trainers.losses.head.linear_liger import MODULE, liger_nll
+from memtrain.trainers.losses.head.linear_nll import NllOptions
+from memtrain.trainers.losses.head.tiles import LogitRule
 
 
 class StandIn:
@@ -48,15 +50,21 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize(
-    "knobs", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"softcap": 5.0, "scale": 0.5}]
+    ("terms", "rule"),
+    [
+        ({}, LogitRule()),
+        ({"label_smoothing": 0.1}, LogitRule()),
+        ({"z_loss": 1e-3}, LogitRule()),
+        ({}, LogitRule(softcap=5.0, scale=0.5)),
+    ],
 )
-def test_ligers_loss_and_ours_are_the_same(uniform: bool, knobs: dict[str, float]):
+def test_ligers_loss_and_ours_are_the_same(uniform: bool, terms: dict[str, float], rule: LogitRule):
     results = []
     for loss_of in (linear_nll, liger_nll):
         hidden, weight, targets = operands()
         weights = torch.full((13,), 0.25) if uniform else torch.linspace(0.1, 1.0, 13)
-        extra = {"weight_of_all": 0.25} if uniform and loss_of is liger_nll else {}
-        result = loss_of([(hidden, weight)], targets, weights, want_stats=True, **knobs, **extra)
+        options = NllOptions(want_stats=True, weight_of_all=0.25 if uniform else None, **terms)
+        result = loss_of([(hidden, weight)], targets, weights, rule, options)
         result.loss.backward()
         results.append((result.loss, hidden.grad, weight.grad, result.logp_N, result.entropy_N))
     for ours, ligers in zip(*results, strict=True):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model
 
@@ -91,7 +92,7 @@ def check_mixed_precision(rank: int, kind: str) -> None:
     fully_shard(scorer, mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=policy)
     weights = torch.full((16,), 1.0 + 2**-12)  # not a bf16 number
     index, ids = torch.arange(16), IDS[rank : rank + 1]
-    result = scorer({"input_ids": ids}, index, NllRequest(ids[0, 1:], weights, want_stats=True))
+    result = scorer({"input_ids": ids}, index, NllRequest(ids[0, 1:], weights, NllOptions(want_stats=True)))
     result.loss.backward()
     assert result.loss.dtype == result.logp_N.dtype == torch.float32
     torch.testing.assert_close(result.loss, -(result.logp_N * weights).sum(), rtol=1e-6, atol=0)
