@@ -13,13 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.memory.plan.settings import Settings
-from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
-from memtrain.trainers.batches.token_batches import data_event
+from memtrain.trainers.batches.split_rows import SplitRows
 from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
-from memtrain.trainers.data.packing.epochs import laid_epochs
-from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.protocols.events import DataEvent
 
 Ints = NDArray[np.int64]
@@ -32,26 +28,12 @@ class AnswerFeed:
     I items of K answers each.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        rows: Ints,
-        recipe: Recipe,
-        settings: Settings,
-        *,
-        pad_id: int,
-        later: Sequence[Ints] = (),
-    ) -> None:
-        self.store = store
-        self.rows = rows
-        self.settings = settings
-        self.pad_id = pad_id
+    def __init__(self, split: SplitRows) -> None:
+        self.split, self.store, self.settings, self.pad_id = split, split.store, split.settings, split.pad_id
+        limits, is_shared = self.settings.row_limits, self.settings.shared_prompts
         self.sequences: AnswerSequences
-        self.sequences, self.epoch_ptr = laid_epochs(
-            lambda some: lay_out_answers(store, some, settings.row_limits, is_shared=settings.shared_prompts),
-            rows,
-            later,
-            len,
+        self.sequences, self.epoch_ptr = split.laid(
+            lambda rows: lay_out_answers(self.store, rows, limits, is_shared=is_shared), len
         )
         self.reference_IK: Floats | None = None
         """Log-probs of the reference, once they are computed before training."""
@@ -150,7 +132,7 @@ class AnswerFeed:
 
     def data_event(self, split: str) -> DataEvent:
         """Effects of truncation on the rows."""
-        return data_event(split, self.sequences.profile.report, self.store.lengths[self.rows])
+        return self.split.told(split, self.sequences.profile.report)
 
     def _collated(
         self, groups: list[Group], labels: list[float], reference: list[float] | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.memory.plan.settings import Settings
-from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.collate import MicroBatch, nothing
-from memtrain.trainers.batches.token_batches import data_event
-from memtrain.trainers.data.packing.epochs import laid_epochs
+from memtrain.trainers.batches.split_rows import SplitRows
 from memtrain.trainers.data.packing.prompt_rows import lay_out_prompts
-from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.protocols.events import DataEvent
 
 Ints = NDArray[np.int64]
@@ -25,25 +20,11 @@ Ints = NDArray[np.int64]
 class PromptFeed:
     """Rows that are a prompt: sequence s is prompt s, and weighs 1."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        rows: Ints,
-        recipe: Recipe,
-        settings: Settings,
-        *,
-        pad_id: int,
-        later: Sequence[Ints] = (),
-    ) -> None:
-        self.store = store
-        self.rows = rows
-        self.settings = settings
-        self.pad_id = pad_id
-        each = recipe.generation.num_generations
-        self.prompts, self.epoch_ptr = laid_epochs(
-            lambda some: lay_out_prompts(store, some, settings.row_limits, each=each),
-            rows,
-            later,
+    def __init__(self, split: SplitRows) -> None:
+        self.split, self.store, self.settings, self.pad_id = split, split.store, split.settings, split.pad_id
+        limits, each = self.settings.row_limits, split.num_generations
+        self.prompts, self.epoch_ptr = split.laid(
+            lambda rows: lay_out_prompts(self.store, rows, limits, each=each),
             lambda prompts: len(prompts.row),
         )
 
@@ -86,4 +67,4 @@ class PromptFeed:
 
     def data_event(self, split: str) -> DataEvent:
         """Effects of truncation on the prompts."""
-        return data_event(split, self.prompts.report, self.store.lengths[self.rows])
+        return self.split.told(split, self.prompts.report)

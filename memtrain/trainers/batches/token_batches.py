@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memtrain.memory.plan.length_profile import LengthReport
-from memtrain.memory.plan.settings import Settings
-from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
-from memtrain.trainers.data.packing.epochs import laid_epochs
+from memtrain.trainers.batches.split_rows import SplitRows
 from memtrain.trainers.data.packing.token_rows import Sequences, Spans, lay_out
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.protocols.events import DataEvent
@@ -23,23 +18,12 @@ Ints = NDArray[np.int64]
 class TokenFeed:
     """Rows of learnt tokens (SFT): sequence s weighs its learnt tokens."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        rows: Ints,
-        recipe: Recipe,
-        settings: Settings,
-        *,
-        pad_id: int,
-        later: Sequence[Ints] = (),
-    ) -> None:
-        self.store = store
-        self.rows = rows
-        self.settings = settings
-        self.pad_id = pad_id
+    def __init__(self, split: SplitRows) -> None:
+        self.split, self.store, self.settings, self.pad_id = split, split.store, split.settings, split.pad_id
+        spans, limits = spans_of(self.store), self.settings.row_limits
         self.sequences: Sequences
-        self.sequences, self.epoch_ptr = laid_epochs(
-            lambda some: lay_out(store.lengths, spans_of(store), some, settings.row_limits), rows, later, len
+        self.sequences, self.epoch_ptr = split.laid(
+            lambda rows: lay_out(self.store.lengths, spans, rows, limits), len
         )
 
     @property
@@ -76,7 +60,7 @@ class TokenFeed:
 
     def data_event(self, split: str) -> DataEvent:
         """Effects of truncation and packing on the rows."""
-        return data_event(split, self.sequences.profile.report, self.store.lengths[self.rows])
+        return self.split.told(split, self.sequences.profile.report)
 
     def _pieces(self, sequence: int) -> list[Piece]:
         held = self.sequences
@@ -99,39 +83,3 @@ class TokenFeed:
 def spans_of(store: TokenStore) -> Spans:
     """The learnt spans of every row of a store."""
     return Spans(store.span_ptr, store.span_starts, store.span_ends)
-
-
-LENGTH_BINS = 40
-"""Bars of the length histogram; taste."""
-
-
-def data_event(split: str, report: LengthReport, lengths: Ints) -> DataEvent:
-    """The line of the metrics that says what happened to the rows of a split."""
-    return DataEvent(
-        split=split,
-        rows=report.num_rows,
-        tokens=report.num_tokens,
-        learnt=report.num_loss_tokens,
-        sequences=report.num_sequences,
-        fill=report.fill,
-        rows_cut=report.rows_cut,
-        rows_dropped=report.rows_dropped,
-        tokens_cut=report.tokens_cut,
-        learnt_cut=report.learnt_cut,
-        learnt_cut_by_answer=report.learnt_cut_by_answer,
-        tokens_dropped=report.tokens_dropped,
-        learnt_dropped=report.learnt_dropped,
-        tokens_idle=report.tokens_idle,
-        rows_split=report.rows_split,
-        fragments=report.pieces - (report.num_rows - report.rows_dropped - report.rows_split),
-        lengths=length_histogram(lengths),
-    )
-
-
-def length_histogram(lengths: Ints) -> tuple[tuple[int, int], ...]:
-    """(longest length, rows) of bins of equal width."""
-    if not len(lengths):
-        return ()
-    width = max(1, -(-int(lengths.max()) // LENGTH_BINS))
-    counts = np.bincount((lengths - 1) // width)
-    return tuple(((index + 1) * width, int(count)) for index, count in enumerate(counts))

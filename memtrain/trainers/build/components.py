@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import cast
 
@@ -22,6 +22,7 @@ from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.collate import nothing
 from memtrain.trainers.build.balanced import balanced
+from memtrain.trainers.batches.split_rows import SplitRows
 from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
@@ -260,12 +261,14 @@ def has_dropout(model: nn.Module) -> bool:
     )
 
 
-def build_feeds(plan: Plan, make_feed: Callable[..., Feed], pad_id: int) -> tuple[Feed, Feed | None]:
+def build_feeds(plan: Plan, make_feed: Callable[[SplitRows], Feed], pad_id: int) -> tuple[Feed, Feed | None]:
     """(training rows, held-out rows or None) as feeds of the method."""
     recipe, data = plan.recipe, plan.data
     store = TokenStore.open(data.train.folder)
     chosen = choose_rows(recipe.data, store, recipe.train.seed, epochs_of(recipe.train))
-    train = make_feed(store, chosen.train, recipe, plan.settings, pad_id=pad_id, later=chosen.later)
+    num_generations = 1 if recipe.online is None else recipe.generation.num_generations
+    split = SplitRows(store, chosen.train, plan.settings, pad_id, chosen.later, num_generations)
+    train = make_feed(split)
     if data.eval is not None:
         other = TokenStore.open(data.eval.folder)
         rows = np.arange(other.num_rows)
@@ -275,4 +278,4 @@ def build_feeds(plan: Plan, make_feed: Callable[..., Feed], pad_id: int) -> tupl
         return train, None
     if recipe.eval.max_rows is not None:
         rows = rows[:: -(-len(rows) // recipe.eval.max_rows)]
-    return train, make_feed(other, rows, recipe, plan.settings, pad_id=pad_id)
+    return train, make_feed(replace(split, store=other, rows=rows, later=()))

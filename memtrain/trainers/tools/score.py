@@ -15,6 +15,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.answer_batches import AnswerFeed
+from memtrain.trainers.batches.split_rows import SplitRows
 from memtrain.trainers.data.packing.step_order import micro_batches
 from memtrain.trainers.data.store.prepare import kept_rows
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
@@ -47,7 +48,8 @@ def rewards_of(
     for note in made.notes:
         emit(note)
     store = made.store
-    feed = AnswerFeed(store, np.arange(store.num_rows), recipe, settings, pad_id=_pad_id(tokenizer))
+    rows = SplitRows(store, np.arange(store.num_rows), settings, _pad_id(tokenizer))
+    feed = AnswerFeed(rows)
     scorer = _scorer(recipe, settings, len(tokenizer), adapter)
     order = np.argsort(-feed.tokens, kind="stable")
     dealt = micro_batches(

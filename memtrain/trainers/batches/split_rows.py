@@ -1,0 +1,71 @@
+"""Rows of one split as every feed is given them: their store, their epochs, and the plan's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrain.memory.plan.length_profile import LengthReport
+from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.data.packing.epochs import laid_epochs
+from memtrain.trainers.data.store.token_store import TokenStore
+from memtrain.trainers.protocols.events import DataEvent
+
+Ints = NDArray[np.int64]
+Laid = TypeVar("Laid")
+
+LENGTH_BINS = 40
+"""Bars of the length histogram; taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """The rows of one split."""
+
+    store: TokenStore
+    rows: Ints
+    settings: Settings
+    pad_id: int
+    later: Sequence[Ints] = ()
+    """Rows of each later epoch, where epochs have rows of their own."""
+    num_generations: int = 1
+    """Completions that are written for each prompt; 1 where none are."""
+
+    def laid(self, lay: Callable[[Ints], Laid], count: Callable[[Laid], int]) -> tuple[Laid, Ints]:
+        """(layout of all epochs, [E + 1] where the sequences of each begin); see `laid_epochs`."""
+        return laid_epochs(lay, self.rows, self.later, count)
+
+    def told(self, split: str, report: LengthReport) -> DataEvent:
+        """The line of the metrics that says what truncation and packing did to the rows."""
+        return DataEvent(
+            split=split,
+            rows=report.num_rows,
+            tokens=report.num_tokens,
+            learnt=report.num_loss_tokens,
+            sequences=report.num_sequences,
+            fill=report.fill,
+            rows_cut=report.rows_cut,
+            rows_dropped=report.rows_dropped,
+            tokens_cut=report.tokens_cut,
+            learnt_cut=report.learnt_cut,
+            learnt_cut_by_answer=report.learnt_cut_by_answer,
+            tokens_dropped=report.tokens_dropped,
+            learnt_dropped=report.learnt_dropped,
+            tokens_idle=report.tokens_idle,
+            rows_split=report.rows_split,
+            fragments=report.pieces - (report.num_rows - report.rows_dropped - report.rows_split),
+            lengths=length_histogram(self.store.lengths[self.rows]),
+        )
+
+
+def length_histogram(lengths: Ints) -> tuple[tuple[int, int], ...]:
+    """(longest length, rows) of bins of equal width."""
+    if not len(lengths):
+        return ()
+    width = max(1, -(-int(lengths.max()) // LENGTH_BINS))
+    counts = np.bincount((lengths - 1) // width)
+    return tuple(((index + 1) * width, int(count)) for index, count in enumerate(counts))
