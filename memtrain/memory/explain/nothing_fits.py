@@ -16,6 +16,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.context_parallel import PATH as CONTEXT
 from memtrain.memory.rules.context_parallel import context_faults
+from memtrain.memory.rules.engines import layout_of
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.edit import with_key
@@ -190,6 +191,8 @@ class _Search:
             settings = settings.model_copy(update={"offload": "boundaries", "checkpoint_every": 1})
         changed = {**updates, **(change.settings if change is not None else {})}
         settings = settings.model_copy(update={**changed, "in_backward": False, "loads_shards": True})
+        layout = layout_of(self.asked.recipe, settings)
+        settings = settings.model_copy(update={"checkpoint_layout": layout})
         peak = estimate(settings, self.facts.shape, heaviest(settings, self.facts)).peak.num_bytes
         return peak <= _limit(settings, budget or self.budget)
 

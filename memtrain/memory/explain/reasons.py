@@ -8,7 +8,7 @@ from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of, p
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.batching import Micro, worked_line
-from memtrain.memory.rules.engines import open_forms
+from memtrain.memory.rules.engines import layout_of, open_forms
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.precision import explain_masters
 from memtrain.memory.rules.reference_model import explain_reference
@@ -121,10 +121,12 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
         return _gain_words(chosen, without, facts)
 
     if settings.num_processes > 1:
-        words = gain({"engine": "ddp", "shard_offload": "none"}) if settings.engine != "ddp" else ""
+        whole = {"engine": "ddp", "shard_offload": "none", "checkpoint_layout": "full"}
+        words = gain(whole) if settings.engine != "ddp" else ""
         others = [form.engine for form in open_forms(ledger.asked.recipe, settings, facts.has)]
         if settings.engine == "ddp" and "fsdp2" in others:
-            words = _price_of(chosen, {"engine": "fsdp2"}, facts)
+            layout = layout_of(ledger.asked.recipe, settings.model_copy(update={"engine": "fsdp2"}))
+            words = _price_of(chosen, {"engine": "fsdp2", "checkpoint_layout": layout}, facts)
         ledger.decide("engine", settings.engine, words, "cluster.engine")
     if settings.shard_offload != "none":
         words = gain({"shard_offload": "none"})

@@ -45,9 +45,6 @@ def kind_of_run(settings: Settings, shape: ModelShape, method: str) -> str:
     """A key of runs whose predictions err alike: model, method, strategies and versions."""
     model = (shape.model_type, shape.num_layers, shape.width, shape.mlp_width, shape.vocab_size, shape.tied)
     chosen = {name: str(getattr(settings, name)) for name in KIND}
-    if settings.num_processes == 1 or settings.engine == "ddp":
-        # Decided only after the search: there are no shards to write.
-        chosen["checkpoint_layout"] = "full"
     words = repr((method, model, sorted(chosen.items()), sorted(versions().items())))
     return hashlib.sha256(words.encode()).hexdigest()[:20]
 

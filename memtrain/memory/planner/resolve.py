@@ -86,10 +86,11 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
         if shorter is None:
             raise
         return shorter
+    recovery = decide_recovery(ledger, chosen.settings)
+    decide_layout(ledger, chosen.settings)
     settings = chosen.settings.model_copy(
         update={
-            "recovery": decide_recovery(ledger, chosen.settings),
-            "checkpoint_layout": decide_layout(ledger, chosen.settings),
+            "recovery": recovery,
             "preflight": decide_rehearsal(ledger, chosen.settings),
             "zero_bucket": bucket_of(facts.shape) if uses_zero(chosen.settings) else 0,
         }

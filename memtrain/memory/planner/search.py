@@ -9,7 +9,7 @@ from typing import get_args
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, fits_host, price
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
-from memtrain.memory.rules.engines import OFFLOADS, loads_shards, open_forms
+from memtrain.memory.rules.engines import OFFLOADS, open_forms, under_engine
 from memtrain.memory.strategies.base import StrategyContext, StrategyGroup
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, wish_of
@@ -53,8 +53,7 @@ def space(
 ) -> Space:
     """Every combination that no rule excludes. `wholes`: see `in_backward_choices`."""
     forms = open_forms(case.recipe, base, case.facts.has)
-    options = [base.model_copy(update={"engine": engine, "shard_offload": away}) for engine, away in forms]
-    options = [one.model_copy(update={"loads_shards": loads_shards(case.recipe, one)}) for one in options]
+    options = [under_engine(case.recipe, base, form) for form in forms]
     for axis in get_args(StrategyGroup):
         options = _along(axis, options, case)
     names = {name for name in case.recipe.memory.use if is_searched(STRATEGIES[name])}

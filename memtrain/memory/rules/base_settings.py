@@ -131,7 +131,6 @@ def _said(recipe: Recipe) -> dict[str, object]:
         "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",
         "shard_offload": first_form(recipe).offload,
         "context_by": recipe.cluster.context_parallel_mode if recipe.cluster.sharing > 1 else "all_gather",
-        "checkpoint_layout": "full" if recipe.save.layout == "full" else "sharded",
         "background_save": recipe.save.async_save,
         "adapter": recipe.model.adapter,
         "quantize": recipe.model.quantize,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
-from memtrain.memory.plan.engine_kinds import ZERO, EngineName, Offload, shards_weights
+from memtrain.memory.plan.engine_kinds import ZERO, EngineName, Offload, is_sharded, shards_weights
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.reference_model import section_of
@@ -108,6 +108,13 @@ def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
         ledger.refuse(f"cluster.engine {asked}: {what}", path, fix)
 
 
+def under_engine(recipe: Recipe, settings: Settings, form: Form) -> Settings:
+    """The settings under an engine, with its consequences: who reads weights, and who writes checkpoints."""
+    chosen = settings.model_copy(update={"engine": form.engine, "shard_offload": form.offload})
+    layout, in_parts = layout_of(recipe, chosen), loads_shards(recipe, chosen)
+    return chosen.model_copy(update={"loads_shards": in_parts, "checkpoint_layout": layout})
+
+
 def loads_shards(recipe: Recipe, settings: Settings) -> bool:
     """Whether each process reads, or draws, its own rows of a model; DoRA begins with norms of whole ones."""
     is_dora = recipe.model.adapter is not None and recipe.model.adapter.kind == "dora"
@@ -131,22 +138,25 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
     ledger.decide("loading", "whole", f"each process holds all weights until they are divided: {why}")
 
 
-def decide_layout(ledger: DecisionLog, settings: Settings) -> Literal["full", "sharded"]:
-    """Layout of checkpoints: whole weights from the main process, or shards from each."""
+def layout_of(recipe: Recipe, settings: Settings) -> Literal["full", "sharded"]:
+    """Who writes checkpoints: each process its shards, where there are any; else the main process all."""
+    return "sharded" if is_sharded(settings) and recipe.save.layout != "full" else "full"
+
+
+def decide_layout(ledger: DecisionLog, settings: Settings) -> None:
+    """Say who writes checkpoints, where processes hold shards; refuse shards that are not there."""
     wanted, path = ledger.asked.recipe.save.layout, "save.layout"
-    if settings.num_processes == 1 or settings.engine == "ddp":
-        if wanted == "sharded":
-            ledger.refuse(
-                "save.layout sharded: every process holds all weights, and there are no shards to write",
-                path,
-                "remove it, or set cluster.engine: fsdp2",
-            )
-            ledger.raise_refusals()
-        return "full"
-    layout = "full" if wanted == "full" else "sharded"
-    words = "each process writes its own shards" if layout == "sharded" else "the main process gathers all"
-    ledger.decide("checkpoint_layout", layout, words, path)
-    return layout
+    if is_sharded(settings):
+        is_shared = settings.checkpoint_layout == "sharded"
+        words = "each process writes its own shards" if is_shared else "the main process gathers all"
+        ledger.decide("checkpoint_layout", settings.checkpoint_layout, words, path)
+    elif wanted == "sharded":
+        ledger.refuse(
+            "save.layout sharded: every process holds all weights, and there are no shards to write",
+            path,
+            "remove it, or set cluster.engine: fsdp2",
+        )
+        ledger.raise_refusals()
 
 
 def refuse_closed(ledger: DecisionLog, base: Settings) -> None:

@@ -150,13 +150,6 @@ def test_runs_that_hold_other_tensors_do_not_correct_one_another(make_settings, 
     assert kind_of_run(other, SHAPE, "sft") != kind_of_run(settings, SHAPE, "sft")
 
 
-def test_a_checkpoint_layout_is_of_no_kind_where_there_are_no_shards(make_settings):
-    """The search prices a run before its layout is decided."""
-    settings = make_settings()
-    early = settings.model_copy(update={"checkpoint_layout": "sharded"})
-    assert kind_of_run(early, SHAPE, "sft") == kind_of_run(settings, SHAPE, "sft")
-
-
 def test_a_correction_is_beside_the_peak_not_in_it():
     phase = PhasePeak(phase="steady step", num_bytes=10, owners=(Owned(owner="weights", num_bytes=10),))
     told = Prediction(phases=(phase,), method="arithmetic", budget_bytes=None, correction_bytes=-3)

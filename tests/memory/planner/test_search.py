@@ -104,6 +104,16 @@ def test_of_equally_fast_plans_the_smaller_is_taken_and_of_those_the_one_that_mo
     assert fastest([moved, small], 40 * GIB, known) is small
 
 
+@pytest.mark.parametrize("layout", ["auto", "full"])
+def test_every_plan_is_priced_with_the_layout_of_its_checkpoints(ask, facts_of, profile_of, layout: str):
+    known = facts_of(Hardware.named("h100", 8), profile_of(*[512] * 64))
+    weighed = [one.settings for one in ask(known, train__batch_size=16, save__layout=layout).tried]
+    assert {one.engine for one in weighed} > {"ddp"}
+    for one in weighed:
+        is_shared = one.engine != "ddp" and layout == "auto"
+        assert one.checkpoint_layout == ("sharded" if is_shared else "full")
+
+
 def test_the_frontier_holds_what_nothing_beats_in_both():
     plan: Any = object()
 

@@ -32,7 +32,7 @@ def on_one_process(plan: Plan, *, steps: int) -> Plan:
     settings = plan.settings
     count = settings.num_processes
     share: dict[str, Any] = {"num_processes": 1, "max_steps": steps, "engine": "ddp"}
-    share |= {"shard_offload": "none", "context_parallel": 1}
+    share |= {"shard_offload": "none", "context_parallel": 1, "checkpoint_layout": "full"}
     if settings.batch_size is not None:
         share["batch_size"] = max(1, settings.batch_size // count)
     if settings.batch_tokens is not None:
