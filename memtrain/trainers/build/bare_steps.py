@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.components import Built
+from memtrain.trainers.build.engine import begin, scaled_by
+from memtrain.trainers.build.training_step import TrainingStep
 from memtrain.trainers.model.loading.load import local_device
-from memtrain.trainers.optim.in_backward import InBackward
-from memtrain.trainers.optim.loss_scaling import LossScaling
-from memtrain.trainers.optim.step import DistributedStep, forward_backward, set_rate, update
+from memtrain.trainers.optim.step import set_rate
 from memtrain.trainers.protocols.feed import Steps, StepSource, StepWork
-from memtrain.trainers.protocols.method import LooksAhead, StepPreview
+from memtrain.trainers.protocols.method import StepPreview
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.seed import seed_step
 
@@ -45,7 +45,7 @@ class Stepper:
     built: Built
     source: StepSource | None = None
     """Source of the steps' work; without one the rows of `built`."""
-    engine: DistributedStep = field(init=False)
+    training: TrainingStep = field(init=False)
     device: torch.device = field(init=False)
     steps: StepSource = field(init=False)
 
@@ -53,17 +53,12 @@ class Stepper:
         settings, train = self.plan.settings, self.plan.recipe.train
         self.device = local_device(settings)
         self.steps = self.source or Steps(self.built.train, settings, train.seed, train.shuffle)
-        if settings.in_backward:
-            self.engine = InBackward(self.built.optimizer, self.parameters).engine()
-        elif settings.dtype == "float16":
-            self.engine = LossScaling(DistributedStep(), TrainState()).engine()
-        else:
-            self.engine = DistributedStep()
+        self.training = begin(self.built.parts, self.plan.recipe, settings, scaled_by(TrainState()))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that the optimizer steps."""
-        return list(self.built.trained.values())
+        return self.training.parameters
 
     def work(self, number: int) -> StepWork:
         """Work of optimizer step `number`."""
@@ -76,17 +71,14 @@ class Stepper:
 
         `is_trial`: its sequences are put together for this, and are no step's.
         """
-        feed, method, seed = self.steps.feed, self.built.method, self.plan.recipe.train.seed
+        feed, seed = self.steps.feed, self.plan.recipe.train.seed
         set_rate(self.built.optimizer, self.plan.recipe.optim.lr)
-        if isinstance(method, LooksAhead):
-            ahead = StepPreview(feed, work.sequences, work.micros, self.device, 1, is_trial=is_trial)
-            method.before_step(self.built.scorer, ahead)
-        return forward_backward(
-            self.built.scorer,
-            method,
+        self.training.look_ahead(
+            StepPreview(feed, work.sequences, work.micros, self.device, 1, is_trial=is_trial)
+        )
+        return self.training.gradients(
             (feed.micro_batch(sequences).to(self.device) for sequences in work.micros),
             denominator=work.denominator,
-            engine=self.engine,
             num_micros=len(work.micros),
             want_stats=want_stats,
             seed_micro=lambda index: seed_step(seed, work.step, index),
@@ -94,17 +86,7 @@ class Stepper:
 
     def update(self, work: StepWork) -> Tensor:
         """Move the weights by their gradients, and what follows them; the norm before clipping."""
-        optim = self.plan.recipe.optim
-        norm = update(
-            self.built.optimizer,
-            self.parameters,
-            lr=optim.lr,
-            max_grad_norm=optim.max_grad_norm,
-            engine=self.engine,
-        )
-        if self.built.follower is not None:
-            self.built.follower.stepped(work.step + 1)
-        return norm
+        return self.training.update(lr=self.plan.recipe.optim.lr, num_steps=work.step + 1)
 
     def step(self, number: int, *, want_stats: bool = False) -> Stepped:
         """Make a whole step."""

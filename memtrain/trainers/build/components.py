@@ -21,31 +21,32 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.collate import nothing
-from memtrain.trainers.build.balanced import balanced
 from memtrain.trainers.batches.split_rows import SplitRows
+from memtrain.trainers.build.training_step import (
+    AnyScorer,
+    StepParts,
+    assemble,
+    make_scorer,
+    share_rows,
+    treat_model,
+)
 from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
-from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.losses.head.products import sums_half_in_fp32
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices
 from memtrain.trainers.model.attention.padding_check import verify_padding
-from memtrain.trainers.model.context_parallel.groups import make_context
-from memtrain.trainers.model.heads.build import loss_form, scorer_of
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model, verify_head
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import load_model, local_device
-from memtrain.trainers.model.loading.neftune import add_noise
 from memtrain.trainers.model.loading.save import stop_at
 from memtrain.trainers.model.loading.sharded_load import is_empty, made_in_parts
-from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.streamed.check import verify_streamed
-from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.method import Method, TracksPolicy
 from memtrain.trainers.reference.build import build_reference
@@ -59,21 +60,44 @@ class Built:
     """The parts of a run on one rank."""
 
     tokenizer: PreTrainedTokenizerFast
-    scorer: Scorer | RewardScorer
-    optimizer: Optimizer
-    method: Method
+    parts: StepParts
     train: Feed
     eval: Feed | None
-    trained: dict[str, nn.Parameter]
-    """Parameters that this rank's optimizer steps, by name: whole weights, or its rows of them."""
     spread: WeightLayout = field(default_factory=WeightLayout)
-    """Layout of the weights over the ranks."""
-    follower: TracksPolicy | None = None
-    """A reference model that follows the policy."""
-    reference: nn.Module | None = None
-    """A reference model that is held beside the policy."""
+    """How the weights lie over the ranks."""
     why_whole: str = ""
-    """Reason that each rank loaded the whole model, where the plan had it read its part alone."""
+    """Why each rank loaded the whole model, where the plan had it read its part alone."""
+
+    @property
+    def scorer(self) -> AnyScorer:
+        """The model with its head."""
+        return self.parts.scorer
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of this rank."""
+        return self.parts.optimizer
+
+    @property
+    def method(self) -> Method:
+        """The method with its reference."""
+        return self.parts.method
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Parameters that this rank's optimizer steps, by name: whole weights, or its rows of them."""
+        return self.parts.trained
+
+    @property
+    def follower(self) -> TracksPolicy | None:
+        """A reference model that follows the policy."""
+        return self.parts.follower
+
+    @property
+    def reference(self) -> nn.Module | None:
+        """A reference model that is asked while the run goes on: a copy, or the policy itself."""
+        held = self.parts.reference
+        return held.scorer if isinstance(held, FrozenReference | EmaReference) else None
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
@@ -115,7 +139,7 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
     _verify_rows(model, plan)
     if settings.slice_tokens:
         verify_streamed(model, AttentionBackend(settings.attention))
-    scorer.context = make_context(settings.context_parallel, by_heads=settings.context_by == "ulysses")
+    share_rows(scorer, settings)
     if scorer.context is not None:
         verify_slices(model, AttentionBackend(settings.attention), scorer.context)
     if not was_empty:
@@ -125,21 +149,8 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
     train, held_out = build_feeds(plan, module.feed, pad_id if pad_id is not None else 0)
     _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
     reference = build_reference(plan, scorer, module, train, held_out, lay=spread.lay_frozen)
-    return Built(
-        tokenizer=tokenizer,
-        scorer=scorer,
-        optimizer=build_optimizer(scorer, recipe.optim, settings, list(trained.values())),
-        trained=trained,
-        spread=spread,
-        method=balanced(
-            shared(module.method(recipe, reference), settings.context_parallel), scorer, settings
-        ),
-        train=train,
-        eval=held_out,
-        follower=reference if isinstance(reference, TracksPolicy) else None,
-        reference=reference.scorer if isinstance(reference, FrozenReference | EmaReference) else None,
-        why_whole=why_whole,
-    )
+    parts = assemble(scorer, trained, reference, recipe, settings)
+    return Built(tokenizer, parts, train, held_out, spread, why_whole)
 
 
 def _verify_sums(settings: Settings) -> None:
@@ -182,7 +193,7 @@ def longest_row(plan: Plan) -> int:
     return most + recipe.generation.max_tokens if recipe.online is not None else most
 
 
-def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) -> None:
+def _first_pass(scorer: AnyScorer, settings: Settings, pad_id: int) -> None:
     """Make an empty pass through the scorer itself, with all ranks: FSDP2 takes the module of the first pass
     for the outermost one, and completions are written by a module inside."""
     if not is_sharded(settings):
@@ -197,16 +208,13 @@ def _first_pass(scorer: Scorer | RewardScorer, settings: Settings, pad_id: int) 
             scorer(micro.model_inputs(), micro.scored_index)
 
 
-def build_scorer(plan: Plan, *, vocab_size: int) -> Scorer | RewardScorer:
+def build_scorer(plan: Plan, *, vocab_size: int) -> AnyScorer:
     """Scorer of tokens, or of answers, with the model of a plan."""
     model = build_model(plan, vocab_size=vocab_size)
-    scorer = scorer_of(model, METHODS[plan.recipe.method].head, plan.settings)
-    if plan.settings.value != "none":
-        scorer = ValueScorer(model, _own_value(plan, model), **loss_form(plan.settings))
-    return scorer
+    return make_scorer(model, _own_value(plan, model), plan.recipe, plan.settings)
 
 
-def _verify_scores(scorer: Scorer | RewardScorer, settings: Settings) -> None:
+def _verify_scores(scorer: AnyScorer, settings: Settings) -> None:
     """The model is causal, and is scored as by its own logits."""
     model, is_stock = scorer.model, settings.attention == "transformers"
     if is_stock:
@@ -247,9 +255,7 @@ def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreT
     apply_liger(model, settings)
     if settings.adapter is not None:
         model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)
-    apply_checkpointing_and_offload(model, settings)
-    if recipe.optim.neftune_alpha is not None:
-        add_noise(model, recipe.optim.neftune_alpha)
+    treat_model(model, recipe, settings)
     return model
 
 

@@ -17,7 +17,8 @@ from memtrain.memory.estimate.sharded.zero_config import stage_of
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.build.components import Built
+from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.build.training_step import StepParts, TrainingStep
 from memtrain.trainers.distributed.ddp import GradientAllReduce
 from memtrain.trainers.distributed.fsdp2 import (
     check_shards,
@@ -36,8 +37,11 @@ from memtrain.trainers.distributed.zero import (
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.model.loading.sharded_init import kept_of
 from memtrain.trainers.model.loading.sharded_load import fill_rows, is_empty
+from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.loss_scaling import LossScaling
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
+from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.allocator import use_expandable_segments
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 from memtrain.trainers.runtime.weight_layout import WeightLayout
@@ -156,21 +160,43 @@ def _in_rows(settings: Settings) -> Callable[[nn.Module], None]:
     return lay
 
 
-def make_engine(plan: Plan, built: Built) -> DistributedStep:
-    """Engine by which this process reaches the others: our own exchange (ddp.py), that of the shards, or
-    DeepSpeed.
+Scaled = Callable[[DistributedStep], DistributedStep]
 
-    Made when weights and optimizer states are loaded: DeepSpeed cuts them here.
+
+def scaled_by(position: TrainState) -> Scaled:
+    """An engine whose losses are scaled in float16, by the scale that a run keeps with its position."""
+    return lambda engine: LossScaling(engine, position).engine()
+
+
+def begin(parts: StepParts, recipe: Recipe, settings: Settings, scaled: Scaled) -> TrainingStep:
+    """The step, begun: weights and optimizer states are loaded, and DeepSpeed cuts them here.
+
+    `scaled`: the engine of float16 around another.
     """
-    settings = plan.settings
+    engine = make_engine(parts, settings, recipe.optim.max_grad_norm)
+    return TrainingStep(
+        model=parts.scorer,
+        method=parts.method,
+        optimizer=parts.optimizer,
+        parameters=list(parts.trained.values()),
+        engine=scaled(engine) if settings.dtype == "float16" else engine,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        follower=parts.follower,
+    )
+
+
+def make_engine(parts: StepParts, settings: Settings, max_grad_norm: float | None) -> DistributedStep:
+    """How a step reaches the other ranks and the weights: by itself, in the backward pass, by our own
+    exchange (distributed/ddp.py), that of the shards, or DeepSpeed's."""
+    if settings.in_backward:
+        return InBackward(parts.optimizer, list(parts.trained.values())).engine()
     if settings.num_processes == 1:
         return DistributedStep()
     if settings.engine == "fsdp2":
-        return shard_engine(built.scorer, built.trained)
-    if isinstance(built.optimizer, ZeroOptimizer):
-        return begin_zero(built.scorer, built.optimizer, settings, plan.recipe.optim.max_grad_norm)
-    exchange = GradientAllReduce(list(built.trained.values()))
-    return exchange.engine()
+        return shard_engine(parts.scorer, parts.trained)
+    if isinstance(parts.optimizer, ZeroOptimizer):
+        return begin_zero(parts.scorer, parts.optimizer, settings, max_grad_norm)
+    return GradientAllReduce(list(parts.trained.values())).engine()
 
 
 def _same_everywhere(model: nn.Module) -> None:

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from memtrain.errors import Diverged, Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan
+from memtrain.trainers.build.training_step import TrainingStep
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.optim.loss_scaling import skipped_words
-from memtrain.trainers.optim.step import DistributedStep, forward_backward, set_rate, update
+from memtrain.trainers.optim.step import set_rate
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, StepEvent
 from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
-from memtrain.trainers.protocols.method import LooksAhead, Loss, Method, StepPreview, TracksPolicy, means_of
+from memtrain.trainers.protocols.method import Loss, StepPreview, means_of
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import seed_step
@@ -32,17 +32,11 @@ class Run:
     """State that the loop moves."""
 
     plan: Plan
-    model: nn.Module
-    """The scorer, wrapped for its ranks."""
-    method: Method
-    optimizer: Optimizer
-    parameters: list[nn.Parameter]
-    """Parameters that this rank's optimizer steps: whole weights, or its rows of them."""
+    step: TrainingStep
     lr_at: Callable[[int], float]
     steps: StepSource
     eval_feed: Feed | None
     ranks: Ranks
-    engine: DistributedStep
     device: torch.device
     emit: Callable[[Event], None]
     """Takes what happens: to the metrics, the terminal and the trackers, on the main rank."""
@@ -53,8 +47,6 @@ class Run:
     """Recovery when memory runs out."""
     post_mortem: Callable[[Exhausted], MemtrainError]
     """Says why a run could not go on, and what would."""
-    follower: TracksPolicy | None = None
-    """Follower of the weights beside the optimizer: a reference model that is synchronised."""
     judge: Callable[[], float] | None = None
     """Measures on the held-out rows in place of the loss: what is lower is better."""
     position: TrainState = field(default_factory=TrainState)
@@ -79,12 +71,11 @@ def train(run: Run) -> None:
 
 
 def _steps_left(run: Run) -> None:
-    parameters = run.parameters
     if run.plan.recipe.eval.at_start and run.position.step == 0:
         evaluate(run)
     while run.position.step < run.plan.settings.max_steps:
         work = run.steps.work(run.position.step, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
-        one_step(run, work, parameters)
+        one_step(run, work)
         run.position.step += 1
         run.position.eval_loss = None
         if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
@@ -110,23 +101,15 @@ def _agreed_to_stop(run: Run) -> bool:
     return told["stop"] > 0
 
 
-def one_step(run: Run, work: StepWork, parameters: list[nn.Parameter]) -> None:
+def one_step(run: Run, work: StepWork) -> None:
     """Forward, backward and update of one optimizer step, and its line in the metrics."""
     started = time.perf_counter()
     skipped = run.position.skipped_steps
     lr = run.lr_at(work.step)
-    set_rate(run.optimizer, lr)
+    set_rate(run.step.optimizer, lr)
     with run.watch.phase("first step" if work.step == 0 else "steady step", tokens=work.num_tokens):
         sums = whole_gradients(run, work)
-        norm = update(
-            run.optimizer,
-            parameters,
-            lr=lr,
-            max_grad_norm=run.plan.recipe.optim.max_grad_norm,
-            engine=run.engine,
-        )
-        if run.follower is not None:
-            run.follower.stepped(work.step + 1)
+        norm = run.step.update(lr=lr, num_steps=work.step + 1)
         told = _to_host(sums | {"grad_norm": norm / run.ranks.world})
     totals = run.ranks.sum(told)
     _emit(run, work, totals, lr, time.perf_counter() - started)
@@ -156,12 +139,9 @@ def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
             part = parts[index]
             seed_step(seed, work.step, part.micro * run.ranks.world + run.ranks.rank, part.number)
 
-        return forward_backward(
-            run.model,
-            run.method,
+        return run.step.gradients(
             _on_device(run, parts, cursor),
             denominator=work.denominator,
-            engine=run.engine,
             num_micros=len(parts),
             want_stats=_is_logged(run, work.step),
             seed_micro=seed_part,
@@ -171,8 +151,8 @@ def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
         feed,
         work.micros,
         act,
-        finish=run.engine.finish,
-        clear=lambda: run.optimizer.zero_grad(set_to_none=True),
+        finish=run.step.engine.finish,
+        clear=lambda: run.step.optimizer.zero_grad(set_to_none=True),
         ranks=run.ranks,
     )
 
@@ -185,8 +165,8 @@ def evaluate(run: Run) -> float:
     feed, settings = run.eval_feed, run.plan.settings
     started = time.perf_counter()
     sums: dict[str, Tensor] = {}
-    was_training = run.model.training
-    run.model.eval()
+    was_training = run.step.model.training
+    run.step.model.eval()
     with run.watch.phase("evaluation"), torch.no_grad():
         micros = eval_micro_batches(feed, settings, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
         before_step(run, feed, eval_order(feed), micros)
@@ -196,10 +176,10 @@ def evaluate(run: Run) -> float:
             for name, value in {"loss": made.value, **made.sums}.items():
                 sums[name] = sums[name] + value if name in sums else value
         totals = run.ranks.sum(_to_host(sums))
-    run.model.train(was_training)
+    run.step.model.train(was_training)
     count = float(feed.weights.sum())
     loss = totals.pop("loss") / count
-    means = means_of(run.method, totals, count)
+    means = means_of(run.step.method, totals, count)
     _noted(run, loss)
     seconds = time.perf_counter() - started
     run.emit(
@@ -222,15 +202,15 @@ def _noted(run: Run, loss: float) -> float:
 def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
     """The summed loss of some sequences, and what is told of them."""
     micro = feed.micro_batch(sequences).to(run.device)
-    return run.method.loss(run.model, micro, denominator=1.0, want_stats=True)
+    return run.step.method.loss(run.step.model, micro, denominator=1.0, want_stats=True)
 
 
 def before_step(
     run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints], *, is_trial: bool = False
 ) -> None:
     """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
-    if isinstance(run.method, LooksAhead):
-        ahead = StepPreview(
+    run.step.look_ahead(
+        StepPreview(
             feed,
             sequences,
             micros,
@@ -239,7 +219,7 @@ def before_step(
             num_sharing=run.ranks.num_sharing,
             is_trial=is_trial,
         )
-        run.method.before_step(run.model, ahead)
+    )
 
 
 def _on_device(run: Run, parts: Sequence[Part], cursor: Cursor) -> Iterator[Any]:
@@ -288,6 +268,6 @@ def _emit(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds
             peak_bytes=peak or None,
             epoch=work.epoch,
             sequences=work.num_sequences,
-            extra=means_of(run.method, sums, work.denominator),
+            extra=means_of(run.step.method, sums, work.denominator),
         )
     )

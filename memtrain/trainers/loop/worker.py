@@ -22,12 +22,14 @@ from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build.components import Built, build, has_dropout
 from memtrain.trainers.build.engine import (
+    begin,
     check_same_plan_on_ranks,
     make_accelerator,
-    make_engine,
     make_spread,
     ranks_of,
+    scaled_by,
 )
+from memtrain.trainers.build.training_step import TrainingStep
 from memtrain.trainers.checkpoints.checkpoint import (
     Found,
     mend_checkpoints,
@@ -53,10 +55,7 @@ from memtrain.trainers.model.loading.load import is_random, local_device
 from memtrain.trainers.model.loading.save import try_final
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_steps
-from memtrain.trainers.optim.in_backward import InBackward
-from memtrain.trainers.optim.loss_scaling import LossScaling
 from memtrain.trainers.optim.lr_schedule import lr_at
-from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
 from memtrain.trainers.protocols.feed import Steps
@@ -95,7 +94,7 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         found, notes = _look_for_checkpoint(folder, plan, ranks, resume=resume)
         _stop_before_loading(ranks, stop, folder)
         built = build(plan, make_spread(plan.settings))
-        engine = _take_up(plan, found, built, position, ranks)
+        step = _take_up(plan, found, built, position, ranks)
         sinks = stack.enter_context(open_sinks(plan, folder, ranks, position))
         _tell_start(sinks, plan, built, found, notes, position)
         _try_final(built, folder, sinks, position, is_main=ranks.is_main)
@@ -105,15 +104,11 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         stack.callback(lambda: online.generating.close() if online is not None else None)
         run = Run(
             plan=plan,
-            model=built.scorer,
-            method=built.method,
-            optimizer=built.optimizer,
-            parameters=list(built.trained.values()),
+            step=step,
             lr_at=lambda step: lr_at(step, optim=plan.recipe.optim, max_steps=plan.settings.max_steps),
             steps=online or _steps(plan, built),
             eval_feed=built.eval,
             ranks=ranks,
-            engine=engine,
             device=local_device(plan.settings),
             emit=sinks.emit,
             watch=watch,
@@ -121,7 +116,6 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
             saver=_open_saver(stack, plan, folder, built, ranks, sinks, online),
             recovery=recovery,
             post_mortem=_explained(plan, recovery, built, position),
-            follower=built.follower,
             judge=online.evaluate if online is not None else None,
             position=position,
             started=started,
@@ -204,12 +198,12 @@ def _look_for_checkpoint(
     return found, check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
 
 
-def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks: Ranks) -> DistributedStep:
+def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks: Ranks) -> TrainingStep:
     """Go on from the checkpoint that was found; how a step reaches the other ranks and the weights."""
     if found.checkpoint is not None:
         own = {"trained": built.trained, "ranks": ranks}
         restore(found.checkpoint, built.scorer, built.optimizer, position, built.follower, **own)
-    return _engine(plan, built, position)
+    return begin(built.parts, plan.recipe, plan.settings, scaled_by(position))
 
 
 def _tell_start(
@@ -249,15 +243,6 @@ def _rehearse(run: Run, built: Built) -> None:
     if plan.settings.preflight and run.position.step < plan.settings.max_steps:
         found = rehearse(run)
         refuse_over_budget(plan, run.recovery.settings, built.model, found.peak_bytes, found.load)
-
-
-def _engine(plan: Plan, built: Built, position: TrainState) -> DistributedStep:
-    """Engine by which a step reaches the other ranks and the weights."""
-    if plan.settings.dtype == "float16":
-        return LossScaling(make_engine(plan, built), position).engine()
-    if not plan.settings.in_backward:
-        return make_engine(plan, built)
-    return InBackward(built.optimizer, list(built.trained.values())).engine()
 
 
 def _recovery(plan: Plan, built: Built, position: TrainState, sinks: EventSinks) -> Recovery:

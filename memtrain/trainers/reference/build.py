@@ -9,10 +9,13 @@ from typing import Any, cast
 
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedModel
 
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.reference_model import section_of
+from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.store.cache import cache_dir
 from memtrain.trainers.model.heads.build import scorer_of
@@ -45,22 +48,51 @@ def build_reference(
     `precomputed`, all ranks compute together, and the feeds hold the numbers afterwards. `lay` lays the
     weights of a copy over the ranks.
     """
-    kind = plan.settings.reference
+    return make_reference(
+        scorer,
+        plan.recipe,
+        plan.settings,
+        copy=lambda: _copy(plan, scorer),
+        precompute=lambda reference: _precompute(plan, reference, method, train, held_out),
+        lay=lay,
+    )
+
+
+def make_reference(
+    scorer: nn.Module,
+    recipe: Recipe,
+    settings: Settings,
+    *,
+    copy: Callable[[], nn.Module],
+    precompute: Callable[[FrozenReference], None],
+    lay: Callable[[nn.Module], None],
+) -> Reference | None:
+    """The reference that the settings name, from a frozen `copy` or the policy at rest.
+
+    `precompute` asks the policy at rest for every answer, where no reference is there afterwards.
+    """
+    kind = settings.reference
     if kind == "none":
         return None
     if kind == "adapter_off":
         return _policy_at_rest(scorer)
     if kind == "precomputed":
-        _precompute(plan, _policy_at_rest(scorer), method, train, held_out)
+        precompute(_policy_at_rest(scorer))
         return Precomputed()
-    copy = _copy(plan, scorer)
-    cast(Any, copy).context = cast(Any, scorer).context
-    lay(copy)
+    held = copy()
+    cast(Any, held).context = cast(Any, scorer).context
+    lay(held)
     if kind == "copy":
-        return FrozenReference(copy)
-    section = section_of(plan.recipe)
+        return FrozenReference(held)
+    section = section_of(recipe)
     assert section is not None, "A method with a reference has a section for it."
-    return EmaReference(copy, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
+    return EmaReference(held, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
+
+
+def frozen_scorer(model: PreTrainedModel | PeftModel, settings: Settings) -> nn.Module:
+    """A scorer of tokens around a model that is only asked."""
+    stream_layers(model, settings.slice_tokens)
+    return scorer_of(model.requires_grad_(False).eval(), "lm", settings).eval()
 
 
 def _policy_at_rest(scorer: nn.Module) -> FrozenReference:
@@ -76,8 +108,7 @@ def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
 
     def made() -> nn.Module:
         model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)
-        stream_layers(model, settings.slice_tokens)
-        return scorer_of(model.requires_grad_(False).eval(), "lm", settings).eval()
+        return frozen_scorer(model, settings)
 
     # Of the policy's own weights, an adapter that needs whole ones or DeepSpeed asks otherwise.
     in_parts = settings.model_copy(update={"loads_shards": shards_weights(settings)})

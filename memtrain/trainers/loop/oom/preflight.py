@@ -50,7 +50,7 @@ def rehearse(run: Run) -> Rehearsed:
 
     Raises: OutOfMemory when it does not fit whatever is done; LaunchError when checkpoints cannot be written.
     """
-    before = bits_of(run.parameters)
+    before = bits_of(run.step.parameters)
     with _undone(run), _heaviest(run) as heaviest:
         try:
             _steps(run, heaviest)
@@ -61,7 +61,7 @@ def rehearse(run: Run) -> Rehearsed:
             try_save(run)
         tokens = load_of(run.steps.feed, heaviest.sequences, run.plan.settings)
         peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
-    assert bits_of(run.parameters) == before, "A dry run moves no weight."
+    assert bits_of(run.step.parameters) == before, "A dry run moves no weight."
     predicted = run.plan.prediction.peak.num_bytes
     said = f"dry run of {heaviest.words}, {tokens:,} tokens"
     if run.watch.is_on:
@@ -125,7 +125,7 @@ def try_save(run: Run) -> None:
     if not run.ranks.is_main:
         return
     folder = Path(run.plan.run_dir)
-    tensors = [*run.parameters, *_states(run)]
+    tensors = [*run.step.parameters, *_states(run)]
     needed = sum(tensor.nbytes for tensor in tensors) * (run.plan.recipe.save.keep + 1)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -143,19 +143,21 @@ def try_save(run: Run) -> None:
 def _undone(run: Run) -> Iterator[None]:
     """Random states, learning rates, optimizer states and figures as they were, after what happens inside."""
     draws = random_state()
-    rates = [{name: group[name] for name in ("lr", "weight_decay")} for group in run.optimizer.param_groups]
+    rates = [
+        {name: group[name] for name in ("lr", "weight_decay")} for group in run.step.optimizer.param_groups
+    ]
     figures = run.watch.resident_bytes, run.watch.peak_bytes
-    is_fresh = not run.optimizer.state
-    for group in run.optimizer.param_groups:
+    is_fresh = not run.step.optimizer.state
+    for group in run.step.optimizer.param_groups:
         group["weight_decay"] = 0.0
     try:
-        with run.engine.rehearsing(is_fresh):
+        with run.step.engine.rehearsing(is_fresh):
             yield
     finally:
-        run.optimizer.zero_grad(set_to_none=True)
+        run.step.optimizer.zero_grad(set_to_none=True)
         if is_fresh:
-            run.optimizer.state.clear()
-        for group, values in zip(run.optimizer.param_groups, rates, strict=True):
+            run.step.optimizer.state.clear()
+        for group, values in zip(run.step.optimizer.param_groups, rates, strict=True):
             group.update(values)
         run.watch.resident_bytes, run.watch.peak_bytes = figures
         restore_random_state(draws)
@@ -170,26 +172,26 @@ def _steps(run: Run, heaviest: Heaviest) -> None:
         has_more=heaviest.has_more,
         replicas=run.ranks.num_replicas,
     )
-    set_rate(run.optimizer, 0.0)
-    if not run.optimizer.state:
+    set_rate(run.step.optimizer, 0.0)
+    if not run.step.optimizer.state:
         with run.watch.phase(f"{REHEARSAL}first step"):
             whole_gradients(run, work)
             _step_nowhere(run)
     with run.watch.phase(f"{REHEARSAL}steady step"):
         whole_gradients(run, work)
-        run.optimizer.zero_grad(set_to_none=True)
+        run.step.optimizer.zero_grad(set_to_none=True)
 
 
 def _step_nowhere(run: Run) -> None:
-    for parameter in run.parameters:
+    for parameter in run.step.parameters:
         if parameter.grad is not None:
             parameter.grad.zero_()
     update(
-        run.optimizer,
-        run.parameters,
+        run.step.optimizer,
+        run.step.parameters,
         lr=0.0,
         max_grad_norm=run.plan.recipe.optim.max_grad_norm,
-        engine=run.engine,
+        engine=run.step.engine,
     )
 
 
@@ -200,14 +202,14 @@ def _evaluation(run: Run) -> None:
     feed = run.eval_feed
     micros = eval_micro_batches(feed, run.plan.settings, rank=0, num_ranks=1)
     heaviest = max(micros, key=lambda sequences: load_of(feed, sequences, run.plan.settings))
-    was_training = run.model.training
-    run.model.eval()
+    was_training = run.step.model.training
+    run.step.model.eval()
     with run.watch.phase(f"{REHEARSAL}evaluation"), torch.no_grad():
         before_step(run, feed, heaviest, [heaviest], is_trial=True)
         run.recovery.each(feed, [heaviest], lambda sequences: score(run, feed, sequences), ranks=run.ranks)
-    run.model.train(was_training)
+    run.step.model.train(was_training)
 
 
 def _states(run: Run) -> list[Tensor]:
-    held = run.optimizer.state_dict()["state"].values()
+    held = run.step.optimizer.state_dict()["state"].values()
     return [value for state in held for value in state.values() if isinstance(value, Tensor)]

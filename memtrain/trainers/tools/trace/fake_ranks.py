@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.distributed import fsdp2 as shards
-from memtrain.trainers.distributed.ddp import GradientAllReduce
-from memtrain.trainers.distributed.fsdp2 import own_shards, shard, shard_engine
+from memtrain.trainers.distributed.fsdp2 import own_shards, shard
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, slice_of
-from memtrain.trainers.optim.step import DistributedStep
-from memtrain.trainers.runtime.weight_layout import trained_parameters
+from memtrain.trainers.runtime.weight_layout import WeightLayout
 from memtrain.trainers.tools.trace.fake_model import without_data
 
 Rules = dict[Any, Callable[..., Any]]
@@ -43,18 +42,16 @@ def playing_ranks(settings: Settings) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def lay_out(scorer: nn.Module, settings: Settings) -> list[nn.Parameter]:
-    """Weights that this rank's optimizer steps: whole ones, or its rows, which are cut here."""
+def layout_without_data(settings: Settings) -> WeightLayout:
+    """How weights lie over ranks that are not there: whole, or cut by rows (DeepSpeed cuts its own)."""
+
+    def lay(scorer: nn.Module) -> None:
+        lay_in_rows(scorer, settings)
+
+    made = WeightLayout()
     if settings.num_processes > 1 and settings.engine == "fsdp2":
-        lay_in_rows(scorer, settings)
-        return list(own_shards(scorer).values())
-    return list(trained_parameters(scorer).values())
-
-
-def lay_frozen(scorer: nn.Module, settings: Settings) -> None:
-    """Cut a model that is only asked as a run does: by rows, where a rank holds parts of weights."""
-    if shards_weights(settings):
-        lay_in_rows(scorer, settings)
+        made = replace(made, lay=lay, trained=own_shards)
+    return replace(made, lay_frozen=lay) if shards_weights(settings) else made
 
 
 def lay_in_rows(scorer: nn.Module, settings: Settings) -> None:
@@ -78,15 +75,6 @@ def _real_mesh() -> Iterator[None]:
         yield
     finally:
         shards.init_device_mesh = plain
-
-
-def engine_of_ranks(scorer: nn.Module, trained: list[nn.Parameter], settings: Settings) -> DistributedStep:
-    """Engine by which a step reaches the other ranks."""
-    if settings.num_processes == 1:
-        return DistributedStep()
-    if settings.engine == "fsdp2":
-        return shard_engine(scorer, dict(zip(trained_parameters(scorer), trained, strict=True)))
-    return GradientAllReduce(trained).engine()
 
 
 @contextmanager

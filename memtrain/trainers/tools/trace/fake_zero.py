@@ -19,7 +19,6 @@ from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.distributed import zero
 from memtrain.trainers.memory_meter.live_tensors import Recorder
-from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.tools.trace.fake_cuda import replaced, unchanged
 
@@ -62,14 +61,18 @@ def zero_without_data(settings: Settings) -> Iterator[None]:
         yield
 
 
-def begin_playing_zero(
-    scorer: nn.Module, optimizer: ZeroOptimizer, settings: Settings, max_grad_norm: float | None
-) -> DistributedStep:
-    """Counterpart of begin_zero, with the buffers of `settings` on a device that is a CPU to DeepSpeed."""
+@contextmanager
+def playing_zero_settings(settings: Settings, max_grad_norm: float | None) -> Iterator[Settings]:
+    """DeepSpeed is begun inside with the buffers of `settings`, on a device that is a CPU to it.
+
+    Yields the settings to begin with.
+    """
+    if not uses_zero(settings):
+        yield settings
+        return
     asked = zero_config(settings, max_grad_norm)
     with replaced(zero, "zero_config", lambda *which: asked):
-        played = settings.model_copy(update={"device": "cpu"})
-        return zero.begin_zero(scorer, optimizer, played, max_grad_norm)
+        yield settings.model_copy(update={"device": "cpu"})
 
 
 def own_parts(scorer: nn.Module, optimizer: ZeroOptimizer, recorder: Recorder) -> None:

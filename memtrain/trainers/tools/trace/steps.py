@@ -13,8 +13,7 @@ from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.rollout.protocol import OnlineMethod
 from memtrain.trainers.online.rollout.scoring_passes import policy_pass, reference_pass
-from memtrain.trainers.optim.step import forward_backward, update
-from memtrain.trainers.protocols.method import LooksAhead, StepPreview
+from memtrain.trainers.protocols.method import StepPreview
 from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.tools.trace.dummy_batches import DummyFeed
 from memtrain.trainers.tools.trace.setup import Stage
@@ -38,38 +37,27 @@ def one_step(
     before_step(stage)
     enter("forward")
     denominator = float(sum(micro.num_loss_tokens for micro in stage.micros))
-    sums = forward_backward(
-        stage.scorer,
-        stage.method,
+    sums = stage.step.gradients(
         stage.micros,
         denominator=max(1.0, denominator),
-        engine=stage.engine,
         num_micros=len(stage.micros),
         want_stats=want_stats,
     )
     enter("exchange")
-    stage.engine.finish()
+    stage.step.engine.finish()
     stepped()
     enter("optimizer")
-    optim = stage.recipe.optim
-    norm = update(
-        stage.optimizer, stage.parameters, lr=optim.lr, max_grad_norm=optim.max_grad_norm, engine=stage.engine
-    )
-    if stage.follower is not None:
-        stage.follower.stepped(0)
+    norm = stage.step.update(lr=stage.recipe.optim.lr, num_steps=0)
     del norm, sums
     enter("end")
 
 
 def before_step(stage: Stage) -> None:
     """Run the method's work before the first micro-batch of a step."""
-    if isinstance(stage.method, LooksAhead):
-        feed = DummyFeed(stage.micros[0])
-        sequences = [np.array([number]) for number in range(len(stage.micros))]
-        device = torch.device("cpu")
-        stage.method.before_step(
-            stage.scorer, StepPreview(feed, np.concatenate(sequences), sequences, device, 1)
-        )
+    feed = DummyFeed(stage.micros[0])
+    sequences = [np.array([number]) for number in range(len(stage.micros))]
+    device = torch.device("cpu")
+    stage.step.look_ahead(StepPreview(feed, np.concatenate(sequences), sequences, device, 1))
 
 
 def one_evaluation(stage: Stage) -> None:

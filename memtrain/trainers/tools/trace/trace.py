@@ -6,6 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -26,12 +27,12 @@ from memtrain.trainers.tools.trace.dummy_batches import DUMMIES, Subject
 from memtrain.trainers.tools.trace.fake_host import bytes_on_host
 from memtrain.trainers.tools.trace.fake_host_shards import shards_on_host
 from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify, without_data
-from memtrain.trainers.tools.trace.fake_ranks import lay_frozen, playing_ranks, slicing_without_data
+from memtrain.trainers.tools.trace.fake_ranks import layout_without_data, playing_ranks, slicing_without_data
 from memtrain.trainers.tools.trace.fake_zero import own_parts, playing_zero, zero_without_data
 from memtrain.trainers.tools.trace.liger import playing_liger
 from memtrain.trainers.tools.trace.operator_rules import RULES, SCRATCH, with_operator_rules
 from memtrain.trainers.tools.trace.reward_models import Judge, bare_judge, one_judgement
-from memtrain.trainers.tools.trace.setup import Stage, build_step, module_of
+from memtrain.trainers.tools.trace.setup import Stage, build_step
 from memtrain.trainers.tools.trace.steps import (
     gradients_of,
     one_evaluation,
@@ -134,7 +135,7 @@ def bare_cast(job: Job, device: str) -> Models:
     """The models of a job on `device`, and its micro-batches on the CPU."""
     recipe, settings = job.recipe, job.settings
     head = METHODS[recipe.method].head
-    module = module_of(recipe)
+    module = import_module(METHODS[recipe.method].trainer)
     model = bare_model(job.config, settings, job.num_layers, device, head=head)
     copy = None
     if settings.reference in ("copy", "synced"):
@@ -176,7 +177,7 @@ def run_steps(
         elif in_shards:
             recorder.own(map(local_of, stage.scorer.parameters()), "weights")
         for judge in cast.judges:
-            lay_frozen(judge.scorer, job.settings)
+            layout_without_data(job.settings).lay_frozen(judge.scorer)
             recorder.own(map(local_of, judge.weights), "reward models")
         own_states(stage, recorder)
         if job.settings.loads_shards:
