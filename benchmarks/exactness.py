@@ -34,6 +34,7 @@ from result_files import write_result
 
 from memtrain.cli.plan.make_plan import make_plan, versions
 from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.explain.strategies_page import PROVEN, pairs_table, strategies_page
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.reading.load import load_recipe
@@ -49,8 +50,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"
 PAGE = ROOT / "docs" / "exactness.md"
 STRATEGIES_PAGE = ROOT / "docs" / "strategies.md"
-PAIRS = "## Proven together"
-"""The section at the end of docs/strategies.md that is written here; the rest is of `memtrain schema`."""
 METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
 BACKENDS = ("torch_cpu", "masked", "transformers")
 """The attention back ends that a CPU has."""
@@ -239,8 +238,8 @@ def main() -> None:
             write_result(RESULTS, parts)
     parts = json.loads(RESULTS.read_text())
     PAGE.write_text(page(parts))
-    generated = STRATEGIES_PAGE.read_text().partition(PAIRS)[0].rstrip("\n")
-    STRATEGIES_PAGE.write_text(f"{generated}\n\n{pairs(parts)}")
+    write_result(PROVEN, proven_pairs(parts))
+    STRATEGIES_PAGE.write_text(strategies_page())
     sys.exit(any(one[3] == "broken" for part in parts.values() for one in part["cells"]))
 
 
@@ -374,40 +373,29 @@ def page(parts: dict) -> str:
     return "\n".join(lines)
 
 
-def pairs(parts: dict) -> str:
-    """The section at the end of docs/strategies.md: strategies alone and in pairs, all methods together."""
-    lines = [
-        PAIRS,
-        "",
-        "Written by `python benchmarks/exactness.py`. A number is on how many of "
-        f"{len(parts) * len(BACKENDS)} combinations of method and attention back end",
-        f"({', '.join(parts)}; {', '.join(BACKENDS)})",
-        "the two together, or on the diagonal the one alone, gave the losses, log-probs, gradients and",
-        "updates of the plain run. On all others the plan refuses them, with a reason (`-`: on all), or the",
-        "two were not made together (`?`).",
-        "By method, in triples, and every reason: [exactness.md](exactness.md).",
-        "",
-        *_table(read(parts), list(parts)),
-        "",
-    ]
-    return "\n".join(lines)
+def proven_pairs(parts: dict) -> dict[str, object]:
+    """The counts behind the last section of docs/strategies.md: strategies alone and in pairs."""
+    counts = _counts(read(parts), list(parts))
+    return {
+        "methods": list(parts),
+        "backends": list(BACKENDS),
+        "strategies": list(NAMES),
+        "exact": {" ".join(sorted(names)): count for names, count in counts.items()},
+    }
+
+
+def _counts(found: list[dict], methods: list[str]) -> dict[frozenset[str], int]:
+    """On how many back ends one or two strategies are exact, of those that were made together."""
+    counts: dict[frozenset[str], int] = {}
+    for one in found:
+        names = frozenset(one["strategies"])
+        if one["method"] in methods and len(names) < 3:
+            counts[names] = counts.get(names, 0) + (one["kind"] == "exact")
+    return counts
 
 
 def _table(found: list[dict], methods: list[str]) -> list[str]:
-    exact = Counter(
-        frozenset(one["strategies"]) for one in found if one["method"] in methods and one["kind"] == "exact"
-    )
-    made = {frozenset(one["strategies"]) for one in found if one["method"] in methods}
-    numbers = {name: number for number, name in enumerate(NAMES, start=1)}
-    lines = ["| | " + " | ".join(str(number) for number in numbers.values()) + " |"]
-    lines.append("|---" * (len(NAMES) + 1) + "|")
-    for row in NAMES:
-        cells_of = [
-            str(exact[pair] or ("-" if pair in made else "?")) if numbers[column] >= numbers[row] else ""
-            for column, pair in ((name, frozenset((row, name))) for name in NAMES)
-        ]
-        lines.append(f"| {numbers[row]} `{row}` | " + " | ".join(cells_of) + " |")
-    return lines
+    return pairs_table(NAMES, _counts(found, methods))
 
 
 def _triples(found: list[dict]) -> list[str]:

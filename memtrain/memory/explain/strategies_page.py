@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from memtrain.memory.strategies.base import Strategy
 from memtrain.memory.strategies.exclusions import EXCLUSIONS
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.recipe import Recipe
+
+PROVEN = Path(__file__).parent / "proven.json"
+"""Counts of exact combinations; benchmarks/exactness.py writes them from its results."""
 
 INTRODUCTION = """\
 Written from the pages in `memtrain/memory/strategies/` by `make docs-reference`; each page names its source.
@@ -24,7 +29,7 @@ LABELS = ("When", "Saves", "Costs", "Not exact", "Exact", "Refused")
 
 
 def strategies_page() -> str:
-    """docs/strategies.md without its last section, of benchmarks/exactness.py. By `make docs-reference`."""
+    """The whole of docs/strategies.md; `make docs-reference` writes it."""
     recipe = load_recipe("dpo/qwen3-0.6b-lora").recipe
     exact = [one for one in STRATEGIES.values() if one.is_exact]
     changing = [one for one in STRATEGIES.values() if not one.is_exact]
@@ -51,8 +56,42 @@ def strategies_page() -> str:
         "## One by one",
         "",
         *(line for one in (*exact, *changing) for line in _section(one, recipe)),
+        *_proven_together(),
     ]
     return "\n".join(parts)
+
+
+def _proven_together() -> list[str]:
+    """The section of what was measured: strategies alone and in pairs, all methods together."""
+    made = json.loads(PROVEN.read_text(encoding="utf-8"))
+    exact = {frozenset(names.split()): count for names, count in made["exact"].items()}
+    return [
+        "## Proven together",
+        "",
+        "Written by `python benchmarks/exactness.py`. A number is on how many of "
+        f"{len(made['methods']) * len(made['backends'])} combinations of method and attention back end",
+        f"({', '.join(made['methods'])}; {', '.join(made['backends'])})",
+        "the two together, or on the diagonal the one alone, gave the losses, log-probs, gradients and",
+        "updates of the plain run. On all others the plan refuses them, with a reason (`-`: on all), or the",
+        "two were not made together (`?`).",
+        "By method, in triples, and every reason: [exactness.md](exactness.md).",
+        "",
+        *pairs_table(made["strategies"], exact),
+        "",
+    ]
+
+
+def pairs_table(names: Sequence[str], exact: Mapping[frozenset[str], int]) -> list[str]:
+    """A table of strategies alone (the diagonal) and in pairs, each with its number in `exact`."""
+    numbers = {name: number for number, name in enumerate(names, start=1)}
+    lines = ["| | " + " | ".join(map(str, numbers.values())) + " |", "|---" * (len(numbers) + 1) + "|"]
+    for row in names:
+        cells = [
+            str(exact.get(frozenset((row, column)), "?") or "-") if numbers[column] >= numbers[row] else ""
+            for column in names
+        ]
+        lines.append(f"| {numbers[row]} `{row}` | " + " | ".join(cells) + " |")
+    return lines
 
 
 def _table(strategies: Iterable[Strategy], recipe: Recipe) -> list[str]:
