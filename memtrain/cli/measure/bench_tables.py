@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from pathlib import Path
 
 import typer
 
 from memtrain.cli.measure.bench import Bench, Row
 from memtrain.cli.output.terminal import print_table, say
-from memtrain.cli.plan.html import STYLE
 from memtrain.memory.plan.units import gib
+from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
+from memtrain.trainers.pages.page import render
 
+TEMPLATE = Path(__file__).parent / "templates" / "bench.html.j2"
 HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "of plain", "loss differs by")
 
 
@@ -82,33 +84,24 @@ def _cells(row: Row, first: Row) -> tuple[str, ...]:
 
 def page(made: Bench) -> str:
     """The whole page; it loads nothing from anywhere."""
-    title = heading(made)
-    widest = max([row.peak_bytes or row.predicted_bytes for _, rows in sections(made) for row in rows])
-    parts = [f"<h1>{escape(title)}</h1>"]
-    for name, rows in sections(made):
-        parts.append(f"<h2>{escape(name)}</h2>")
-        parts.append(_bars(rows, made.rows[0], widest))
-    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-    parts += [f"<p>{escape(NOTE)}</p>", f"<p>{escape(versions)}</p>"]
-    body = "\n".join(parts)
-    return (
-        f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<title>{escape(title)}</title>\n"
-        f"<style>{STYLE}</style>\n{body}\n</html>\n"
+    return render(
+        TEMPLATE,
+        title=heading(made),
+        sections=[(name, _peaks(rows), table(rows, made.rows[0])) for name, rows in sections(made)],
+        headers=HEADERS,
+        note=NOTE,
+        versions=", ".join(f"{name} {version}" for name, version in made.versions.items()),
     )
 
 
-def _bars(rows: Sequence[Row], first: Row, widest: int) -> str:
-    """A table with a bar for each peak, and a line where it was predicted."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in (*HEADERS, "peak, and predicted (light)"))
-    lines: list[str] = []
-    for row, cells in zip(rows, table(rows, first), strict=True):
-        measured = (row.peak_bytes or 0) / max(1, widest)
-        predicted = row.predicted_bytes / max(1, widest)
-        bars = (
-            f'<div class=bar><span style="width:{min(1.0, measured):.2%};background:#3b6ea8"></span></div>'
-            f'<div class=bar style="height:.35rem">'
-            f'<span style="width:{min(1.0, predicted):.2%};background:#9db8d6"></span></div>'
-        )
-        text = "".join(f"<td class=n>{escape(cell)}</td>" for cell in cells)
-        lines.append(f'<tr>{text}<td style="width:25%">{bars}</td></tr>')
-    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+def _peaks(rows: Sequence[Row]) -> Figure:
+    """Two bars for each row: the peak as measured, and as predicted."""
+    bars: list[Bar] = []
+    for row in rows:
+        if row.peak_bytes is not None:
+            bars.append(Bar(row.name, [("measured", row.peak_bytes, "c1")], gib(row.peak_bytes)))
+        label = row.name if row.peak_bytes is None else ""
+        predicted = [("predicted", float(row.predicted_bytes), "faint")]
+        bars.append(Bar(label, predicted, gib(row.predicted_bytes)))
+    drawn = bar_chart(bars, "Peaks, measured and predicted")
+    return Figure("Peaks", drawn, (("measured", "c1"), ("predicted", "faint")))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from html import escape
+from pathlib import Path
 
-from memtrain.cli.plan.html import STYLE, bars
 from memtrain.cli.plan.tables import settings_words
 from memtrain.cli.rescue.find import Rescue
 from memtrain.cli.rescue.words import (
@@ -16,55 +15,48 @@ from memtrain.cli.rescue.words import (
     verdict,
     way_words,
 )
-from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import gib
+from memtrain.trainers.pages.charts import Figure
+from memtrain.trainers.pages.memory_bars import memory_figure, predicted_bar
+from memtrain.trainers.pages.page import render
+
+TEMPLATE = Path(__file__).parent / "templates" / "rescue.html.j2"
 
 
 def page(found: Rescue) -> str:
     """The whole page; it loads nothing from anywhere."""
-    title = f"{found.name}: out of memory on {found.hardware.words()}"
-    phases: list[tuple[str, PhasePeak]] = []
-    if found.held is not None:
-        phases.append((f"as it was: {found.held.phase}", found.held))
-    if found.own is not None:
-        phases.append((f"{found.title}, changed", found.own.priced.prediction.peak))
-    if found.plan is not None:
-        phases.append(("memtrain", found.plan.prediction.peak))
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in (verdict(found), *found.clues, *found.notes)),
-        "<h2>What held the memory, and what would</h2>",
-        bars(phases, found.budget_bytes),
-        *_own(found),
-        *_plan(found),
-    ]
-    if found.lost:
-        items = "".join(f"<li>{escape(line)}</li>" for line in found.lost)
-        parts += ["<h2>Not carried over</h2>", f"<ul>{items}</ul>"]
-    body = "\n".join(parts)
-    return (
-        f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<title>{escape(title)}</title>\n"
-        f"<style>{STYLE}</style>\n{body}\n</html>\n"
+    return render(
+        TEMPLATE,
+        title=f"{found.name}: out of memory on {found.hardware.words()}",
+        said=(verdict(found), *found.clues, *found.notes),
+        memory=_memory(found),
+        tool=found.title,
+        own=() if found.own is None else key_lines(found.own),
+        own_words="" if found.own is None else way_words(found.own, found),
+        planned=_planned(found),
+        recipe_text=found.recipe_text if found.plan is not None else "",
+        lost=found.lost,
     )
 
 
-def _own(found: Rescue) -> list[str]:
-    if found.own is None:
-        return []
-    return [
-        f"<h2>The smallest change in {escape(found.title)}</h2>",
-        f"<pre>{escape(chr(10).join(key_lines(found.own)))}</pre>",
-        f"<p>{escape(way_words(found.own, found))}</p>",
-    ]
+def _memory(found: Rescue) -> Figure:
+    """Bars of what held the memory, and of what would, on one scale."""
+    peaks = []
+    if found.held is not None:
+        peaks.append((f"as it was: {found.held.phase}", found.held))
+    if found.own is not None:
+        peaks.append((f"{found.title}, changed", found.own.priced.prediction.peak))
+    if found.plan is not None:
+        peaks.append(("memtrain", found.plan.prediction.peak))
+    return memory_figure([predicted_bar(name, peak) for name, peak in peaks], budget=found.budget_bytes)
 
 
-def _plan(found: Rescue) -> list[str]:
+def _planned(found: Rescue) -> tuple[str, ...]:
+    """Sentences about the plan that fits, if there is one."""
     if found.plan is None:
-        return ["<h2>As a recipe of memtrain</h2>", "<p>No plan fits these cards.</p>"]
+        return ("No plan fits these cards.",)
     said = (
         f"{settings_words(found.plan.settings)}. Needs {gib(found.plan.chosen.need_bytes)} of "
         f"{gib(found.budget_bytes)}, {time_words(found.plan.chosen, found)}."
     )
-    lines = (said, learns_words(plan_learns(found)), host_words(found))
-    text = f"<pre>{escape(found.recipe_text)}</pre>" if found.recipe_text else ""
-    return ["<h2>As a recipe of memtrain</h2>", *(f"<p>{escape(line)}</p>" for line in lines if line), text]
+    return tuple(line for line in (said, learns_words(plan_learns(found)), host_words(found)) if line)

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from memtrain.memory.plan.units import gib
-from memtrain.trainers.data.length_report.format import SHOWN, count_of, share, short
-from memtrain.trainers.data.length_report.result import Inspection
+from memtrain.trainers.data.length_report.format import SHOWN, share, short
+from memtrain.trainers.data.length_report.result import Distribution, Inspection
+from memtrain.trainers.pages.charts import histogram
+from memtrain.trainers.pages.page import render
 
 TEMPLATES = Path(__file__).parent / "templates"
+MARKED = {50.0: "median", 95.0: "95%", 99.0: "99%"}
+"""Percentiles that are marked in a chart."""
 
 
 def page(found: Inspection) -> str:
     """The HTML of the page; its script draws from the same JSON that --json prints."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    return render(
+        TEMPLATES / "inspect.html.j2",
+        found=found,
+        tiles=tiles(found),
+        charts=[(one, _chart(one)) for one in found.distributions],
+        json=script_safe(found.model_dump_json()),
+        share=share,
+        short=short,
+        shown=SHOWN,
     )
-    environment.filters |= {"gib": gib, "short": short, "num": lambda value: f"{value:,}"}
-    environment.globals |= {"share": share, "count_of": count_of}
-    return environment.get_template("inspect.html.j2").render(
-        found=found, tiles=tiles(found), json=script_safe(found.model_dump_json()), shown=SHOWN
-    )
+
+
+def _chart(one: Distribution) -> str:
+    """Rows by length, with the shares of the rows that end at some of them."""
+    bins = [(bar.first, bar.last, bar.rows) for bar in one.bins]
+    marks = [(name, point.tokens) for point in one.percentiles if (name := MARKED.get(point.percent))]
+    return histogram(bins, f"Rows by {one.name}", marks=marks, unit=one.unit, height=280)
 
 
 def script_safe(json: str) -> Markup:

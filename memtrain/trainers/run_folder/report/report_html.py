@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from memtrain.memory.plan.units import GIB, gib
-from memtrain.trainers.protocols.events import DataEvent, StepEvent
-from memtrain.trainers.run_folder.folder import RunFolder, Status
-from memtrain.trainers.run_folder.progress import duration
-from memtrain.trainers.run_folder.report.charts import (
+from memtrain.trainers.pages.charts import (
     SMALL_WIDTH,
-    Bar,
+    Figure,
     Line,
     Point,
-    bar_chart,
     histogram,
     line_chart,
     smoothed,
 )
+from memtrain.trainers.pages.memory_bars import MEASURED, OwnerBar, memory_figure, predicted_bar
+from memtrain.trainers.pages.page import render
+from memtrain.trainers.protocols.events import DataEvent, StepEvent
+from memtrain.trainers.run_folder.folder import RunFolder, Status
+from memtrain.trainers.run_folder.progress import duration
 from memtrain.trainers.run_folder.report.report import (
     Figures,
     Report,
@@ -40,20 +38,8 @@ from memtrain.trainers.run_folder.report.report import (
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
-OWNER_COLOURS = 8
-"""Colours that the page has for owners; more owners share the last one."""
 FEW_STEPS = 50
 """A shorter curve is shown as it is, without a smoothed one; taste."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A chart with its heading."""
-
-    title: str
-    svg: str
-    legend: tuple[tuple[str, str], ...] = ()
-    """Name and CSS class of each line or part."""
 
 
 def write_report(folder: RunFolder, status: Status | None = None) -> Path:
@@ -74,15 +60,9 @@ def write_report(folder: RunFolder, status: Status | None = None) -> Path:
 
 def render_report(report: Report) -> str:
     """The page as text."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["gib"] = gib
-    return environment.get_template("report.html.j2").render(
+    decisions = report.plan.decisions if report.plan else ()
+    return render(
+        TEMPLATES / "report.html.j2",
         report=report,
         state=state_of(report),
         told_at=_moment(report.status.time) if report.status else "",
@@ -91,8 +71,8 @@ def render_report(report: Report) -> str:
         memory=_memory(report),
         phases=phases_of(report),
         splits=[(data, _lengths(report, data), lost_words(data)) for data in report.data],
+        decisions=[(one.setting, one.value, one.reason, one.source) for one in decisions],
         environment=_environment(report),
-        svg=Markup,
     )
 
 
@@ -165,43 +145,26 @@ def legend_of(lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
 
 
 def _memory(report: Report) -> Figure:
-    phases = phases_of(report)
-    peaks = [one.predicted for one in phases if one.predicted]
-    plain = report.plan.plain.peak if report.plan else None
-    # The plan's highest peak has most owners, in the order that the others keep.
-    peaks.sort(key=lambda peak: -peak.num_bytes)
-    owners = [owned.owner for peak in (*peaks, *([plain] if plain else [])) for owned in peak.owners]
-    owners += [owner for one in phases if one.measured for owner in one.measured.owners]
-    colours = {
-        owner: f"c{min(index, OWNER_COLOURS)}" for index, owner in enumerate(dict.fromkeys(owners), start=1)
-    }
-
-    def parts(named: Sequence[tuple[str, int]]) -> list[tuple[str, float, str]]:
-        return [(f"{owner}: {gib(size)}", size, colours[owner]) for owner, size in named if size]
-
-    bars: list[Bar] = []
-    for one in phases:
+    rows: list[OwnerBar] = []
+    for one in phases_of(report):
         if one.predicted:
-            named = [(owned.owner, owned.num_bytes) for owned in one.predicted.owners]
-            bars.append(Bar(f"{one.phase}, predicted", parts(named), gib(one.predicted.num_bytes)))
+            rows.append(predicted_bar(f"{one.phase}, predicted", one.predicted))
         if one.measured:
             size = one.measured.allocated
-            owned = parts(list(one.measured.owners.items())) or [(f"measured: {gib(size)}", size, "measured")]
+            owners = list(one.measured.owners.items()) or [(MEASURED, size)]
             off = f" ({one.difference:+.1%})" if one.difference is not None else ""
-            bars.append(Bar(f"{one.phase}, measured", owned, gib(size) + off))
-    if plain:
-        named = [(owned.owner, owned.num_bytes) for owned in plain.owners]
-        bars.append(Bar("without any strategy", parts(named), f"{gib(plain.num_bytes)} predicted"))
-    budget = report.plan.prediction.budget_bytes if report.plan else None
-    limit = (f"budget {gib(budget)}", float(budget)) if budget else None
-    legend = tuple(colours.items()) + ((("measured", "measured"),) if report.memory else ())
-    return Figure("Memory by phase and owner", bar_chart(bars, "Memory by phase", limit=limit), legend)
+            rows.append(OwnerBar(f"{one.phase}, measured", owners, gib(size) + off))
+    if report.plan:
+        rows.append(predicted_bar("without any strategy", report.plan.plain.peak, " predicted"))
+    return memory_figure(rows, budget=report.plan.prediction.budget_bytes if report.plan else None)
 
 
 def _lengths(report: Report, data: DataEvent) -> str:
     longest = report.plan.settings.max_length if report.plan else None
     limit = (f"max_length {longest:,}", longest) if longest else None
-    return histogram(data.lengths, f"Row lengths of {data.split}", limit=limit)
+    firsts = [1, *(bound + 1 for bound, _ in data.lengths)]
+    bins = [(first, bound, count) for first, (bound, count) in zip(firsts, data.lengths, strict=False)]
+    return histogram(bins, f"Row lengths of {data.split}", limit=limit)
 
 
 def _environment(report: Report) -> list[tuple[str, str]]:

@@ -8,8 +8,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
 from memtrain.memory.plan.plan import Plan
@@ -25,19 +23,6 @@ from memtrain.trainers.protocols.events import (
 )
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.metrics import MetricsWriter
-from memtrain.trainers.run_folder.report.charts import (
-    MOST_POINTS,
-    Bar,
-    Line,
-    bar_chart,
-    histogram,
-    line_chart,
-    nice_ticks,
-    short,
-    smoothed,
-    thin,
-    unbroken,
-)
 from memtrain.trainers.run_folder.report.report import (
     figures_of,
     load_report,
@@ -248,65 +233,6 @@ def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_pat
     for title in ("Reward", "completion_tokens", "kl", "entropy"):
         assert f"<h3>{title}</h3>" in page
     assert "held-out loss" not in page
-
-
-@settings(max_examples=50, deadline=None)
-@given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
-def test_ticks_hold_the_values_and_are_few(low: float, span: float):
-    ticks = nice_ticks(low, low + span)
-    assert 2 <= len(ticks) <= 8
-    slack = 1e-6 * max(abs(low), span) + 1e-99
-    assert ticks[0] <= low + slack
-    assert ticks[-1] >= low + span - slack
-    assert ticks == sorted(set(ticks))
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(0, "0"), (0.5, "0.5"), (1200, "1,200"), (35_000, "35k"), (2e6, "2M"), (2.5e-5, "2.5e-05"), (-3, "-3")],
-)
-def test_ticks_are_short(value: float, said: str):
-    assert short(value) == said
-
-
-def test_thinning_keeps_every_spike_and_gap():
-    points = [(float(x), 1.0) for x in range(10_000)]
-    points[5_001] = (5_001.0, 99.0)
-    points[7_003] = (7_003.0, math.nan)
-    kept = thin(points)
-    assert len(kept) <= MOST_POINTS
-    assert (5_001.0, 99.0) in kept
-    assert any(math.isnan(y) for _, y in kept)
-    assert kept == sorted(kept)
-
-
-def test_a_gap_breaks_a_line_and_a_single_point_is_still_drawn():
-    points = [(1.0, 1.0), (2.0, math.nan), (3.0, 3.0), (4.0, 4.0)]
-    assert unbroken(points) == [[(1.0, 1.0)] * 2, [(3.0, 3.0), (4.0, 4.0)]]
-
-
-def test_smoothing_starts_at_the_first_value_and_keeps_a_constant():
-    assert smoothed([(0.0, 5.0)]) == [(0.0, 5.0)]
-    assert [y for _, y in smoothed([(float(x), 3.0) for x in range(500)])] == pytest.approx([3.0] * 500)
-
-
-@pytest.mark.parametrize(
-    "drawn",
-    [
-        line_chart([], "none"),
-        line_chart([Line("a", [(1.0, math.nan)], "c1")], "no number"),
-        bar_chart([], "none"),
-        bar_chart([Bar("a", [], "0")], "nothing long"),
-        histogram([], "none"),
-        histogram([(8, 0)], "no row"),
-    ],
-)
-def test_a_chart_of_nothing_is_left_out(drawn: str):
-    assert drawn == ""
-
-
-def test_a_chart_of_one_step_is_drawn():
-    assert "polyline" in line_chart([Line("a", [(1.0, 2.0)], "c1")], "one")
 
 
 def test_tokens_left_out_of_split_rows_are_told():

@@ -9,12 +9,27 @@ from dataclasses import dataclass
 from html import escape
 
 Point = tuple[float, float]
+Bin = tuple[int, int, int]
+"""First and last value of a bar of a histogram, and how many there are."""
+
+COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
+"""CSS classes of the page's colours; more lines or parts share the last one."""
 
 WIDTH = 720
 SMALL_WIDTH = 420
 LEFT, RIGHT, TOP, BOTTOM = 62, 20, 12, 34
 MOST_POINTS = 800
 """Points of one line; more would not be seen at this width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A chart with its heading."""
+
+    title: str
+    svg: str
+    legend: tuple[tuple[str, str], ...] = ()
+    """Name and CSS class of each line or part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +131,20 @@ def bar_chart(bars: Sequence[Bar], label: str, *, limit: tuple[str, float] | Non
 
 
 def histogram(
-    bins: Sequence[tuple[int, int]], label: str, *, limit: tuple[str, int] | None = None, height: int = 200
+    bins: Sequence[Bin],
+    label: str,
+    *,
+    limit: tuple[str, int] | None = None,
+    marks: Sequence[tuple[str, int]] = (),
+    unit: str = "tokens",
+    height: int = 200,
 ) -> str:
-    """An SVG of counts by upper bound, with a line at `limit` between the bins; empty without counts."""
-    most = max((count for _, count in bins), default=0)
+    """An SVG of counts, with a line at `limit` between the bins and one at each mark; empty without counts.
+
+    Every bar is as wide as any other and says its bounds (`data-first`, `data-last`); a line of the class
+    `cursor` waits outside for a script.
+    """
+    most = max((count for *_, count in bins), default=0)
     if not most:
         return ""
     ticks = nice_ticks(0, most)
@@ -130,17 +155,20 @@ def histogram(
         for tick in ticks
     ]
     every = -(-len(bins) // 10)
-    for index, (bound, count) in enumerate(bins):
+    for index, (lowest, bound, count) in enumerate(bins):
         x, tall = LEFT + index * step, count / ticks[-1] * (bottom - TOP)
-        lowest = bins[index - 1][0] + 1 if index else 0
         shape = f'x="{x + 0.5:.1f}" y="{bottom - tall:.1f}" width="{max(step - 1.5, 0.5):.1f}"'
-        title = f"<title>{lowest:,} to {bound:,} tokens: {count:,} rows</title>"
-        drawn.append(f'<rect class="fill c1" {shape} height="{tall:.1f}">{title}</rect>')
+        title = f"<title>{lowest:,} to {bound:,} {escape(unit)}: {count:,} rows</title>"
+        bounds = f'data-first="{lowest}" data-last="{bound}"'
+        drawn.append(f'<rect class="fill c1" {shape} height="{tall:.1f}" {bounds}>{title}</rect>')
         if index % every == every - 1 or len(bins) <= 10:
             middle = f'x="{x + step / 2:.1f}" y="{bottom + 18}" text-anchor="middle"'
             drawn.append(f"<text {middle}>{short(bound)}</text>")
-    if limit is not None and any(bound > limit[1] for bound, _ in bins):
-        x = LEFT + step * sum(bound <= limit[1] for bound, _ in bins)
+    for name, value in marks:
+        drawn += _mark(name, LEFT + step * sum(bound < value for _, bound, _ in bins) + step / 2, bottom)
+    drawn.append(f'<line class="cursor" y1="{TOP}" y2="{bottom}" x1="-9" x2="-9"/>')
+    if limit is not None and any(bound > limit[1] for _, bound, _ in bins):
+        x = LEFT + step * sum(bound <= limit[1] for _, bound, _ in bins)
         drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
         drawn.append(f'<text x="{x + 5:.1f}" y="{TOP + 4}">{escape(limit[0])}</text>')
     return _svg(drawn, label, (WIDTH, height))
@@ -216,6 +244,13 @@ def _grid_line(place: str, right: float, text: str) -> str:
         f'<line class="grid" x1="{x}" x2="{right}" y1="{y}" y2="{y}"/>'
         f'<text x="{float(x) - 8:.1f}" y="{float(y) + 4:.1f}" text-anchor="end">{text}</text>'
     )
+
+
+def _mark(name: str, x: float, bottom: float) -> list[str]:
+    return [
+        f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>',
+        f'<text x="{x:.1f}" y="{TOP - 2}" text-anchor="middle">{escape(name)}</text>',
+    ]
 
 
 def _dot(place: str, colour: str) -> str:

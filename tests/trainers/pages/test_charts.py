@@ -1,0 +1,120 @@
+"""Charts: ticks, lines without lost spikes, bars on one scale, histograms that say their bounds."""
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtrain.memory.plan.plan import Owned, PhasePeak
+from memtrain.trainers.pages.charts import (
+    MOST_POINTS,
+    Bar,
+    Line,
+    bar_chart,
+    histogram,
+    line_chart,
+    nice_ticks,
+    short,
+    smoothed,
+    thin,
+    unbroken,
+)
+from memtrain.trainers.pages.memory_bars import MEASURED, OwnerBar, memory_figure, predicted_bar
+
+
+@settings(max_examples=50, deadline=None)
+@given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
+def test_ticks_hold_the_values_and_are_few(low: float, span: float):
+    ticks = nice_ticks(low, low + span)
+    assert 2 <= len(ticks) <= 8
+    slack = 1e-6 * max(abs(low), span) + 1e-99
+    assert ticks[0] <= low + slack
+    assert ticks[-1] >= low + span - slack
+    assert ticks == sorted(set(ticks))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0, "0"), (0.5, "0.5"), (1200, "1,200"), (35_000, "35k"), (2e6, "2M"), (2.5e-5, "2.5e-05"), (-3, "-3")],
+)
+def test_ticks_are_short(value: float, said: str):
+    assert short(value) == said
+
+
+def test_thinning_keeps_every_spike_and_gap():
+    points = [(float(x), 1.0) for x in range(10_000)]
+    points[5_001] = (5_001.0, 99.0)
+    points[7_003] = (7_003.0, math.nan)
+    kept = thin(points)
+    assert len(kept) <= MOST_POINTS
+    assert (5_001.0, 99.0) in kept
+    assert any(math.isnan(y) for _, y in kept)
+    assert kept == sorted(kept)
+
+
+def test_a_gap_breaks_a_line_and_a_single_point_is_still_drawn():
+    points = [(1.0, 1.0), (2.0, math.nan), (3.0, 3.0), (4.0, 4.0)]
+    assert unbroken(points) == [[(1.0, 1.0)] * 2, [(3.0, 3.0), (4.0, 4.0)]]
+
+
+def test_smoothing_starts_at_the_first_value_and_keeps_a_constant():
+    assert smoothed([(0.0, 5.0)]) == [(0.0, 5.0)]
+    assert [y for _, y in smoothed([(float(x), 3.0) for x in range(500)])] == pytest.approx([3.0] * 500)
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        line_chart([], "none"),
+        line_chart([Line("a", [(1.0, math.nan)], "c1")], "no number"),
+        bar_chart([], "none"),
+        bar_chart([Bar("a", [], "0")], "nothing long"),
+        histogram([], "none"),
+        histogram([(1, 8, 0)], "no row"),
+    ],
+)
+def test_a_chart_of_nothing_is_left_out(drawn: str):
+    assert drawn == ""
+
+
+def test_a_chart_of_one_step_is_drawn():
+    assert "polyline" in line_chart([Line("a", [(1.0, 2.0)], "c1")], "one")
+
+
+def rects(svg: str) -> list[dict[str, str]]:
+    root = ElementTree.fromstring(svg)
+    return [rect.attrib for rect in root.iter() if rect.tag.endswith("rect")]
+
+
+def test_a_histogram_says_the_bounds_of_its_bars_and_marks_stand_in_the_middle_of_one():
+    drawn = histogram([(1, 4, 2), (5, 8, 4)], "rows", marks=[("half", 6)], limit=("max_length 4", 4))
+    bars = rects(drawn)
+    assert [(one["data-first"], one["data-last"]) for one in bars] == [("1", "4"), ("5", "8")]
+    assert float(bars[1]["height"]) == pytest.approx(2 * float(bars[0]["height"]))
+    second = float(bars[1]["x"]) - 0.5
+    width = second - (float(bars[0]["x"]) - 0.5)
+    mark = re.search(r'class="mark" x1="([\d.]+)"', drawn)
+    limit = re.search(r'class="limit" x1="([\d.]+)"', drawn)
+    assert mark is not None
+    assert limit is not None
+    assert float(mark[1]) == pytest.approx(second + width / 2)
+    assert float(limit[1]) == pytest.approx(second)
+    assert "5 to 8 tokens: 4 rows" in drawn
+
+
+def test_bars_of_memory_are_as_long_as_their_owners_and_keep_one_colour_each():
+    peak = PhasePeak(
+        phase="step",
+        num_bytes=300,
+        owners=(Owned(owner="weights", num_bytes=200), Owned(owner="<acts>", num_bytes=100)),
+    )
+    rows = [predicted_bar("step", peak), OwnerBar("measured", [(MEASURED, 150)], "150 B")]
+    figure = memory_figure(rows, budget=None)
+    bars = rects(figure.svg)
+    assert [float(one["width"]) for one in bars] == pytest.approx([380 * 2 / 3, 380 / 3, 190], abs=0.1)
+    assert dict(figure.legend) == {"weights": "c1", "<acts>": "c2", MEASURED: MEASURED}
+    assert [one["class"] for one in bars] == ["fill c1", "fill c2", "fill measured"]
+    assert "<acts>" not in figure.svg
