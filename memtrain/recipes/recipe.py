@@ -9,7 +9,7 @@ from pydantic import model_validator
 from memtrain.recipes.sections.base import Section, changes
 from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.generate import Generate
-from memtrain.recipes.sections.length import Length, RowLimits, limits_of
+from memtrain.recipes.sections.length import OF_ANSWERS, OF_READ_ROWS, Length, RowLimits, limits_of
 from memtrain.recipes.sections.memory import Memory
 from memtrain.recipes.sections.methods.grpo_rloo import ONLINE, Grpo, Rloo
 from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, WithMismatch
@@ -96,7 +96,7 @@ class Recipe(Section):
                     f"remove it: {self.method} concatenates prompts with their answers by itself"
                 )
             return self
-        for name in ("max_prompt", "max_completion", "shared_prompts", "group_prompts"):
+        for name in OF_ANSWERS:
             if changes(length, name):
                 raise ValueError(
                     f"length.{name} has no effect on {self.method}, which trains on whole rows; remove it"
@@ -105,7 +105,7 @@ class Recipe(Section):
 
     def _check_online_lengths(self) -> None:
         length = self.length
-        for name in ("max_completion", "group_prompts", "packing", "group_by_length"):
+        for name in OF_READ_ROWS:
             if changes(length, name):
                 fix = "; set generate.max_tokens" if name == "max_completion" else ""
                 raise ValueError(

@@ -9,21 +9,6 @@ ROOT = Path(__file__).parents[2]
 MOST = 6
 """Files that may name a strategy: the recipe key, its page, its formula, its code, its proof."""
 
-ABOVE = {
-    "activation_checkpointing": 7,
-    "adafactor": 11,
-    "adamw_8bit": 11,
-    "context_parallel": 9,
-    "master_weights": 11,
-    "packing": 9,
-    "padding_free": 9,
-    "paged_adamw": 8,
-    "paged_adamw_8bit": 8,
-    "shared_prompts": 11,
-    "streamed_layers": 7,
-}
-"""Named by more, most of them as a field of Settings or a value of `optim.kind`: only ever fewer."""
-
 
 def files_that_name(strategy: str) -> list[str]:
     """Package files with the name as a word of its own in quotes; not the tables of other tools' keys."""
@@ -37,8 +22,7 @@ def files_that_name(strategy: str) -> list[str]:
 
 def test_few_files_name_a_strategy():
     found = {name: files_that_name(name) for name in STRATEGIES}
-    assert not {name: files for name, files in found.items() if len(files) > ABOVE.get(name, MOST)}
-    assert {name for name, files in found.items() if len(files) > MOST} == set(ABOVE)
+    assert {name: files for name, files in found.items() if len(files) > MOST} == {}
 
 
 def test_every_strategy_that_a_recipe_may_name_has_its_page():

@@ -40,8 +40,8 @@ class Stage:
 
 
 STAGES = (
-    Stage("rows end to end", ("padding_free",), ("attention", "pad_to_multiple_of"), ("a prompt once",)),
-    Stage("a prompt once", ("shared_prompts",)),
+    Stage("rows end to end", "rows", ("attention", "pad_to_multiple_of"), ("a prompt once",)),
+    Stage("a prompt once", "prompts"),
     Stage("the reference", "reference"),
     Stage("Liger's kernels", (), ("liger",)),
     Stage("the loss", "loss"),
@@ -92,7 +92,7 @@ def ablations(plan: Plan, bare: Plan, facts: PlannerInputs) -> list[Variant]:
         also = [other for other in STAGES if other.name in stage.with_it]
         fields = (*stage.fields, *(name for other in also for name in other.fields))
         settings = _taken(plan.settings, bare.settings, fields)
-        needs_flat = plan.settings.packing != "none" and "padding_free" in fields
+        needs_flat = plan.settings.packing != "none" and not settings.padding_free
         if settings != plan.settings and (needs_flat or excluded(settings) is None):
             gone = [one.name for one in used_in(plan.settings) if not one.is_used(settings)]
             made.append(variant(f"without {', '.join(gone) or stage.name}", _with(plan, settings), facts))

@@ -14,7 +14,7 @@ from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import Length, with_prompts_apart
 from memtrain.trainers.data.length_report.candidates import Price
 from memtrain.trainers.data.length_report.layouts import LAYINGS, LaidOut, Laying
 from memtrain.trainers.data.length_report.result import Cost
@@ -54,7 +54,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
             return None
         apart = None
         if recipe.method in HAS_ANSWERS:
-            one = rows.at(length.model_copy(update={"shared_prompts": False}))
+            one = rows.at(with_prompts_apart(length))
             assert one.profile is not None, "Answers have a profile."
             apart = (one.profile, _counter(loaded, one))
         facts = PlannerInputs(

@@ -54,11 +54,14 @@ def judge_settings(
     plain = {"dtype": own, "adapter": None, "quantize": "none", "liger": False}
     in_parts = shards_weights(settings)
     plain |= {"engine": "fsdp2" if in_parts else "ddp", "loads_shards": in_parts}
+    form = settings.row_form
     if not is_alike:
-        plain |= {"attention": "transformers", "padding_free": False, "shared_prompts": False}
+        plain["attention"] = "transformers"
+        form = form._replace(padding_free=False, shared_prompts=False)
     if follows_lengths:
-        plain |= {"shared_prompts": False, "positions_by_row": not (is_alike and settings.padding_free)}
-    return settings.model_copy(update=plain)
+        by_row = not (is_alike and settings.padding_free)
+        form = form._replace(shared_prompts=False, positions_by_row=by_row)
+    return settings.model_copy(update=plain | form.updates())
 
 
 def judged_batch(longest: int, max_length: int | None = None) -> HeaviestBatch:

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 
-BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
-"""Optimizers whose states are bitsandbytes'."""
 BLOCK = 256
 """Numbers of a state that share a scale."""
 WEIGHT_BLOCK = 64
@@ -32,8 +31,9 @@ class StateBytes(NamedTuple):
 
 
 def blockwise_states(settings: Settings, shape: ModelShape) -> StateBytes:
-    """Places and sizes of the states of `adamw_8bit`, `paged_adamw` or `paged_adamw_8bit`."""
-    is_8bit, is_paged = settings.optimizer.endswith("8bit"), settings.optimizer.startswith("paged")
+    """Place and size of the states of one of bitsandbytes' optimizers."""
+    facts = OPTIMIZERS[settings.optimizer]
+    is_8bit, is_paged = facts.is_8bit, facts.is_paged
     device = host = 0
     for size, count in trained_tensors(settings, shape):
         is_small = size < LEAST_8BIT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
-from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES, blockwise_states
+from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
 from memtrain.memory.estimate.static import host_overhead, needed, offloaded_states
@@ -12,6 +12,7 @@ from memtrain.memory.estimate.step_time import num_checkpointed
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
@@ -98,6 +99,6 @@ def rounded(num_bytes: int) -> int:
 
 
 def _states(settings: Settings, shape: ModelShape) -> int:
-    if settings.optimizer in BITSANDBYTES:
+    if OPTIMIZERS[settings.optimizer].is_bitsandbytes:
         return blockwise_states(settings, shape).host
     return offloaded_states(settings, shape)

@@ -51,6 +51,7 @@ from memtrain.memory.estimate.streamed_layers import (
 from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 
@@ -273,9 +274,10 @@ def optimizer_scratch(load: Workload) -> int:
     orthogonalization of one matrix, in bfloat16.
     """
     settings, shape = load.settings, load.shape
-    if settings.optimizer == "adafactor":
+    moments = OPTIMIZERS[settings.optimizer].moments
+    if moments == "factored":
         return largest_trained(settings, shape) * (16 if load.is_half and settings.adapter is None else 12)
-    if settings.optimizer == "muon":
+    if moments == "of matrices":
         if settings.adapter is not None:
             return 0
         matrix = shape.largest_linear

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES, blockwise_states
+from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.sharded.sharding import share
 from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.hardware.calibration import Measured
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB
 
@@ -196,11 +197,12 @@ def moments_bytes(settings: Settings, shape: ModelShape) -> int:
         return round(2 * (1 + 4 / COMPRESSED_GROUP) * num_trained(settings, shape))
     if settings.optimizer == "adamw":
         return 2 * moments
-    if settings.optimizer in BITSANDBYTES:
+    moments_kind = OPTIMIZERS[settings.optimizer].moments
+    if moments_kind == "blockwise":
         return blockwise_states(settings, shape).device
-    if settings.optimizer == "adafactor":
+    if moments_kind == "factored":
         return 4 * _rows_and_columns(settings, shape)
-    if settings.optimizer == "muon":
+    if moments_kind == "of matrices":
         if settings.adapter is not None:
             return moments
         size = moments // max(1, shape.num_parameters)

@@ -18,6 +18,7 @@ from memtrain.memory.estimate.static import num_trained, offloaded_states, stati
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 
 FORWARD_OPERATORS, BACKWARD_OPERATORS = 47, 75
@@ -220,7 +221,7 @@ def _optimizer_operators(settings: Settings, shape: ModelShape) -> float:
     tensors = shape.num_layers * (9 if settings.adapter is None else 14)
     # Of weights that are put together and taken apart, and moments that are expanded and compressed.
     more = 6 * (settings.copies != "float32") + 30 * settings.compressed_moments
-    plain = 12 if settings.master_weights or settings.optimizer in ("adafactor", "muon") else 0.2
+    plain = 12 if settings.master_weights or OPTIMIZERS[settings.optimizer].needs_matrices else 0.2
     return tensors * (plain + more)
 
 

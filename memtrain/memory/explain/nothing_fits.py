@@ -15,7 +15,7 @@ from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.context_parallel import PATH as CONTEXT
-from memtrain.memory.rules.context_parallel import context_faults
+from memtrain.memory.rules.context_parallel import context_faults, held_by
 from memtrain.memory.rules.engines import layout_of
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.registry import STRATEGIES
@@ -138,7 +138,7 @@ class _Search:
         for count in GPU_COUNTS:
             size = count if shares_rows else 1
             said = {"cluster.processes": "auto", "cluster.engine": "fsdp2", CONTEXT: size}
-            updates = {"num_processes": count, "engine": "fsdp2", "context_parallel": size}
+            updates = {"num_processes": count, "engine": "fsdp2"} | held_by(size)
             if count <= here or not self._may_fit(change, updates):
                 continue
             words = f"{count} GPUs with cluster.engine: fsdp2"

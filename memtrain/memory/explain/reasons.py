@@ -8,9 +8,10 @@ from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of, p
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.batching import Micro, worked_line
+from memtrain.memory.rules.context_parallel import explain_sharing, held_by
 from memtrain.memory.rules.engines import layout_of, open_forms
 from memtrain.memory.rules.ledger import DecisionLog
-from memtrain.memory.rules.precision import explain_masters
+from memtrain.memory.rules.precision import WITH_COPIES, explain_masters
 from memtrain.memory.rules.reference_model import explain_reference
 from memtrain.memory.strategies.base import Strategy, StrategyContext, Updates
 from memtrain.memory.strategies.exclusions import excluded
@@ -132,13 +133,7 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
         words = gain({"shard_offload": "none"})
         ledger.decide("shard_offload", settings.shard_offload, words, "cluster.cpu_offload")
     if settings.context_parallel > 1:
-        ledger.decide(
-            "context_parallel",
-            settings.context_parallel,
-            f"processes share each row, by {settings.context_by}; rows are padded to a multiple of "
-            f"{settings.pad_to_multiple_of}; {gain({'context_parallel': 1})}",
-            "cluster.context_parallel",
-        )
+        explain_sharing(ledger, settings, gain(held_by(1)))
     micro = Micro(settings.micro_batch_size, settings.micro_tokens)
     batch = (settings.batch_size, settings.batch_tokens)
     sharing = settings.context_parallel
@@ -199,7 +194,7 @@ def _explain_offloading(ledger: DecisionLog, settings: Settings, gained: str) ->
 
 def _explain_optimizer(ledger: DecisionLog, settings: Settings, chosen: Priced, facts: PlannerInputs) -> None:
     recipe = ledger.asked.recipe
-    gain = "" if settings.master_weights else _gain_words(chosen, {"master_weights": True}, facts)
+    gain = "" if settings.master_weights else _gain_words(chosen, WITH_COPIES, facts)
     explain_masters(ledger, settings, facts.config, gain)
     for name, off in (("copies", "float32"), ("compressed_moments", False)):
         if getattr(settings, name) != off:

@@ -9,10 +9,12 @@ from itertools import combinations
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
 from memtrain.memory.rules.context_parallel import PATH as CONTEXT
-from memtrain.memory.rules.context_parallel import SLICED, row_multiple
+from memtrain.memory.rules.context_parallel import SLICED, held_by, row_multiple
+from memtrain.memory.rules.precision import WITHOUT_COPIES
 from memtrain.recipes.sections.model import Adapter
 
 MOST_CHANGES = 3
@@ -95,10 +97,9 @@ def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
         yield _said("train.micro_batch_size", 1, {"micro_batch_size": 1})
     if not settings.optimizer_offload and settings.optimizer in ("adamw", "muon") and is_apart:
         yield _said("memory.optimizer_offload", "on", {"optimizer_offload": True})
-    if settings.optimizer == "adamw" and is_apart:
-        yield _said("optim.kind", "adamw_8bit", {"optimizer": "adamw_8bit"})
-    if settings.optimizer != "adafactor":
-        yield _said("optim.kind", "adafactor", {"optimizer": "adafactor"})
+    for kind, facts in OPTIMIZERS.items():
+        if settings.optimizer in facts.smaller_than and (is_apart or not facts.is_bitsandbytes):
+            yield _said("optim.kind", kind, {"optimizer": kind})
     if settings.adapter is None:
         lora = {"adapter": Adapter()}
         yield Change("model.adapter: {kind: lora}", lora, {"model.adapter": Adapter()})
@@ -119,7 +120,7 @@ def _said(key: str, value: str | int, settings: Mapping[str, object]) -> Change:
 def _quantized(settings: Settings, bits: str) -> Change:
     """Frozen weights in so many bits below an adapter."""
     adapter = settings.adapter or Adapter()
-    updates = {"adapter": adapter, "quantize": bits, "master_weights": False}
+    updates = {"adapter": adapter, "quantize": bits, **WITHOUT_COPIES}
     keys = {"model.adapter": adapter, "model.quantize": bits}
     both = f"model: {{adapter: {{kind: lora}}, quantize: {bits}}}"
     return Change(f"model.quantize: {bits}" if settings.adapter else both, updates, keys)
@@ -132,8 +133,7 @@ def _slices(settings: Settings) -> Iterator[Change]:
     for size in (2, 4, 8):
         if settings.num_processes % size == 0:
             multiple = row_multiple(settings.pad_to_multiple_of, size)
-            changed = {"context_parallel": size, "pad_to_multiple_of": multiple}
-            yield _said(CONTEXT, size, changed)
+            yield _said(CONTEXT, size, held_by(size) | {"pad_to_multiple_of": multiple})
 
 
 def _at_once(settings: Settings, heaviest: HeaviestBatch) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
+from memtrain.memory.plan.row_form import RowForm
 from memtrain.recipes.sections.base import Section
 from memtrain.recipes.sections.length import Packing, RowLimits, Truncation
 from memtrain.recipes.sections.model import Adapter
+from memtrain.recipes.sections.optim import OptimizerKind
 
 Resumed = Literal[
     "bits",
@@ -158,10 +160,7 @@ class Settings(Section):
     loss: Annotated[Literal["chunked", "full", "liger"], Mark("sums")]
     loss_tile_bytes: Annotated[int, Mark("sums", "a size of the loss")]
 
-    optimizer: Annotated[
-        Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"],
-        Mark("recipe"),
-    ]
+    optimizer: Annotated[OptimizerKind, Mark("recipe")]
     master_weights: Annotated[bool, Mark("recipe")]
     """Half-precision weights are stepped in float32."""
     copies: Annotated[Literal["float32", "split", "stochastic"], Mark("recipe")] = "float32"
@@ -191,6 +190,11 @@ class Settings(Section):
         Mark("bits", "what may change later; the peak is that of the plan until then"),
     ] = ()
     """Steps that are allowed when memory runs out during the run; nothing: the run ends."""
+
+    @property
+    def row_form(self) -> RowForm:
+        """Layout of the rows in a micro-batch."""
+        return RowForm(self.padding_free, self.positions_by_row, self.shared_prompts)
 
     @property
     def row_limits(self) -> RowLimits:

@@ -9,7 +9,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.planner.search import TIE
-from memtrain.memory.rules.context_parallel import PATH
+from memtrain.memory.rules.context_parallel import PATH, SETTING
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 
@@ -91,9 +91,9 @@ def _words(size: int, found: Sequence[tuple[int, Chosen]], first: DoesNotFit | N
 
 def told(decisions: tuple[Decision, ...], size: int, words: str) -> tuple[Decision, ...]:
     """The decisions, with why so many processes hold a row together."""
-    mine = Decision(setting="context_parallel", value=str(size), reason=words, source="rule")
-    others = tuple(one for one in decisions if one.setting != "context_parallel")
-    before = next((one for one in decisions if one.setting == "context_parallel"), None)
+    mine = Decision(setting=SETTING, value=str(size), reason=words, source="rule")
+    others = tuple(one for one in decisions if one.setting != SETTING)
+    before = next((one for one in decisions if one.setting == SETTING), None)
     if before is not None:
         mine = mine.model_copy(update={"reason": f"{words}; {before.reason}"})
     return (*others, mine)

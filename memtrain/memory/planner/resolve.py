@@ -27,7 +27,7 @@ from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 from memtrain.memory.rules.oom_recovery import decide_recovery, decide_rehearsal, in_backward_choices
 from memtrain.memory.strategies.base import StrategyContext
 from memtrain.memory.strategies.exclusions import excluded
-from memtrain.memory.strategies.registry import STRATEGIES, wish_of, without_strategies
+from memtrain.memory.strategies.registry import STRATEGIES, open_recovery, wish_of, without_strategies
 from memtrain.recipes.edit import with_key
 
 LENGTH_STEP = 64
@@ -86,7 +86,7 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
         if shorter is None:
             raise
         return shorter
-    recovery = decide_recovery(ledger, chosen.settings)
+    recovery = decide_recovery(ledger, chosen.settings, open_recovery(ledger.asked))
     decide_layout(ledger, chosen.settings)
     settings = chosen.settings.model_copy(
         update={

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
+from memtrain.memory.plan.row_form import RowForm
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates, refuse_uneven_groups
-from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, row_multiple
+from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, sharing_settings
 from memtrain.memory.rules.engines import first_form, refuse_engine
 from memtrain.memory.rules.ledger import (
     DecisionLog,
@@ -20,7 +21,7 @@ from memtrain.memory.rules.ledger import (
     refuse_past_positions,
     refuse_what_cannot_run,
 )
-from memtrain.memory.rules.precision import keeps_masters, refuse_precision
+from memtrain.memory.rules.precision import precision_settings, refuse_precision
 from memtrain.memory.rules.reference_model import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.memory.rules.router_balance import decide_router_balance
 from memtrain.memory.rules.row_positions import decide_positions, one_row_a_time
@@ -52,28 +53,24 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
         return None, []
     refuse_attention(ledger, attention)
     refuse_streaming(ledger, attention, facts.config, processes)
-    padding_free, by_row, shares = _how_rows_lie(ledger, facts, attention)
-    if facts.apart is not None and not shares:
+    form = _how_rows_lie(ledger, facts, attention)
+    if facts.apart is not None and not form.shared_prompts:
         facts = facts.with_prompts_apart()
-    micros = _micros(ledger, facts, batch, replicas=replicas, padding_free=padding_free)
-    micros = one_row_a_time(ledger, micros) if by_row else micros
+    micros = _micros(ledger, facts, batch, replicas=replicas, padding_free=form.padding_free)
+    micros = one_row_a_time(ledger, micros) if form.positions_by_row else micros
     max_steps = _max_steps(ledger, facts, rows, tokens)
     passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
     settings = Settings.model_validate(
         _said(recipe)
+        | precision_settings(recipe, dtype)
+        | form.updates()
         | {
             "device": hardware.device,
             "num_processes": processes,
             "threads": _threads(recipe, hardware, processes),
             "engine": first_form(recipe).engine,
-            "context_parallel": recipe.cluster.sharing,
-            "dtype": dtype,
-            "master_weights": keeps_masters(recipe, dtype),
             "attention": str(attention.backend),
             "liger": _uses_liger(ledger, hardware),
-            "padding_free": padding_free,
-            "positions_by_row": by_row,
-            "shared_prompts": shares,
             "router_aux_loss_coef": router_weight,
             "reference": decide_reference(ledger, passes=passes),
             "batch_size": rows,
@@ -106,16 +103,14 @@ def _micros(
     )
 
 
-def _how_rows_lie(
-    ledger: DecisionLog, facts: PlannerInputs, attention: AttentionChoice
-) -> tuple[bool, bool, bool]:
+def _how_rows_lie(ledger: DecisionLog, facts: PlannerInputs, attention: AttentionChoice) -> RowForm:
     """Whether rows lie end to end, whether padded ones tell their lengths, whether prompts are shared."""
     padding_free = _padding_free(ledger, can_pack=attention.can_pack)
     rules, longest = length_rules(facts.config), facts.profile.longest_piece
     by_row = decide_positions(ledger, rules, longest, padding_free=padding_free)
     growing = reached(rules, longest, "row")
     shares = decide_shared_prompts(ledger, attention, padding_free=padding_free, growing=growing)
-    return padding_free, by_row, shares
+    return RowForm(padding_free, by_row, shares)
 
 
 def _threads(recipe: Recipe, hardware: Hardware, processes: int) -> int:
@@ -130,12 +125,11 @@ def _said(recipe: Recipe) -> dict[str, object]:
     return {
         "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",
         "shard_offload": first_form(recipe).offload,
-        "context_by": recipe.cluster.context_parallel_mode if recipe.cluster.sharing > 1 else "all_gather",
         "background_save": recipe.save.async_save,
         "adapter": recipe.model.adapter,
         "quantize": recipe.model.quantize,
         **asdict(recipe.row_limits),
-        "pad_to_multiple_of": row_multiple(recipe.length.pad_to_multiple_of, recipe.cluster.sharing),
+        **sharing_settings(recipe),
         "group_by_length": recipe.length.group_by_length,
         "loss_tile_bytes": recipe.memory.loss_chunk_size,
         "optimizer": recipe.optim.kind,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
@@ -18,6 +19,33 @@ SLICED = (AttentionBackend.TORCH_CPU, AttentionBackend.TORCH_VARLEN, AttentionBa
 
 NOT_SLICED = "slices are merged by the log-sum-exp of their scores, which this back end does not return"
 NOT_WITH_LIGER = "Liger's loss is untested on slices of rows"
+
+
+SETTING = "context_parallel"
+"""Name of the decision and of the setting: processes that hold each row together."""
+
+
+def held_by(size: int) -> dict[str, object]:
+    """The settings of rows that are held by so many processes together."""
+    return {SETTING: size}
+
+
+def sharing_settings(recipe: Recipe) -> dict[str, object]:
+    """Settings of rows that several processes hold: how many, what they send, and what rows are padded to."""
+    cluster, size = recipe.cluster, recipe.cluster.sharing
+    return held_by(size) | {
+        "context_by": cluster.context_parallel_mode if size > 1 else "all_gather",
+        "pad_to_multiple_of": row_multiple(recipe.length.pad_to_multiple_of, size),
+    }
+
+
+def explain_sharing(ledger: DecisionLog, settings: Settings, gained: str) -> None:
+    """Note how many processes hold each row, and what that saves."""
+    words = (
+        f"processes share each row, by {settings.context_by}; rows are padded to a multiple of "
+        f"{settings.pad_to_multiple_of}; {gained}"
+    )
+    ledger.decide(SETTING, settings.context_parallel, words, PATH)
 
 
 def refuse_context(

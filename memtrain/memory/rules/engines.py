@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.plan.engine_kinds import ZERO, EngineName, Offload, is_sharded, shards_weights
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.reference_model import section_of
@@ -139,7 +139,7 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
 
 
 def layout_of(recipe: Recipe, settings: Settings) -> Literal["full", "sharded"]:
-    """Who writes checkpoints: each process its shards, where there are any; else the main process all."""
+    """Writers of checkpoints: each process of its shards, where there are any; else the main process."""
     return "sharded" if is_sharded(settings) and recipe.save.layout != "full" else "full"
 
 
@@ -272,7 +272,7 @@ def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]
                 "set it to none, or cluster.engine: ddp",
             )
         )
-    if recipe.optim.kind in ("adafactor", "muon"):
+    if OPTIMIZERS[recipe.optim.kind].needs_matrices:
         faults.append(
             (
                 f"{recipe.optim.kind} needs whole matrices, and each rank has only some of their rows",
@@ -280,7 +280,7 @@ def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]
                 "use adamw or sgd, or cluster.engine: ddp",
             )
         )
-    if recipe.optim.kind in BITSANDBYTES:
+    if OPTIMIZERS[recipe.optim.kind].is_bitsandbytes:
         faults.append(
             (
                 f"8-bit and paged states ({recipe.optim.kind}) {of_what} are untested",

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
 from memtrain.memory.model_shape.config_file import asked_code
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.rules.attention import (
     AttentionBackend,
@@ -204,7 +204,7 @@ def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:
     """Pairs that no plan can honour, each with its reason."""
     recipe = ledger.asked.recipe
     optim, model = recipe.optim, recipe.model
-    if optim.kind in BITSANDBYTES:
+    if OPTIMIZERS[optim.kind].is_bitsandbytes:
         _needs_bitsandbytes(ledger, hardware, f"optim.kind {optim.kind}", "optim.kind", "adamw or adafactor")
     if model.quantize != "none":
         _needs_bitsandbytes(ledger, hardware, f"model.quantize {model.quantize}", "model.quantize", "none")

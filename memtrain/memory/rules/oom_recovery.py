@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
@@ -9,27 +10,9 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.context_parallel import SLICED
 from memtrain.memory.rules.ledger import DecisionLog
-from memtrain.recipes.sections.memory import StrategyName
 from memtrain.recipes.sections.methods.preference import Dpo
 
 RecoveryStep = Literal["split", "slices", "checkpointing", "offloading", "loss_tile"]
-
-SAID_BY: dict[RecoveryStep, tuple[str, object]] = {
-    "slices": ("memory.streamed_layers", "off"),
-    "checkpointing": ("memory.activation_checkpointing", "off"),
-    "offloading": ("memory.activation_offloading", "off"),
-    "loss_tile": ("memory.loss", "full"),
-}
-"""The recipe key and value that rule a rung out, where they are written."""
-
-STRATEGY_OF: dict[RecoveryStep, StrategyName] = {
-    "split": "smaller_micro_batch",
-    "slices": "streamed_layers",
-    "checkpointing": "activation_checkpointing",
-    "offloading": "boundary_offloading",
-    "loss_tile": "chunked_loss",
-}
-"""The strategy that a rung turns to: `memory.never` rules it out by that name."""
 
 
 RETRIES: dict[RecoveryStep, str] = {
@@ -63,8 +46,10 @@ def decide_rehearsal(ledger: DecisionLog, settings: Settings) -> bool:
     return is_on
 
 
-def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoveryStep, ...]:
-    """Steps that are allowed when memory runs out, in no order."""
+def decide_recovery(
+    ledger: DecisionLog, settings: Settings, allowed: Sequence[RecoveryStep]
+) -> tuple[RecoveryStep, ...]:
+    """Steps that are taken when memory runs out, in no order; `allowed`: those that the recipe permits."""
     recipe = ledger.asked.recipe
     if recipe.memory.oom_recovery == "off" or settings.in_backward:
         why = (
@@ -82,20 +67,14 @@ def decide_recovery(ledger: DecisionLog, settings: Settings) -> tuple[RecoverySt
         why = "after OOM on one process, the processes that share its rows would hang"
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
-    rungs: list[RecoveryStep] = []
     is_whole = recipe.method == "dpo" and (recipe.dpo or Dpo()).ranks_the_batch
-    if not is_whole and STRATEGY_OF["split"] not in recipe.memory.never:
-        rungs.append("split")
-    for rung, (path, value) in SAID_BY.items():
-        section, key = path.split(".")
-        is_ruled_out = ledger.asked.is_set(path) and getattr(getattr(recipe, section), key) == value
-        can_slice = rung != "slices" or settings.attention in SLICED
-        if not is_ruled_out and can_slice and STRATEGY_OF[rung] not in recipe.memory.never:
-            rungs.append(rung)
-    tried = ", then ".join(words for rung, words in RETRIES.items() if rung in rungs)
+    impossible = {"split"} if is_whole else set[str]()
+    impossible |= {"slices"} if settings.attention not in SLICED else set()
+    steps = tuple(step for step in allowed if step not in impossible)
+    tried = ", then ".join(words for step, words in RETRIES.items() if step in steps)
     words = f"on OOM: retry with {tried}" if tried else "on OOM: the run ends, as no other step is allowed"
     ledger.decide("oom_recovery", "on", words, "memory.oom_recovery")
-    return tuple(rungs)
+    return steps
 
 
 def in_backward_choices(

@@ -17,6 +17,22 @@ USUAL_STD = 0.02
 """Standard deviation of a matrix where a configuration has no `initializer_range`: transformers' default."""
 
 
+WITH_COPIES: Mapping[str, object] = {"master_weights": True}
+WITHOUT_COPIES: Mapping[str, object] = {"master_weights": False}
+"""Settings of a run whose updates go to float32 copies, and of one without."""
+
+
+def precision_settings(recipe: Recipe, dtype: str) -> dict[str, object]:
+    """The precision of the weights, and of what takes their updates."""
+    return {"dtype": dtype, **(WITH_COPIES if keeps_masters(recipe, dtype) else WITHOUT_COPIES)}
+
+
+def copies_beside(adapter: Adapter, settings: Settings) -> Mapping[str, object]:
+    """Settings of what takes the updates where an adapter is trained in place of all weights."""
+    keeps = settings.master_weights and trains_half(settings.dtype, adapter)
+    return WITH_COPIES if keeps else WITHOUT_COPIES
+
+
 def trains_half(dtype: str, adapter: Adapter | None) -> bool:
     """Whether half-precision weights are trained: adapters are float32, copies of whole modules are not."""
     return dtype != "float32" and (adapter is None or bool(adapter.modules_to_save))

@@ -7,9 +7,11 @@ from dataclasses import asdict
 
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
+from memtrain.memory.plan.row_form import RowForm
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import COMFORTABLE_TOKENS
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe, decide_attention, decide_dtype
+from memtrain.memory.rules.precision import WITHOUT_COPIES
 from memtrain.memory.rules.reference_model import decide_shared_prompts
 
 ROWS_AT_ONCE = 8
@@ -43,9 +45,7 @@ def scoring_settings(asked: SourcedRecipe, hardware: Hardware, config: Mapping[s
             "adapter": None,
             "quantize": "none",
             **asdict(recipe.row_limits),
-            "padding_free": is_flat,
-            "positions_by_row": growing is not None and not is_flat,
-            "shared_prompts": shares,
+            **RowForm(is_flat, growing is not None and not is_flat, shares).updates(),
             "pad_to_multiple_of": None,
             "group_by_length": False,
             "batch_size": ROWS_AT_ONCE,
@@ -58,7 +58,7 @@ def scoring_settings(asked: SourcedRecipe, hardware: Hardware, config: Mapping[s
             "loss": "chunked",
             "loss_tile_bytes": recipe.memory.loss_chunk_size,
             "optimizer": "sgd",
-            "master_weights": False,
+            **WITHOUT_COPIES,
             "expandable_segments": True,
         }
     )

@@ -9,6 +9,7 @@ from typing import Literal
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.memory.rules.oom_recovery import RecoveryStep
 from memtrain.recipes.recipe import Recipe
 
 StrategyRequest = Literal["on", "off", "auto", "allow"]
@@ -16,6 +17,8 @@ StrategyRequest = Literal["on", "off", "auto", "allow"]
 
 StrategyGroup = Literal[
     "rows",
+    "sequences",
+    "prompts",
     "context",
     "checkpointing",
     "offloading",
@@ -37,6 +40,25 @@ TRAINED: frozenset[StrategyGroup] = frozenset(
     {"micro-batch", "optimizer", "precision", "copies", "moments", "adapter", "length"}
 )
 """Choices of what is trained and in which steps: the plain run makes the same."""
+
+Evidence = Literal[
+    "rows end to end",
+    "rows in one sequence",
+    "fewer tokens",
+    "several micro-batches",
+    "all layers twice",
+    "some layers twice",
+    "layers in parts",
+    "bytes that travel",
+    "logits in parts",
+    "freed gradients",
+    "bits beside the weights",
+    "weights without copies",
+    "moments in 8 bits",
+    "log-probs in the feed",
+    "policy as reference",
+]
+"""Marks that a strategy leaves in a step, by which `memtrain verify` sees it at work."""
 
 Updates = Mapping[str, object]
 """New values of some settings."""
@@ -116,6 +138,10 @@ class Strategy:
     """The settings of the run without it where that has other sequences: they alone price nothing."""
     refusal: Callable[[StrategyContext], str | None] = never_refused
     """Reason against the strategy here, whatever else is chosen; None when it can be used."""
+    recovery: RecoveryStep | None = None
+    """The step that a run out of memory takes towards it."""
+    evidence: Evidence | None = None
+    """The mark that it leaves in a step on any device; None: no step shows it."""
     conflicts: tuple[Conflict, ...] = ()
     """The things that it cannot be with."""
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import get_args
 
 from memtrain.memory import strategies
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.strategies.base import Strategy, StrategyContext, StrategyRequest, Updates, no_forms
+from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.memory.rules.oom_recovery import RecoveryStep
+from memtrain.memory.strategies.base import (
+    Strategy,
+    StrategyContext,
+    StrategyGroup,
+    StrategyRequest,
+    Updates,
+    no_forms,
+)
 from memtrain.recipes.sections.memory import Changing, StrategyName
 
 ORDER = tuple(dict.fromkeys((*get_args(StrategyName), *get_args(Changing))))
@@ -57,6 +67,20 @@ def wish_of(strategy: Strategy, case: StrategyContext) -> StrategyRequest:
     return own
 
 
+def open_recovery(asked: SourcedRecipe) -> tuple[RecoveryStep, ...]:
+    """The steps of a run out of memory that the recipe does not rule out with their strategies."""
+    strategies = {one.recovery: one for one in STRATEGIES.values()}
+    return tuple(step for step in get_args(RecoveryStep) if not _is_ruled_out(strategies[step], asked))
+
+
+def _is_ruled_out(strategy: Strategy, asked: SourcedRecipe) -> bool:
+    if strategy.name in asked.recipe.memory.never:
+        return True
+    # A micro-batch whose size is named may still be split.
+    keys = {} if strategy.recovery == "split" else strategy.never_keys(asked.recipe)
+    return any(asked.is_set(key) and attrgetter(key)(asked.recipe) == value for key, value in keys.items())
+
+
 def is_searched(strategy: Strategy) -> bool:
     """Whether the search switches it on and off; else it follows from the recipe by rule."""
     return strategy.changes is not no_forms
@@ -67,12 +91,13 @@ def used_in(settings: Settings) -> list[Strategy]:
     return [strategy for strategy in STRATEGIES.values() if strategy.is_used(settings)]
 
 
-def without_strategies(settings: Settings) -> Settings:
+def without_strategies(settings: Settings, *, but: Collection[StrategyGroup] = ()) -> Settings:
     """The same steps of the same model, plainly: no strategy but those that say what is trained.
 
-    Sequences that were packed are laid out anew; how many are in a micro-batch is left as it is.
+    Sequences that were packed are laid out anew; how many are in a micro-batch is left as it is. `but`:
+    groups whose strategies stay.
     """
     plain = dict(UNNAMED)
     for strategy in used_in(settings):
-        plain |= strategy.plain
+        plain |= {} if strategy.axis in but else strategy.plain
     return settings.model_copy(update=plain)

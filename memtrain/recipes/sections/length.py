@@ -13,6 +13,12 @@ Truncation = Literal["keep_start", "keep_end", "drop"]
 Packing = Literal["none", "bfd", "bfd_split", "wrapped"]
 
 
+OF_ANSWERS = ("max_prompt", "max_completion", "shared_prompts", "group_prompts")
+"""Keys without effect on rows that are learnt whole."""
+OF_READ_ROWS = ("max_completion", "group_prompts", "packing", "group_by_length")
+"""Keys without effect on prompts whose answers are still to be written."""
+
+
 class Length(Section):
     """Truncation, packing and padding. What is cut or dropped is always counted and reported."""
 
@@ -102,6 +108,16 @@ class RowLimits:
     group_prompts: bool
     packing: Packing
     cross_document_attention: bool
+
+
+def other_length(length: Length, max_length: int, truncation: str | None, packing: str = "none") -> Length:
+    """The same with other limits, and packed otherwise."""
+    return length.model_copy(update={"max_length": max_length, "truncation": truncation, "packing": packing})
+
+
+def with_prompts_apart(length: Length) -> Length:
+    """The same with a prompt for each answer."""
+    return length.model_copy(update={"shared_prompts": False})
 
 
 def truncations(*, has_prompts: bool) -> tuple[Truncation, ...]:

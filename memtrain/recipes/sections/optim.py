@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from memtrain.recipes.sections.base import Fraction, Section
 
+OptimizerKind = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"]
+
 
 def _pair(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
@@ -16,9 +18,7 @@ def _pair(value: object) -> object:
 class Optim(Section):
     """Optimizer, learning rate and schedule."""
 
-    kind: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon", "sgd"] = (
-        "adamw"
-    )
+    kind: OptimizerKind = "adamw"
     """`adamw` keeps 2 numbers a weight; 8-bit a quarter of their bytes; `adafactor` almost none; `muon` one
     (matrices; the rest by AdamW); `paged_*` spill to host memory (bitsandbytes, CUDA)."""
 

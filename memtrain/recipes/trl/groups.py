@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from memtrain.recipes.reading.renamed_keys import RENAMED_VALUES
+from memtrain.recipes.sections.optim import OptimizerKind
 from memtrain.recipes.trl.sampling import ONLINE, sampling
 from memtrain.recipes.trl.translation import Translation
 
@@ -72,13 +73,7 @@ def schedule(made: Translation) -> None:
 def optimizer(made: Translation) -> None:
     """Kind and betas."""
     kind = str(made.get("optim", "adamw_torch_fused"))
-    ours = {
-        "paged_adamw_8bit": "paged_adamw_8bit",
-        "adafactor": "adafactor",
-        "sgd": "sgd",
-        "adamw_8bit": "adamw_8bit",
-    }
-    name = ours.get(kind) or RENAMED_VALUES["optim.kind"].get(kind)
+    name = kind if kind in get_args(OptimizerKind) else RENAMED_VALUES["optim.kind"].get(kind)
     if name is None:
         made.lose("optim", "the optimizers are adamw, adamw_8bit, paged_adamw, adafactor, muon and sgd")
     elif name != "adamw":

@@ -64,9 +64,9 @@ class Built:
     train: Feed
     eval: Feed | None
     spread: WeightLayout = field(default_factory=WeightLayout)
-    """How the weights lie over the ranks."""
+    """Layout of the weights over the ranks."""
     why_whole: str = ""
-    """Why each rank loaded the whole model, where the plan had it read its part alone."""
+    """Reason why each rank loaded the whole model, where the plan had it read its part alone."""
 
     @property
     def scorer(self) -> AnyScorer:

@@ -186,8 +186,8 @@ def begin(parts: StepParts, recipe: Recipe, settings: Settings, scaled: Scaled) 
 
 
 def make_engine(parts: StepParts, settings: Settings, max_grad_norm: float | None) -> DistributedStep:
-    """How a step reaches the other ranks and the weights: by itself, in the backward pass, by our own
-    exchange (distributed/ddp.py), that of the shards, or DeepSpeed's."""
+    """Way of a step to the other ranks and the weights: by itself, in the backward pass, by our own exchange
+    (distributed/ddp.py), that of the shards, or DeepSpeed's."""
     if settings.in_backward:
         return InBackward(parts.optimizer, list(parts.trained.values())).engine()
     if settings.num_processes == 1:

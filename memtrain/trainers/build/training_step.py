@@ -54,7 +54,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """One optimizer step of a rank: its gradients, then the update and what follows the weights."""
+    """Optimizer step of a rank: its gradients, then the update and what follows the weights."""
 
     model: nn.Module
     """The scorer, laid over the ranks."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.bitsandbytes_states import BITSANDBYTES
 from memtrain.memory.plan.engine_kinds import uses_zero
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.loading.quantize import refuse_without_bitsandbytes
@@ -45,7 +45,7 @@ def build_optimizer(
     build = _built_by(settings)
     if settings.optimizer == "muon":
         groups = split_hidden(groups, model)
-    if settings.optimizer in BITSANDBYTES:
+    if OPTIMIZERS[settings.optimizer].is_bitsandbytes:
         refuse_without_bitsandbytes(settings.device, f"optim.kind: {settings.optimizer}", "optim.kind: adamw")
     if uses_zero(settings):
         is_half = settings.master_weights

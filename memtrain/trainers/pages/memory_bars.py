@@ -15,7 +15,7 @@ MEASURED = "measured"
 
 @dataclass(frozen=True, slots=True)
 class OwnerBar:
-    """One row: bytes by owner."""
+    """Row of a chart: bytes by owner."""
 
     label: str
     owners: Sequence[tuple[str, int]]

@@ -183,7 +183,7 @@ def _liger(device: torch.device) -> str:
 OPTIONAL: tuple[tuple[str, str, str, Callable[[torch.device], str]], ...] = (
     ("quantization", "4bit", "bitsandbytes", _four_bit),
     ("quantization", "8bit", "bitsandbytes", _eight_bit),
-    ("optimizer", "adamw_8bit", "bitsandbytes", _adamw_8bit),
+    ("optimizer", "8-bit AdamW", "bitsandbytes", _adamw_8bit),
     ("kernels", "liger", "liger_kernel", _liger),
 )
 """Area, name, package to import, and the check that runs it."""

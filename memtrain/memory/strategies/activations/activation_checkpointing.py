@@ -39,6 +39,8 @@ STRATEGY = Strategy(
     costs="one more forward pass: 20-33 % of a step",
     measured=ON_A_CPU,
     is_exact=True,
+    recovery="checkpointing",
+    evidence="all layers twice",
     is_used=lambda settings: settings.checkpoint_every == 1,
     wish=wish,
     use_keys=lambda recipe: {"memory.activation_checkpointing": "on", "memory.checkpoint_every": 1},

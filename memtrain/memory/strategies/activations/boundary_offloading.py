@@ -62,6 +62,8 @@ STRATEGY = Strategy(
     costs="two copies over PCIe for each layer; pinned host memory",
     measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     is_exact=True,
+    recovery="offloading",
+    evidence="bytes that travel",
     is_used=lambda settings: settings.offload == "boundaries",
     wish=wish,
     use_keys=lambda recipe: {"memory.activation_offloading": "on", "memory.activation_checkpointing": "on"},

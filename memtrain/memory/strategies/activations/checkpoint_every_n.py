@@ -46,6 +46,7 @@ STRATEGY = Strategy(
     costs="the forward pass of every n-th layer again",
     measured=ON_A_CPU,
     is_exact=True,
+    evidence="some layers twice",
     is_used=lambda settings: settings.checkpoint_every > 1,
     wish=wish,
     use_keys=lambda recipe: {"memory.activation_checkpointing": "on", "memory.checkpoint_every": 2},

@@ -35,6 +35,8 @@ STRATEGY = Strategy(
     costs="one more product with a head that is trained in half precision",
     measured=ON_A_CPU,
     is_exact=True,
+    recovery="loss_tile",
+    evidence="logits in parts",
     is_used=lambda settings: settings.loss == "chunked",
     wish=wish,
     use_keys=lambda recipe: {"memory.loss": "chunked"},

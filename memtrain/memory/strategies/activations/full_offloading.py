@@ -48,6 +48,7 @@ STRATEGY = Strategy(
     costs="every activation is copied over PCIe twice; pinned host memory",
     measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     is_exact=True,
+    evidence="bytes that travel",
     is_used=lambda settings: settings.offload == "all",
     wish=wish,
     use_keys=lambda recipe: {"memory.activation_offloading": "on", "memory.activation_checkpointing": "off"},

@@ -27,12 +27,13 @@ def refusal(case: StrategyContext) -> str | None:
 
 STRATEGY = Strategy(
     name="packing",
-    axis="rows",
+    axis="sequences",
     says="several rows fill one sequence, and none attends to another",
     saves="padding, and sequences that are half empty",
     costs="a step is counted in packed sequences",
     measured="[packing](benchmarks.md#packing)",
     is_exact=True,
+    evidence="rows in one sequence",
     is_used=lambda settings: settings.packing != "none",
     wish=lambda recipe: "on" if recipe.length.packing != "none" else "off",
     use_keys=lambda recipe: {"length.packing": "bfd"},

@@ -28,6 +28,7 @@ STRATEGY = Strategy(
     costs="nothing",
     measured=ON_A_CPU,
     is_exact=True,
+    evidence="rows end to end",
     is_used=lambda settings: settings.padding_free,
     wish=wish,
     use_keys=lambda recipe: {"length.padding_free": True},

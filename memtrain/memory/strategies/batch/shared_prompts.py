@@ -39,12 +39,13 @@ def refusal(case: StrategyContext) -> str | None:
 
 STRATEGY = Strategy(
     name="shared_prompts",
-    axis="rows",
+    axis="prompts",
     says="a prompt is computed once for all its answers",
     saves="the activations and the work of each repeated prompt",
     costs="nothing",
     measured="[pairs](methods.md#the-prompt-once), [groups](methods.md#the-groups-prompt-once)",
     is_exact=True,
+    evidence="fewer tokens",
     is_used=lambda settings: settings.shared_prompts,
     wish=wish,
     use_keys=lambda recipe: keys_of(recipe, is_shared=True),

@@ -42,6 +42,8 @@ STRATEGY = Strategy(
     costs="more launches, smaller products",
     measured=ON_A_CPU,
     is_exact=True,
+    recovery="split",
+    evidence="several micro-batches",
     is_used=lambda settings: (
         settings.micro_tokens is not None or settings.micro_batch_size != settings.batch_size
     ),

@@ -43,6 +43,7 @@ STRATEGY = Strategy(
     costs="optimizer states are rounded to 255 levels, with a scale for each 32",
     measured="its losses: [benchmarks.md](benchmarks.md#precision)",
     is_exact=False,
+    evidence="moments in 8 bits",
     is_used=lambda settings: settings.compressed_moments,
     wish=wish,
     use_keys=lambda recipe: {"optim.compressed_moments": True},

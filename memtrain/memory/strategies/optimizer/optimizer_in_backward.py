@@ -35,6 +35,7 @@ STRATEGY = Strategy(
     costs="a step that runs out of memory cannot be repeated",
     measured=ON_A_CPU,
     is_exact=True,
+    evidence="freed gradients",
     is_used=lambda settings: settings.in_backward,
     wish=lambda recipe: on_off(recipe.optim.in_backward),
     use_keys=lambda recipe: {"optim.in_backward": "on"},

@@ -38,6 +38,7 @@ STRATEGY = Strategy(
     costs="float32 numbers are assembled in every step",
     measured="its losses: [benchmarks.md](benchmarks.md#precision)",
     is_exact=True,
+    evidence="bits beside the weights",
     is_used=lambda settings: settings.copies == "split",
     wish=wish,
     use_keys=lambda recipe: {"optim.copies": "split"},

@@ -37,6 +37,7 @@ STRATEGY = Strategy(
     costs="noise in every step, right on average",
     measured="its losses: [benchmarks.md](benchmarks.md#precision)",
     is_exact=False,
+    evidence="weights without copies",
     is_used=lambda settings: settings.copies == "stochastic",
     wish=wish,
     use_keys=lambda recipe: {"optim.copies": "stochastic"},

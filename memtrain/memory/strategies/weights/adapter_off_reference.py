@@ -29,6 +29,7 @@ STRATEGY = Strategy(
     costs="one more forward pass in every step",
     measured=ON_A_CPU,
     is_exact=True,
+    evidence="policy as reference",
     is_used=lambda settings: settings.reference == "adapter_off",
     wish=lambda recipe: precomputed_reference.wish_of(recipe, "adapter_off"),
     use_keys=lambda recipe: precomputed_reference.keys_of(recipe, "adapter_off"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.precision import trains_half
+from memtrain.memory.rules.precision import copies_beside
 from memtrain.memory.strategies.base import (
     ON_A_CPU,
     Conflict,
@@ -32,8 +32,7 @@ def wish(recipe: Recipe) -> StrategyRequest:
 def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     """The recipe's adapter, or the default one."""
     adapter = case.recipe.model.adapter or Adapter()
-    masters = settings.master_weights and trains_half(settings.dtype, adapter)
-    return ({"adapter": adapter, "master_weights": masters},)
+    return ({"adapter": adapter, **copies_beside(adapter, settings)},)
 
 
 STRATEGY = Strategy(

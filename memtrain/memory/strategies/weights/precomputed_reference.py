@@ -54,6 +54,7 @@ STRATEGY = Strategy(
     costs="one forward pass over the data first",
     measured=ON_A_CPU,
     is_exact=True,
+    evidence="log-probs in the feed",
     is_used=lambda settings: settings.reference == "precomputed",
     wish=lambda recipe: wish_of(recipe, "precomputed"),
     use_keys=lambda recipe: keys_of(recipe, "precomputed"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.precision import trains_half
+from memtrain.memory.rules.precision import copies_beside
 from memtrain.memory.strategies.base import (
     ON_A_GPU,
     Conflict,
@@ -35,8 +35,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     model = case.recipe.model
     kind = model.quantize if model.quantize != "none" else "4bit"
     adapter = model.adapter or Adapter()
-    masters = settings.master_weights and trains_half(settings.dtype, adapter)
-    return ({"adapter": adapter, "quantize": kind, "master_weights": masters},)
+    return ({"adapter": adapter, "quantize": kind, **copies_beside(adapter, settings)},)
 
 
 STRATEGY = Strategy(

@@ -30,7 +30,7 @@ PairLossName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """One preference loss; its formula has the same name in trainers/losses/preference."""
+    """Facts of a preference loss, whose formula has the same name in trainers/losses/preference."""
 
     reads: tuple[str, ...] = ()
     """Knobs of `dpo:` that it reads; one that none of a recipe's losses reads is refused. Losses that do not

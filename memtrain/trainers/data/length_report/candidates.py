@@ -8,10 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.recipes.sections.length import Length
+from memtrain.recipes.sections.length import Length, other_length
 from memtrain.trainers.data.length_report.distribution import ratio_interval, share_interval
 from memtrain.trainers.data.length_report.layouts import LaidOut, Laying, Padded
-from memtrain.trainers.data.length_report.result import Batch, Candidate, Cost, Loss, Packing, Padding
+from memtrain.trainers.data.length_report.result import (
+    Batch,
+    Candidate,
+    Cost,
+    Loss,
+    Packing,
+    PackingKind,
+    Padding,
+)
 from memtrain.trainers.data.packing.step_order import BatchSize, Epoch, make_epoch
 
 Ints = NDArray[np.int64]
@@ -56,7 +64,7 @@ def candidate(rows: Laying, max_length: int, asked: SourcedRecipe) -> Candidate:
     """A row of the table for one max_length."""
     longest, scale = rows.longest_of_rows, asked.scale
     longer = int((longest > max_length).sum())
-    laid = {way: rows.at(_length(asked, max_length, way)) for way in order_of(rows, asked.length)}
+    laid = {way: rows.at(other_length(asked.length, max_length, way)) for way in order_of(rows, asked.length)}
     plain = next(iter(laid.values()))
     return Candidate(
         max_length=max_length,
@@ -77,12 +85,6 @@ def order_of(rows: Laying, length: Length) -> tuple[str, ...]:
     return (own, *(way for way in rows.truncations if way != own))
 
 
-def _length(asked: SourcedRecipe, max_length: int, truncation: str | None, packing: str = "none") -> Length:
-    return asked.length.model_copy(
-        update={"max_length": max_length, "truncation": truncation, "packing": packing}
-    )
-
-
 def _loss(way: str, laid: LaidOut, scale: float) -> Loss:
     report = laid.report
     return Loss.model_validate(
@@ -96,22 +98,20 @@ def _loss(way: str, laid: LaidOut, scale: float) -> Loss:
     )
 
 
-def _packing(rows: Laying, max_length: int, packing: str, asked: SourcedRecipe) -> Packing:
+def _packing(rows: Laying, max_length: int, packing: PackingKind, asked: SourcedRecipe) -> Packing:
     truncation = asked.length.truncation if packing == "bfd" else None
-    laid = rows.at(_length(asked, max_length, truncation, packing))
+    laid = rows.at(other_length(asked.length, max_length, truncation, packing))
     report, scale = laid.report, asked.scale
-    return Packing.model_validate(
-        {
-            "packing": packing,
-            "sequences": round(report.num_sequences * scale),
-            "fill": report.fill,
-            "rows_cut": round(report.rows_cut * scale),
-            "rows_dropped": round(report.rows_dropped * scale),
-            "rows_split": round(report.rows_split * scale),
-            "tokens_lost": round(report.tokens_lost * scale),
-            "learnt_lost": round(report.learnt_lost * scale),
-            "steps": _steps(laid.tokens, asked),
-        }
+    return Packing(
+        packing=packing,
+        sequences=round(report.num_sequences * scale),
+        fill=report.fill,
+        rows_cut=round(report.rows_cut * scale),
+        rows_dropped=round(report.rows_dropped * scale),
+        rows_split=round(report.rows_split * scale),
+        tokens_lost=round(report.tokens_lost * scale),
+        learnt_lost=round(report.learnt_lost * scale),
+        steps=_steps(laid.tokens, asked),
     )
 
 
@@ -120,7 +120,7 @@ def _cost(rows: Laying, max_length: int, asked: SourcedRecipe) -> Cost | None:
     if asked.price is None:
         return None
     own = asked.length
-    return asked.price(_length(asked, max_length, own.truncation, own.packing), rows)
+    return asked.price(other_length(asked.length, max_length, own.truncation, own.packing), rows)
 
 
 def _epoch(tokens: Ints, asked: SourcedRecipe, *, grouped: bool) -> Epoch:

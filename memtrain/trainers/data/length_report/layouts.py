@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
 from memtrain.recipes.sections.length import Length, limits_of, truncations
 from memtrain.trainers.data.length_report.counts import Counts
+from memtrain.trainers.data.length_report.result import PackingKind
 from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
 from memtrain.trainers.data.packing.token_rows import Sequences, count_learnt, lay_out
 from memtrain.trainers.data.store.token_store import TokenStore
@@ -49,7 +50,7 @@ class LaidOut:
 class Laying(Protocol):
     """Rows of one kind of method."""
 
-    packings: tuple[str, ...]
+    packings: tuple[PackingKind, ...]
     truncations: tuple[str, ...]
     """The ways to truncate, the method's default first."""
     held_R: Ints
@@ -68,7 +69,7 @@ class Laying(Protocol):
 class TokenRows:
     """Rows that are learnt whole: supervised fine-tuning."""
 
-    packings: tuple[str, ...] = ("bfd", "bfd_split", "wrapped")
+    packings: tuple[PackingKind, ...] = ("bfd", "bfd_split", "wrapped")
     truncations: tuple[str, ...] = truncations(has_prompts=False)
 
     def __init__(self, counts: Counts, rows: Ints) -> None:
@@ -99,7 +100,7 @@ class TokenRows:
 class AnswerRows:
     """Prompts with one or two answers: preference methods. Where the back end computes prompts once."""
 
-    packings: tuple[str, ...] = ()
+    packings: tuple[PackingKind, ...] = ()
     truncations: tuple[str, ...] = truncations(has_prompts=True)
 
     def __init__(self, counts: Counts, rows: Ints) -> None:
@@ -138,7 +139,7 @@ class AnswerRows:
 class PromptRows:
     """Prompts alone, for methods that write the answers themselves: max_length is the limit of the prompt."""
 
-    packings: tuple[str, ...] = ()
+    packings: tuple[PackingKind, ...] = ()
     truncations: tuple[str, ...] = truncations(has_prompts=True)
 
     def __init__(self, counts: Counts, rows: Ints) -> None:

@@ -9,6 +9,8 @@ from memtrain.recipes.sections.base import Section
 VERSION = 1
 """Of the JSON. It is raised when a field changes its meaning or goes; new fields do not raise it."""
 
+PackingKind = Literal["bfd", "bfd_split", "wrapped"]
+
 Interval = tuple[float, float]
 """From, to: holds the true value 95 times in 100."""
 
@@ -115,7 +117,7 @@ class Loss(Section):
 class Packing(Section):
     """A way of packing."""
 
-    packing: Literal["bfd", "bfd_split", "wrapped"]
+    packing: PackingKind
     sequences: int
     fill: float
     rows_cut: int

@@ -34,7 +34,7 @@ class HeadForm(NamedTuple):
     """NLL by Liger's kernel; log-probs are in tiles of ours all the same."""
 
     def rule(self, temperature: float = 1.0) -> LogitRule:
-        """How head outputs become logits at a temperature."""
+        """Rule by which head outputs become logits at a temperature."""
         return LogitRule(self.scale, self.softcap, temperature, self.tile_bytes)
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from memtrain.memory.estimate.bitsandbytes_states import BLOCK, LEAST_8BIT, LEAST_PAGED, WEIGHT_BLOCK
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.tools.trace.fake_host import HOST
@@ -191,9 +192,9 @@ def playing_bitsandbytes(settings: Settings) -> Iterator[None]:
 
     before = optim.KINDS, optim.refuse_without_bitsandbytes
     optim.KINDS = optim.KINDS | {
-        "adamw_8bit": built(True, False),
-        "paged_adamw": built(False, True),
-        "paged_adamw_8bit": built(True, True),
+        kind: built(facts.is_8bit, facts.is_paged)
+        for kind, facts in OPTIMIZERS.items()
+        if facts.is_bitsandbytes
     }
     optim.refuse_without_bitsandbytes = lambda device, asked, instead: None
     try:

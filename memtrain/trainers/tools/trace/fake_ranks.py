@@ -43,7 +43,7 @@ def playing_ranks(settings: Settings) -> Iterator[None]:
 
 
 def layout_without_data(settings: Settings) -> WeightLayout:
-    """How weights lie over ranks that are not there: whole, or cut by rows (DeepSpeed cuts its own)."""
+    """Layout of weights over ranks that are not there: whole, or cut by rows (DeepSpeed cuts its own)."""
 
     def lay(scorer: nn.Module) -> None:
         lay_in_rows(scorer, settings)

@@ -33,7 +33,7 @@ from memtrain.trainers.tools.trace.fake_zero import playing_zero_settings
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Everything a traced step needs."""
+    """Parts of a traced step."""
 
     scorer: AnyScorer
     step: TrainingStep

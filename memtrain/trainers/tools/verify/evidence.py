@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from memtrain.memory.strategies.base import Evidence
 from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.batches.token_batches import TokenFeed
@@ -171,42 +172,41 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
     pieces = _most_pieces(planned)
     optimizer = planned.built.optimizer
     form = optimizer.form.name if isinstance(optimizer, MasterWeights) else ""
-    found = {
-        "padding_free": Trace(ran.flattened == ran.micro_batches, True, "flattened rows"),
-        "packing": Trace(pieces > 1, pieces > 1, "a sequence of several rows"),
-        "shared_prompts": Trace(
+    found: dict[Evidence, Trace] = {
+        "rows end to end": Trace(ran.flattened == ran.micro_batches, True, "flattened rows"),
+        "rows in one sequence": Trace(pieces > 1, pieces > 1, "a sequence of several rows"),
+        "fewer tokens": Trace(
             ran.forwarded_tokens < plainly.own_tokens, _has_groups(planned), "fewer tokens than apart"
         ),
-        "smaller_micro_batch": Trace(ran.micro_batches > 1, is_cut, "several micro-batches"),
-        "activation_checkpointing": Trace(ran.layer_passes > 1.5, True, "layers that are computed twice"),
-        "checkpoint_every_n": Trace(ran.layer_passes > 1, True, "layers that are computed twice"),
-        "streamed_layers": Trace(
+        "several micro-batches": Trace(ran.micro_batches > 1, is_cut, "several micro-batches"),
+        "all layers twice": Trace(ran.layer_passes > 1.5, True, "layers that are computed twice"),
+        "some layers twice": Trace(ran.layer_passes > 1, True, "layers that are computed twice"),
+        "layers in parts": Trace(
             ran.layer_passes > 1,
             tokens > settings.slice_tokens * ran.micro_batches,
             "layers in several parts",
         ),
-        "boundary_offloading": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
-        "full_offloading": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
-        "chunked_loss": Trace(
+        "bytes that travel": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
+        "logits in parts": Trace(
             ran.largest_logits_rows < plainly.largest_logits_rows,
             logits_bytes > settings.loss_tile_bytes,
             "logits in parts",
         ),
-        "optimizer_in_backward": Trace(ran.gradients_left == 0, True, "gradients that are freed at once"),
-        "split_copies": Trace(form == "split", True, "bits beside the weights"),
-        "stochastic_rounding": Trace(form == "stochastic", True, "weights without copies"),
-        "compressed_moments": Trace(
+        "freed gradients": Trace(ran.gradients_left == 0, True, "gradients that are freed at once"),
+        "bits beside the weights": Trace(form == "split", True, "bits beside the weights"),
+        "weights without copies": Trace(form == "stochastic", True, "weights without copies"),
+        "moments in 8 bits": Trace(
             bool(optimizer.state)
             and all(set(CODES.values()) <= state.keys() for state in optimizer.state.values()),
             True,
             "moments in 8 bits",
         ),
-        "precomputed_reference": Trace(_is_precomputed(planned), True, "log-probs in the feed"),
-        "adapter_off_reference": Trace(
+        "log-probs in the feed": Trace(_is_precomputed(planned), True, "log-probs in the feed"),
+        "policy as reference": Trace(
             planned.built.reference is planned.built.scorer, True, "the policy as reference"
         ),
     }
-    return {one.name: found[one.name] for one in used_in(settings) if one.name in found}
+    return {one.name: found[one.evidence] for one in used_in(settings) if one.evidence is not None}
 
 
 def _inputs(batch: Any) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.context_parallel import held_by
+from memtrain.memory.rules.precision import WITHOUT_COPIES
 from memtrain.memory.strategies.registry import without_strategies
 from memtrain.trainers.build.components import Built, build
 from memtrain.trainers.model.heads.lm_head import base_model
@@ -32,7 +34,7 @@ def on_one_process(plan: Plan, *, steps: int) -> Plan:
     settings = plan.settings
     count = settings.num_processes
     share: dict[str, Any] = {"num_processes": 1, "max_steps": steps, "engine": "ddp"}
-    share |= {"shard_offload": "none", "context_parallel": 1, "checkpoint_layout": "full"}
+    share |= {"shard_offload": "none", "checkpoint_layout": "full"} | held_by(1)
     if settings.batch_size is not None:
         share["batch_size"] = max(1, settings.batch_size // count)
     if settings.batch_tokens is not None:
@@ -65,14 +67,13 @@ def baseline_plan(plan: Plan) -> Plan:
     own, asked in every step. The optimizer is the recipe's.
     """
     settings = plan.settings
-    same = {name: getattr(settings, name) for name in ("packing", "cross_document_attention")}
-    plain = without_strategies(settings).model_copy(update=same)
+    plain = without_strategies(settings, but=("sequences",))
     return plan.model_copy(update={"settings": plain})
 
 
 def in_float32(plan: Plan) -> Plan:
     """The same in float32: what rounding is measured against."""
-    wide = {"dtype": "float32", "master_weights": False}
+    wide = {"dtype": "float32", **WITHOUT_COPIES}
     return plan.model_copy(update={"settings": plan.settings.model_copy(update=wide)})
 
 
