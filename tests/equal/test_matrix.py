@@ -43,7 +43,7 @@ def test_every_cell_is_exact_or_refused(matrix: Any, method: str):
 
 def test_a_strategy_that_does_not_act_breaks_its_cell(matrix: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "memtrain.trainers.build.components.apply_checkpointing_and_offload", lambda model, settings: None
+        "memtrain.trainers.build.components.treat_model", lambda model, recipe, settings: None
     )
     cell = exactness.Cell("sft", "masked", ("activation_checkpointing",))
     assert "activation_checkpointing did not act" in broken(matrix, [cell])[0]

@@ -93,7 +93,7 @@ def test_a_rank_makes_its_part_alone(runs, curve_of, monkeypatch, measured, in_f
     for is_part in (True, False):
         with monkeypatch.context() as patch:
             if not is_part:
-                patch.setattr("memtrain.memory.planner.search.loads_shards", lambda recipe, settings: False)
+                patch.setattr("memtrain.memory.rules.engines.loads_shards", lambda recipe, settings: False)
             name = f"part-{is_part}"
             said = ("cluster.engine=fsdp2", *config, "train.max_steps=1", *overrides)
             ranks = runs.fork_ranks(name, 2, *said, verb=method)
