@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.base import Section, changes
 from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.generate import Generate
@@ -24,7 +25,7 @@ from memtrain.recipes.sections.training import Cluster, Eval, Log, Save, Train
 
 MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo"]
 
-HAS_ANSWERS = ("dpo", "kto", "reward")
+HAS_ANSWERS = tuple(name for name, method in METHODS.items() if method.num_answers)
 """Methods whose rows are a prompt with one or two answers."""
 
 
@@ -57,6 +58,19 @@ class Recipe(Section):
     ppo: Ppo | None = None
     generate: Generate | None = None
     rewards: Rewards | None = None
+
+    @property
+    def ranks_the_batch(self) -> bool:
+        """Whether the loss sorts the pairs of a step, which must then be one micro-batch."""
+        return self.method == "dpo" and (self.dpo or Dpo()).ranks_the_batch
+
+    @property
+    def compared(self) -> Dpo | Kto | None:
+        """The section of a method that compares read answers with a reference; None where none does."""
+        if self.method == "dpo":
+            section = self.dpo or Dpo()
+            return section if section.needs_reference else None
+        return (self.kto or Kto()) if self.method == "kto" else None
 
     @property
     def online(self) -> FromOwnCompletions | None:

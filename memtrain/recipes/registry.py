@@ -15,12 +15,19 @@ class Method:
     trainer: str
     head: Literal["lm", "score"] = "lm"
     """End of the model: the LM head, or one number for a sequence."""
+    num_answers: int = 0
+    """Answers of a row that is a prompt with its answers; 0: the row is learnt whole, or is a prompt."""
     is_online: bool = False
     """Whether the method writes the completions it learns from."""
     in_pairs: bool = False
     """Whether the method learns from two of a prompt's completions together."""
     has_value: bool = False
     """A value model is trained beside the policy."""
+
+    @property
+    def trains_numbers(self) -> bool:
+        """Whether a head of one number, of a sequence or a token, is trained in float32."""
+        return self.head == "score" or self.has_value
 
     @property
     def verb(self) -> str:
@@ -40,16 +47,19 @@ METHODS: dict[str, Method] = {
             "dpo",
             "Direct preference optimization: chosen answers made likelier than rejected ones.",
             "memtrain.trainers.methods.dpo",
+            num_answers=2,
         ),
         Method(
             "kto",
             "KTO: single answers that are desirable or not, without pairs.",
             "memtrain.trainers.methods.kto",
+            num_answers=1,
         ),
         Method(
             "reward",
             "A reward model: one number for an answer, trained on pairs.",
             "memtrain.trainers.methods.reward",
+            num_answers=2,
             head="score",
         ),
         Method(

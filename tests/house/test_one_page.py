@@ -1,23 +1,65 @@
-"""A strategy is one page: few files of the package name it. docs: CONTRIBUTING.md."""
+"""A strategy is one page, and so are a method, a back end, a format and a tracker: few files name each.
+
+How each is added: CONTRIBUTING.md. Files that read the words of other tools, or of earlier versions, are not
+counted: they have the name because others have it.
+"""
 
 import re
 from pathlib import Path
+from typing import get_args
 
+import pytest
+
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.memory.strategies.registry import ORDER, STRATEGIES
+from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.data import Format
+from memtrain.trainers.run_folder.trackers import MAKERS
 
 ROOT = Path(__file__).parents[2]
 MOST = 6
 """Files that may name a strategy: the recipe key, its page, its formula, its code, its proof."""
 
 
-def files_that_name(strategy: str) -> list[str]:
-    """Package files with the name as a word of its own in quotes; not the tables of other tools' keys."""
-    quoted = re.compile(rf"""["']{strategy}["']""")
-    return [
-        path.relative_to(ROOT).as_posix()
-        for path in sorted((ROOT / "memtrain").rglob("*.py"))
-        if "importers" not in path.parts and quoted.search(path.read_text())
-    ]
+IMPORTERS = ("memtrain/recipes/importers",)
+OTHER_WORDS = (*IMPORTERS, "memtrain/recipes/trl", "memtrain/recipes/reading")
+
+OTHERS = {
+    "method": (
+        METHODS,
+        8,
+        # A preference loss; the loss of KTO; the key of a metric.
+        {"sft": 13, "kto": 9, "reward": 12},
+    ),
+    "attention back end": (
+        [str(one) for one in AttentionBackend if one is not AttentionBackend.TRANSFORMERS],
+        5,
+        {},
+    ),
+    "data format": (
+        # `text`, `prompt`, `messages` and `ids` are names of columns, too.
+        [one for one in get_args(Format) if one not in ("auto", "text", "prompt", "messages", "ids")],
+        5,
+        {"preference": 9, "unpaired": 9},
+    ),
+    "tracker": (MAKERS, 2, {}),
+}
+"""Names of each kind, the most files that may have one, and those that are in more: only ever fewer."""
+
+
+def files_that_name(name: str, besides: tuple[str, ...] = IMPORTERS) -> list[str]:
+    """Package files with the name as a word of its own in quotes; not those of the folders `besides`."""
+    quoted = re.compile(rf"""["']{name}["']""")
+    files = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "memtrain").rglob("*.py"))}
+    own = {place: path for place, path in files.items() if not place.startswith(besides)}
+    return [place for place, path in own.items() if quoted.search(path.read_text())]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_few_files_name_one(kind: str):
+    names, most, above = OTHERS[kind]
+    found = {name: files_that_name(name, OTHER_WORDS) for name in names}
+    assert {name: len(files) for name, files in found.items() if len(files) > most} == above, found
 
 
 def test_few_files_name_a_strategy():

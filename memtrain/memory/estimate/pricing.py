@@ -147,7 +147,7 @@ def asks_of(method: str) -> Asks:
     """Outputs that the loss of a method needs from the LM head. (`sft.loss: dft` asks for a little more.)"""
     if METHODS[method].is_online:
         return Asks.ENTROPIES
-    return Asks.NLL if method == "sft" else Asks.LOGPS
+    return Asks.LOGPS if METHODS[method].num_answers else Asks.NLL
 
 
 def typical_micro(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBatch, int]:

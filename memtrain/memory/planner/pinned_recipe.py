@@ -75,7 +75,7 @@ def kept_pins(asked: SourcedRecipe, settings: Settings) -> SourcedRecipe:
         wanted["model.liger"] = "on" if settings.liger else "off"
     if shards_weights(settings) and settings.sampler in ("native", "transformers"):
         wanted["generate.gather_weights"] = "on" if settings.gather_weights else "off"
-    if recipe.method in ("dpo", "kto") and settings.reference != "none":
+    if recipe.compared is not None and settings.reference != "none":
         wanted[f"{recipe.method}.reference"] = settings.reference
     for key, value in wanted.items():
         value = settings.adapter if key == "model.adapter" else value

@@ -6,10 +6,8 @@ from memtrain.errors import RecipeError
 from memtrain.memory.estimate.pricing import CountSteps
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport
 from memtrain.memory.rules.ledger import SourcedRecipe
-from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
-
-ANSWERS = {"dpo": 2, "kto": 1, "reward": 2}
-"""Answers of a row."""
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
 
 
 def unread_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfile:
@@ -57,9 +55,9 @@ def unread_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfi
 
 def _tokens(recipe: Recipe, longest: int, *, shares_prompts: bool) -> tuple[int, int]:
     """(tokens of a sequence, answers in it)."""
-    if recipe.method not in HAS_ANSWERS:
+    answers = METHODS[recipe.method].num_answers
+    if not answers:
         return longest, 1
-    answers = ANSWERS[recipe.method]
     prompt = min(recipe.length.max_prompt or 0, longest - 1)
     answer = min(longest - prompt, recipe.length.max_completion or longest)
     return (prompt if shares_prompts else answers * prompt) + answers * answer, answers

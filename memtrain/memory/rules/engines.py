@@ -11,6 +11,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
 
 OFFLOADS: dict[EngineName, tuple[Offload, ...]] = {
     "ddp": ("none",),
@@ -223,7 +224,7 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
         faults.append((what, "memory.preflight", "set it to auto or off"))
     if dtype == "float16":
         faults.append(("float16 needs loss scaling, and is untested", "model.dtype", "use bfloat16"))
-    has_float = recipe.model.adapter is not None or recipe.method in ("reward", "ppo")
+    has_float = recipe.model.adapter is not None or METHODS[recipe.method].trains_numbers
     if dtype == "bfloat16" and has_float:
         what = (
             "the engine would round parts that are trained in float32 (an adapter, a score or value "

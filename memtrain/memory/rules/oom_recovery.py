@@ -10,7 +10,6 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.context_parallel import SLICED
 from memtrain.memory.rules.ledger import DecisionLog
-from memtrain.recipes.sections.methods.preference import Dpo
 
 RecoveryStep = Literal["split", "slices", "checkpointing", "offloading", "loss_tile"]
 
@@ -67,8 +66,7 @@ def decide_recovery(
         why = "after OOM on one process, the processes that share its rows would hang"
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
-    is_whole = recipe.method == "dpo" and (recipe.dpo or Dpo()).ranks_the_batch
-    impossible = {"split"} if is_whole else set[str]()
+    impossible = {"split"} if recipe.ranks_the_batch else set[str]()
     impossible |= {"slices"} if settings.attention not in SLICED else set()
     steps = tuple(step for step in allowed if step not in impossible)
     tried = ", then ".join(words for step, words in RETRIES.items() if step in steps)

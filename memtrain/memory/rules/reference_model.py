@@ -126,7 +126,7 @@ def explain_reference(
 def whole_batch(ledger: DecisionLog, batch: tuple[int | None, int | None], num_processes: int) -> list[Micro]:
     """The only micro-batch of losses that sort the pairs of a step; none for all others, who choose."""
     recipe = ledger.asked.recipe
-    if recipe.method != "dpo" or not (recipe.dpo or Dpo()).ranks_the_batch:
+    if not recipe.ranks_the_batch:
         return []
     rows, _ = batch
     words = "loss aot sorts the pairs of a whole step, which must be one micro-batch on one process"

@@ -35,6 +35,7 @@ from memtrain.recipes.formats import (
     unpaired,
 )
 from memtrain.recipes.formats.fields import Example, Names, Row, mapping_hint, names_of
+from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.data import Columns, Format
 
 Parse = Callable[[Row, Names], Example]
@@ -88,15 +89,12 @@ SUPERVISED: tuple[Format, ...] = (
     "alpaca",
     "question_answer",
 )
+BY_ANSWERS: Mapping[int, tuple[Format, ...]] = {1: ("unpaired", "preference"), 2: ("preference",)}
 METHOD_FORMATS: Mapping[str, tuple[Format, ...]] = {
-    "sft": SUPERVISED,
-    "dpo": ("preference",),
-    "reward": ("preference",),
-    "kto": ("unpaired", "preference"),
-    "grpo": ("prompt",),
-    "rloo": ("prompt",),
-    "online_dpo": ("prompt",),
-    "ppo": ("prompt",),
+    **{
+        name: ("prompt",) if method.is_online else BY_ANSWERS.get(method.num_answers, SUPERVISED)
+        for name, method in METHODS.items()
+    },
     "score": ("preference", "unpaired", "prompt_completion", "alpaca", "question_answer"),
 }
 """Formats each method can use, the one it is usually given first."""

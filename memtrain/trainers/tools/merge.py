@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
+from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import DTYPES, load_model
@@ -63,7 +64,7 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     settings = plan.settings.model_copy(
         update={"device": "cpu", "quantize": "none", "attention": "transformers"}
     )
-    head = "score" if plan.recipe.method == "reward" else "lm"
+    head = METHODS[plan.recipe.method].head
     seed = plan.recipe.train.seed
     base = load_model(
         plan.recipe.model,

@@ -14,7 +14,6 @@ from __future__ import annotations
 from memtrain.memory.rules.ledger import DEFAULT_BATCH_SIZE
 from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.sections.methods.preference import Dpo
 
 
 def wish(recipe: Recipe) -> StrategyRequest:
@@ -29,7 +28,7 @@ def wish(recipe: Recipe) -> StrategyRequest:
 
 def refusal(case: StrategyContext) -> str | None:
     """Losses over a whole step cannot be cut."""
-    if case.recipe.method == "dpo" and (case.recipe.dpo or Dpo()).ranks_the_batch:
+    if case.recipe.ranks_the_batch:
         return "the loss sorts the pairs of a step, which must be one micro-batch"
     return None
 

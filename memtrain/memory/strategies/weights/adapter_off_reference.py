@@ -16,7 +16,7 @@ from memtrain.memory.strategies.weights import precomputed_reference
 
 def refusal(case: StrategyContext) -> str | None:
     """Reason where there is no reference, or no adapter to switch off."""
-    if case.recipe.model.adapter is None and precomputed_reference.reference_section(case.recipe) is not None:
+    if case.recipe.model.adapter is None and case.recipe.compared is not None:
         return "there is no adapter to switch off: every weight is trained"
     return precomputed_reference.refusal(case)
 

@@ -15,20 +15,11 @@ from collections.abc import Mapping
 
 from memtrain.memory.strategies.base import ON_A_CPU, Strategy, StrategyContext, StrategyRequest
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference
-
-
-def reference_section(recipe: Recipe) -> WithReference | None:
-    """The section of a method that stays near a reference; None for a method or loss without one."""
-    if recipe.method == "dpo":
-        section = recipe.dpo or Dpo()
-        return section if section.needs_reference else None
-    return (recipe.kto or Kto()) if recipe.method == "kto" else None
 
 
 def wish_of(recipe: Recipe, kind: str) -> StrategyRequest:
     """Request of the recipe for one source of the reference's log-probs."""
-    section = reference_section(recipe)
+    section = recipe.compared
     if section is None:
         return "off"
     return "auto" if section.reference == "auto" else "on" if section.reference == kind else "off"
@@ -36,12 +27,12 @@ def wish_of(recipe: Recipe, kind: str) -> StrategyRequest:
 
 def keys_of(recipe: Recipe, kind: str) -> Mapping[str, object]:
     """The key that names a source of the reference's log-probs; none where nothing is compared."""
-    return {} if reference_section(recipe) is None else {f"{recipe.method}.reference": kind}
+    return {} if recipe.compared is None else {f"{recipe.method}.reference": kind}
 
 
 def refusal(case: StrategyContext) -> str | None:
     """Reason where nothing is compared with a reference."""
-    if reference_section(case.recipe) is None:
+    if case.recipe.compared is None:
         return f"{case.recipe.method} needs no reference here"
     return None
 

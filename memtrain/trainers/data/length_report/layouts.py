@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
+from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.length import Length, limits_of, truncations
 from memtrain.trainers.data.length_report.counts import Counts
 from memtrain.trainers.data.length_report.result import PackingKind
@@ -223,13 +224,7 @@ def laying_of(method: str, counts: Counts, rows: Ints) -> Laying:
 
 
 LAYINGS: dict[str, type[TokenRows] | type[AnswerRows] | type[PromptRows]] = {
-    "sft": TokenRows,
-    "dpo": AnswerRows,
-    "kto": AnswerRows,
-    "reward": AnswerRows,
-    "grpo": PromptRows,
-    "rloo": PromptRows,
-    "online_dpo": PromptRows,
-    "ppo": PromptRows,
+    name: PromptRows if method.is_online else AnswerRows if method.num_answers else TokenRows
+    for name, method in METHODS.items()
 }
 """Layouts of the rows as sequences, by method."""

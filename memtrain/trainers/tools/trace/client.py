@@ -79,13 +79,10 @@ class Traced(Section):
 
 PACKAGES = ("memtrain", "torch", "transformers", "peft", "liger_kernel", "deepspeed")
 """Packages whose code a trace runs."""
-TRACED_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
 
 
 def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     """Reason that a run cannot be traced (then the arithmetic stands alone); None when it can."""
-    if recipe.method not in TRACED_METHODS:
-        return f"the step of {recipe.method} is not traced yet"
     if uses_zero(settings) and settings.shard_offload != "none":
         return "a trace cannot separate DeepSpeed's host memory from the device's"
     if uses_zero(settings) and find_spec("deepspeed") is None:

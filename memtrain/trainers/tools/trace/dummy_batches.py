@@ -47,8 +47,7 @@ def token_micro(subject: Subject, batch: HeaviestBatch) -> MicroBatch:
 
 def answer_micro(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
     """Items of one answer (KTO) or two, every prompt one token long; the last `scored_tokens` are learnt."""
-    is_unpaired = subject.recipe.method == "kto"
-    return _answers(subject, batch, num_answers=1 if is_unpaired else 2)
+    return _answers(subject, batch, num_answers=METHODS[subject.recipe.method].num_answers)
 
 
 def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.plan.plan import Plan
+from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.trainers.build.bare_steps import Stepper
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.protocols.feed import StepSource, StepWork
@@ -93,7 +94,8 @@ class Side:
                     None if given is None else given.to(parameter.device, parameter.grad_dtype, copy=True)
                 )
         self.stepper.update(work)
-        feed, sums_answers = self.stepper.steps.feed, self.plan.recipe.method != "sft"
+        feed, recipe = self.stepper.steps.feed, self.plan.recipe
+        sums_answers = recipe.online is not None or recipe.method in HAS_ANSWERS
         return Recorded(
             loss=float(sums["loss"]),
             score_N=torch.cat(self._scores) if self._scores else None,
