@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from memtrain.recipes.sections.methods.grpo_rloo import KNOBS_OF
-from memtrain.recipes.sections.methods.preference import READS
+from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES
 from memtrain.recipes.trl.translation import Lost, Translation
 
 _ANSWERS = ("dpo", "kto", "reward")
@@ -80,7 +80,7 @@ def _loss_reads(made: Translation, knob: str) -> bool:
         return True
     losses = made.said.get("dpo.loss", ("sigmoid", ""))[0]
     names = cast(list[object], losses) if isinstance(losses, list) else [losses]
-    return any(knob in READS.get(str(name), ()) for name in names)
+    return any(knob in loss.reads for name, loss in PAIR_LOSSES.items() if name in names)
 
 
 def make_consistent(made: Translation) -> None:
