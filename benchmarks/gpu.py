@@ -14,13 +14,14 @@ with tiny models: figures of such a rehearsal say nothing of a GPU, and its page
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from result_files import write_result
 
 COMMAND = "make bench-gpu"
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +57,7 @@ def main() -> int:
     untraced = tracers.finish(run.left_s + MARGIN_S / 2)
     found = results.by_stage(results.read(asked.out))
     summed = summary(found, wanted, where)
-    (asked.out / "summary.json").write_text(json.dumps(summed, indent=1) + "\n")
+    write_result(asked.out / "summary.json", summed)
     (asked.out / "page.html").write_text(page(found, summed))
     print(end_words(len(left), len(wanted), untraced, asked.out), flush=True)
     # Traces that are given up end with this process; their threads would be waited for.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_files import write_result
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memtrain.memory.estimate.activations import layer_boundary, positions_and_mask
@@ -160,10 +161,10 @@ def main() -> None:
         results["memory_MiB"] = {}
         for length in LENGTHS:
             results["memory_MiB"][str(length)] = layer_memory(length)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            write_result(RESULTS, results)
     if asked.time or not asked.memory:
         results["time"] = times(asked.pairs)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_result(RESULTS, results)
     print(json.dumps(results, indent=1))
 
 
