@@ -12,6 +12,7 @@ from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.losses.head.linear import linear_nll
 from memtrain.trainers.losses.head.linear_liger import liger_nll
+from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.products import sums_half_in_fp32
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.streamed.random_state import random_states
@@ -55,7 +56,9 @@ def test_ligers_loss_is_ours(weight_of_all: float | None, cuda: torch.device):
     targets = torch.randint(0, 1000, (100,), device=cuda)
     weights = torch.full((100,), 1e-2, device=cuda)
     ours = linear_nll([(hidden, weight)], targets, weights).loss
-    theirs = liger_nll([(hidden, weight)], targets, weights, weight_of_all=weight_of_all).loss
+    theirs = liger_nll(
+        [(hidden, weight)], targets, weights, options=NllOptions(weight_of_all=weight_of_all)
+    ).loss
     assert theirs.item() == pytest.approx(ours.item(), rel=1e-4)
     found, expected = (torch.autograd.grad(one, (hidden, weight)) for one in (theirs, ours))
     pairs = zip(found, expected, strict=True)
