@@ -22,7 +22,7 @@ MOST = 6
 
 
 IMPORTERS = ("memtrain/recipes/importers",)
-OTHER_WORDS = (*IMPORTERS, "memtrain/recipes/trl", "memtrain/recipes/reading")
+OTHER_WORDS = (*IMPORTERS, "memtrain/recipes/trl", "memtrain/recipes/reading", "memtrain/cli/rescue")
 
 OTHERS = {
     "method": (
