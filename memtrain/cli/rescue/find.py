@@ -141,7 +141,7 @@ def rescued_foreign(foreign: Foreign, asked: Asked) -> Rescue:
         plan=plan,
         allowed=allowed,
         facts=facts,
-        recipe_text="" if plan is None else _text(text, plan, recipe, allowed, was),
+        recipe_text="" if plan is None else _text(text, plan, recipe, allowed, was, asked.budget),
         lost=tuple(line for line in was.imported.told if not line.startswith("note: ")),
         notes=(
             *was.notes,
@@ -255,9 +255,11 @@ def _wishes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe]]:
             yield allowed, with_key(with_key(one, "generate.backend", "auto"), "generate.vllm", None)
 
 
-def _text(text: str, plan: Resolved, recipe: Recipe, allowed: tuple[str, ...], was: AsItWas) -> str:
-    """The recipe that fits, with what it is allowed and the lengths that it was planned for."""
-    keys: dict[str, object] = {}
+def _text(
+    text: str, plan: Resolved, recipe: Recipe, allowed: tuple[str, ...], was: AsItWas, budget: str | None
+) -> str:
+    """The recipe that fits, with what it is allowed, and the lengths and budget that it was planned for."""
+    keys: dict[str, object] = {} if budget is None else {"memory.budget": budget}
     if recipe.online is not None and plan.case.recipe.generation.backend != recipe.generation.backend:
         keys["generate.backend"] = plan.case.recipe.generation.backend
     used = [name for name in allowed if name in _changes(plan)]

@@ -125,6 +125,12 @@ def test_rows_of_no_length_are_asked_for(tmp_path: Path):
     assert rescued(asked).plan is not None
 
 
+def test_a_budget_that_was_asked_for_is_in_the_recipe(axolotl: str):
+    found = rescued(Asked(axolotl, gpu="4090", budget="20GiB"))
+    recipe = load_text(found.recipe_text, "rescued.yaml").recipe
+    assert recipe.memory.budget == found.budget_bytes == 20 * 2**30
+
+
 def test_keys_go_under_their_sections():
     text = "method: sft\nmemory:\n  loss: full\noptim:\n  lr: 1.0\n"
     made = recipe_with(text, {"memory.allow": ["lora"], "length.max_length": 512})
