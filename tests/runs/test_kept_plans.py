@@ -57,7 +57,7 @@ def test_free_memory_and_history_that_moved_leave_the_plan_and_every_bit(runs, c
     folder = runs.done("run", *OPEN)
     assert micro_tokens(folder) == small
     assert told(folder)[0] == "kept"
-    assert not [one for one in notes(folder) if "inexact" in one]
+    assert not [one for one in notes(folder) if "not bit-identical" in one]
     assert curve_of(folder) == curve_of(whole)
     # A budget is none of what a plan rests on, while it fits.
     assert runs.run("run", *OPEN, "memory.budget=2GiB").out.startswith("The run in")
@@ -82,7 +82,7 @@ def test_a_place_with_other_cores_goes_on_with_the_same_threads_and_bits(
     value, reason = told(folder)
     assert (value, words in reason) == ("kept", True)
     assert read_plan(folder / "plan.json").settings.threads == before
-    assert not [one for one in notes(folder) if "inexact" in one]
+    assert not [one for one in notes(folder) if "not bit-identical" in one]
     assert curve_of(folder) == curve_of(whole)
 
 

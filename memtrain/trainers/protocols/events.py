@@ -123,7 +123,7 @@ class SaveEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteEvent:
-    """`note`: something a reader of the report must know: resumed, checkpoint rejected, inexact."""
+    """`note`: something a reader of the report must know: resumed, checkpoint rejected, not bit-identical."""
 
     step: int
     text: str

@@ -135,7 +135,7 @@ def test_padded_rows_take_a_back_end_that_can_be_sliced(ask: Ask, facts: Planner
 def test_a_broken_pass_cannot_be_made_again(ask: Ask, facts: PlannerInputs):
     resolved = ask(facts, **ONE, cluster__context_parallel=2)
     assert resolved.settings.recovery == ()
-    assert "waiting" in next(one.reason for one in resolved.decisions if one.setting == "oom_recovery")
+    assert "would hang" in next(one.reason for one in resolved.decisions if one.setting == "oom_recovery")
 
 
 def test_a_step_in_slices_is_traced(ask: Ask, facts: PlannerInputs, recipe_of):
