@@ -47,6 +47,7 @@ STAGES = (
     Stage("the loss", "loss"),
     Stage("checkpointing", "checkpointing", with_it=("offloading",)),
     Stage("offloading", "offloading"),
+    Stage("float32 copies", "copies"),
     Stage("optimizer states on the host", "states"),
     Stage("steps in the backward pass", "backward"),
 )
