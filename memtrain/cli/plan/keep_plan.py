@@ -32,6 +32,7 @@ RESTS_ON = (
     "cluster.slurm.nodes",
     "cluster.threads",
     "generate.backend",
+    "generate.cuda_graphs",
     "generate.gather_weights",
     "generate.rows",
     "generate.vllm",

@@ -10,6 +10,7 @@ from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
 from memtrain.memory.estimate.pricing import PlannerInputs, heaviest
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
+from memtrain.memory.generation.cuda_graphs import decide_graphs
 from memtrain.memory.generation.gather_weights import decide_gathering, refuse_gathering, ways
 from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.model_shape.families import ATTENTIONS_PER_LAYER
@@ -54,6 +55,7 @@ def with_generation(
     if recipe.online is None:
         return settings, prediction
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
+    settings = settings.model_copy(update={"cuda_graphs": decide_graphs(ledger, settings)})
     _decide_correction(ledger)
     refuse_gathering(ledger, settings)
     ledger.raise_refusals()
@@ -134,7 +136,9 @@ def generation_bytes(
     logits = rows * shape.vocab_size * DTYPE_BYTES[settings.dtype]
     choosing = logits + CHOICE_COPIES * min(CHOICE_TILE, 4 * rows * shape.vocab_size)
     drawn = 20 * rows * generate.max_tokens
-    return {"keys and values": keys, "sampling": max(reading, choosing) + drawn}
+    # Captured passes hold a pool of their own, beside what reading a prompt takes.
+    passes = reading + choosing if settings.cuda_graphs else max(reading, choosing)
+    return {"keys and values": keys, "sampling": passes + drawn}
 
 
 def _with_vllm(

@@ -118,6 +118,8 @@ class Settings(Section):
     """Weights in shards are gathered once for a rollout; else layer by layer in every pass that writes."""
     rollout_rows: Annotated[int, Mark("sums", "a size of the rollout")] = 0
     """Completions that one rank writes at a time."""
+    cuda_graphs: Annotated[bool, Mark("sums", "which kernels are started together")] = False
+    """The native sampler captures its passes as CUDA graphs."""
     pass_factor: Annotated[int, Mark("sums", "a size of the passes without gradients")] = 1
     """Factor by which micro-batches without gradients over completions are larger."""
     reference: Annotated[Literal["none", "copy", "adapter_off", "precomputed", "synced"], Mark("sums")] = (

@@ -75,6 +75,8 @@ def kept_pins(asked: SourcedRecipe, settings: Settings) -> SourcedRecipe:
         wanted["model.liger"] = "on" if settings.liger else "off"
     if shards_weights(settings) and settings.sampler in ("native", "transformers"):
         wanted["generate.gather_weights"] = "on" if settings.gather_weights else "off"
+    if settings.sampler == "native" and settings.device == "cuda":
+        wanted["generate.cuda_graphs"] = "on" if settings.cuda_graphs else "off"
     if recipe.compared is not None and settings.reference != "none":
         wanted[f"{recipe.method}.reference"] = settings.reference
     for key, value in wanted.items():

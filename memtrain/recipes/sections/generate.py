@@ -59,6 +59,10 @@ class Generate(Section):
     """Completions that are written at a time. Higher: faster, more memory for keys. Same completions.
     `auto`: as many as stay below the memory that the update needs anyway."""
 
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """The native sampler captures the pass that writes a token, and starts all its kernels by one call. Same
+    completions. `auto`: on a GPU where every process holds all weights, in full precision."""
+
     show: Annotated[int, Field(ge=0)] = 4
     """Completions of each logged step that are kept in completions.jsonl, with their rewards."""
 

@@ -14,6 +14,7 @@ from memtrain.memory.rules.attention import AttentionBackend, model_facts
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build.components import Built, longest_row
 from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.online.generation.decode_graphs import CudaGraphs, DecodeGraphs
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.lockstep import Lockstep
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
@@ -34,7 +35,8 @@ def open_generating(
     """
     rows = plan.settings.rollout_rows
     if plan.settings.sampler not in ("vllm", "vllm_server"):
-        made = Generating(OwnSampler(plan, built), rows, ranks, emit)
+        graphs = DecodeGraphs(CudaGraphs, emit) if plan.settings.cuda_graphs else None
+        made = Generating(OwnSampler(plan, built, graphs), rows, ranks, emit)
         if built.spread.is_sharded and not plan.settings.gather_weights:
             made.writing = Lockstep(built.model).writing
         return made
@@ -57,12 +59,14 @@ class OwnSampler:
 
     plan: Plan
     built: Built
+    graphs: DecodeGraphs | None = None
+    """Recordings of the passes that write a token."""
     form: Form = FORMS[0]
     """Form of the calls of transformers' `generate`."""
 
     def __call__(self, rows: int) -> Sampler:
         """Sampler of so many rows at a time."""
-        return build_sampler(self.plan, self.built, max_rows=rows, form=self.form)
+        return build_sampler(self.plan, self.built, max_rows=rows, form=self.form, graphs=self.graphs)
 
     def check(self, generating: Generating, prompts: PromptFeed) -> None:
         """Take the first form of sampling that gives the model's own log-probs; called by all ranks together.
@@ -95,8 +99,18 @@ def _past_a_length(plan: Plan, config: dict[str, Any], prompt: Sequence[int]) ->
     return tuple(islice(cycle(prompt), rule.tokens - PROBE_PAST))
 
 
+TOKENS_PER_SYNC = {"cpu": 1, "cuda": 8}
+"""Tokens of a row that are written before the host looks at them: a look costs a GPU a pause, a CPU nothing.
+Half of so many are written in vain after a row's end, on average. Taste."""
+
+
 def build_sampler(
-    plan: Plan, built: Built, *, max_rows: int, form: Form = FORMS[0]
+    plan: Plan,
+    built: Built,
+    *,
+    max_rows: int,
+    form: Form = FORMS[0],
+    graphs: DecodeGraphs | None = None,
 ) -> NativeSampler | TransformersSampler:
     """The back end of the plan, on the trained module, `max_rows` completions at a time."""
     tokenizer, settings = built.tokenizer, plan.settings
@@ -106,7 +120,15 @@ def build_sampler(
 
     if settings.sampler != "transformers" and settings.attention != "transformers":
         backend = AttentionBackend(settings.attention)
-        return NativeSampler(built.model, backend, max_rows, read_tokens=READ_TOKENS, decode=decode)
+        return NativeSampler(
+            built.model,
+            backend,
+            max_rows,
+            read_tokens=READ_TOKENS,
+            decode=decode,
+            tokens_per_sync=TOKENS_PER_SYNC[settings.device],
+            graphs=graphs,
+        )
     pad_id = cast(int | None, tokenizer.pad_token_id)
     pad_id = pad_id if pad_id is not None else 0
     return TransformersSampler(built.model, max_rows, pad_id, decode=decode, form=form)

@@ -72,6 +72,7 @@ def write_tokens(
 ) -> Tensor:
     """Logits [R, V] of the token after `ids_R`, the newest token of each row."""
     keys.begin_pass()
+    at.look()
     return model(
         input_ids=ids_R[None],
         position_ids=places_of(at)[None],
@@ -99,6 +100,7 @@ def _attention(
     """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
     assert rollout is not None, "The model must pass `rollout` on to its attention."
     turn = rollout.keys.next_turn()
+    _note_window(rollout.keys, others.get("sliding_window"))
     if rollout.layout is not None:
         bounds = list(rollout.layout.within.query_bounds)
         rollout.keys.put_prompts(turn, key[0], value[0], bounds, rollout.first_group)
@@ -123,6 +125,11 @@ def _attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     prompts = rollout.keys.prompts[turn]
     return attend(query[0].transpose(0, 1), own, prompts, at, scale)[None], None
+
+
+def _note_window(keys: KVCache, window: int | None) -> None:
+    if window is not None and (keys.window is None or window < keys.window):
+        keys.window = window
 
 
 def _function_of(backend: AttentionBackend) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +14,26 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 
 
+class Widths(NamedTuple):
+    """Sizes of a pass that writes tokens, rounded up so that many passes have the same."""
+
+    rows: int
+    groups: int
+    of_group: int
+    """Rows of the largest group."""
+    prompt: int
+    """Places of prompt keys that are looked at."""
+    written: int
+    """Places of written keys that are looked at."""
+
+
 @dataclass(slots=True)
 class Standing:
-    """Rows that are being written, and the place of each of them."""
+    """Rows that are being written, and where each of them stands.
+
+    Made for `Widths`, rows past the real ones stand at the start of group 0: free slots are theirs, and
+    nobody reads their tokens.
+    """
 
     group_R: Tensor
     """int64: group slot of each row."""
@@ -23,39 +41,85 @@ class Standing:
     """int64: tokens of the row's completion that have keys."""
     prompt_G: Tensor
     """int64: tokens of each group's prompt."""
-    longest_prompt: int
-    longest_written: int
     place_R: Tensor
     """int64: place of each row in a [G, m] grid with one line for each group."""
     row_Gm: Tensor
     """int64: the row at each place of the grid; any row where there is none."""
+    row_R: Tensor
+    """int64: 0, 1, 2, ..."""
+    longest_prompt: int
+    longest_written: int
+    num_prompt: int
+    """Places of prompt keys that are looked at."""
+    num_written: int | None
+    """Places of written keys that are looked at; None: as many as the longest row has."""
+    is_in_order: bool
+    """Rows stand in the grid one after another, with no place left free."""
+    hidden_RS: Tensor | None = None
+    """bool [R, P + t]: places that a row does not look at; made anew by each pass."""
 
     @property
     def num_rows(self) -> int:
         """Rows being written."""
         return len(self.group_R)
 
+    @property
+    def own_places(self) -> int:
+        """Places of written keys that this pass looks at."""
+        return self.num_written if self.num_written is not None else self.longest_written + 1
 
-def standing(groups: list[int], written: list[int], prompts: list[int], device: torch.device) -> Standing:
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that a pass reads of where the rows stand."""
+        return (self.group_R, self.written_R, self.prompt_G, self.place_R, self.row_Gm, self.row_R)
+
+    def take(self, other: Standing) -> None:
+        """Stand where `other`, of the same widths, stands; the tensors keep their places in memory."""
+        for own, its in zip(self.tensors(), other.tensors(), strict=True):
+            own.copy_(its)
+        self.longest_prompt, self.longest_written = other.longest_prompt, other.longest_written
+
+    def look(self) -> None:
+        """Find what is hidden from each row: once a pass, for all layers."""
+        prompt_P = torch.arange(self.num_prompt, device=self.row_R.device)
+        own_t = torch.arange(self.own_places, device=self.row_R.device)
+        of_prompt_RP = prompt_P >= self.prompt_G[self.group_R][:, None]
+        self.hidden_RS = torch.cat([of_prompt_RP, own_t > self.written_R[:, None]], -1)
+
+
+def standing(
+    groups: list[int],
+    written: list[int],
+    prompts: list[int],
+    device: torch.device,
+    widths: Widths | None = None,
+) -> Standing:
     """The standing of rows that belong to `groups` (slots) and have `written` tokens."""
     counts = [0] * len(prompts)
     offsets: list[int] = []
     for group in groups:
         offsets.append(counts[group])
         counts[group] += 1
-    widest = max(counts)
-    grid = [[0] * widest for _ in prompts]
+    longest_prompt, longest_written = max(prompts), max(written)
+    widest = max(counts) if widths is None else widths.of_group
+    num_groups = len(prompts) if widths is None else widths.groups
+    grid = [[0] * widest for _ in range(num_groups)]
     for row, (group, offset) in enumerate(zip(groups, offsets, strict=True)):
         grid[group][offset] = row
     places = [group * widest + offset for group, offset in zip(groups, offsets, strict=True)]
+    spare = 0 if widths is None else widths.rows - len(groups)
+    is_in_order = widths is None and places == list(range(num_groups * widest))
     return Standing(
-        group_R=torch.tensor(groups, device=device),
-        written_R=torch.tensor(written, device=device),
-        prompt_G=torch.tensor(prompts, device=device),
-        longest_prompt=max(prompts),
-        longest_written=max(written),
-        place_R=torch.tensor(places, device=device),
+        group_R=torch.tensor(groups + [0] * spare, device=device),
+        written_R=torch.tensor(written + [0] * spare, device=device),
+        prompt_G=torch.tensor(prompts + [0] * (num_groups - len(prompts)), device=device),
+        place_R=torch.tensor(places + [0] * spare, device=device),
         row_Gm=torch.tensor(grid, device=device),
+        row_R=torch.arange(len(groups) + spare, device=device),
+        longest_prompt=longest_prompt,
+        longest_written=longest_written,
+        num_prompt=longest_prompt if widths is None else widths.prompt,
+        num_written=None if widths is None else widths.written,
+        is_in_order=is_in_order,
     )
 
 
@@ -74,6 +138,8 @@ class KVCache:
     turn: int = 0
     """Number of attentions of the model so far in this pass. Every pass attends in the same order, and a
     layer may do so several times: layers that are run in cycles, or twice with other values."""
+    window: int | None = None
+    """Tokens of the smallest sliding window that was met."""
 
     def begin_pass(self) -> None:
         """From now on the model attends for the first time again."""
@@ -105,11 +171,10 @@ class KVCache:
     def write(self, turn: int, key_RKD: Tensor, value_RKD: Tensor, at: Standing) -> Pair:
         """Append a token's keys to every row; views [R, K, t, D] of all keys, the new ones too."""
         kept_key, kept_value = self.rows[turn]
-        row_R = torch.arange(at.num_rows, device=key_RKD.device)
-        kept_key[row_R, :, at.written_R] = key_RKD
-        kept_value[row_R, :, at.written_R] = value_RKD
-        end = at.longest_written + 1
-        return kept_key[: at.num_rows, :, :end], kept_value[: at.num_rows, :, :end]
+        kept_key[at.row_R, :, at.written_R] = key_RKD
+        kept_value[at.row_R, :, at.written_R] = value_RKD
+        rows, places = at.num_rows, at.own_places
+        return kept_key[:rows, :, :places], kept_value[:rows, :, :places]
 
     def move_row(self, source: int, target: int, written: int) -> None:
         """Put the keys of row slot `source` into slot `target`."""
@@ -148,23 +213,33 @@ def attend(query_RHD: Tensor, own: Pair, prompts: Pair, at: Standing, scale: flo
     R, H, D = query_RHD.shape
     K = key_RKtD.shape[1]
     query_RKhD = query_RHD.view(R, K, H // K, D)
-    G, m = at.row_Gm.shape
-    P, t = at.longest_prompt, key_RKtD.shape[2]
+    G = len(at.prompt_G)
+    P, t = at.num_prompt, key_RKtD.shape[2]
+    assert at.hidden_RS is not None, "A pass begins with a look at what is hidden."
     prompt_key, prompt_value = prompts[0][:G, :, :P], prompts[1][:G, :, :P]
 
-    grid = query_RKhD[at.row_Gm.flatten()].view(G, m, K, H // K, D).transpose(1, 2).reshape(G, K, -1, D)
-    to_prompt = (grid @ prompt_key.transpose(2, 3)).float() * scale
-    hidden_GP = torch.arange(P, device=grid.device) >= at.prompt_G[:, None]
-    to_prompt = to_prompt.masked_fill(hidden_GP[:, None, None], -torch.inf)
-    to_prompt = to_prompt.view(G, K, m, H // K, P).transpose(1, 2).reshape(G * m, K, H // K, P)[at.place_R]
+    to_prompt = _off_grid(_on_grid(query_RKhD, at) @ prompt_key.transpose(2, 3), at, H // K)
+    to_own = query_RKhD @ key_RKtD.transpose(2, 3)
+    scores = torch.cat([to_prompt, to_own], -1).float() * scale
+    scores = scores.masked_fill_(at.hidden_RS[:, None, None], -torch.inf)
 
-    to_own = (query_RKhD @ key_RKtD.transpose(2, 3)).float() * scale
-    hidden_Rt = torch.arange(t, device=grid.device) > at.written_R[:, None]
-    to_own = to_own.masked_fill(hidden_Rt[:, None, None], -torch.inf)
-
-    weights = torch.softmax(torch.cat([to_prompt, to_own], -1), -1).to(query_RHD.dtype)
+    weights = torch.softmax(scores, -1).to(query_RHD.dtype)
     on_prompt, on_own = weights.split([P, t], -1)
-    grid = on_prompt[at.row_Gm.flatten()].view(G, m, K, H // K, P).transpose(1, 2).reshape(G, K, -1, P)
-    from_prompt = (grid @ prompt_value).view(G, K, m, H // K, -1).transpose(1, 2)
-    from_prompt = from_prompt.reshape(G * m, K, H // K, -1)[at.place_R]
+    from_prompt = _off_grid(_on_grid(on_prompt, at) @ prompt_value, at, H // K)
     return (from_prompt + on_own @ value_RKtD).reshape(R, H, -1)
+
+
+def _on_grid(held_RKhx: Tensor, at: Standing) -> Tensor:
+    """[G, K, m * h, x]: what the rows of a group hold, as queries of one product."""
+    _, K, h, x = held_RKhx.shape
+    G, m = at.row_Gm.shape
+    held = held_RKhx if at.is_in_order else held_RKhx[at.row_Gm.flatten()]
+    return held.reshape(G, m, K, h, x).transpose(1, 2).reshape(G, K, m * h, x)
+
+
+def _off_grid(held_GKqx: Tensor, at: Standing, heads: int) -> Tensor:
+    """[R, K, h, x]: the rows' own again."""
+    G, K, _, x = held_GKqx.shape
+    m = at.row_Gm.shape[1]
+    held = held_GKqx.view(G, K, m, heads, x).transpose(1, 2).reshape(G * m, K, heads, x)
+    return held if at.is_in_order else held[at.place_R]

@@ -4,26 +4,26 @@ Rows in use are the first slots of the key buffers: a row that finishes gives it
 waiting group is read as soon as enough slots are free.
 """
 
-# R rows in use, V vocabulary, T tokens of a completion.
+# R rows in use, V vocabulary.
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.heads.lm_head import base_model
-from memtrain.trainers.online.generation.forward import NAME, read_prompts, register, write_tokens
-from memtrain.trainers.online.generation.kv_cache import KVCache, Standing, standing
+from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
+from memtrain.trainers.online.generation.decoding import Decoder, Written
+from memtrain.trainers.online.generation.forward import NAME, read_prompts, register
+from memtrain.trainers.online.generation.kv_cache import KVCache
 from memtrain.trainers.online.generation.protocol import Finish, Group, OnDone, Sample, Sampling
-from memtrain.trainers.online.generation.token_sampling import choose
 from memtrain.trainers.runtime.seed import numpy_generator
 
 REFILL_SHARE = 0.25
@@ -49,8 +49,14 @@ class Row:
     """Slot of its prompt."""
     group: int
     sample: int
-    tokens: int = 0
+    ids: list[int] = field(default_factory=list[int])
     """Tokens chosen so far; the newest has no keys yet."""
+    logprobs: list[float] = field(default_factory=list[float])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens chosen so far."""
+        return len(self.ids)
 
 
 @dataclass(slots=True)
@@ -72,6 +78,11 @@ class NativeSampler:
     """Prompt tokens that are read in one forward pass (one longer prompt stands alone)."""
     decode: Decode | None = None
     """Ids to text, for stop strings."""
+    tokens_per_sync: int = 1
+    """Tokens that are written before the host looks at them: a row that has finished goes on until then, and
+    what it wrote is dropped. Higher: fewer waits for the device."""
+    graphs: DecodeGraphs | None = None
+    """Recordings of the passes that write a token; None: the host starts every kernel."""
     name: str = "native"
 
     def generate(
@@ -112,27 +123,24 @@ class _Writing:
         self.waiting = deque(parts)
         self.rows: list[Row] = []
         self.slots: list[Slot] = []
-        self.at: Standing | None = None
         self.done: list[dict[int, Sample]] = [{} for _ in groups]
         num_rows = min(sampler.max_rows, sum(part.count for part in parts))
         num_groups = min(len(parts), max(1, num_rows // min(part.count for part in parts)))
         longest = len(groups[parts[0].group].prompt_ids)
         self.keys = KVCache(num_groups, num_rows, longest, sampling.max_tokens)
-        device = next(sampler.model.parameters()).device
-        shape = (num_rows, sampling.max_tokens)
-        self.ids_RT = torch.zeros(shape, dtype=torch.long, device=device)
-        self.logp_RT = torch.zeros(shape, device=device)
-        self.uniform_RT = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.seen_RV: Tensor | None = None
-        self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
+        self.decoder = Decoder(sampler.model, sampler.backend, self.keys, sampling, sampler.graphs)
+        self.stop_ids = frozenset(sampling.stop_ids)
 
     def run(self) -> list[list[Sample]]:
         """Write everything."""
-        while self.waiting or self.rows:
-            if self.waiting and self._has_room():
-                self._read_waiting()
-            else:
-                self._write_one_token()
+        try:
+            while self.waiting or self.rows:
+                if self.waiting and self._has_room():
+                    self._read_waiting()
+                else:
+                    self._write_some()
+        finally:
+            self.decoder.release()
         return [[done[sample] for sample in range(len(done))] for done in self.done]
 
     def _has_room(self) -> bool:
@@ -160,85 +168,65 @@ class _Writing:
             self.slots.append(Slot(len(prompts[number]), part.count))
             samples = range(part.first, part.first + part.count)
             self.rows += [Row(first_slot + number, part.group, sample) for sample in samples]
-        self.at = None
         self._draw_uniforms(first_row)
         if self.sampling.repetition_penalty != 1:
-            self._note_seen(first_row, prompts, logits_PV.shape[1])
+            of_rows = [self.groups[row.group].prompt_ids for row in self.rows[first_row:]]
+            self.decoder.see(first_row, of_rows, logits_PV.shape[1])
         counts = torch.tensor([part.count for part in taken], device=logits_PV.device)
-        self._choose(torch.repeat_interleave(logits_PV, counts, 0), first_row)
+        logits_RV = torch.repeat_interleave(logits_PV, counts, 0)
+        self._take(self.decoder.first(logits_RV, first_row), first_row)
 
     def _draw_uniforms(self, first_row: int) -> None:
-        for slot, row in enumerate(self.rows[first_row:], first_row):
-            seed = self.groups[row.group].seed
-            drawn = numpy_generator(seed, "completion", row.sample).random(self.sampling.max_tokens)
-            self.uniform_RT[slot] = torch.from_numpy(drawn)
-
-    def _note_seen(self, first_row: int, prompts: list[tuple[int, ...]], vocabulary: int) -> None:
-        if self.seen_RV is None:
-            self.seen_RV = torch.zeros(
-                self.keys.num_rows, vocabulary, dtype=torch.bool, device=self.ids_RT.device
+        drawn = [
+            numpy_generator(self.groups[row.group].seed, "completion", row.sample).random(
+                self.sampling.max_tokens
             )
-        for slot, row in enumerate(self.rows[first_row:], first_row):
-            self.seen_RV[slot] = False
-            self.seen_RV[slot, list(self.groups[row.group].prompt_ids)] = True
+            for row in self.rows[first_row:]
+        ]
+        self.decoder.draw(first_row, drawn)
 
-    def _write_one_token(self) -> None:
-        rows = self.rows
-        if self.at is None:
-            self.at = standing(
-                [row.part for row in rows],
-                [row.tokens - 1 for row in rows],
-                [slot.length for slot in self.slots],
-                self.ids_RT.device,
-            )
-        at = self.at
-        newest_R = self.ids_RT[torch.arange(len(rows), device=self.ids_RT.device), at.written_R]
-        logits_RV = write_tokens(self.sampler.model, newest_R, self.keys, at, self.sampler.backend)
-        at.written_R += 1
-        at.longest_written += 1
-        self._choose(logits_RV, 0)
+    def _write_some(self) -> None:
+        """Write the next tokens of every row, as many as the host need not look at one by one."""
+        tokens = [row.tokens for row in self.rows]
+        prompts = [slot.length for slot in self.slots]
+        # Nothing is written past a row's end, nor past a sliding window, which ends the run.
+        num_tokens = min(self.sampler.tokens_per_sync, self.sampling.max_tokens - max(tokens))
+        if self.keys.window is not None:
+            num_tokens = max(1, min(num_tokens, self.keys.window - max(prompts) - max(tokens) + 1))
+        written = self.decoder.write(lambda: [row.part for row in self.rows], tokens, prompts, num_tokens)
+        self._take(written, 0)
 
-    def _choose(self, logits_RV: Tensor, first_row: int) -> None:
-        """Choose a token for every row from slot `first_row` on, and end the rows that are finished."""
-        slot_R = torch.arange(first_row, len(self.rows), device=logits_RV.device)
-        tokens = [row.tokens for row in self.rows[first_row:]]
-        at_R = torch.tensor(tokens, device=logits_RV.device)
-        seen_RV = None if self.seen_RV is None else self.seen_RV[first_row : len(self.rows)]
-        ids_R, logp_R = choose(logits_RV, self.uniform_RT[slot_R, at_R], self.sampling, seen_RV)
-        self.ids_RT[slot_R, at_R] = ids_R
-        self.logp_RT[slot_R, at_R] = logp_R
-        if self.seen_RV is not None:
-            self.seen_RV[slot_R, ids_R] = True
-        for row in self.rows[first_row:]:
-            row.tokens += 1
-        stopped = torch.isin(ids_R, self.stop_ids).tolist()
+    def _take(self, written: Written, first_row: int) -> None:
+        """Give the rows from slot `first_row` on their new tokens, and end those that are finished."""
         # From the last slot down, so that a slot that is filled again holds a row that was looked at.
-        for slot in reversed(range(first_row, first_row + len(stopped))):
-            finish = self._finish(slot, stopped[slot - first_row])
-            if finish is not None:
-                self._end(slot, finish)
+        for slot in reversed(range(first_row, first_row + len(written))):
+            row = self.rows[slot]
+            for token, logprob in written[slot - first_row]:
+                row.ids.append(token)
+                row.logprobs.append(logprob)
+                finish = self._finish(row)
+                if finish is not None:
+                    self._end(slot, finish)
+                    break
 
-    def _finish(self, slot: int, is_stopped: bool) -> Finish | None:
-        row = self.rows[slot]
-        if is_stopped:
+    def _finish(self, row: Row) -> Finish | None:
+        if row.ids[-1] in self.stop_ids:
             return "stop"
-        if self.sampling.stop_strings and self._has_stop_string(slot, row.tokens):
+        if self.sampling.stop_strings and self._has_stop_string(row):
             return "string"
         return "length" if row.tokens == self.sampling.max_tokens else None
 
-    def _has_stop_string(self, slot: int, tokens: int) -> bool:
+    def _has_stop_string(self, row: Row) -> bool:
         assert self.sampler.decode is not None, "Stop strings need a tokenizer."
         # A token is at least a byte of the text, and a character at most four.
         reach = 4 * max(len(text) for text in self.sampling.stop_strings) + 4
-        tail = self.sampler.decode(self.ids_RT[slot, max(0, tokens - reach) : tokens].tolist())
+        tail = self.sampler.decode(row.ids[-reach:])
         return any(text in tail for text in self.sampling.stop_strings)
 
     def _end(self, slot: int, finish: Finish) -> None:
         row = self.rows[slot]
-        ids = tuple(self.ids_RT[slot, : row.tokens].tolist())
-        logprobs = tuple(self.logp_RT[slot, : row.tokens].tolist())
-        self.done[row.group][row.sample] = Sample(ids, logprobs, finish)
-        self.at = None
+        self.done[row.group][row.sample] = Sample(tuple(row.ids), tuple(row.logprobs), finish)
+        self.decoder.at = None
         self._free_row(slot)
         self.slots[row.part].rows -= 1
         if not self.slots[row.part].rows:
@@ -251,10 +239,7 @@ class _Writing:
         last = len(self.rows) - 1
         moved = self.rows[last]
         if slot != last:
-            self.keys.move_row(last, slot, moved.tokens)
-            for held in (self.ids_RT, self.logp_RT, self.uniform_RT, self.seen_RV):
-                if held is not None:
-                    held[slot] = held[last]
+            self.decoder.move_row(last, slot, moved.tokens)
             self.rows[slot] = moved
         self.rows.pop()
 
