@@ -109,10 +109,10 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
+    norms = torch._foreach_norm(gradients, 2, torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if max_norm != float("inf"):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpoint_layers
+from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpoint_layers, recomputing
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, SyncEngine
 from memtrain.trainers.model.offload.host_pool import DiskTier
 from memtrain.trainers.model.offload.offloader import Offloader
@@ -69,6 +69,7 @@ def apply_checkpointing_and_offload(
         host_limit_bytes=settings.offload_host_bytes or 0,
         # A streamed layer takes long, and the input of a long row is much to hold beside it.
         fetches_ahead=not settings.slice_tokens,
+        recompute=recomputing(model),
     )
     if slice_tokens:
         stream_layers(model, slice_tokens, offloader.hooks, keep=settings.offload_keep)

@@ -7,7 +7,7 @@ them forgets `every` and the offloader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,33 @@ def recompute(layer: Callable[..., Any], *inputs: Any) -> Any:
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.1.
     """
     return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=True)
+
+
+def recompute_undrawn(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """The same for layers that draw no numbers: the host neither reads nor sets the random state."""
+    return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def recomputing(model: nn.Module) -> Run:
+    """The way in which layers of `model` are computed again."""
+    return recompute if draws_numbers(model) else recompute_undrawn
+
+
+def draws_numbers(model: nn.Module) -> bool:
+    """Whether layers of `model` may draw random numbers: they drop something, or jitter a router's scores."""
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    config = getattr(model, "config", None)
+    return drops or config is None or _names_drawing(config.to_dict())
+
+
+def _names_drawing(config: Mapping[Any, Any]) -> bool:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and _names_drawing(value):  # pyright: ignore[reportUnknownArgumentType]
+            return True
+        name = str(key)
+        if ("drop" in name or "jitter" in name) and isinstance(value, int | float) and value > 0:
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +110,9 @@ def checkpoint_layers(
     for layer in others:
         layer.gradient_checkpointing = False
     away = chosen[: max(0, len(chosen) - keep)]
-    for group, how in ((away, run), (chosen[len(away) :], recompute), (others, run_others)):
+    plain = recomputing(model)
+    run = plain if run is recompute else run
+    for group, how in ((away, run), (chosen[len(away) :], plain), (others, run_others)):
         for layer in group:
             layer._gradient_checkpointing_func = how  # pyright: ignore[reportArgumentType]
     checkpointing = Checkpointing(chosen, others if run_others is not None else ())

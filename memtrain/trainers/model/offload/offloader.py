@@ -99,7 +99,9 @@ class Offloader:
         disk: DiskTier | None = None,
         host_limit_bytes: int = 0,
         fetches_ahead: bool = True,
+        recompute: Callable[..., Any] = recompute,
     ) -> None:
+        self.recompute = recompute
         self.pool = HostPool(engine)
         self.traffic = Traffic()
         self._engine = engine
@@ -124,7 +126,7 @@ class Offloader:
         """A checkpointed layer: its inputs travel and nothing else, as hooks of the checkpoint see the
         rest."""
         with self.hooks():
-            return recompute(layer, *inputs)
+            return self.recompute(layer, *inputs)
 
     def run_kept(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         """A layer that is not recomputed: everything it saves travels."""

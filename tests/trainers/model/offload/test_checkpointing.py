@@ -14,7 +14,7 @@ from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import shared_layout
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.neftune import add_noise, shared_row_lengths
-from memtrain.trainers.model.offload.checkpointing import checkpoint_layers, recompute
+from memtrain.trainers.model.offload.checkpointing import checkpoint_layers, draws_numbers, recompute
 
 TinyModel = Callable[..., Any]
 IDS = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -152,3 +152,14 @@ def test_noise_under_shared_prompts_follows_each_row(tiny_model: TinyModel):
     for place, length in ((slice(7, 9), 6), (slice(9, 17), 12)):
         bound = 5 / math.sqrt(length * 64)
         assert 0.9 * bound < seen[0][0, place].abs().max() <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "draws"),
+    [({}, False), ({"attention_dropout": 0.1}, True), ({"router_jitter_noise": 0.1}, True)],
+)
+def test_the_random_state_is_kept_only_where_numbers_are_drawn(tiny_llama, config, draws):
+    model = tiny_llama(**config).train()
+    assert draws_numbers(model) == draws
+    layer = checkpoint_layers(model, 1).layers[0]
+    assert (layer._gradient_checkpointing_func is recompute) == draws
