@@ -23,6 +23,7 @@ from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, Step
 from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
 from memtrain.trainers.protocols.method import Loss, StepPreview, means_of
 from memtrain.trainers.protocols.position import TrainState
+from memtrain.trainers.runtime.host_time import HostTime
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.seed import seed_step
 
@@ -41,6 +42,8 @@ class Run:
     emit: Callable[[Event], None]
     """Takes what happens: to the metrics, the terminal and the trackers, on the main rank."""
     watch: MemoryWatch
+    host_time: HostTime
+    """Looks at one step closely."""
     is_asked_to_stop: Callable[[], bool]
     saver: Saver
     recovery: Recovery
@@ -107,7 +110,8 @@ def one_step(run: Run, work: StepWork) -> None:
     skipped = run.position.skipped_steps
     lr = run.lr_at(work.step)
     set_rate(run.step.optimizer, lr)
-    with run.watch.phase("first step" if work.step == 0 else "steady step", tokens=work.num_tokens):
+    phase = "first step" if work.step == 0 else "steady step"
+    with run.watch.phase(phase, tokens=work.num_tokens), run.host_time.step():
         sums = whole_gradients(run, work)
         norm = run.step.update(lr=lr, num_steps=work.step + 1)
         told = _to_host(sums | {"grad_norm": norm / run.ranks.world})

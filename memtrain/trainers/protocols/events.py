@@ -109,6 +109,17 @@ class MemoryEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostEvent:
+    """`host`: the host's share of one step that was looked at closely."""
+
+    step: int
+    waited: float
+    """Share of the step in which a GPU had nothing to do; on a CPU, in which no operator was at work."""
+    seconds: float
+    """Wall time of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveEvent:
     """`save`: a checkpoint was written."""
 
@@ -146,13 +157,14 @@ class FinalEvent:
     """Text that the trained model writes."""
 
 
-Event = StepEvent | EvalEvent | DataEvent | MemoryEvent | SaveEvent | NoteEvent | FinalEvent
+Event = StepEvent | EvalEvent | DataEvent | MemoryEvent | HostEvent | SaveEvent | NoteEvent | FinalEvent
 
 KINDS: dict[str, type[Event]] = {
     "step": StepEvent,
     "eval": EvalEvent,
     "data": DataEvent,
     "memory": MemoryEvent,
+    "host": HostEvent,
     "save": SaveEvent,
     "note": NoteEvent,
     "final": FinalEvent,

@@ -19,6 +19,7 @@ from memtrain.trainers.protocols.events import (
     DataEvent,
     EvalEvent,
     FinalEvent,
+    HostEvent,
     MemoryEvent,
     NoteEvent,
     SaveEvent,
@@ -56,6 +57,8 @@ class Report:
     notes: tuple[NoteEvent, ...]
     final: FinalEvent | None
     saves: tuple[SaveEvent, ...] = ()
+    host: HostEvent | None = None
+    """The last step whose host time was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ def load_report(folder: RunFolder) -> Report:
         notes=tuple(event for event in events if isinstance(event, NoteEvent)),
         saves=tuple(event for event in events if isinstance(event, SaveEvent)),
         final=finals[-1] if finals else None,
+        host=next((event for event in reversed(events) if isinstance(event, HostEvent)), None),
     )
 
 
@@ -242,6 +246,16 @@ def reward_words(figures: Figures) -> str:
     return f"{decimal(first)} -> {decimal(last)}{means}"
 
 
+def host_words(report: Report) -> str:
+    """The host's share of the step that was looked at; empty where none was."""
+    if report.host is None:
+        return ""
+    share = f"{report.host.waited:.1%}".replace("%", " %")
+    if report.plan is not None and report.plan.settings.device == "cuda":
+        return f"GPU waited for the host: {share} (step {report.host.step:,})"
+    return f"{share} outside of operators (step {report.host.step:,})"
+
+
 def save_words(saves: Sequence[SaveEvent]) -> str:
     """Number of checkpoints that were written, and the time that the steps waited for them."""
     held_s = sum(one.seconds if one.held_s is None else one.held_s for one in saves)
@@ -282,6 +296,8 @@ def _figures_table(report: Report) -> Table:
     if figures.tokens_per_s is not None:
         counted = f"{figures.tokens:,} tokens, {figures.learnt:,} loss tokens"
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
+    if words := host_words(report):
+        table.add_row("host time", words)
     if figures.measured_bytes is not None:
         table.add_row("peak memory", _peak_words(figures))
     if report.saves:

@@ -28,6 +28,7 @@ from memtrain.trainers.run_folder.report.report import (
     eval_name,
     eval_words,
     figures_of,
+    host_words,
     load_report,
     loss_words,
     lost_words,
@@ -94,6 +95,8 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
     if figures.tokens_per_s is not None:
         counted = f"{figures.tokens:,} tokens, {figures.learnt:,} loss tokens"
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
+    if report.host is not None:
+        tiles.append(("host time", f"{report.host.waited:.1%}", host_words(report)))
     predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
     measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"
     return [*tiles, ("peak memory", measured, predicted)]

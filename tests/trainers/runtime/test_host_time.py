@@ -1,0 +1,53 @@
+"""Host time: one step is looked at, once it is settled, and what lies in several operators counts once."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtrain.trainers.runtime.host_time import SETTLED_STEPS, HostTime, covered
+
+
+def test_time_in_several_operators_counts_once():
+    """[0, 4) and [2, 6) overlap, [3, 4) lies inside, [10, 11) stands alone: 6 + 1."""
+    assert covered([(2, 6), (0, 4), (10, 11), (3, 4)]) == 7
+    assert covered([]) == 0
+
+
+def work(watch: HostTime, steps: int) -> None:
+    ones = torch.ones(64, 64)
+    for _ in range(steps):
+        with watch.step():
+            for _ in range(20):
+                ones @ ones
+
+
+def test_one_step_is_looked_at_when_the_run_has_settled():
+    told = []
+    watch = HostTime(torch.device("cpu"), lambda share, seconds: told.append((share, seconds)))
+    work(watch, SETTLED_STEPS)
+    assert told == []
+    work(watch, 3)
+    ((share, seconds),) = told
+    assert 0 < share < 1
+    assert seconds > 0
+
+
+def test_a_step_whose_operators_are_watched_one_by_one_is_passed_over():
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    told = []
+    watch = HostTime(torch.device("cpu"), lambda share, seconds: told.append(share))
+    with Watching():
+        work(watch, SETTLED_STEPS + 2)
+    assert told == []
+    work(watch, 1)
+    assert len(told) == 1
+
+
+def test_an_error_in_the_step_comes_through():
+    watch = HostTime(torch.device("cpu"), lambda share, seconds: None)
+    work(watch, SETTLED_STEPS)
+    with pytest.raises(ZeroDivisionError), watch.step():
+        1 / 0  # noqa: B018
