@@ -22,7 +22,7 @@ Span = tuple[int, int]
 
 @dataclass(slots=True)
 class HostTime:
-    """One step of a run under torch's profiler; every other step is left alone.
+    """A single step of a run under torch's profiler; every other step is left alone.
 
     On a GPU: the share of the step in which no kernel and no copy ran, though the step was under way. On a
     CPU, where operators run as they are asked for: the share outside of them.

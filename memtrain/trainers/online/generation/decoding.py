@@ -52,7 +52,7 @@ class Decoder:
     uniform_RT: Tensor = field(init=False)
     seen_RV: Tensor | None = None
     at: Standing | None = None
-    """Where the rows stand; None when they have changed."""
+    """Standing of the rows; None when they have changed."""
     frames: dict[Widths, Frame] = field(default_factory=dict[Widths, Frame])
 
     def __post_init__(self) -> None:

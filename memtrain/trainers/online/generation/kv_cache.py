@@ -69,7 +69,7 @@ class Standing:
         return self.num_written if self.num_written is not None else self.longest_written + 1
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that a pass reads of where the rows stand."""
+        """Tensors that a pass reads of where the rows stand."""
         return (self.group_R, self.written_R, self.prompt_G, self.place_R, self.row_Gm, self.row_R)
 
     def take(self, other: Standing) -> None:
