@@ -65,7 +65,7 @@ def as_it_was(
     if imported.faults:
         raise RecipeError(imported.faults)
     recipe, notes = with_a_length(load_text(imported.text, foreign.name).recipe, max_length)
-    facts = facts_of(recipe, hardware)
+    facts = facts_of(recipe, hardware, PRESUMED)
     said = {**imported.pins, **(pins or {}), "memory.budget": budget}
     engine = str(said["cluster.engine"])
     for nearest in dict.fromkeys((engine, "fsdp2", "ddp")):
@@ -93,11 +93,11 @@ def priced_with(
     return min(priced, key=lambda one: one.step_s), case.facts
 
 
-def facts_of(recipe: Recipe, hardware: Hardware) -> PlannerInputs:
-    """The planner's inputs: rows as long as they may be, packages as the other tool had them."""
+def facts_of(recipe: Recipe, hardware: Hardware, presumed: frozenset[str] = ELSEWHERE) -> PlannerInputs:
+    """The planner's inputs: rows as long as they may be. `presumed`: packages that the machine has."""
     looked = _look(recipe.model)
     asked = SourcedRecipe(recipe, lambda key: "default")
-    return facts_without_data(asked, looked, hardware, PRESUMED)
+    return facts_without_data(asked, looked, hardware, presumed)
 
 
 def _look(model: Model) -> LookedAt:
