@@ -189,3 +189,24 @@ def test_where_activations_wait_is_told_and_a_folder_that_nothing_uses(recipe, c
     assert "the last 8 layers keep theirs" in used
     run(words)
     assert "not used: nothing is offloaded" in told(capsys)
+
+
+def test_the_hosts_memory_is_what_the_command_says(capsys):
+    """262,144 tokens x 8,192 numbers x 2 bytes x 80 layers, all but the last layers', is up to 320 GiB."""
+    long = ["plan", "sft/llama-3.3-70b-qlora", "--gpu", "h100", "--without-data", "length.max_length=262144"]
+    long += ["train.batch_size=1"]
+    with pytest.raises(DoesNotFit, match="of host memory, and there are 79.65 GiB"):
+        run(long)
+    run([*long, "--host-memory", "512GiB"])
+    words = told(capsys)
+    assert "on H100, 79.65 GiB: fits" in words
+    assert "streamed_layers" in words
+    assert "model.rope_scaling: {rope_type: llama3, factor: 16} scales its positions" in words
+
+
+def test_positions_are_scaled_by_the_recipe(capsys):
+    scaled = ["sft/llama-3.1-8b-qlora", "model.rope_scaling={rope_type: llama3, factor: 16}"]
+    run(["plan", *scaled, "--gpu", "h100", "--without-data", "length.max_length=200000"])
+    words = told(capsys)
+    assert "llama3 x 16" in words
+    assert "rows of up to 262,144 tokens; the adapter does not carry it" in words

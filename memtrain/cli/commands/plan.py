@@ -18,6 +18,14 @@ Budget = Annotated[
     str | None,
     typer.Option("--budget", help="Memory of one device that may be used, such as 24GiB."),
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="Memory of the host, such as 512GiB, for what waits there; a named card is taken to have as "
+        "much as all cards together.",
+    ),
+]
 NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="Number of cards to plan for.")]
 Explain = Annotated[
     bool,
@@ -57,6 +65,7 @@ def plan(
     gpu: Gpu = None,
     budget: Budget = None,
     num_gpus: NumGpus = None,
+    host_memory: HostMemory = None,
     explain: Explain = False,
     trace: Trace = False,
     without_data: WithoutData = False,
@@ -79,7 +88,8 @@ def plan(
     num_bytes = None if budget is None else read_size(budget, "--budget")
     if num_bytes is not None:
         words.append(f"memory.budget={budget}")
-    question = ask(read_recipe(recipe, words), gpu, num_gpus, num_bytes)
+    host_bytes = None if host_memory is None else read_size(host_memory, "--host-memory")
+    question = ask(read_recipe(recipe, words), gpu, num_gpus, num_bytes, host_bytes)
     with reading_progress() as progress:
         facts, note = facts_of_question(question, reads_data=not without_data, progress=progress)
     if solve is not None:

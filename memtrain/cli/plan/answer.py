@@ -86,7 +86,13 @@ class Answer:
         return self.resolved.settings.num_processes / self.chosen.token_s
 
 
-def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int | None) -> Question:
+def ask(
+    loaded: LoadedRecipe,
+    gpu: str | None,
+    num_gpus: int | None,
+    budget: int | None,
+    host_bytes: int | None = None,
+) -> Question:
     """The recipe, its model and the devices, looked at without torch.
 
     Raises: RecipeError and LaunchError with what cannot be planned.
@@ -94,6 +100,8 @@ def ask(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: int
     asked = honoured(SourcedRecipe(loaded.recipe, loaded.where))
     recipe = asked.recipe
     hardware, presumed = look_at_devices(gpu, num_gpus, budget, recipe.cluster.device)
+    if host_bytes is not None:
+        hardware = replace(hardware, host_bytes=host_bytes)
     looked = look_at_model(recipe.model)
     notes = [looked.note] if looked.note else []
     shape_note = facts_note(looked, recipe.model.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
+from memtrain.memory.model_shape.rope_scaling import scaled
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.assumed_lengths import unread_counter, unread_profile
 from memtrain.memory.rules.ledger import SourcedRecipe
@@ -40,10 +41,16 @@ class LookedAt:
 
 
 def look_at_model(model: Model) -> LookedAt:
-    """The configuration of the model, from a file, the hub's cache, the hub, or the table of known models.
+    """The configuration of the model, from a file, the hub's cache, the hub, or the table of known models,
+    with the recipe's scaling of positions.
 
-    Raises: LaunchError when it is nowhere.
+    Raises: LaunchError when it is nowhere; RecipeError for a scaling that the model cannot have.
     """
+    found = _as_it_is(model)
+    return replace(found, config=scaled(found.config, model.rope_scaling))
+
+
+def _as_it_is(model: Model) -> LookedAt:
     from memtrain.trainers.model.loading.tiny import BUILTIN_TINY, tiny_config
 
     if model.path == BUILTIN_TINY:
@@ -69,9 +76,9 @@ def _given_config(model: Model, config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("model_type") in FAMILIES:
         has_vocabulary = "vocab_size" in config or model.tokenizer != "builtin:tiny"
         return config if has_vocabulary else {"vocab_size": _tiny_vocabulary(), **config}
-    from memtrain.cli.plan.make_plan import model_config
+    from memtrain.cli.plan.make_plan import own_config
 
-    return cast(Mapping[str, Any], model_config(model))
+    return cast(Mapping[str, Any], own_config(model))
 
 
 def _tiny_vocabulary() -> int:

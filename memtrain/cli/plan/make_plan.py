@@ -20,6 +20,7 @@ from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
+from memtrain.memory.model_shape.rope_scaling import scaled
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.memory.planner.resolve import resolve
@@ -142,7 +143,15 @@ def reward_shapes(
 
 
 def model_config(model: Model) -> Mapping[str, object]:
-    """The configuration of the model that is trained, as in its config.json.
+    """The configuration of the model that is trained: its config.json with the recipe's scaling of positions.
+
+    Raises: LaunchError when there is none; RecipeError for a scaling that the model cannot have.
+    """
+    return scaled(own_config(model), model.rope_scaling)
+
+
+def own_config(model: Model) -> Mapping[str, object]:
+    """The configuration of the model as in its config.json.
 
     Raises: LaunchError when there is none.
     """

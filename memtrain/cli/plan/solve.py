@@ -15,6 +15,7 @@ from memtrain.errors import DoesNotFit, RecipeError, printable
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.model_shape.config_names import canonical
+from memtrain.memory.model_shape.rope_scaling import suggested
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.resolve import (
     LENGTH_STEP,
@@ -92,10 +93,11 @@ def _beyond_training(question: Question, length: int) -> list[str]:
     trained = canonical(question.looked.config).get("max_position_embeddings")
     if not isinstance(trained, int) or length <= trained:
         return []
-    scaling = f"rope_scaling: {{rope_type: yarn, factor: {ceil(length / trained)}}}"
+    words = suggested(question.looked.config, length)
+    how = f"model.rope_scaling: {words}" if words else "a scaling in its config.json"
     return [
         f"The model was trained with rows of up to {trained:,} tokens (max_position_embeddings); longer "
-        f"rows need scaled positions: {scaling} in its config.json."
+        f"rows need scaled positions: {how}."
     ]
 
 

@@ -51,6 +51,19 @@ def _llama(
         "head_dim": 64 if width == 2048 else 128,
         "tie_word_embeddings": tied,
         "max_position_embeddings": positions,
+        "rope_theta": 500_000.0,
+        # Llama 3.1 and 3.3 start from 8,192 tokens by 8, the small ones of 3.2 by 32.
+        "rope_scaling": _llama3_scaling(32.0 if tied else 8.0) if positions > 8192 else None,
+    }
+
+
+def _llama3_scaling(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
     }
 
 

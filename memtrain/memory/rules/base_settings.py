@@ -24,7 +24,7 @@ from memtrain.memory.rules.ledger import (
 from memtrain.memory.rules.precision import precision_settings, refuse_precision
 from memtrain.memory.rules.reference_model import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.memory.rules.router_balance import decide_router_balance
-from memtrain.memory.rules.row_positions import decide_positions, one_row_a_time
+from memtrain.memory.rules.row_positions import decide_positions, decide_scaling, one_row_a_time
 from memtrain.memory.rules.streamed_layers import refuse_streaming
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
@@ -45,6 +45,8 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     refuse_context(ledger, processes, facts.config, facts.shape)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
     refuse_past_positions(ledger, facts.shape.num_positions, facts.profile.longest_piece)
+    if facts.shape.num_positions is None:
+        decide_scaling(ledger, facts.config, facts.profile.longest_piece)
     router_weight = decide_router_balance(ledger, facts)
     replicas = max(1, processes // recipe.cluster.sharing)
     rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=recipe.cluster.sharing)

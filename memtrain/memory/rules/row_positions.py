@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.model_shape.length_rules import LengthRule, reached
+from memtrain.memory.model_shape.rope_scaling import PATH, suggested
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.ledger import DecisionLog
 
@@ -27,6 +30,24 @@ def decide_positions(
     how = "rows are concatenated, each with its own" if padding_free else "rows are padded, one at a time"
     ledger.decide("positions", "by the length of each row", f"{rule.says}; {how}")
     return not padding_free
+
+
+def decide_scaling(ledger: DecisionLog, config: Mapping[str, Any], longest: int) -> None:
+    """Note the recipe's scaling of positions, or rows beyond the length that the model was made for."""
+    model, most = ledger.asked.recipe.model, canonical(config).get("max_position_embeddings")
+    if model.rope_scaling is not None:
+        of_adapter = "; the adapter does not carry it" if model.adapter is not None else ""
+        value = f"{model.rope_scaling.rope_type} x {model.rope_scaling.factor:g}"
+        ledger.decide("rope_scaling", value, f"rows of up to {most or 0:,} tokens{of_adapter}", PATH)
+    elif isinstance(most, int) and longest > most:
+        words = suggested(config, longest)
+        ledger.decide(
+            "rope_scaling",
+            "none",
+            f"the model was made for rows of {most:,} tokens, and the longest may have {longest:,}"
+            + (f"; {PATH}: {words} scales its positions" if words else ""),
+            PATH,
+        )
 
 
 def one_row_a_time(ledger: DecisionLog, micros: list[Micro]) -> list[Micro]:

@@ -35,6 +35,54 @@ class Adapter(Section):
     """Rank-stabilised scale, alpha / sqrt(r) (arXiv:2312.03732)."""
 
 
+class RopeScaling(Section):
+    """Rotary positions scaled for rows longer than the model was made for, in place of the model's own."""
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    """`yarn` (arXiv:2309.00071), `llama3` (of Llama 3.1), `linear` (arXiv:2306.15595), `dynamic` (NTK by the
+    length of each row)."""
+
+    factor: Annotated[float, Field(ge=1)]
+    """Times the length that the model was made for. A model that scales in the same way already: times what
+    that one starts from, so that Llama 3.1's own factor is 8."""
+
+    original_max_position_embeddings: PositiveInt | None = None
+    """Tokens that the scaling starts from. Not given: the model's own scaling of this kind, or its
+    `max_position_embeddings`."""
+
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    """`yarn`: scale of queries and keys. Not given: by the factor."""
+
+    beta_fast: Annotated[float, Field(gt=0)] | None = None
+    """`yarn`: turns over the original length above which a frequency stays as it is."""
+
+    beta_slow: Annotated[float, Field(gt=0)] | None = None
+    """`yarn`: turns over the original length below which a frequency is divided by the factor."""
+
+    low_freq_factor: Annotated[float, Field(gt=0)] | None = None
+    """`llama3`: turns below which a frequency is divided by the factor."""
+
+    high_freq_factor: Annotated[float, Field(gt=0)] | None = None
+    """`llama3`: turns above which a frequency stays as it is."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> RopeScaling:
+        for name, kind in OF_KIND.items():
+            if getattr(self, name) is not None and self.rope_type != kind:
+                raise ValueError(f"{name} is of rope_type: {kind}; remove it, or set rope_type: {kind}")
+        return self
+
+
+OF_KIND = {
+    "attention_factor": "yarn",
+    "beta_fast": "yarn",
+    "beta_slow": "yarn",
+    "low_freq_factor": "llama3",
+    "high_freq_factor": "llama3",
+}
+"""Keys of a scaling that one kind alone reads."""
+
+
 class Model(Section):
     """Model that is trained. Give `path` (weights that exist) or `config` (random weights)."""
 
@@ -68,6 +116,11 @@ class Model(Section):
         "transformers",
     ] = "auto"
     """Attention back end. `auto` takes the fastest that keeps rows apart; `memtrain doctor` lists them."""
+
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary positions, for rows beyond the model's `max_position_embeddings`. Changes the
+    numbers of the model at every length. A saved or merged model carries it; an adapter does not, and needs
+    its base model scaled alike."""
 
     liger: Literal["auto", "on", "off"] = "auto"
     """Liger kernels for RMSNorm, SwiGLU and RoPE. `auto`: when installed and on CUDA."""

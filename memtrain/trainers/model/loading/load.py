@@ -29,6 +29,7 @@ from memtrain.trainers.model.loading.locate import (
     read_config,
     read_config_file,
     unknown_type,
+    with_scaled_positions,
 )
 from memtrain.trainers.model.loading.quantize import quantization_config
 from memtrain.trainers.model.loading.sharded_init import is_keeping
@@ -70,10 +71,13 @@ def load_model(
     hub, or its embedding is smaller than the tokenizer.
     """
     if is_random(recipe):
-        model = _random_model(_config_of(recipe, vocab_size), settings, seed, head, drawn_on)
+        config = with_scaled_positions(_config_of(recipe, vocab_size), recipe)
+        model = _random_model(config, settings, seed, head, drawn_on)
     else:
         assert recipe.path is not None, "A recipe has model.path or model.config."
-        model = _pretrained(find_origin(recipe.path, recipe.revision), settings, head, is_new=is_new)
+        origin = find_origin(recipe.path, recipe.revision)
+        config = with_scaled_positions(read_config(origin), recipe)
+        model = _pretrained(origin, config, settings, head, is_new=is_new)
     _check_vocabulary(model, recipe, vocab_size)
     model.config.use_cache = False
     _set_attention(model, settings)
@@ -163,8 +167,9 @@ def _random_model(
     return model if is_keeping() else model.to(local_device(settings))
 
 
-def _pretrained(origin: Origin, settings: Settings, head: str, *, is_new: bool) -> PreTrainedModel:
-    config = read_config(origin)
+def _pretrained(
+    origin: Origin, config: PretrainedConfig, settings: Settings, head: str, *, is_new: bool
+) -> PreTrainedModel:
     check_config(config, origin.path, head)
     _scores_once(config, head)
     may_miss = SCORE_HEADS if head == "score" and is_new else ()

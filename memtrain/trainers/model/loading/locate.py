@@ -17,6 +17,8 @@ from memtrain.memory.model_shape.config_file import (
     read_json_object,
     without_code,
 )
+from memtrain.memory.model_shape.rope_scaling import scaled
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
 HUB_TIMEOUT_S = 10.0
@@ -125,6 +127,25 @@ def read_config(origin: Origin) -> PretrainedConfig:
         raise LaunchError(what, "model.path", NO_CODE_FIX) from None
     check_numbers(config.to_dict(), origin.path)
     return _without_code(config)
+
+
+def with_scaled_positions(config: PretrainedConfig, recipe: Model) -> PretrainedConfig:
+    """`config`, changed in place to the recipe's `rope_scaling`.
+
+    Raises: RecipeError for a model without one kind of rotary positions; LaunchError for a scaling that
+    transformers does not take.
+    """
+    if recipe.rope_scaling is None:
+        return config
+    found = scaled(config.to_dict(), recipe.rope_scaling)
+    holder: Any = config
+    holder.rope_parameters = found["rope_parameters"]
+    holder.max_position_embeddings = found["max_position_embeddings"]
+    try:
+        holder.validate_rope()
+    except Exception as error:  # transformers checks each kind of scaling by its own rules
+        raise LaunchError(f"model.rope_scaling: {words_of(error)}", "model.rope_scaling", "mend it") from None
+    return config
 
 
 def make_config(given: Mapping[str, Any]) -> PretrainedConfig:
