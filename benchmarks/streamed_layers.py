@@ -3,19 +3,27 @@
     python benchmarks/streamed_layers.py           # both questions: minutes; writes the results
     python benchmarks/streamed_layers.py --memory  # traces of a 25M model at 8,192 to 65,536 tokens
     python benchmarks/streamed_layers.py --time    # processor time against checkpointing, in pairs
+    python benchmarks/streamed_layers.py --host    # host memory of one row: read, tokenized and laid out
 
 Memory: live tensors of the own trace (tensors without data, as `memtrain plan --trace`), at the peak
 of the backward pass through the layers; what grows with the row by design is listed by owner, and the rest is
 one slice. Time: forward and backward of the same row, one thread, the two ways by turns, the least of each.
-Results: benchmarks/results/streamed_layers.json.
+Host: peak resident memory of a process each, at two lengths of the only row; the
+slope is what a token takes. Results: benchmarks/results/streamed_layers.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import resource
+import subprocess
+import sys
 import time
+import tracemalloc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,6 +36,9 @@ from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.batches.collate import Piece, lay_end_to_end
+from memtrain.trainers.data.store.prepare import prepare
+from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
@@ -148,21 +159,89 @@ def times(pairs: int) -> dict[str, Any]:
     }
 
 
+HOST_CHARS = (500_000, 3_000_000)
+"""Characters of the row; the tokenizer of builtin:tiny makes about a token of three."""
+
+
+def host_memory() -> dict[str, Any]:
+    """Bytes a token of one long row: peaks of its reading and tokenizing, and of laying it out."""
+    told = [
+        json.loads(
+            subprocess.run(
+                [sys.executable, __file__, "--host-of", str(chars)], capture_output=True, check=True
+            ).stdout
+        )
+        for chars in HOST_CHARS
+    ]
+    few, many = told
+    tokens = many["tokens"] - few["tokens"]
+    slopes = {
+        stage: round((many[stage] - few[stage]) / tokens, 1)
+        for stage in ("reading", "laying out", "micro-batch")
+    }
+    return {"rows": told, "bytes a token": slopes}
+
+
+def host_of(chars: int) -> dict[str, int]:
+    """Peaks above a process that has all imported, for a row of so many characters."""
+    words = ("answer", "question", "memory", "row", "slice", "of", "the", "token")
+    with TemporaryDirectory() as place:
+        folder, rng = Path(place), random.Random(0)
+        text = " ".join(rng.choice(words) for _ in range(chars // 6))
+        warm, long = folder / "warm.jsonl", folder / "long.jsonl"
+        warm.write_text(json.dumps({"text": "a short row"}) + "\n")
+        long.write_text(json.dumps({"text": text}) + "\n")
+        del text
+        store_of(warm, folder)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        store = store_of(long, folder)
+        read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        tracemalloc.start()
+        made = lay_end_to_end([Piece(store.row(0), store.learnt_mask(0))], pad_id=0)
+        _, laid = tracemalloc.get_traced_memory()
+        held = (made.input_ids, made.position_ids, made.scored_index, made.targets)
+        assert made.layout is not None, "Rows lie end to end."
+        held += (made.layout.predicting_rows, made.layout.predicted_rows)
+        return {
+            "tokens": made.num_tokens,
+            "reading": (read - before) * 1024,
+            "laying out": laid,
+            "micro-batch": sum(one.untyped_storage().nbytes() for one in held),
+        }
+
+
+def store_of(file: Path, folder: Path) -> TokenStore:
+    """The tokenized rows of a file."""
+    recipe = Recipe.model_validate(
+        {"method": "sft", "model": {"path": "builtin:tiny"}}
+        | {"data": {"train": str(file), "cache_dir": str(folder / "cache"), "processes": 1}}
+    )
+    return TokenStore.open(prepare(recipe).train.folder)
+
+
 def main() -> None:
     """Answer the questions that are asked, keep the other's answer, and print both."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="traces alone")
     parser.add_argument("--time", action="store_true", help="processor time alone")
+    parser.add_argument("--host", action="store_true", help="host memory alone")
+    parser.add_argument("--host-of", type=int, metavar="CHARS", help=argparse.SUPPRESS)
     parser.add_argument("--pairs", type=int, default=5, help="how often the two ways take turns")
     asked = parser.parse_args()
+    if asked.host_of:
+        print(json.dumps(host_of(asked.host_of)))
+        return
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    if asked.memory or not asked.time:
+    every = not (asked.memory or asked.time or asked.host)
+    if asked.memory or every:
         results["config"], results["slice_tokens"] = CONFIG, SLICE_TOKENS
         results["memory_MiB"] = {}
         for length in LENGTHS:
             results["memory_MiB"][str(length)] = layer_memory(length)
             write_result(RESULTS, results)
-    if asked.time or not asked.memory:
+    if asked.host or every:
+        results["host"] = host_memory()
+    if asked.time or every:
         results["time"] = times(asked.pairs)
     write_result(RESULTS, results)
     print(json.dumps(results, indent=1))

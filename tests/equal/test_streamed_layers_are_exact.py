@@ -3,11 +3,14 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
@@ -88,6 +91,52 @@ def test_loss_and_gradients_are_those_of_the_plain_run(
         assert error(streamed, gradients) < TOLERANCE[dtype]
     stream_layers(model, 0)
     assert step(model, ROWS[rows])[0] == loss
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_masked_attention_goes_in_slices(tiny_model: TinyModel, dtype: torch.dtype, rows: str):
+    model = tiny_model(num_hidden_layers=2).to(dtype)
+    set_attention(model, "masked")
+    loss, gradients = step(model, ROWS[rows])
+    stream_layers(model, 24)
+    found, streamed = step(model, ROWS[rows])
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert error(streamed, gradients) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_layers_of_experts_go_in_slices(kind: str):
+    """Routers choose for each token by itself; a router's gradient is summed over the slices as any other."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    experts = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **experts))
+    set_attention(model, "torch_cpu")
+    loss, gradients = step(model, ROWS["packed"])
+    assert any("gate.weight" in name for name in gradients), "the routers are trained"
+    stream_layers(model, 24)
+    found, streamed = step(model, ROWS["packed"])
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert error(streamed, gradients) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="needs bitsandbytes (pip install 'memtrain[quant]')"
+)
+def test_layers_of_4_bit_weights_go_in_slices(tmp_path: Path, tiny_llama: TinyModel):
+    """Weights are dequantized for each slice: the same numbers each time."""
+    tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path)
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four, dtype=torch.float32)
+    model = with_adapter(model)
+    set_attention(model.get_base_model(), "torch_cpu")
+    loss, gradients = step(model, ROWS["packed"])
+    stream_layers(model, 24)
+    found, streamed = step(model, ROWS["packed"])
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert error(streamed, gradients) < TOLERANCE[torch.float32]
 
 
 def test_a_row_of_one_slice_is_the_plain_run_to_the_bit(tiny_model: TinyModel):

@@ -235,6 +235,14 @@ STREAMED = {
     "streamed, dpo, a copy": streamed(LLAMA, {"reference": "copy"} | SHARED, method="dpo"),
     "streamed, grpo": streamed(QWEN, HALF | SHARED, method="grpo"),
     "streamed, step in backward": streamed(LLAMA, {"in_backward": True}, said=NO_CLIP),
+    "streamed, masked attention": streamed(LLAMA, {"attention": "masked"}),
+    "streamed, masked attention, bfloat16": streamed(QWEN, {"attention": "masked"} | HALF),
+    "streamed, FSDP2": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2"}),
+    "streamed, FSDP2, accumulating": streamed(QWEN, {"num_processes": 2, "engine": "fsdp2"} | HALF, 2),
+    "streamed, FSDP2, LoRA": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2", "adapter": LORA}),
+    "streamed, experts": streamed(
+        SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96}, HALF
+    ),
 }
 METHODS = {
     "dpo, adapter off": Case("dpo", LLAMA, {"adapter": LORA, "reference": "adapter_off"} | SHARED),

@@ -174,6 +174,14 @@ def attention_backward(load: Workload) -> int:
     return attention
 
 
+def whole_scores(load: Workload) -> tuple[int, int]:
+    """Bytes counted here for scores of all tokens with all: kept, and in the backward pass besides."""
+    if load.settings.attention != "masked":
+        return 0, 0
+    pairs, heads = load.N * load.N, load.shape.num_heads
+    return pairs * (heads * (4 + load.a) + 1), pairs * heads * (6 if load.is_half else 4)
+
+
 SCRATCH = "kernel scratch"
 """Owner of what a kernel takes for itself while it runs."""
 

@@ -15,6 +15,7 @@ from memtrain.memory.estimate.activations import (
     layer_forward,
     mlp_backward,
     norm_kept,
+    whole_scores,
 )
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 
@@ -54,9 +55,12 @@ def _slice_backward(part: Workload) -> tuple[int, int]:
     gradient of the queries is summed over blocks of keys in float32: 4*n*Q, beside what one block gives.
     """
     shape, n = part.shape, part.N
-    mlp = mlp_backward(part) - 3 * layer_boundary(part)
+    kept, made = whole_scores(part)
+    # Of one block of keys at a time: weights, their gradients and a product of the two; none is kept.
+    scores = (8 + part.a) * n * n * shape.num_heads if kept else 0
+    mlp = mlp_backward(part) - 3 * layer_boundary(part) - kept
     attention = attention_backward(part) + max(4, part.a) * n * shape.query_width
-    attention += layer_boundary(part) + 4 * n * shape.num_heads
+    attention += layer_boundary(part) + 4 * n * shape.num_heads + scores - kept - made
     kernel = flash_scratch(part) if attention > mlp else 0
     return max(mlp, attention) - kernel + dequantized(part), kernel
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.estimate.activations import layer_forward, positions_and_mask
+from memtrain.memory.estimate.activations import positions_and_mask
 from memtrain.memory.estimate.auxiliary_models import judging_bytes, with_beside
 from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
 from memtrain.memory.estimate.pricing import PlannerInputs, heaviest
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
+from memtrain.memory.estimate.streamed_layers import forward_of_layer
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.generation.cuda_graphs import decide_graphs
 from memtrain.memory.generation.gather_weights import decide_gathering, refuse_gathering, ways
@@ -132,7 +133,7 @@ def generation_bytes(
     keys = of_token * (prompts * prompt + rows * generate.max_tokens)
     read = max(prompt, min(READ_TOKENS, prompt * prompts))
     load = Workload(settings, shape, HeaviestBatch(1, read, 1, prompt))
-    reading = layer_forward(load) + positions_and_mask(load)
+    reading = forward_of_layer(load) + positions_and_mask(load)
     logits = rows * shape.vocab_size * DTYPE_BYTES[settings.dtype]
     choosing = logits + CHOICE_COPIES * min(CHOICE_TILE, 4 * rows * shape.vocab_size)
     drawn = 20 * rows * generate.max_tokens

@@ -37,7 +37,7 @@ def scaled(config: Mapping[str, Any], scaling: RopeScaling | None) -> dict[str, 
     given = scaling.model_dump(exclude_none=True)
     is_same = own.get("rope_type") == scaling.rope_type
     kept = own if is_same else {name: own[name] for name in OF_EVERY_KIND if name in own}
-    section = {"original_max_position_embeddings": most} | kept | given
+    section: dict[str, Any] = {"original_max_position_embeddings": most} | kept | given
     before = float(own.get("factor") or 1.0) if is_same else 1.0
     longest = max(most, ceil(most * scaling.factor / before))
     if scaling.rope_type == "dynamic":

@@ -8,8 +8,8 @@ from typing import Literal
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
-from memtrain.memory.rules.context_parallel import SLICED
 from memtrain.memory.rules.ledger import DecisionLog
+from memtrain.memory.rules.streamed_layers import STREAMED
 
 RecoveryStep = Literal["split", "slices", "checkpointing", "offloading", "loss_tile"]
 
@@ -67,7 +67,8 @@ def decide_recovery(
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     impossible = {"split"} if recipe.ranks_the_batch else set[str]()
-    impossible |= {"slices"} if settings.attention not in SLICED else set()
+    can_slice = settings.attention in STREAMED and settings.quantize != "8bit"
+    impossible |= set() if can_slice else {"slices"}
     steps = tuple(step for step in allowed if step not in impossible)
     tried = ", then ".join(words for step, words in RETRIES.items() if step in steps)
     words = f"on OOM: retry with {tried}" if tried else "on OOM: the run ends, as no other step is allowed"

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from memtrain.memory.rules.attention import AttentionChoice, model_facts
+from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice, model_facts
 from memtrain.memory.rules.context_parallel import NOT_SLICED, SLICED
 from memtrain.memory.rules.ledger import DecisionLog
 
 PATH = "memory.streamed_layers"
+
+STREAMED = (*SLICED, AttentionBackend.MASKED)
+"""Back ends that attend from a slice to the keys before it."""
+
+OF_ALL_TOKENS = (
+    "8-bit weights are multiplied with numbers that are rounded by all tokens of a call together: which "
+    "columns stay in half precision depends on the slice"
+)
+"""Source: bitsandbytes 0.50.2, MatMul8bitLt: columns in which any token is above the threshold."""
+
+ENGINES = ("ddp", "fsdp2")
+"""Engines that were tried with slices: whole weights, or layers gathered once for all their slices."""
 
 
 def mixing_layers(config: Mapping[str, object]) -> str | None:
@@ -25,13 +37,13 @@ def refuse_streaming(
     recipe = ledger.asked.recipe
     if recipe.memory.streamed_layers != "on" and "streamed_layers" not in recipe.memory.use:
         return
-    if choice.backend not in SLICED:
-        others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in SLICED)
+    if choice.backend not in STREAMED:
+        others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in STREAMED)
         ledger.refuse(
             f"streamed layers under {choice.backend} attention: {NOT_SLICED}"
             f"{f' ({others})' if others else ''}",
             PATH,
-            f"set length.padding_free: true with {', '.join(SLICED)} attention, or set {PATH}: off",
+            f"set length.padding_free: true with {', '.join(STREAMED)} attention, or set {PATH}: off",
         )
     mixed = mixing_layers(config)
     if mixed is not None:
@@ -43,10 +55,11 @@ def refuse_streaming(
             PATH,
             "set it to off, or cluster.context_parallel: 1",
         )
-    if processes > 1 and recipe.cluster.engine not in ("auto", "ddp"):
+    if recipe.model.quantize == "8bit":
+        ledger.refuse(f"streamed layers: {OF_ALL_TOKENS}", PATH, "set it to off, or model.quantize: 4bit")
+    if processes > 1 and recipe.cluster.engine not in ("auto", *ENGINES):
         ledger.refuse(
-            f"streamed layers with {recipe.cluster.engine}: slices of layers whose weights are gathered "
-            "are untested",
+            f"streamed layers with {recipe.cluster.engine}: slices are untested with DeepSpeed's hooks",
             PATH,
-            "set it to off, or cluster.engine: ddp",
+            "set it to off, or cluster.engine: ddp or fsdp2",
         )

@@ -141,6 +141,24 @@ def test_wishes_that_contradict_each_other_are_refused_with_the_way_out(
     assert fault.fix
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            {"model__quantize": "8bit", "model__adapter": {"r": 8}},
+            "rounded by all tokens of a call together",
+        ),
+        ({"cluster__engine": "zero2", "cluster__processes": 2}, "slices are untested with DeepSpeed's hooks"),
+        ({"cluster__context_parallel": 2, "cluster__processes": 2}, "two pieces of each row"),
+    ],
+)
+def test_slices_are_refused_with_the_reason(ask, facts_of, profile_of, said: dict[str, Any], words: str):
+    two = facts_of(Hardware.named("h100", 2), profile_of(*[512] * 64))
+    with pytest.raises(RecipeError) as caught:
+        ask(two, **(BASE | said | {"memory__use": "streamed_layers"}))
+    assert any(words in fault.what and fault.fix for fault in caught.value.faults)
+
+
 def test_an_unknown_strategy_is_refused_with_the_nearest(tmp_path: Any):
     file = tmp_path / "r.yaml"
     file.write_text("method: sft\nmodel: {path: m}\ndata: {train: d.jsonl}\nmemory: {use: chunked_los}\n")
@@ -166,10 +184,11 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("full_offloading", {"offload": "all", "checkpoint_every": 1}),
     ("full_offloading", {"offload": "all", "checkpoint_every": 2}),
     ("full_offloading", {"offload": "all", "slice_tokens": 64}),
-    ("streamed_layers", {"slice_tokens": 64, "attention": "masked"}),
+    ("streamed_layers", {"slice_tokens": 64, "attention": "flex"}),
     ("streamed_layers", {"slice_tokens": 64, "context_parallel": 2}),
-    ("streamed_layers", {"slice_tokens": 64, "router_aux_loss_coef": 0.1}),
-    ("streamed_layers", SHARDED | {"slice_tokens": 64}),
+    ("streamed_layers", {"slice_tokens": 64, "quantize": "8bit"}),
+    ("streamed_layers", {"slice_tokens": 64, "router_aux_loss_coef": 0.01}),
+    ("streamed_layers", {"slice_tokens": 64, "engine": "zero2", "num_processes": 2}),
     ("packing", {"packing": "bfd", "padding_free": False}),
     ("shared_prompts", {"shared_prompts": True, "padding_free": False}),
     ("qlora", {"quantize": "4bit"}),

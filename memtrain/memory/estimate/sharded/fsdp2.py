@@ -20,7 +20,6 @@ from memtrain.memory.estimate.activations import (
     head_bytes,
     layer_backward,
     layer_boundary,
-    layer_forward,
     layer_kept,
     norm_backward,
     norm_kept,
@@ -28,6 +27,11 @@ from memtrain.memory.estimate.activations import (
 )
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
 from memtrain.memory.estimate.static import gradient_bytes, trains_head
+from memtrain.memory.estimate.streamed_layers import (
+    final_norm_backward,
+    forward_of_layer,
+    streamed_backward,
+)
 from memtrain.memory.estimate.workload import Workload
 
 Moment = dict[str, int]
@@ -60,7 +64,9 @@ def fsdp_moments(
     cut = groups(load.settings, load.shape)
     own = gradient_bytes(load.settings, load.shape, accumulates=holds)
     rest = dict(resting) | {"gradients": own if holds else 0}
-    largest = load.a * load.shape.largest_linear if load.trains_all else 0
+    # Gradients of a streamed layer's weights are in its sums until its last slice is through.
+    is_added = load.trains_all and not load.settings.slice_tokens
+    largest = load.a * load.shape.largest_linear if is_added else 0
     boundary = layer_boundary(load)
     moments = [*_forward(load, cut, rest, kept), *_loss(load, cut, rest, kept, asked)]
     for turn in _turns(load, cut, own, kept):
@@ -81,7 +87,7 @@ def pass_moments(load: Workload, resting: Mapping[str, int]) -> list[Moment]:
     """The moments of a pass without gradients: when groups are gathered, in a layer, and in the head."""
     cut, base = groups(load.settings, load.shape), dict(resting)
     scores = head_bytes(load, trains_head=trains_head(load.settings)).evaluation
-    layer = {"activations": layer_forward(load) + positions_and_mask(load)}
+    layer = {"activations": forward_of_layer(load) + positions_and_mask(load)}
     return [
         *_forward(load, cut, base, (0, 0, 0)),
         base | layer | {"gathered weights": cut.root.weights + GATHERED * cut.layer.weights},
@@ -124,11 +130,16 @@ def _loss(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, int],
         | {"reduce buffers": cut.head.sent},
         loss
         | {"gathered weights": cut.root.weights + cut.layer.weights, "reduce buffers": cut.head.sent}
-        | {"gradients": leaving, "logits": norm_backward(load)},
+        | {"gradients": leaving, "logits": _norm_backward(load)},
         loss
         | {"gradients": leaving, "logits": 2 * boundary, "reduce buffers": cut.head.sent}
         | {"gathered weights": cut.root.weights + GATHERED * cut.layer.weights},
     ]
+
+
+def _norm_backward(load: Workload) -> int:
+    """Of the norm after the layers."""
+    return final_norm_backward(load) if load.settings.slice_tokens else norm_backward(load)
 
 
 def _hidden_gradients(load: Workload, head: HeadBytes) -> int:
@@ -149,13 +160,16 @@ def _turns(load: Workload, cut: Groups, own: int, kept: tuple[int, int, int]) ->
     after_head = _part(load, cut.head.gradients)
     after_all = own - _part(load, cut.layer.gradients + cut.embedding.gradients + cut.root.gradients)
     after_last = min(after_all, after_head + _part(load, cut.layer.gradients))
-    is_plain = not every or (num_layers - 2) % every != 0
+    is_streamed = load.settings.slice_tokens > 0
+    is_plain = not is_streamed and (not every or (num_layers - 2) % every != 0)
     below = everything - (of_last or layer_boundary(load)) - (layer_kept(load) if is_plain else 0)
-    # A layer's input that waits on the host is fetched while the one above is at work.
-    fetched = layer_boundary(load) if load.settings.offload == "boundaries" else 0
-    backward = layer_backward(load)
+    # A layer's input that waits on the host is fetched while the one above is at work; a streamed one's is
+    # fetched when its turn comes.
+    is_ahead = load.settings.offload == "boundaries" and not is_streamed
+    fetched = layer_boundary(load) if is_ahead else 0
+    backward = sum(streamed_backward(load).values()) if is_streamed else layer_backward(load)
     # A frozen embedding needs no gradient, so the first norm of all keeps nothing.
-    unneeded = 0 if load.trains_all else norm_kept(load, load.shape.width, num_scales=1)
+    unneeded = 0 if load.trains_all or is_streamed else norm_kept(load, load.shape.width, num_scales=1)
     turns = [Turn(everything - of_last + fetched, after_head, cut.head.sent, cut.layer.weights, backward)]
     if num_layers > 2:
         below = max(first, below + fetched)

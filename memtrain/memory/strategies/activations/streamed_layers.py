@@ -5,8 +5,8 @@ a layer holds while it is recomputed, but for one slice of it and a few tensors 
 of input and output, keys and values with their gradients. Costs: as much as checkpointing, and queries, keys
 and values of a layer once more; the shorter the slices the more kernels. Exact: attention takes the keys
 before a slice whole, gradients of keys are summed in float32; dropout draws its numbers by slice. Refused:
-with attention that returns no log-sum-exp, for models whose layers mix tokens outside attention, with weights
-in shards, and with context parallelism.
+with attention that returns no log-sum-exp, for models whose layers mix tokens outside attention, with 8-bit
+weights, under DeepSpeed, and with context parallelism.
 
 Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/streamed_layers.py,
 `streamed_backward`.
@@ -15,8 +15,8 @@ Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/s
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.context_parallel import NOT_SLICED, SLICED
-from memtrain.memory.rules.streamed_layers import mixing_layers
+from memtrain.memory.rules.context_parallel import NOT_SLICED
+from memtrain.memory.rules.streamed_layers import ENGINES, OF_ALL_TOKENS, STREAMED, mixing_layers
 from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
@@ -68,22 +68,23 @@ STRATEGY = Strategy(
     refusal=refusal,
     conflicts=(
         Conflict(
-            "attention that is flex, torch_efficient, masked or transformers",
+            "attention that is flex, torch_efficient or transformers",
             NOT_SLICED,
-            when=lambda settings: settings.attention not in SLICED,
+            when=lambda settings: settings.attention not in STREAMED,
         ),
         Conflict(
             "context_parallel", "a process holds two pieces of each row, and slices of these are untested"
         ),
+        Conflict("8-bit weights", OF_ALL_TOKENS, when=lambda settings: settings.quantize == "8bit"),
         Conflict(
             "a load-balance loss of routers",
             "a router that sees slices of a row would count each for itself",
             when=lambda settings: settings.router_aux_loss_coef > 0,
         ),
         Conflict(
-            "weights, gradients or moments in shards",
-            "slices of layers whose weights are gathered are untested",
-            when=lambda settings: settings.num_processes > 1 and settings.engine != "ddp",
+            "zero1, zero2 and zero3",
+            "slices are untested with DeepSpeed's hooks",
+            when=lambda settings: settings.num_processes > 1 and settings.engine not in ENGINES,
         ),
     ),
 )

@@ -30,6 +30,72 @@ def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout
     return torch.einsum("kgij,jkd->ikgd", weight_KGIJ, value_TKD).flatten(1, 2)
 
 
+class MaskedScores:
+    """Segment by segment, every score of a segment at once: in any dtype, on any device."""
+
+    @staticmethod
+    def forward(
+        query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, part: Part, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `two_part.Kernel`."""
+        T, H, _ = query_THD.shape
+        wide = torch.promote_types(query_THD.dtype, torch.float32)
+        out_THD = query_THD.new_empty(T, H, value_TKD.shape[-1])
+        lse_HT = query_THD.new_empty(H, T, dtype=wide)
+        for q0, q1, k0, k1 in part.spans():
+            score_KGIJ = _scores(query_THD[q0:q1], key_TKD[k0:k1], scale, is_causal=part.is_causal)
+            lse_KGI = score_KGIJ.logsumexp(-1)
+            weight_KGIJ = score_KGIJ.sub_(lse_KGI[..., None]).exp_().to(value_TKD.dtype)
+            out_THD[q0:q1] = torch.einsum("kgij,jkd->ikgd", weight_KGIJ, value_TKD[k0:k1]).flatten(1, 2)
+            lse_HT[:, q0:q1] = lse_KGI.flatten(0, 1)
+        return out_THD, lse_HT
+
+    @staticmethod
+    def backward(
+        grad_THD: Tensor,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        part: Part,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `two_part.Kernel`.
+
+        Source: Dao et al. 2022, arXiv:2205.14135, appendix B.2: dS = P * (dP - rowsum(dO * O)).
+        """
+        K = key_TKD.shape[1]
+        wide, narrow = lse_HT.dtype, query_THD.dtype
+        dq_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        dk_TKD = torch.empty_like(key_TKD, memory_format=torch.contiguous_format)
+        dv_TKD = torch.empty_like(value_TKD, memory_format=torch.contiguous_format)
+        sum_HT = (grad_THD.to(wide) * out_THD.to(wide)).sum(-1).t()
+        for q0, q1, k0, k1 in part.spans():
+            query_IKGD, grad_IKGD = (one[q0:q1].unflatten(1, (K, -1)) for one in (query_THD, grad_THD))
+            lse_KGI, sum_KGI = (one[:, q0:q1].unflatten(0, (K, -1)) for one in (lse_HT, sum_HT))
+            key_JKD, value_JKD = key_TKD[k0:k1], value_TKD[k0:k1]
+            weight_KGIJ = _scores(query_THD[q0:q1], key_JKD, scale, is_causal=part.is_causal)
+            weight_KGIJ = weight_KGIJ.sub_(lse_KGI[..., None]).exp_()
+            dv_TKD[k0:k1] = torch.einsum("kgij,ikgd->jkd", weight_KGIJ.to(narrow), grad_IKGD)
+            ds_KGIJ = torch.einsum("ikgd,jkd->kgij", grad_IKGD, value_JKD).to(wide)
+            ds_KGIJ = ds_KGIJ.sub_(sum_KGI[..., None]).mul_(weight_KGIJ).mul_(scale).to(narrow)
+            dq_THD[q0:q1] = torch.einsum("kgij,jkd->ikgd", ds_KGIJ, key_JKD).flatten(1, 2)
+            dk_TKD[k0:k1] = torch.einsum("kgij,ikgd->jkd", ds_KGIJ, query_IKGD)
+        return dq_THD, dk_TKD, dv_TKD
+
+
+def _scores(query_IHD: Tensor, key_JKD: Tensor, scale: float, *, is_causal: bool) -> Tensor:
+    """[K, G, I, J] scaled scores of one segment, in float32 at least; -inf where no query may look."""
+    query_IKGD = query_IHD.unflatten(1, (key_JKD.shape[1], -1))
+    score_KGIJ = torch.einsum("ikgd,jkd->kgij", query_IKGD, key_JKD).mul(scale)
+    score_KGIJ = score_KGIJ.to(torch.promote_types(score_KGIJ.dtype, torch.float32))
+    if is_causal:
+        later_IJ = torch.ones(score_KGIJ.shape[-2:], dtype=torch.bool, device=query_IHD.device).triu(1)
+        score_KGIJ = score_KGIJ.masked_fill(later_IJ, float("-inf"))
+    return score_KGIJ
+
+
 def mask_of(layout: Layout) -> Tensor:
     """bool [I, J]: True where query i attends to key j. On the layout's device."""
     mask_IJ = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.bool, device=layout.device)

@@ -28,8 +28,11 @@ KERNELS = {
     AttentionBackend.TORCH_CPU: "SegmentLoop",
     AttentionBackend.TORCH_VARLEN: "TorchFlash",
     AttentionBackend.FLASH: "PackageFlash",
+    AttentionBackend.MASKED: "MaskedScores",
 }
-"""The kernel of each back end that tells its log-sum-exp."""
+"""The kernel of each back end that gives the log-sum-exp of its scores."""
+HOLDS_SCORES = (AttentionBackend.MASKED,)
+"""Back ends that hold all scores of a call: they take few keys at a time."""
 
 
 def attend_sliced(

@@ -144,7 +144,11 @@ def with_scaled_positions(config: PretrainedConfig, recipe: Model) -> Pretrained
     try:
         holder.validate_rope()
     except Exception as error:  # transformers checks each kind of scaling by its own rules
-        raise LaunchError(f"model.rope_scaling: {words_of(error)}", "model.rope_scaling", "mend it") from None
+        raise LaunchError(
+            f"model.rope_scaling: {words_of(error)}",
+            "model.rope_scaling",
+            "compare its keys with docs/recipe.md",
+        ) from None
     return config
 
 

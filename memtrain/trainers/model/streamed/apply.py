@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.streamed.layer_pass import FIX, run_streamed
+from memtrain.trainers.model.streamed.row_pass import row_of
 from memtrain.trainers.model.streamed.row_slices import slices_of
 from memtrain.trainers.model.streamed.tokenwise import TokenwiseForward
 
@@ -28,7 +28,8 @@ Hooks = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(eq=False)
 class StreamedForward:
-    """A layer's forward pass, in place of its class's; without a layout of rows as usual, as in a sampler."""
+    """A layer's forward pass, in place of its class's; without a layout of rows as usual, as where a sampler
+    writes tokens."""
 
     layer: nn.Module
     slice_tokens: int
@@ -45,8 +46,9 @@ class StreamedForward:
 
     def __call__(self, x_BTW: Tensor, *others: Any, **arguments: Any) -> Any:
         """The layer's output."""
-        layout = arguments.get("layout")
-        if not isinstance(layout, Layout) or not self.slice_tokens:
+        rows = (row_of(argument) for argument in arguments.values())
+        layout = next((row for row in rows if row is not None), None)
+        if layout is None or not self.slice_tokens:
             return self.plain(x_BTW, *others, **arguments)
         if others:
             what = f"{type(self.layer).__name__} gets positional arguments, which cannot be cut into slices"

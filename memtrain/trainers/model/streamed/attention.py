@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.model.attention.sliced import KERNELS
+from memtrain.trainers.model.attention.sliced import HOLDS_SCORES, KERNELS
 from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
-from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
-from memtrain.trainers.model.streamed.row_slices import RowSlice
+from memtrain.trainers.model.context_parallel.row_slices import Reach
+from memtrain.trainers.model.streamed.layer_keys import KeysKnown, SliceLayout
 
 
 def attend_streamed(
@@ -40,12 +40,13 @@ def attend_streamed(
     module = import_module(f"memtrain.trainers.model.attention.{backend}")
     kernel: type[Kernel] = getattr(module, KERNELS[backend])
     part, keys = layout.part, layout.keys
+    reaches = part.key_blocks if backend in HOLDS_SCORES else part.reaches
     if not torch.is_grad_enabled():
         keys.put(slice(part.begin, part.end), key_SKD, value_SKD)
         if keys.stops:
             raise KeysKnown
-        return _attended(query_SHD, key_SKD, value_SKD, part, keys, scale, kernel)[0]
-    out_SHD: Tensor = SliceAttention.apply(query_SHD, key_SKD, value_SKD, layout, scale, kernel)
+        return _attended(query_SHD, key_SKD, value_SKD, layout, reaches, scale, kernel)[0]
+    out_SHD: Tensor = SliceAttention.apply(query_SHD, key_SKD, value_SKD, layout, reaches, scale, kernel)
     return out_SHD
 
 
@@ -53,15 +54,15 @@ def _attended(
     query_SHD: Tensor,
     key_SKD: Tensor,
     value_SKD: Tensor,
-    part: RowSlice,
-    keys: LayerKeys,
+    layout: SliceLayout,
+    reaches: tuple[Reach, ...],
     scale: float,
     kernel: type[Kernel],
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the slice's queries."""
-    out_SHD, lse_HS = kernel.forward(query_SHD, key_SKD, value_SKD, part.within, scale)
-    for queries, rows, reach in part.reaches:
-        there = kernel.forward(query_SHD[queries], *keys.held(rows), reach, scale)
+    """Output and log-sum-exp of the slice's queries; `reaches`: what they attend to before the slice."""
+    out_SHD, lse_HS = kernel.forward(query_SHD, key_SKD, value_SKD, layout.part.within, scale)
+    for queries, rows, reach in reaches:
+        there = kernel.forward(query_SHD[queries], *layout.keys.held(rows), reach, scale)
         merge_rows(out_SHD, lse_HS, *there, queries)
     return out_SHD, lse_HS
 
@@ -76,6 +77,7 @@ class SliceAttention(torch.autograd.Function):
         key_SKD: Tensor,
         value_SKD: Tensor,
         layout: SliceLayout,
+        reaches: tuple[Reach, ...],
         scale: float,
         kernel: type[Kernel],
     ) -> Tensor:
@@ -85,7 +87,7 @@ class SliceAttention(torch.autograd.Function):
         # The last slice of a row is met here first: nobody made its keys before.
         keys.put(own, key_SKD, value_SKD)
         own_key_SKD, own_value_SKD = keys.held(own)
-        out_SHD, lse_HS = _attended(query_SHD, own_key_SKD, own_value_SKD, part, keys, scale, kernel)
+        out_SHD, lse_HS = _attended(query_SHD, own_key_SKD, own_value_SKD, layout, reaches, scale, kernel)
         ctx.save_for_backward(query_SHD, out_SHD, lse_HS)
         ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
         return out_SHD
@@ -126,4 +128,4 @@ class SliceAttention(torch.autograd.Function):
                 keys.add_gradients(rows, dk_there, dv_there)
             del dq_there, dk_there, dv_there
         own_grads = keys.gradients(own, dtype) if needs_keys else (None, None)
-        return sum_SHD.to(dtype), *own_grads, None, None, None
+        return sum_SHD.to(dtype), *own_grads, None, None, None, None

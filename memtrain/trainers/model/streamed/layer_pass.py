@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
+from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
 from memtrain.trainers.model.streamed.random_state import drops, random_states, restored
+from memtrain.trainers.model.streamed.row_pass import RowPass
 from memtrain.trainers.model.streamed.row_slices import RowSlice
 from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_weights
 
@@ -133,7 +135,8 @@ class StreamedLayer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of each weight."""
         one_pass: LayerPass = ctx.one_pass
-        (x_BTW,) = ctx.saved_tensors
+        # Without its history: FSDP2's hooks make the input a view, which autograd lets nobody change.
+        x_BTW = ctx.saved_tensors[0].detach()
         dx_BTW, weight_grads = one_pass.backward(x_BTW, grads[0], needs_dx=ctx.needs_input_grad[1])
         return None, dx_BTW, *weight_grads
 
@@ -158,14 +161,18 @@ def sliced(arguments: Mapping[str, Any], part: RowSlice, keys: LayerKeys) -> dic
 
     Raises: LaunchError for a tensor of which it is not known where the tokens are.
     """
-    return {name: _sliced(name, value, part) for name, value in arguments.items() if name != "layout"} | {
-        "layout": SliceLayout(part, keys)
-    }
+    own = SliceLayout(part, keys)
+    return {name: _sliced(name, value, own) for name, value in arguments.items()}
 
 
-def _sliced(name: str, value: Any, part: RowSlice) -> Any:
+def _sliced(name: str, value: Any, own: SliceLayout) -> Any:
+    part = own.part
+    if isinstance(value, Layout):
+        return own
+    if isinstance(value, RowPass) and value.row is not None:
+        return value.of_slice(own)
     if isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in cast(Sequence[Any], value)):
-        return tuple(_sliced(name, one, part) for one in cast(Sequence[Any], value))
+        return tuple(_sliced(name, one, own) for one in cast(Sequence[Any], value))
     if not isinstance(value, Tensor):
         return value
     if name not in TOKENS_AT:

@@ -67,7 +67,8 @@ class TokenwisePass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of each weight."""
         run: TokenwiseForward = ctx.run
-        (x_BTW,) = ctx.saved_tensors
+        # Without its history: see StreamedLayer.
+        x_BTW = ctx.saved_tensors[0].detach()
         (dy_BTW,) = grads
         # In the place of the input, which nothing needs any more.
         dx_BTW = x_BTW if ctx.needs_input_grad[1] else None

@@ -8,7 +8,7 @@ Both are one flattened row to the model, whose attention asks the `Pass` that tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from memtrain.trainers.model.attention import NAMES
 from memtrain.trainers.model.attention.functions import UNSUPPORTED
 from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
+from memtrain.trainers.model.streamed.layer_keys import SliceLayout
 from memtrain.trainers.online.generation.kv_cache import KVCache, Standing, attend
 
 NAME = "memtrain_rollout"
@@ -32,10 +33,21 @@ class Pass:
 
     keys: KVCache
     backend: AttentionBackend
-    layout: Layout | None = None
+    layout: Layout | SliceLayout | None = None
     first_group: int = 0
     """Slot of the first prompt."""
+    bounds: tuple[int, ...] = ()
+    """Of the prompts in their row."""
     at: Standing | None = None
+
+    @property
+    def row(self) -> Layout | None:
+        """The layout of the prompts, where streamed layers may cut it."""
+        return self.layout if isinstance(self.layout, Layout) else None
+
+    def of_slice(self, layout: SliceLayout) -> Pass:
+        """The same for one slice of the prompts."""
+        return replace(self, layout=layout)
 
 
 def register() -> None:
@@ -63,7 +75,7 @@ def read_prompts(
         position_ids=layout.position_ids,
         use_cache=False,
         logits_to_keep=last,
-        rollout=Pass(keys, backend, layout=layout, first_group=first_group),
+        rollout=Pass(keys, backend, layout, first_group, layout.within.query_bounds),
     ).logits[0]
 
 
@@ -99,11 +111,14 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
     assert rollout is not None, "The model must pass `rollout` on to its attention."
-    turn = rollout.keys.next_turn()
-    _note_window(rollout.keys, others.get("sliding_window"))
+    begin = rollout.layout.part.begin if isinstance(rollout.layout, SliceLayout) else 0
+    # Slices of a streamed layer are one turn.
+    turn = rollout.keys.turn - 1 if begin else rollout.keys.next_turn()
+    if not begin:
+        _note_window(rollout.keys, others.get("sliding_window"))
     if rollout.layout is not None:
-        bounds = list(rollout.layout.within.query_bounds)
-        rollout.keys.put_prompts(turn, key[0], value[0], bounds, rollout.first_group)
+        bounds = list(rollout.bounds)
+        rollout.keys.put_prompts(turn, key[0], value[0], bounds, rollout.first_group, begin)
         read = _function_of(rollout.backend)
         return read(
             module,

@@ -158,15 +158,21 @@ class KVCache:
         return sum(tensor.numel() * tensor.element_size() for pair in pairs for tensor in pair)
 
     def put_prompts(
-        self, turn: int, key_KTD: Tensor, value_KTD: Tensor, bounds: list[int], first: int
+        self, turn: int, key_KSD: Tensor, value_KSD: Tensor, bounds: list[int], first: int, begin: int = 0
     ) -> None:
-        """Keep the keys of prompts that lie end to end, in group slots from `first` on."""
+        """Keep the keys of prompts that lie end to end, in group slots from `first` on.
+
+        S: tokens of the row from `begin` on, all of them or a slice; `bounds`: of the prompts in the row.
+        """
         if turn not in self.prompts:
-            self._make(turn, key_KTD, value_KTD)
+            self._make(turn, key_KSD, value_KSD)
         kept_key, kept_value = self.prompts[turn]
         for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            kept_key[first + index, :, : end - start] = key_KTD[:, start:end]
-            kept_value[first + index, :, : end - start] = value_KTD[:, start:end]
+            low, high = max(start, begin), min(end, begin + key_KSD.shape[1])
+            if low < high:
+                there, here = slice(low - start, high - start), slice(low - begin, high - begin)
+                kept_key[first + index, :, there] = key_KSD[:, here]
+                kept_value[first + index, :, there] = value_KSD[:, here]
 
     def write(self, turn: int, key_RKD: Tensor, value_RKD: Tensor, at: Standing) -> Pair:
         """Append a token's keys to every row; views [R, K, t, D] of all keys, the new ones too."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.trainers.model.streamed.apply import stream_layers
 from memtrain.trainers.online.generation import forward
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sample, Sampling
@@ -55,6 +56,30 @@ def test_greedy_tokens_are_those_of_generate(tiny_model, stops, max_rows):
         expected = greedy(model, group.prompt_ids, sampling)
         assert [list(sample.token_ids) for sample in samples] == [expected] * 3
         assert {sample.finish for sample in samples} == {"stop" if expected[-1] in stops else "length"}
+
+
+def test_prompts_are_read_in_slices(tiny_model):
+    """Of 14 prompt tokens no layer sees more than 5 at once; slices end inside two of the prompts."""
+    model = sharp(tiny_model())
+    sampling = Sampling(max_tokens=12, temperature=0.7, stop_ids=STOPS)
+    expected = native(model).generate(groups(), sampling)
+    stream_layers(model, 5)
+    seen = []
+    handles = [
+        layer.mlp.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
+        for layer in model.model.layers
+    ]
+    found = native(model, max_rows=64).generate(groups(), sampling)
+    for handle in handles:
+        handle.remove()
+    assert sum(map(len, PROMPTS)) == 14
+    # Three slices of each layer; whatever follows is a token a row.
+    num_layers = len(model.model.layers)
+    assert seen[: 3 * num_layers] == [5, 5, 4] * num_layers
+    for some, others in zip(found, expected, strict=True):
+        for one, other in zip(some, others, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.logprobs == pytest.approx(other.logprobs, rel=1e-4, abs=1e-5)
 
 
 def test_repetition_penalty_is_that_of_generate(tiny_llama):

@@ -1,0 +1,20 @@
+"""Streamed layers on several ranks: the losses and the model of one process without slices."""
+
+import pytest
+from shared_out import assert_same_curve, assert_same_model
+
+PACKED = ("length.max_length=256", "length.packing=bfd", "train.batch_size=4", "train.micro_batch_size=1")
+STREAMED = ("memory.streamed_layers=on", "memory.slice_tokens=48")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_ranks_with_slices_have_the_losses_of_one_process_without(shared_runs, curve_of, engine: str):
+    one = shared_runs.folder / "one"
+    if not one.exists():
+        one = shared_runs.done("one", *PACKED)
+    name = f"two-{engine}"
+    ranks = shared_runs.fork_ranks(name, 2, *PACKED, *STREAMED, f"cluster.engine={engine}")
+    assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)
+    two = shared_runs.folder / name
+    assert_same_curve(curve_of(two), curve_of(one))
+    assert_same_model(two, one, exactly=False)
