@@ -142,19 +142,20 @@ empty, the work is taken to be the same.
 
 ## The misses
 
-- **Plain logits are predicted too high** (1.1 to 1.3). From 4 to 8 rows of 4,096 tokens Mistral-7B
+- **Plain logits are predicted too high** (1.0 to 1.3). From 4 to 8 rows of 4,096 tokens Mistral-7B
   in 4 bits grew by 718 KiB a token; the prediction grows by 913. Of that, 256 KiB are the inputs of
   32 layers. The rest is 15 bytes a logit there and 21 here: memtrain's own full loss holds more
   copies at its highest than transformers' does.
-- **Fused cross-entropy** (the rows of fused kernels with plain logits, 1.2 to 2.0) works in place
+- **Fused cross-entropy** (the rows of fused kernels with plain logits, 1.0 to 2.0) works in place
   on the logits; memtrain has no such kernel but the chunked loss, which needs less still.
 - **Experts in 4 bits** (2.0 to 3.2): those runs quantized Mixtral's experts as single linear maps;
   today's transformers holds them as 3-D parameters, which stay in bfloat16 and are planned so.
-- **foreach AdamW** (0.82 to 0.88): full runs of fms-acceleration stand at five times the weights
+- **foreach AdamW** (from 0.84 for few rows): full runs of fms-acceleration stand at five times the weights
   whatever the rows: the fifth are the temporaries of foreach. memtrain steps by the fused kernel.
-- **prime-rl's LoRA** (0.6 to 0.9) is as much higher as its frozen weights would be in float32; its
-  full runs, whose weights are in float32 in both, are at 0.9 to 1.1. Its files do not say.
-- **prime-rl's 0.6B at 65,536 tokens on A6000** (1.6, 1.7) is 40 % below its own figure on an H100;
+- **prime-rl's LoRA** (0.65 to 1.2) is at 16,384 tokens as much higher as its frozen weights would
+  be in float32; its
+  full runs, whose weights are in float32 in both, are at 1.1. Its files do not say.
+- **prime-rl's 0.6B at 65,536 tokens on A6000** (1.8, 2.1) is 40 % below its own figure on an H100;
   not explained.
 """
 
