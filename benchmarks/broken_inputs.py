@@ -1,18 +1,21 @@
 """Recipes and model folders broken at random, by a seed: does anything but a plain error come out?
 
-    python benchmarks/broken_inputs.py [--recipes 20000] [--models 500] [--seed 0] [-o broken_inputs.json]
+    python benchmarks/broken_inputs.py [--recipes 20000] [--models 500] [--seed 0]
+        [-o benchmarks/results/broken_inputs.json]
 
 Every recipe is read as the command line reads it. Every eighth is a shipped one with other values of its
 keys, and is planned, without its data.
 Every model folder (truncated, mislabelled, with impossible configurations and hostile templates) is trained
 for a step by `memtrain sft`, in a fork of this process. Counted are exit codes, tracebacks, errors without a
-place or a cure, and hangs; the first of each kind is told with its seed, which makes it again.
+place or a cure, and hangs; the first of each kind is told with its seed, which makes it again. The file holds
+what was tried so far, of one commit: the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -57,8 +60,8 @@ method: sft
 model: {path: MODEL}
 data: {train: ROWS, cache_dir: CACHE}
 length: {max_length: 64}
-train: {batch_rows: 4, max_steps: 1}
-memory: {watch: false}
+train: {batch_size: 4, max_steps: 1}
+memory: {measure_peaks: false}
 cluster: {device: cpu, processes: 1, threads: 1}
 """
 
@@ -190,35 +193,43 @@ def fault_of(code: int, text: str) -> str:
     return ""
 
 
-def run(count: int, seed: int, act: Callable[[int], tuple[str, str]], name: str) -> dict[str, Any]:
-    """Counts of how `count` mutants ended, with the faults that were found."""
-    ended: Counter[str] = Counter()
-    wrong: list[dict[str, Any]] = []
-    slowest, begun = (0.0, seed), time.process_time()
-    tried = 0
-    for number in range(seed, seed + count):
+def run(
+    part: dict[str, Any], seeds: range, act: Callable[[int], tuple[str, str]], keep: Callable[[], None]
+) -> None:
+    """Counts in `part` how the mutants of these seeds ended, from the first one that it does not have.
+
+    `keep` writes what is counted so far, after every twentieth of the seeds and at the end.
+    """
+    ended = Counter(part.get("ended", {}))
+    part.setdefault("seed", seeds.start)
+    for name in ("mutants", "faults", "processor_s", "slowest_s"):
+        part.setdefault(name, 0)
+    wrong: list[dict[str, Any]] = part.setdefault("first_faults", [])
+    for number in seeds[part["mutants"] :]:
         if STOPPED:
             break
-        tried += 1
-        start = time.process_time()
+        start = processor_s()
         how, fault = act(number)
+        taken_s = processor_s() - start
         ended[how] += 1
-        slowest = max(slowest, (time.process_time() - start, number))
+        part["mutants"] += 1
+        part["processor_s"] = round(part["processor_s"] + taken_s, 3)
+        if taken_s > part["slowest_s"]:
+            part |= {"slowest_s": round(taken_s, 2), "slowest_seed": number}
         if fault:
-            wrong.append({"seed": number, "how": how, "said": fault})
-            print(f"{name} {number}: {how}: {fault}", flush=True)
-        if (number - seed + 1) % max(1, count // 20) == 0:
-            print(f"{name}: {number - seed + 1:,} of {count:,}, {len(wrong)} faults", flush=True)
-    return {
-        "mutants": tried,
-        "seed": seed,
-        "ended": dict(sorted(ended.items())),
-        "faults": len(wrong),
-        "first_faults": wrong[:20],
-        "slowest_s": round(slowest[0], 2),
-        "slowest_seed": slowest[1],
-        "processor_s": round(time.process_time() - begun + resource_s(), 1),
-    }
+            part["faults"] += 1
+            wrong += [{"seed": number, "how": how, "said": fault}] * (len(wrong) < 20)
+            print(f"{number}: {how}: {fault}", flush=True)
+        part["ended"] = dict(sorted(ended.items()))
+        if part["mutants"] % max(1, len(seeds) // 20) == 0:
+            print(f"{part['mutants']:,} of {len(seeds):,}, {part['faults']} faults", flush=True)
+            keep()
+    keep()
+
+
+def processor_s() -> float:
+    """Processor time of this process, and of its children that have ended."""
+    return time.process_time() + resource_s()
 
 
 def resource_s() -> float:
@@ -232,25 +243,34 @@ def main() -> None:
     parser.add_argument("--recipes", type=int, default=20_000)
     parser.add_argument("--models", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, default=Path("broken_inputs.json"))
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks/results/broken_inputs.json")
     asked = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     signal.signal(signal.SIGTERM, lambda number, frame: STOPPED.append(number))
-    found: dict[str, Any] = {"python": platform.python_version(), "commit": commit()}
-    here = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        found["recipes"] = run(
-            asked.recipes,
-            asked.seed,
-            lambda number: recipe_outcome(number, plans=number % PLANNED == 0),
-            "recipe",
-        )
+    output = asked.output.resolve()
+    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
+    if (found.get("commit"), found.get("seed")) != (commit(), asked.seed):
+        found = {"python": platform.python_version(), "commit": commit(), "seed": asked.seed}
+    keep = functools.partial(write, output, found)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        recipes = range(asked.seed, asked.seed + asked.recipes)
+        run(found.setdefault("recipes", {}), recipes, recipe_or_plan, keep)
         if asked.models:
-            found["models"] = run(asked.models, asked.seed, ModelMutants(Path(folder)).outcome, "model")
-        os.chdir(here)
-    write_result(asked.output, found)
+            models = range(asked.seed, asked.seed + asked.models)
+            run(found.setdefault("models", {}), models, ModelMutants(Path(folder)).outcome, keep)
     print(json.dumps({name: one["ended"] for name, one in found.items() if isinstance(one, dict)}, indent=1))
+
+
+def recipe_or_plan(seed: int) -> tuple[str, str]:
+    """How the recipe of a seed ended; one of PLANNED is planned."""
+    return recipe_outcome(seed, plans=seed % PLANNED == 0)
+
+
+def write(output: Path, found: dict[str, Any]) -> None:
+    """The result so far, whole or as it was."""
+    beside = output.with_suffix(".tmp")
+    write_result(beside, found)
+    beside.replace(output)
 
 
 def commit() -> str:
