@@ -15,6 +15,7 @@ from memtrain.cli.app import run
 from memtrain.cli.commands.inspect_lengths import read_lengths
 from memtrain.cli.plan.usual_tokenizer import keep_last, of_hub_cache
 from memtrain.errors import DataError, RecipeError
+from memtrain.trainers.data.tokenize import template_limits
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 
 TINY = ("--tokenizer", "builtin:tiny")
@@ -194,6 +195,34 @@ def test_wrong_words_are_told_with_a_way_out(words, kind, says, rows, monkeypatc
     monkeypatch.chdir(Path(rows).parent)
     with pytest.raises(kind, match=re.escape(says)):
         run(["inspect-lengths", *words])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(9999) %}{% for b in range(999) %}{% endfor %}{% endfor %}",
+        "{% set x = 3 ** (3 ** 16) %}",
+    ],
+)
+def test_a_template_without_end_is_refused(template, tmp_path, monkeypatch):
+    """A loop, and one operation of the interpreter that is long by itself; in one row of many."""
+    monkeypatch.setattr(template_limits, "LIMIT_S", 0.2)
+    (tmp_path / "t.jinja").write_text(
+        "{% if 'loop' in messages[0].content %}" + template + "{% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    said = [[("user", "loop" if n == 7 else "hi"), ("assistant", "yo")] for n in range(9)]
+    texts = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in said]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(
+        "method: sft\n"
+        "model: {tokenizer: 'builtin:tiny', chat_template: t.jinja, config: {model_type: llama}}\n"
+        f"data: {{train: '{tmp_path}/rows.jsonl'}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"the chat template takes more than 0.2 s for one conversation"):
+        run(["inspect-lengths", str(recipe)])
 
 
 def test_lengths_are_read_with_or_without_spaces():

@@ -136,7 +136,7 @@ def test_a_rank_that_hangs_is_killed_when_the_grace_is_over(runs, metrics):
     process.send_signal(signal.SIGTERM)
     said = ended(runs, "run", process)
     assert process.returncode == 5, said
-    assert "the ranks were asked to stop and made no progress for 6 s: they were killed" in said
+    assert "the run was asked to stop and made no progress for 6 s: it was killed" in said
     assert "rank 0 is in " in said
     assert not psutil.wait_procs(ranks, timeout=5)[1]
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"

@@ -137,7 +137,26 @@ def test_a_killed_rank_fails_the_job_with_its_code_and_is_not_queued_again(clust
     assert curve_of(run.folder) == curve_of(whole.folder)
 
 
+def test_ranks_that_hang_are_ended_within_the_grace_and_the_log_says_where(cluster, whole, curve_of, ask):
+    """A stopped process stands for one whose disk answers no more; the other one, of another node, waits."""
+    run = cluster.submit("hangs", "cluster.stop_grace_s=6")
+    run.until_step(45)
+    tasks = [task_of(run.folder, rank) for rank in (0, 1)]
+    tasks[1].suspend()
+    ask("scancel", "--batch", "--signal=USR1", run.job)
+    shown = run.end(timeout_s=60)
+    assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("FAILED", "5:0", "0"), run.log
+    assert "made no progress for 6 s: it was killed. rank 0 is in " in run.log
+    assert not psutil.wait_procs(tasks, timeout=10)[1]
+    assert status(run.folder)[0] == "failed"
+    again = cluster.submit("hangs")
+    assert again.end()["JobState"] == "COMPLETED", again.log
+    assert not (run.folder / ".faults").exists()
+    assert curve_of(run.folder) == curve_of(whole.folder)
+
+
 def test_a_rank_that_fails_gives_its_exit_code_to_the_job(cluster, whole):
+    """One that refuses: the plan was replaced while the job waited."""
     run = cluster.folder / "gone"
     done = cluster.memtrain("slurm", str(cluster.recipe), "--run-dir", str(run))
     assert done.returncode == 0, done.stderr
@@ -150,7 +169,7 @@ def test_a_rank_that_fails_gives_its_exit_code_to_the_job(cluster, whole):
     job = type(whole)(run, submitted.stdout.strip())
     shown = job.end()
     assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "5:0"), job.log
-    assert "error: the plan needs 3 processes, and 2 are running" in job.log
+    assert "is not the plan that this process was started for" in job.log
 
 
 def test_restarts_are_bounded(cluster, ask):

@@ -16,11 +16,12 @@ from typing import IO
 
 import psutil
 
-from memtrain.cli.launch.hang import HangWatch
+from memtrain.cli.launch.hang import LOOK_S, HangWatch
 from memtrain.errors import Interrupted, LaunchError, printable
 from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, correct_status, root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import ticks_of
+from memtrain.trainers.run_folder.pulse import WATCHED
 from memtrain.trainers.runtime.signals import asking
 
 AGENT_SPEAKS = "torch/distributed/elastic/"
@@ -30,9 +31,6 @@ LONGEST_LINE = 2**16
 """Characters of stderr that are passed on at once, where no line ends before."""
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-LOOK_S = 0.5
-"""Seconds between two looks at the ranks. Taste."""
 
 LAST_WORDS_S = 5.0
 """Time for what the processes have written before they ended. A grandchild that lives on may keep the pipe
@@ -53,7 +51,7 @@ def run_agent(
     """
     clear_faults(folder)
     began = time.time()
-    given = os.environ | environment | {LAUNCHED: "1"}
+    given = os.environ | environment | {LAUNCHED: "1", WATCHED: "1"}
     process = subprocess.Popen(
         words, env=given, start_new_session=True, stderr=subprocess.PIPE, text=True, errors="replace"
     )

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.loop.rank_failures import correct_status
+from memtrain.trainers.loop.rank_failures import clear_faults, correct_status
 from memtrain.trainers.run_folder.folder import RunFolder
-from memtrain.trainers.run_folder.pulse import pulse_file
+from memtrain.trainers.run_folder.pulse import Pulse, pulse_file
+from memtrain.trainers.runtime.signals import asking
+
+LOOK_S = 0.5
+"""Seconds between two looks at the ranks. Taste."""
 
 WARN_AFTER_S = 600.0
 """Silence of all ranks that is told. Taste: more than a read of large weights from a slow disk takes."""
@@ -56,9 +64,8 @@ class HangWatch:
             return False
         if self.hung is None:
             self.hung = LaunchError(
-                f"the ranks were asked to stop and made no progress for {self.grace_s:.0f} s: they were "
-                "killed. "
-                f"{self._places()}",
+                f"the run was asked to stop and made no progress for {self.grace_s:.0f} s: "
+                f"it was killed. {self._places()}",
                 where=str(self._folder.path),
                 fix="run the same command again: it resumes from the last checkpoint; "
                 "cluster.stop_grace_s sets the waiting time",
@@ -80,3 +87,43 @@ class HangWatch:
         """Last known place of each rank."""
         places = [said.partition(" ")[2] or "its imports" for said in self._seen]
         return "; ".join(f"rank {rank} is in {place}" for rank, place in enumerate(places))
+
+
+@contextmanager
+def watching_itself(folder: RunFolder, grace_s: float) -> Iterator[None]:
+    """A run of this process alone, which a thread of it watches: asked to stop, it ends within the grace.
+
+    A signal's handler waits for the main thread, which may hang in a call; the number of the signal does not,
+    and is read from a pipe.
+    """
+    heard, hears = os.pipe()
+    os.set_blocking(heard, False)
+    os.set_blocking(hears, False)
+    before = signal.set_wakeup_fd(hears, warn_on_full_buffer=False)
+    pulse, over = Pulse(folder, 0), threading.Event()
+    watch = HangWatch(folder, 1, grace_s)
+    watcher = threading.Thread(target=_watch, args=(watch, heard, over), name="watch", daemon=True)
+    pulse.start()
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        over.set()
+        watcher.join()
+        pulse.stop()
+        clear_faults(folder)
+        os.close(heard)
+        os.close(hears)
+
+
+def _watch(watch: HangWatch, heard: int, over: threading.Event) -> None:
+    """End this process when it was asked to stop and its main thread does not move."""
+    is_asked = False
+    while not over.wait(LOOK_S):
+        with suppress(BlockingIOError):
+            is_asked = is_asked or bool(set(os.read(heard, 512)) & set(asking()))
+        if watch.is_hung(is_asked=is_asked):
+            assert watch.hung is not None, "What is hung is told."
+            print(watch.hung.text(), file=sys.stderr, flush=True)
+            os._exit(watch.hung.exit_code)

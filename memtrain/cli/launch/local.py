@@ -81,9 +81,11 @@ def start(plan: Plan, folder: RunFolder, lock: RunLock, *, resume: bool) -> None
             [*words, *([] if resume else ["--no-resume"])], given, folder, topology.num_processes, grace_s
         )
         return
+    from memtrain.cli.launch.hang import watching_itself
     from memtrain.trainers.loop.rank_failures import clear_faults
     from memtrain.trainers.loop.worker import work
 
     clear_faults(folder)
     os.environ.update(environment(topology))
-    work(plan, resume=resume, is_locked=True)
+    with watching_itself(folder, plan.recipe.cluster.stop_grace_s):
+        work(plan, resume=resume, is_locked=True)

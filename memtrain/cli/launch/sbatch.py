@@ -16,6 +16,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import MIB
 from memtrain.recipes.sections.slurm import Slurm, seconds_of
 from memtrain.trainers.loop.rank_failures import LAUNCHED
+from memtrain.trainers.run_folder.pulse import WATCHED
 
 TEMPLATE = "job.sbatch.j2"
 SCRIPT_FILE = "job.sbatch"
@@ -51,6 +52,8 @@ class Job:
     """Working folder: paths in a plan may be relative to it."""
     python: str
     lead_s: int
+    grace_s: int
+    """Silence of all ranks after which they are ended, once they were asked to stop."""
 
     @property
     def is_array(self) -> bool:
@@ -84,7 +87,7 @@ def sbatch_text(job: Job) -> str:
         keep_trailing_newline=True,
     )
     topology = job.topology
-    given = environment(topology) | {LAUNCHED: "1"}
+    given = environment(topology) | {LAUNCHED: "1", WATCHED: "1"}
     return templates.get_template(TEMPLATE).render(
         says=" ".join(job.says.split()),
         script=shlex.quote(str(job.script)),
@@ -100,6 +103,7 @@ def sbatch_text(job: Job) -> str:
         tasks=topology.num_processes,
         tasks_per_node=topology.processes_per_node,
         cpus=_cpus(job),
+        grace_s=job.grace_s,
     )
 
 

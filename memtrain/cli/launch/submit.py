@@ -100,6 +100,7 @@ def _submission(loaded: LoadedRecipe, asked: Slurm, above: Path, planned: list[P
         here=Path.cwd(),
         python=asked.python or sys.executable,
         lead_s=lead,
+        grace_s=loaded.recipe.cluster.stop_grace_s,
     )
     return Submission(job, tuple(planned), reason)
 

@@ -145,8 +145,8 @@ class Cluster(Section):
     steps. `auto`: what makes the run fit, where nothing else does."""
 
     stop_grace_s: PositiveInt = 600
-    """Seconds without a sign of life from any process after which a run of several that was asked to stop is
-    killed: one of them hangs, and the others wait for it. What is computed or saved counts as a sign."""
+    """Seconds without a sign of life from any process after which a run that was asked to stop is killed: it
+    hangs, or its processes wait for one that does. What is computed or saved counts as a sign."""
 
     slurm: Slurm | None = None
     """The job that `memtrain slurm` writes and submits."""

@@ -30,6 +30,7 @@ class RankFault(Section):
     """Error that ended one rank."""
 
     rank: int
+    """Below 0: who watches all ranks."""
     time: float
     """Seconds since 1970."""
     kind: str
@@ -79,7 +80,7 @@ def root_fault(folder: RunFolder, num_ranks: int) -> Exception | None:
     first = causes[0]
     if not first.kind:
         return RuntimeError(f"rank {first.rank} of {num_ranks} failed:\n{first.trace}")
-    is_of_all = sum(fault.faults == first.faults for fault in causes) == num_ranks
+    is_of_all = first.rank < 0 or sum(fault.faults == first.faults for fault in causes) == num_ranks
     kind: type[MemtrainError] = getattr(memtrain.errors, first.kind)
     prefix = "" if is_of_all else f"rank {first.rank}: "
     return kind([Fault(prefix + what, where, fix) for what, where, fix in first.faults])

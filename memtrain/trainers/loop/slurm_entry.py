@@ -13,6 +13,12 @@ from memtrain.trainers.runtime.signals import hold_signals, let_signals_pass
 SAVED_FILE = "slurm/saved"
 """Written into the run folder when the run was asked to stop and has saved: the job may go on later."""
 
+STEP_FILE = "slurm/step"
+"""Names the job's step that the ranks are, as scancel knows it."""
+
+ASKED_FILE = "slurm/asked"
+"""Made by the batch script when it has asked the ranks to stop."""
+
 NAMES = {
     "RANK": "SLURM_PROCID",
     "LOCAL_RANK": "SLURM_LOCALID",
@@ -51,16 +57,22 @@ def main() -> int:
     # Torch is imported only here: until the worker listens, signals wait.
     from memtrain.trainers.loop import worker
 
+    run = Path(sys.argv[1]).parent
+    if os.environ["RANK"] == "0":
+        _write(run / STEP_FILE, f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}\n")
     _meet()
     code = worker.main()
     let_signals_pass()
     if code != EXIT_SAVED:
         return code
     if os.environ["RANK"] == "0":
-        saved = Path(sys.argv[1]).parent / SAVED_FILE
-        saved.parent.mkdir(exist_ok=True)
-        saved.touch()
+        _write(run / SAVED_FILE, "")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
 
 
 def _meet() -> None:

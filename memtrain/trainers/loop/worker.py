@@ -64,7 +64,7 @@ from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.event_sinks import EventSinks, open_sinks
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, RunLock
-from memtrain.trainers.run_folder.pulse import Family, Pulse
+from memtrain.trainers.run_folder.pulse import WATCHED, Family, Pulse
 from memtrain.trainers.runtime.allocator import allocator_words
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
@@ -316,7 +316,7 @@ def main() -> int:
     asked = words.parse_args()
     folder = RunFolder(asked.plan.parent)
     rank = int(os.environ.get("RANK", "0"))
-    pulse = Pulse(folder, rank) if OWNER in os.environ else None
+    pulse = Pulse(folder, rank) if WATCHED in os.environ else None
     try:
         plan = read_plan(folder.plan, asked.plan_digest)
         if asked.resume and is_over(folder, plan):

@@ -20,6 +20,9 @@ from types import FrameType
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, Owner
 
+WATCHED = "MEMTRAIN_WATCHED"
+"""Set for processes whose signs of life somebody follows."""
+
 EVERY_S = 1.0
 """Seconds between two looks. Taste: far below any time that a person waits."""
 

@@ -36,6 +36,7 @@ ONE = Job(
     here=Path("/elsewhere"),
     python="/env/bin/python",
     lead_s=120,
+    grace_s=600,
 )
 MANY = replace(
     ONE,

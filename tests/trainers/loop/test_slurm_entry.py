@@ -20,6 +20,8 @@ GIVEN = {
     "SLURM_NTASKS_PER_NODE": "4",
     "MASTER_ADDR": "n1",
     "MASTER_PORT": "20012",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
 }
 
 

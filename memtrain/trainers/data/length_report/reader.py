@@ -210,6 +210,8 @@ def nothing_usable(rows_read: int, faulty: Faulty, name: str) -> tuple[str, str,
 def overlapped(rows: Iterator[tuple[int, Line]], work: Tokenizing) -> Iterator[Tokenized]:
     """The batches of `rows`, tokenized, in their order: whole batches side by side, each on one thread.
 
+    Their texts are made here, in the main thread, where a chat template is held to its time.
+
     Measured on 2 cores: a tenth less time than one batch at a time on the tokenizer's own threads, which wait
     for each other at the end of every batch, and for Python between two.
     """
@@ -217,7 +219,7 @@ def overlapped(rows: Iterator[tuple[int, Line]], work: Tokenizing) -> Iterator[T
     waiting: deque[Future[Tokenized]] = deque()
     with one_thread_a_batch(), ThreadPoolExecutor(threads) as pool:
         for batch in batches(rows, ROWS_OF_BATCH):
-            waiting.append(pool.submit(work, batch))
+            waiting.append(pool.submit(work.encoded, work.rendered(batch)))
             if len(waiting) > threads + 1:
                 yield waiting.popleft().result()
         while waiting:

@@ -78,12 +78,20 @@ class Tokenized:
     """Rows that hold a field which is in none of their texts, by the field."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """Faults and unused columns in the rows of a batch, by their place in it."""
+@dataclass(slots=True)
+class Rendered:
+    """A batch as texts."""
 
-    bad: dict[int, BadRow]
-    unused: list[set[str]]
+    batch: Batch
+    pieces: list[Piece] = field(default_factory=list[Piece])
+    examples: list[tuple[int, Example, int]] = field(default_factory=list[tuple[int, Example, int]])
+    """(place of the row in the batch, its example, how many of the texts are that one's)."""
+    bad: dict[int, BadRow] = field(default_factory=dict[int, BadRow])
+    unused: list[set[str]] = field(init=False)
+    """Fields that are in no text, by the place of the row."""
+
+    def __post_init__(self) -> None:
+        self.unused = [set() for _ in self.batch.lines]
 
 
 class Tokenizing:
@@ -96,56 +104,60 @@ class Tokenizing:
 
     def __call__(self, batch: Batch) -> Tokenized:
         """Tokenize a batch. A row of which one example is bad is left out whole."""
-        seen = _Seen({}, [set() for _ in batch.lines])
-        examples: list[tuple[int, Example]] = []
+        return self.encoded(self.rendered(batch))
+
+    def rendered(self, batch: Batch) -> Rendered:
+        """The texts of a batch, made in a main thread: elsewhere a chat template has no limit of time."""
+        made = Rendered(batch)
         for at, (stream, (_, row)) in enumerate(zip(batch.streams, batch.lines, strict=True)):
             reading, kind = self.job.readings[stream], self.job.kind
             try:
                 if isinstance(row, BadRow):
                     raise row
                 example = with_system(FORMS[reading.form].parse(row, reading.names), reading.system_prompt)
-                examples += [(at, one) for one in self._as_kind(example)]
-                seen.unused[at].update(unused_columns(row, example, reading.form, reading.names, kind))
+                unused = unused_columns(row, example, reading.form, reading.names, kind)
+                for one in self._as_kind(example):
+                    self._render(made, at, one)
+                made.unused[at].update(unused)
             except BadRow as wrong:
-                seen.bad[at] = wrong
+                made.bad[at] = wrong
+        return made
+
+    def encoded(self, made: Rendered) -> Tokenized:
+        """The tokens of a batch's texts, in any thread."""
+        batch = made.batch
         places = [(stream, line) for stream, (line, _) in zip(batch.streams, batch.lines, strict=True)]
-        rows = [row for at, row in self._rows(examples, places, seen) if at not in seen.bad]
-        bad = [(*places[at], wrong.what, wrong.fix) for at, wrong in sorted(seen.bad.items())]
-        counts = Counter(name for at, names in enumerate(seen.unused) if at not in seen.bad for name in names)
-        return Tokenized(as_rows(rows, len(self.parts)), bad, len(batch.lines), counts)
+        encoded = deque(self.encoder.encode(made.pieces))
+        rows: list[tuple[int, TokenRow]] = []
+        for at, example, num_pieces in made.examples:
+            own = [encoded.popleft() for _ in range(num_pieces)]
+            try:
+                rows.append((at, self._row(example, own, *places[at])))
+            except BadRow as wrong:
+                made.bad[at] = wrong
+        kept = [row for at, row in rows if at not in made.bad]
+        bad = [(*places[at], wrong.what, wrong.fix) for at, wrong in sorted(made.bad.items())]
+        counts = Counter(name for at, names in enumerate(made.unused) if at not in made.bad for name in names)
+        return Tokenized(as_rows(kept, len(self.parts)), bad, len(batch.lines), counts)
 
     def _as_kind(self, example: Example) -> tuple[Example, ...]:
         if isinstance(example, Preference) and self.job.kind == "unpaired":
             return unpaired.from_pair(example)
         return (example,)
 
-    def _rows(
-        self, examples: list[tuple[int, Example]], places: list[tuple[int, int]], seen: _Seen
-    ) -> list[tuple[int, TokenRow]]:
-        """Render and tokenize; what cannot be, and what is in no text, is noted in `seen`."""
-        pieces: list[Piece] = []
-        kept: list[tuple[int, Example, int]] = []
-        for at, example in examples:
-            try:
-                rendering = self._rendering(places[at][0], example)
-                own = () if isinstance(example, Ids) else render(example, rendering)
-                for piece in own:
-                    text_of(piece.text)
-                again = partial(_texts, rendering)
-                seen.unused[at].update(unrendered_fields(example, [piece.text for piece in own], again))
-                pieces += own
-                kept.append((at, example, len(own)))
-            except BadRow as wrong:
-                seen.bad[at] = wrong
-        encoded = deque(self.encoder.encode(pieces))
-        rows: list[tuple[int, TokenRow]] = []
-        for at, example, num_pieces in kept:
-            own = [encoded.popleft() for _ in range(num_pieces)]
-            try:
-                rows.append((at, self._row(example, own, *places[at])))
-            except BadRow as wrong:
-                seen.bad[at] = wrong
-        return rows
+    def _render(self, made: Rendered, at: int, example: Example) -> None:
+        """Add the texts of an example of row `at`, and the fields of it that are in none of them.
+
+        Raises: BadRow.
+        """
+        rendering = self._rendering(made.batch.streams[at], example)
+        own = () if isinstance(example, Ids) else render(example, rendering)
+        for piece in own:
+            text_of(piece.text)
+        again = partial(_texts, rendering)
+        made.unused[at].update(unrendered_fields(example, [piece.text for piece in own], again))
+        made.pieces += own
+        made.examples.append((at, example, len(own)))
 
     def _rendering(self, stream: int, example: Example) -> Rendering:
         """Rendering of the example: with its own arguments above those of its source."""
