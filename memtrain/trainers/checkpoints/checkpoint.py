@@ -276,7 +276,8 @@ def _finish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     unfinished.rename(target)
     sync_folder(target.parent)
     if aside.exists():
-        shutil.rmtree(aside)
+        # A file of it that somebody reads over NFS stays until it is closed: the next save removes it.
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _prune(checkpoints: Path, newest: int, keep: int, keep_best: bool) -> list[str]:

@@ -8,7 +8,6 @@ another host: its lock holds until it is given back, its SLURM job is queued aga
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -18,12 +17,14 @@ from types import TracebackType
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.base import Section
+from memtrain.trainers.runtime.file_locks import wait_for_lock
 
 OWNER = "MEMTRAIN_RUN_OWNER"
 """Set for launched processes: the owner that holds the run folder for them, as JSON."""
 
-NOT_THERE = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of file systems without locks."""
+TRIES = 1000
+"""Times that a lock file is opened which is another one a moment later. Taste: more than processes begin at
+once. A file system may number its files anew at each look: then nothing is known of it but its name."""
 
 
 class Owner(Section):
@@ -185,15 +186,11 @@ def _held(path: Path) -> Iterator[int]:
     A child of a fork would hold such a lock after its parent's death, so it is not the run's lock itself. A
     file system that has none is used without: there two starts of the same instant may both believe.
     """
-    while True:
+    for tries in range(1, TRIES + 1):
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in NOT_THERE:
-                    raise
-            if _is_still(file, path):
+            wait_for_lock(file)
+            if _is_still(file, path) or tries == TRIES:
                 try:
                     yield file
                 finally:
@@ -205,10 +202,13 @@ def _held(path: Path) -> Iterator[int]:
 
 
 def _is_still(file: int, path: Path) -> bool:
-    """Whether the open file is the one of this name: its last holder may have removed it meanwhile."""
+    """Whether the open file is the one of this name: its last holder may have removed it meanwhile, which
+    NFS calls a stale handle."""
     try:
         return os.fstat(file).st_ino == path.stat().st_ino
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
         return False
 
 

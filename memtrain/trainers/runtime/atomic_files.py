@@ -36,9 +36,17 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""Answers of file systems (SMB, some of FUSE) that keep the names of a folder by themselves."""
+
+
 def sync_folder(path: Path) -> None:
     """Hold until the names in a folder are on the disk itself; a rename is safe only after this."""
-    sync_file(path)
+    try:
+        sync_file(path)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
@@ -62,13 +70,14 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 def share_one_mode(folder: Path) -> None:
     """Give every file of a folder the mode of a new file: safetensors' own are readable by their owner only,
-    and a model that others may read would lack its weights."""
+    and a model that others may read would lack its weights. Where the mount gives all files one mode, none is
+    changed: it would refuse."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
     for path in folder.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.stat().st_mode & 0o777 != mode:
             path.chmod(mode)
 
 

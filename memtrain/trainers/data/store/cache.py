@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import DataError
+from memtrain.trainers.runtime.atomic_files import sync_file, sync_folder
+from memtrain.trainers.runtime.file_locks import wait_for_lock
 
 KEY_LETTERS = 32
 
@@ -41,15 +42,15 @@ def kept(folder: Path, marker: str, make: Callable[[Path], None]) -> bool:
     try:
         locks = folder.parent / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
-        with locked(locks / folder.name):
+        with locked(locks / folder.name) as is_alone:
             if (folder / marker).is_file():
                 return False
-            for leftover in folder.parent.glob(f".{folder.name}.part-*"):
+            # Without locks what looks left may be of a process that lives.
+            for leftover in folder.parent.glob(f".{folder.name}.part-*") if is_alone else ():
                 shutil.rmtree(leftover)
             if folder.exists():
                 shutil.rmtree(folder)
-            _make(folder, make)
-            return True
+            return _make(folder, marker, make)
     except OSError as error:
         raise DataError(
             f"cannot write tokenized rows: {error.strerror or error}",
@@ -58,31 +59,31 @@ def kept(folder: Path, marker: str, make: Callable[[Path], None]) -> bool:
         ) from None
 
 
-def _make(folder: Path, make: Callable[[Path], None]) -> None:
+def _make(folder: Path, marker: str, make: Callable[[Path], None]) -> bool:
+    """Make the folder beside its place and move it there; False where another process was earlier."""
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.part-", dir=folder.parent))
     try:
         make(part)
         for path in part.iterdir():
-            synced(path)
-        synced(part)
-        part.rename(folder)
-        synced(folder.parent)
+            sync_folder(path) if path.is_dir() else sync_file(path)
+        sync_folder(part)
+        try:
+            part.rename(folder)
+        except OSError:
+            if (folder / marker).is_file():
+                return False
+            raise
+        sync_folder(folder.parent)
+        return True
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def synced(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that no other process holds; it is let go when the process ends, however it ends."""
+def locked(path: Path) -> Iterator[bool]:
+    """Hold a lock that no other process holds; it is let go when the process ends, however it ends.
+
+    False where the file system has no locks: nobody is waited for then.
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield wait_for_lock(file.fileno())

@@ -52,6 +52,8 @@ def save_final(
 
     Raises: LaunchError when the disk refuses, or there are no weights in what was written.
     """
+    # A link to a folder of another disk: written beside the folder itself, so that a rename is enough.
+    folder = folder.resolve() if folder.is_symlink() else folder
     least = _least_bytes(model, state)
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if scores_sequences(whole):
