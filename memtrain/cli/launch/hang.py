@@ -124,6 +124,6 @@ def _watch(watch: HangWatch, heard: int, over: threading.Event) -> None:
         with suppress(BlockingIOError):
             is_asked = is_asked or bool(set(os.read(heard, 512)) & set(asking()))
         if watch.is_hung(is_asked=is_asked):
-            assert watch.hung is not None, "What is hung is told."
+            assert watch.hung is not None, "A hang has its error."
             print(watch.hung.text(), file=sys.stderr, flush=True)
             os._exit(watch.hung.exit_code)

@@ -30,7 +30,7 @@ def watch_ranks(
     """Look until srun `lives` no more; `kill` ranks that were asked to stop and do not move."""
     while lives():
         if watch.is_hung(is_asked=(folder.path / ASKED_FILE).exists()):
-            assert watch.hung is not None, "What is hung is told."
+            assert watch.hung is not None, "A hang has its error."
             note_fault(folder, WATCHER, watch.hung)
             kill()
             return
