@@ -183,9 +183,14 @@ CASES = shared_out.CASES | {
 }
 
 
+CASES_AND_STAGES = [
+    (case, engine) for case in CASES for engine in STAGES if not ("bfloat16" in case and engine == "zero1")
+]
+"""zero1 adds gradients of bfloat16 weights in bfloat16, and is refused."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", STAGES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "engine"), CASES_AND_STAGES)
 def test_every_method_has_the_losses_of_one_process(runs, curve_of, case: str, engine: str):
     method, overrides = CASES[case]
     write_method(runs, method)

@@ -56,7 +56,8 @@ class MicroBatch:
     def token_weights(self) -> Tensor:
         """float32 [B * T]: of how many rows each token is one; 0 for padding, several for a shared prompt."""
         counts, rows = torch.tensor(self.runs, dtype=torch.int64).unbind(1)
-        return rows.float().repeat_interleave(counts).to(self.input_ids.device, non_blocking=True)
+        weight_T = rows.float().repeat_interleave(counts, output_size=self.input_ids.numel())
+        return weight_T.to(self.input_ids.device, non_blocking=True)
 
     def model_inputs(self) -> dict[str, Any]:
         """The backbone's keyword arguments."""
