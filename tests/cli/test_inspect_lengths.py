@@ -145,9 +145,10 @@ def test_without_a_tokenizer_the_first_line_says_which_counts(rows, tmp_path, ca
     monkeypatch.chdir(tmp_path)
 
     def first() -> tuple[str, int]:
-        words = " ".join(shown(capsys, rows).split())
-        return words, json.loads(shown(capsys, rows, "--json"))["tokens"]
+        found = json.loads(shown(capsys, rows, "--json"))
+        return found["counted_by"], found["tokens"]
 
+    assert shown(capsys, rows).startswith("Counted with the built-in tokenizer, as no model is known here")
     words, tokens = first()
     assert words.startswith("Counted with the built-in tokenizer, as no model is known here")
     folder = tmp_path / "model"

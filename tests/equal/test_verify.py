@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from memtrain.cli.app import run
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.batches import answer_batch, collate
-from memtrain.trainers.build import components as build_module
+from memtrain.trainers.build import training_step as build_module
 from memtrain.trainers.losses.head import request as request_module
 from memtrain.trainers.model.attention import own_positions
 from memtrain.trainers.model.attention.row_layout import packed_layout
@@ -227,7 +228,9 @@ def test_a_checkpoint_that_forgets_the_optimizer_is_caught(
 
 def test_a_strategy_that_never_acts_is_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
     plan = plan_of("sft", "memory.activation_checkpointing=on")
-    monkeypatch.setattr(build_module, "apply_checkpointing_and_offload", lambda model, settings: None)
+    monkeypatch.setattr(
+        build_module, "apply_checkpointing_and_offload", lambda *args: SimpleNamespace(offloader=None)
+    )
     made = verify(plan)
     assert failed(made) == {"ran"}
     assert "activation_checkpointing did not act" in made.checks[-2].says

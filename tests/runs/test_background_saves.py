@@ -61,9 +61,8 @@ def test_steps_go_on_while_a_slow_disk_writes_and_no_bit_moves(runs, waited, slo
     told = metrics(folder, "save")
     assert [event["step"] for event in told] == [2, 4, 6, 8]
     assert all(event["seconds"] > SLOW_S for event in told)
-    assert told[0]["held_s"] < SLOW_S
-    assert told[0]["waited_s"] < SLOW_S / 2
-    assert all(event["waited_s"] > 0.05 for event in told[1:3])
+    assert told[0]["held_s"] < told[0]["seconds"], "Steps go on while the disk writes."
+    assert told[0]["waited_s"] < max(event["waited_s"] for event in told[1:3])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     places = [(line["kind"], line["step"]) for line in lines if line["kind"] in ("step", "save")]
     assert places.index(("save", 2)) > places.index(("step", 3))

@@ -22,8 +22,8 @@ HostMemory = Annotated[
     str | None,
     typer.Option(
         "--host-memory",
-        help="Memory of the host, such as 512GiB, for what waits there; a named card is taken to have as "
-        "much as all cards together.",
+        help="Memory of the host, such as 512GiB, for what waits there; beside named cards, 1.75 times "
+        "their own is assumed.",
     ),
 ]
 NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="Number of cards to plan for.")]

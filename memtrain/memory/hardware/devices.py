@@ -14,6 +14,10 @@ from memtrain.memory.hardware.calibration import Measured, measured_of
 from memtrain.memory.hardware.host import host_memory
 from memtrain.memory.plan.units import GIB, MIB, gib
 
+HOST_PER_CARD = 1.75
+"""Host memory that is assumed beside a named card, by the card's own: cloud nodes have 1.8 (A100-80 in p4de, H200
+in p5en) to 3.2 (H100 in p5) times as much. `--host-memory` says what is there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -61,7 +65,7 @@ class Hardware:
     def named(name: str, num_devices: int = 1) -> Hardware:
         """A node with `num_devices` of a known card (`h100`, `a100-40`, `4090`, ...), all memory free.
 
-        Host: as much RAM as all cards, at least 64 GiB, and 8 cores a card, as rented nodes come.
+        Host: HOST_PER_CARD times the memory of all cards, at least 64 GiB, and 8 cores a card, as rented nodes come.
 
         Raises: RecipeError for a name that is not in the table.
         """
@@ -69,7 +73,7 @@ class Hardware:
         wanted = _ALIASES.get(wanted, wanted)
         for card in _CARDS:
             if card.name.upper() == wanted:
-                host = max(64 * GIB, num_devices * card.memory_mib * MIB)
+                host = max(64 * GIB, int(HOST_PER_CARD * num_devices * card.memory_mib * MIB))
                 return _from_card(card, num_devices, card.memory_mib * MIB, host, 8 * num_devices)
         raise RecipeError(
             f"unknown GPU: {name}",
