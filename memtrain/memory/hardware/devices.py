@@ -15,8 +15,8 @@ from memtrain.memory.hardware.host import host_memory
 from memtrain.memory.plan.units import GIB, MIB, gib
 
 HOST_PER_CARD = 1.75
-"""Host memory that is assumed beside a named card, by the card's own: cloud nodes have 1.8 (A100-80 in p4de, H200
-in p5en) to 3.2 (H100 in p5) times as much. `--host-memory` says what is there."""
+"""Host memory that is assumed beside a named card, as a multiple of the card's own. Cloud nodes have 1.8
+(A100-80 in p4de, H200 in p5en) to 3.2 (H100 in p5) times as much; `--host-memory` says how much there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class Hardware:
     def named(name: str, num_devices: int = 1) -> Hardware:
         """A node with `num_devices` of a known card (`h100`, `a100-40`, `4090`, ...), all memory free.
 
-        Host: HOST_PER_CARD times the memory of all cards, at least 64 GiB, and 8 cores a card, as rented nodes come.
+        Host: HOST_PER_CARD times the memory of all cards, at least 64 GiB, and 8 cores a card, as rented
+        nodes come.
 
         Raises: RecipeError for a name that is not in the table.
         """
