@@ -229,7 +229,7 @@ def test_a_checkpoint_that_forgets_the_optimizer_is_caught(
 def test_a_strategy_that_never_acts_is_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
     plan = plan_of("sft", "memory.activation_checkpointing=on")
     monkeypatch.setattr(
-        build_module, "apply_checkpointing_and_offload", lambda *args: SimpleNamespace(offloader=None)
+        step_module, "apply_checkpointing_and_offload", lambda *args: SimpleNamespace(offloader=None)
     )
     made = verify(plan)
     assert failed(made) == {"ran"}
