@@ -150,7 +150,7 @@ class Process:
         parts: list[bytes] = []
         while count:
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self.socket], [], [], left)[0]:
+            if left <= 0 or not _is_readable(self.socket, left):
                 raise Faulty("no answer before the deadline")
             try:
                 part = self.socket.recv(count)
@@ -174,3 +174,10 @@ class Process:
         """End of the process's log."""
         lines = self.launch.log.read_text(errors="replace").strip().splitlines()
         return f"; last line of its log: {lines[-1].strip()}" if lines else ""
+
+
+def _is_readable(connection: socket.socket, seconds: float) -> bool:
+    """Whether something can be read within the time. By poll: `select` ends at 1,024 open files."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
