@@ -182,7 +182,7 @@ def test_kto_is_tried_before_it_starts_with_a_reference_that_was_asked_before(tm
         tmp_path, "kto", cache, "memory.preflight=on", "memory.use=precomputed_reference", "train.max_steps=2"
     )
     phases = {line["phase"] for line in told if line["kind"] == "memory"}
-    assert "rehearsal: evaluation" in phases
+    assert "dry run: evaluation" in phases
     assert len(losses(told)) == 2
 
 
@@ -210,7 +210,7 @@ def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
     told = run(tmp_path, "dpo", cache, *overrides, "length.max_length=40", "train.max_steps=1")
     data = next(line for line in told if line["kind"] == "data")
     assert data["learnt_cut_by_answer"] == [0, data["learnt_cut"]]
-    words = f"learnt: 0 of chosen, {data['learnt_cut']} of rejected answers"
+    words = f": 0 of chosen, {data['learnt_cut']} of rejected answers"
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count(words) == 2
 

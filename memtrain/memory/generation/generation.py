@@ -84,7 +84,7 @@ def with_generation(
         reading = judging_bytes(settings, facts.rewards, longest)
         phases.append(phase_peak("rewards", owners | {"activations": reading}))
     factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes)
-    if recipe.online is not None and recipe.online.needs.passes:
+    if recipe.online.needs.passes:
         phases.append(passes)
     return (
         settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor}),

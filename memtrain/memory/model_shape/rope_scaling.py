@@ -53,7 +53,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     None where there is none, several, or one in a part of the configuration.
     """
     known = canonical(config)
-    section = known.get("rope_parameters") or known.get("rope_scaling") or {}
+    section: object = known.get("rope_parameters") or known.get("rope_scaling") or {}
     theta = known.get("rope_theta")
     if isinstance(config.get("text_config"), Mapping) or not isinstance(section, Mapping):
         return None

@@ -66,10 +66,11 @@ def decide_recovery(
         why = "after OOM on one process, the processes that share its rows would hang"
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
-    impossible = {"split"} if recipe.ranks_the_batch else set[str]()
+    impossible: set[RecoveryStep] = {"split"} if recipe.ranks_the_batch else set()
     can_slice = settings.attention in STREAMED and settings.quantize != "8bit"
-    impossible |= set() if can_slice else {"slices"}
-    steps = tuple(step for step in allowed if step not in impossible)
+    if not can_slice:
+        impossible.add("slices")
+    steps: tuple[RecoveryStep, ...] = tuple(step for step in allowed if step not in impossible)
     tried = ", then ".join(words for step, words in RETRIES.items() if step in steps)
     words = f"on OOM: retry with {tried}" if tried else "on OOM: the run ends, as no other step is allowed"
     ledger.decide("oom_recovery", "on", words, "memory.oom_recovery")

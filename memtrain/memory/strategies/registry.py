@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -77,7 +77,7 @@ def _is_ruled_out(strategy: Strategy, asked: SourcedRecipe) -> bool:
     if strategy.name in asked.recipe.memory.never:
         return True
     # A micro-batch whose size is named may still be split.
-    keys = {} if strategy.recovery == "split" else strategy.never_keys(asked.recipe)
+    keys: Mapping[str, object] = {} if strategy.recovery == "split" else strategy.never_keys(asked.recipe)
     return any(asked.is_set(key) and attrgetter(key)(asked.recipe) == value for key, value in keys.items())
 
 
