@@ -56,3 +56,12 @@ OverridesArgument = Annotated[
         show_default=False,
     ),
 ]
+
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="Memory of the host, such as 512GiB, for what waits there; beside named cards, 1.75 times "
+        "their own is assumed.",
+    ),
+]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.arguments import OverridesArgument, RecipeArgument
+from memtrain.cli.arguments import HostMemory, OverridesArgument, RecipeArgument
 
 Gpu = Annotated[
     str | None,
@@ -17,14 +17,6 @@ Gpu = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option("--budget", help="Memory of one device that may be used, such as 24GiB."),
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--host-memory",
-        help="Memory of the host, such as 512GiB, for what waits there; beside named cards, 1.75 times "
-        "their own is assumed.",
-    ),
 ]
 NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="Number of cards to plan for.")]
 Explain = Annotated[

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from memtrain.cli.arguments import HostMemory
+
 Config = Annotated[
     str,
     typer.Argument(
@@ -26,10 +28,6 @@ Gpu = Annotated[
 ]
 Budget = Annotated[
     str | None, typer.Option("--budget", help="Memory of one device that may be used, such as 24GiB.")
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option("--host-memory", help="Memory of the machine; else as much as all its cards have."),
 ]
 NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="How many cards it ran on.")]
 Tool = Annotated[
