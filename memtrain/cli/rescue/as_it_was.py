@@ -18,7 +18,6 @@ from memtrain.memory.planner.resolve import open_space
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 from memtrain.recipes.importers.importing import Foreign, Imported, import_config
-from memtrain.recipes.reading.load import load_text
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Model
 
@@ -62,9 +61,7 @@ def as_it_was(
     Raises: RecipeError with what the configuration lacks; LaunchError for a model that is nowhere.
     """
     imported = import_config(foreign, has_stand_ins=True)
-    if imported.faults:
-        raise RecipeError(imported.faults)
-    recipe, notes = with_a_length(load_text(imported.text, foreign.name).recipe, max_length)
+    recipe, notes = with_a_length(imported.whole(), max_length)
     facts = facts_of(recipe, hardware, PRESUMED)
     said = {**imported.pins, **(pins or {}), "memory.budget": budget}
     engine = str(said["cluster.engine"])

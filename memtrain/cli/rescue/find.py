@@ -21,8 +21,8 @@ from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.edit import with_key
 from memtrain.recipes.importers.guess import is_recipe
-from memtrain.recipes.importers.importing import Foreign, read_foreign, recipe_for_rescue
-from memtrain.recipes.reading.load import load_recipe, load_text, read_mapping
+from memtrain.recipes.importers.importing import Foreign, import_config, read_foreign
+from memtrain.recipes.reading.load import load_recipe, read_mapping
 from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.memory import Changing
@@ -224,9 +224,8 @@ def _card_of(size: int, processes: int) -> Hardware:
 
 def _free_recipe(foreign: Foreign, max_length: int | None) -> tuple[str, Recipe]:
     """The imported recipe with every choice of memory left to the planner."""
-    text = recipe_for_rescue(foreign)
-    recipe, _ = with_a_length(load_text(text, foreign.name).recipe, max_length)
-    return text, recipe
+    imported = import_config(foreign, has_stand_ins=True, frees=True)
+    return imported.text, with_a_length(imported.whole(), max_length)[0]
 
 
 def _planned(

@@ -19,6 +19,7 @@ from memtrain.recipes.importers.unsloth import UNSLOTH, script_config
 from memtrain.recipes.importers.verl import VERL
 from memtrain.recipes.reading.load import load_text, read_mapping
 from memtrain.recipes.reading.yaml_tree import plain
+from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.trl.translate import IMPORTED, translate
 from memtrain.recipes.trl.translation import Lost, Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
@@ -60,6 +61,17 @@ class Imported:
     """Faults that `memtrain check` would find; empty when the recipe is whole."""
     pins: Mapping[str, object] = field(default_factory=dict[str, object])
     """Settings of the tool's own computation, as keys over those of the recipe."""
+    recipe: Recipe | None = None
+    """The recipe of the text; None with faults."""
+
+    def whole(self) -> Recipe:
+        """The recipe.
+
+        Raises: RecipeError with what the configuration lacks.
+        """
+        if self.recipe is None:
+            raise RecipeError(self.faults)
+        return self.recipe
 
 
 def read_foreign(
@@ -189,17 +201,13 @@ def import_config(
     if frees:
         _free(made, said.processes)
     text = recipe_text(made, foreign.name, f"{tool.title}'s {said.method}")
+    recipe: Recipe | None = None
+    faults: list[Fault] = []
     try:
-        load_text(text, output)
-        faults: list[Fault] = []
+        recipe = load_text(text, output).recipe
     except RecipeError as error:
         faults = list(error.faults)
-    return Imported(tool, said.method, text, _told(made), faults, pins)
-
-
-def recipe_for_rescue(foreign: Foreign) -> str:
-    """The text of the recipe with every choice of memory left open."""
-    return import_config(foreign, has_stand_ins=True, frees=True).text
+    return Imported(tool, said.method, text, _told(made), faults, pins, recipe)
 
 
 def _stand_in(made: Translation) -> None:
