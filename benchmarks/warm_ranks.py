@@ -110,11 +110,16 @@ def words(recipe: Path, method: str, run: Path, overrides: Sequence[str]) -> lis
 
 def plan(recipe: Path, method: str, run: Path, overrides: Sequence[str]) -> Planned:
     """Plan a run, as `memtrain METHOD RECIPE --dry-run` does."""
+    return planned(words(recipe, method, run, overrides))
+
+
+def planned(command: Sequence[str]) -> Planned:
+    """Plan what a command trains."""
     from memtrain.__main__ import main
 
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main([*words(recipe, method, run, overrides), "--dry-run"])
+        code = main([*command, "--dry-run"])
     return Planned(code, err.getvalue())
 
 
