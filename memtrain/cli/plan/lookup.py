@@ -179,12 +179,10 @@ def look_at_devices(
             fix="add --gpu h100, or another kind",
         )
     elif budget is not None and device == "auto":
-        from memtrain.cli.plan.price_lengths import card_of
-
-        found, presumed = card_of(budget), ELSEWHERE
+        found, presumed = Hardware.for_budget(budget), ELSEWHERE
     else:
         found, presumed = here, frozenset[str]()
-    if budget is not None and budget > found.memory_bytes:
+    if budget is not None and budget > max(found.memory_bytes, found.sold_bytes):
         raise RecipeError(
             f"--budget {gib(budget)} is more than {found.name} has ({gib(found.memory_bytes)})",
             fix="lower it, or name a larger card with --gpu",

@@ -203,6 +203,8 @@ def devices(asked: Asked, died: Died, processes: int) -> tuple[Hardware, int]:
             "--gpu",
             "add --gpu 4090 (or another), --budget 24GiB, or --traceback FILE",
         )
+    if wanted is not None and hardware.memory_bytes < wanted <= hardware.sold_bytes:
+        wanted = hardware.memory_bytes  # A card sold with so much keeps a part for its driver.
     if wanted is None:
         wanted = died.capacity_bytes or hardware.memory_bytes
         wanted -= died.others_bytes or 0

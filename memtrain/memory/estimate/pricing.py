@@ -168,9 +168,10 @@ def typical_micro(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBat
 
 
 def budget_of(recipe: Recipe, hardware: Hardware) -> int:
-    """Bytes of one device that the run may use."""
+    """Bytes of one device that the run may use: never more than a GPU has, of which the driver keeps some."""
     if recipe.memory.budget != "auto":
-        return recipe.memory.budget
+        most = hardware.memory_bytes if hardware.device == "cuda" else recipe.memory.budget
+        return min(recipe.memory.budget, most)
     return int(hardware.free_bytes * (CPU_SHARE if hardware.device == "cpu" else 1.0))
 
 
