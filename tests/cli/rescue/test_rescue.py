@@ -138,6 +138,14 @@ def test_keys_go_under_their_sections():
     assert made.endswith("length:\n  max_length: 512  # what makes it fit\n")
 
 
+def test_a_key_replaces_its_namesake_of_the_same_section_only():
+    text = "train:\n  seed: 1\n  micro_batch_size: 4\n\n# of the data\ndata:\n  seed: 2\n"
+    made = recipe_with(text, {"train.seed": 3})
+    assert made == (
+        "train:\n  seed: 3  # what makes it fit\n  micro_batch_size: 4\n\n# of the data\ndata:\n  seed: 2\n"
+    )
+
+
 def test_the_command_writes_a_recipe_that_check_passes(
     axolotl: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
