@@ -312,18 +312,34 @@ def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
 def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
     """Full logits, in units of 4*S*V: 1 is kept (the log-softmax), 2 with a soft cap.
 
-    Forward: the logits beside it, and log-probs, probabilities and their product for the entropy. Backward:
-    the gradients of it and of the logits. Log-probs alone: the logits in three steps (product, scale,
-    temperature). With entropies that may be learnt from, the probabilities are kept besides.
+    Forward: the logits beside it, and a tile of statistics. Backward: the gradients of it and of the logits.
+    With entropies that may be learnt from, the probabilities are kept besides, and their product is made.
     """
     logits = 4 * load.S * load.shape.vocab_size
     cap = logits if load.shape.logit_softcap else 0
-    kept, forward, backward, evaluation = FULL_LOGITS[load.batch.asks]
-    return kept * logits + cap, forward * logits + cap, backward * logits + cap, evaluation * logits
+    asks, foreign = load.batch.asks, load.batch.foreign
+    tile = min(STATISTICS * logits, load.settings.loss_tile_bytes) if asks is Asks.NLL else 0
+    kept, forward, backward, evaluation = FULL_LOGITS[asks]
+    if foreign is not None and asks is Asks.NLL:
+        tile, (kept, forward, backward, evaluation) = 0, foreign.logits
+    return (
+        round(kept * logits) + cap,
+        round(forward * logits) + cap + tile,
+        round(backward * logits) + cap,
+        round(evaluation * logits) + tile,
+    )
 
 
-FULL_LOGITS = {Asks.NLL: (1, 5, 3, 4), Asks.LOGPS: (1, 3, 3, 3), Asks.ENTROPIES: (2, 4, 4, 4)}
-"""(kept, forward, backward, evaluation) of full logits, in copies of them."""
+FULL_LOGITS: dict[Asks, tuple[float, float, float, float]] = {
+    Asks.NLL: (1, 2, 3, 2),
+    Asks.LOGPS: (1, 2, 3, 2),
+    Asks.ENTROPIES: (2, 4, 4, 4),
+}
+"""(kept, forward, backward, evaluation) of full logits, in copies of them. Counted in
+trainers/losses/head/linear_full.py and torch's cross_entropy."""
+
+STATISTICS = 3
+"""Copies of a tile of logits that its statistics make: log-probs, probabilities and their product."""
 
 
 def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:

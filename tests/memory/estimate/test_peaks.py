@@ -16,7 +16,7 @@ from memtrain.memory.estimate.static import (
     static_bytes,
     usable,
 )
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import TRANSFORMERS, ForeignStep, HeaviestBatch, Workload
 from memtrain.memory.generation.generation import generation_bytes
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
@@ -75,11 +75,11 @@ LORA = Adapter(r=16)
     ("shape", "changes", "accumulates", "traced_gib"),
     [
         # Traces of the same step on fake tensors, 2 rows of 2,048 tokens: torch 2.13, transformers 5.23.
-        (QWEN06, {"checkpoint_every": 0, "loss": "full"}, False, 22.632),
+        (QWEN06, {"checkpoint_every": 0, "loss": "full"}, False, 17.990),
         (QWEN06, {}, False, 5.0205),
         (QWEN06, {"adapter": LORA}, False, 1.7350),
         (QWEN06, {"adapter": LORA, "checkpoint_every": 0}, False, 7.9649),
-        (LLAMA8, {"checkpoint_every": 0, "loss": "full"}, False, 79.328),
+        (LLAMA8, {"checkpoint_every": 0, "loss": "full"}, False, 75.384),
         (LLAMA8, {}, False, 59.861),
         (LLAMA8, {"master_weights": True}, False, 121.617),
         (LLAMA8, {"adapter": LORA}, False, 17.386),
@@ -90,6 +90,20 @@ def test_figures_of_real_models_agree_with_their_traces(shape, changes, accumula
     settings = make(**({"checkpoint_every": 1, "loss": "chunked", "padding_free": True} | changes))
     predicted = estimate(settings, shape, batch(2, 2048), accumulates=accumulates)
     assert predicted.peak.num_bytes / GIB == pytest.approx(traced_gib, rel=0.003)
+
+
+def test_the_step_of_transformers_holds_fourteen_bytes_a_logit_and_the_roots_of_all_second_moments():
+    def peak(foreign: ForeignStep | None, rows: int) -> int:
+        heaviest = batch(rows, 2048)._replace(foreign=foreign)
+        settings = make(checkpoint_every=1, padding_free=True)
+        return estimate(settings, LLAMA8, heaviest, accumulates=False).peak.num_bytes
+
+    own, theirs = (peak(one, 16) - peak(one, 8) for one in (None, TRANSFORMERS))
+    logits = (16 - 8) * 2047 * LLAMA["vocab_size"]
+    rows = 2 * (16 - 8) * 2048 * LLAMA["hidden_size"]  # Theirs are highest before the norm's output is gone.
+    assert theirs - own == 2 * logits + rows
+    at_the_step = peak(TRANSFORMERS, 1)
+    assert at_the_step == pytest.approx(5 * 2 * LLAMA8.num_parameters, rel=0.001)
 
 
 def test_what_a_plain_llama_layer_keeps_is_the_sum_written_out_by_hand():

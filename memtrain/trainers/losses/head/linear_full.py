@@ -19,21 +19,29 @@ from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllOptions
 from memtrain.trainers.losses.head.products import wide_dtype
 from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule
 
+TILE_COPIES = 3
+"""Log-probs, probabilities and their product: what a tile of statistics holds at once."""
+
 
 def full_logits(pairs: Pairs, rule: LogitRule = PLAIN_LOGITS, *, bias: Tensor | None = None) -> Tensor:
-    """Logits [N, V], fp32 (fp64 when an operand is), each product in the dtype of its operands."""
+    """Logits [N, V], fp32 (fp64 when an operand is), each product in the dtype of its operands.
+
+    At most two copies of them are there at once; of a scale or a temperature of 1 none is made.
+    """
     wide = wide_dtype(*(t for pair in pairs for t in pair))
-    outputs = []
+    outputs: list[Tensor] = []
     for hidden, weight in pairs:
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
         outputs.append(F.linear(hidden.to(dtype), weight.to(dtype)).to(wide))
     total_NV = torch.stack(outputs).sum(0) if len(outputs) > 1 else outputs[0]
+    outputs.clear()
     if bias is not None:
         total_NV = total_NV + bias
-    total_NV = total_NV * rule.scale
+    if rule.scale != 1.0:
+        total_NV = total_NV * rule.scale
     if rule.softcap is not None:
         total_NV = rule.softcap * torch.tanh(total_NV / rule.softcap)
-    return total_NV / rule.temperature
+    return total_NV if rule.temperature == 1.0 else total_NV / rule.temperature
 
 
 def full_logprob(
@@ -69,11 +77,16 @@ def full_nll(
     loss = (loss_N * weights_N).sum()
     if not options.want_stats:
         return NllResult(loss, None, None, None)
-    logp_NV = logits_NV.detach().log_softmax(-1)
-    target_N1 = targets_N[:, None]
-    return NllResult(
-        loss,
-        logp_NV.gather(1, target_N1)[:, 0],
-        -(logp_NV.exp() * logp_NV).sum(-1),
-        logits_NV.detach().gather(1, target_N1)[:, 0] >= logits_NV.detach().amax(-1),
-    )
+    return NllResult(loss, *_statistics(logits_NV.detach(), targets_N, rule.tile_bytes))
+
+
+def _statistics(logits_NV: Tensor, targets_N: Tensor, tile_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs of the targets, entropies, whether a target has the highest logit), a tile at a time."""
+    rows = max(1, tile_bytes // (TILE_COPIES * logits_NV.element_size() * logits_NV.shape[1]))
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for logits, targets in zip(logits_NV.split(rows), targets_N.split(rows), strict=True):
+        logp, target = logits.log_softmax(-1), targets[:, None]
+        chosen, found = logp.gather(1, target)[:, 0], logits.gather(1, target)[:, 0]
+        parts.append((chosen, -(logp.exp() * logp).sum(-1), found >= logits.amax(-1)))
+    logp_N, entropy_N, is_best_N = (torch.cat(one) for one in zip(*parts, strict=True))
+    return logp_N, entropy_N, is_best_N

@@ -196,6 +196,21 @@ def test_tile_size_never_moves_the_result(num_tokens, tile_bytes, seed):
             torch.testing.assert_close(leaf.grad, other.leaves()[name].grad, rtol=1e-4, atol=1e-5)
 
 
+def test_statistics_of_all_logits_are_the_same_bits_in_tiles_of_any_size():
+    head = make_head(num_tokens=7, seed=3)
+    asked = NllOptions(want_stats=True)
+
+    def found(tile_bytes: int) -> linear.NllResult:
+        rule = LogitRule(tile_bytes=tile_bytes)
+        return full_nll(head.pairs(True), head.targets, head.weights, rule, asked)
+
+    whole, tiled = found(1 << 30), found(1)
+    assert whole.entropy_N is not None
+    assert whole.entropy_N.shape == (7,)
+    for one, other in zip(whole, tiled, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_no_token_gives_zero_loss_and_zero_gradients(by_columns, monkeypatch):
     if by_columns:
