@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
     SCRATCH,
-    HeadBytes,
-    head_bytes,
     layer_backward,
     layer_boundary,
     layer_kept,
@@ -21,6 +19,7 @@ from memtrain.memory.estimate.activations import (
 )
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
+from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
