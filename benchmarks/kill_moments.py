@@ -182,14 +182,17 @@ def _launch(
         warm.write_into(_output_of(run))
         from memtrain.__main__ import main
         from memtrain.cli.launch import elastic_agent
+        from memtrain.trainers.loop.rank_failures import root_fault
+        from memtrain.trainers.run_folder.folder import RunFolder
 
         def run_agent(command: Sequence[str], environment: dict[str, str], *given: Any) -> None:
             if lives_s is not None:
                 os.environ.update(environment | {"MEMTRAIN_LAUNCHED": "1"})
                 ranks = warm.start(run, num_ranks)
                 if lives_s == math.inf:
-                    if any(warm.wait(ranks)):
-                        raise SystemExit("a rank failed: " + ranks[0].said[-300:])
+                    codes = warm.wait(ranks)
+                    if any(codes):
+                        raise SystemExit(f"exit codes {codes}: {root_fault(RunFolder(run), num_ranks)}")
                     return
                 time.sleep(lives_s)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -77,7 +77,8 @@ class Hardware:
         if card is None:
             raise RecipeError(
                 f"unknown GPU: {name}",
-                fix=f"one of {', '.join(known_names())}; or give its size with --budget 24GiB",
+                where="--gpu",
+                fix=f"give one of {', '.join(known_names())}; or give its size with --budget 24GiB",
             )
         return _of_table(card, num_devices)
 

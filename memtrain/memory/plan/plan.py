@@ -205,7 +205,9 @@ def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
     environment variable of its recipe is not set here.
     """
     if not path.is_file():
-        raise LaunchError(f"there is no plan at {path}", fix="run the training command; it writes plan.json")
+        raise LaunchError(
+            "the run folder has no plan", str(path), "run the training command; it writes plan.json"
+        )
     raw = path.read_bytes()
     if digest and _digest(raw) != digest:
         raise LaunchError(

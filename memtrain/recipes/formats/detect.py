@@ -115,7 +115,7 @@ def detect(
             raise DataError(
                 f"the method cannot use rows of format {declared}",
                 where,
-                f"it takes {' or '.join(allowed)}",
+                f"give rows of format {' or '.join(allowed)}, or use another method",
             )
         return FORMS[declared], names
     fitting = matches(present, names)
@@ -173,5 +173,5 @@ def check_mapping(columns: Columns, present: Sequence[str], where: str) -> None:
             raise DataError(
                 f"data.columns.{field.name} is '{column}', and the first row has no such column",
                 where,
-                f"it has {', '.join(present) or 'none'}",
+                f"name one of its columns: {', '.join(present) or 'it has none'}",
             )

@@ -247,7 +247,7 @@ def message_of(item: object, place: str) -> Message:
         role, content, taken = given.get("from"), given.get("value"), ("role", "content", "from", "value")
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(dict.fromkeys(ROLES))
-        raise BadRow(f"{place} has the role {shown(role)}", f"known roles: {known}")
+        raise BadRow(f"{place} has the role {shown(role)}", f"use one of the roles {known}")
     taken += ("weight", "train")
     rest = {key: value for key, value in given.items() if value is not None and key not in taken}
     if content is None and not rest.get("tool_calls"):

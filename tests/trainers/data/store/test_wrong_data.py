@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         b"PK",
         "'d.xlsx' is not a readable kind of file",
         "{file}",
-        f"readable: {READABLE}",
+        f"give a file of a kind that is read: {READABLE}",
     ),
     "a UTF-16 text file": (
         "d.txt",
@@ -220,8 +220,8 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         b'{"messages": [{"role": "narrator", "content": "x"}]}\n',
         "messages[0] has the role 'narrator'",
         "{file}:1",
-        "known roles: system, developer, user, human, assistant, gpt, chatgpt, bot, model, tool, function, "
-        "observation",
+        "use one of the roles system, developer, user, human, assistant, gpt, chatgpt, bot, model, tool, "
+        "function, observation",
     ),
     "an image with a text beside it": (
         "d.jsonl",
@@ -290,7 +290,7 @@ def test_a_folder_without_data_says_what_is_readable(tmp_path):
     with pytest.raises(DataError) as error:
         prepare(recipe_of(tmp_path / "photos", tmp_path / "cache"))
     assert error.value.faults[0].what == f"no readable file in the folder '{tmp_path}/photos'"
-    assert error.value.faults[0].fix == f"readable: {READABLE}"
+    assert error.value.faults[0].fix == f"give files of a kind that is read: {READABLE}"
 
 
 def test_skipped_rows_are_counted_and_told(tmp_path):
