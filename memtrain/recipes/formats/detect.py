@@ -132,6 +132,11 @@ def detect(
     )
 
 
+def used_columns(form: str, names: Names) -> frozenset[str]:
+    """Columns that rows of a format read."""
+    return frozenset(getattr(names, name) for name in FORMS[form].reads)
+
+
 def matches(present: Sequence[str], names: Names) -> list[Form]:
     """Formats whose columns are all present, without those that are part of a longer match."""
     fitting = [form for form in FORMS.values() if all(getattr(names, need) in present for need in form.needs)]

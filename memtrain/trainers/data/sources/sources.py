@@ -97,6 +97,13 @@ def located(source: Source, form: Format, streaming: bool) -> Located:
     return Located((hub_streamed(source) if streaming else hub_stream(source),))
 
 
+def is_on_hub(source: Source) -> bool:
+    """Whether a source is a dataset of the hub: no built-in, no path that exists, no name of a file."""
+    path = Path(source.source).expanduser()
+    is_local = source.source.startswith("builtin:") or path.exists() or glob.has_magic(source.source)
+    return not is_local and ending(path) not in READERS and bool(HUB_ID.fullmatch(source.source))
+
+
 def fixed_part(pattern: Path) -> Path:
     """The folder of a glob, up to its first sign."""
     return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
