@@ -30,7 +30,7 @@ LATER = "not checked"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that was looked at, and what was found."""
+    """Part of a run that was looked at, and the finding."""
 
     item: str
     found: str

@@ -76,7 +76,7 @@ class Prediction(Section):
 
 
 class SourceShare(Section):
-    """One source of a mixture, as an epoch has it."""
+    """Source of a mixture, as an epoch has it."""
 
     source: str
     """The source, as the recipe names it."""
