@@ -246,7 +246,6 @@ DEVICE_PACKAGES: tuple[tuple[str, str, Callable[[Recipe], bool], str], ...] = (
     ("bitsandbytes", "quant", lambda recipe: recipe.model.quantize != "none", "model.quantize"),
     ("bitsandbytes", "quant", lambda recipe: recipe.optim.kind.endswith("8bit"), "optim.kind"),
     ("liger_kernel", "liger", lambda recipe: recipe.model.liger == "on", "model.liger"),
-    ("flash_attn", "flash", lambda recipe: recipe.model.attention == "flash", "model.attention"),
     ("deepspeed", "deepspeed", lambda recipe: recipe.cluster.engine.startswith("zero"), "cluster.engine"),
 )
 """(package, extra of memtrain, whether the recipe asks for it, the key that asks)."""
