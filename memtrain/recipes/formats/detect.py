@@ -115,7 +115,7 @@ def detect(
             raise DataError(
                 f"the method cannot use rows of format {declared}",
                 where,
-                f"give rows of format {' or '.join(allowed)}, or use another method",
+                f"it takes {' or '.join(allowed)}",
             )
         return FORMS[declared], names
     fitting = matches(present, names)
@@ -130,11 +130,6 @@ def detect(
         where,
         f"choose one: data.format: {usable[0].name}",
     )
-
-
-def used_columns(form: str, names: Names) -> frozenset[str]:
-    """Columns that rows of a format read."""
-    return frozenset(getattr(names, name) for name in FORMS[form].reads)
 
 
 def matches(present: Sequence[str], names: Names) -> list[Form]:
@@ -178,5 +173,5 @@ def check_mapping(columns: Columns, present: Sequence[str], where: str) -> None:
             raise DataError(
                 f"data.columns.{field.name} is '{column}', and the first row has no such column",
                 where,
-                f"name one of its columns: {', '.join(present) or 'it has none'}",
+                f"it has {', '.join(present) or 'none'}",
             )

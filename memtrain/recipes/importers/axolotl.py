@@ -56,8 +56,7 @@ def _method(said: Said) -> None:
     else:
         raise RecipeError(
             f"rl: {asked} has no counterpart in memtrain",
-            where="rl",
-            fix=f"set it to one that is read: sft, {', '.join(METHODS)}",
+            fix=f"methods that are read: sft, {', '.join(METHODS)}",
         )
 
 

@@ -66,9 +66,9 @@ def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> st
     best = max(scores, key=lambda tool: scores[tool])
     if not scores[best]:
         raise RecipeError(
-            f"no key of {name} tells which tool reads it",
+            f"{name}: no key tells which tool it is of",
             name,
-            "give --tool trl, axolotl, llamafactory, unsloth or verl",
+            "say it with --tool trl, axolotl, llamafactory, unsloth or verl",
         )
     return best
 

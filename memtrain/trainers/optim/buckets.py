@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
 from torch import Tensor
 
-Item = TypeVar("Item")
-
 
 def buckets_of(
-    items: Iterable[Item], limit_bytes: int, bytes_of: Callable[[Item], int]
-) -> Iterator[list[Item]]:
-    """Items of at most `limit_bytes` together by `bytes_of`, in their order; or one item alone."""
-    bucket: list[Item] = []
+    tensors: Iterable[Tensor], limit_bytes: int, bytes_of: Callable[[Tensor], int]
+) -> Iterator[list[Tensor]]:
+    """Tensors of at most `limit_bytes` together by `bytes_of`, in their order; or one tensor alone."""
+    bucket: list[Tensor] = []
     num_bytes = 0
-    for item in items:
-        size = bytes_of(item)
+    for tensor in tensors:
+        size = bytes_of(tensor)
         if bucket and num_bytes + size > limit_bytes:
             yield bucket
             bucket, num_bytes = [], 0
-        bucket.append(item)
+        bucket.append(tensor)
         num_bytes += size
     if bucket:
         yield bucket

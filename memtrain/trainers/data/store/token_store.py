@@ -262,9 +262,7 @@ class TokenStore:
         path = folder / META_FILE
         if not path.is_file():
             raise DataError(
-                f"there are no tokenized rows in '{folder}'",
-                str(folder),
-                "run the training command again; it tokenizes the rows",
+                f"there are no tokenized rows in '{folder}'", str(folder), "prepare the data again"
             )
         fix = f"remove '{folder}'; it will be made again"
         try:
