@@ -204,6 +204,7 @@ def run(
     part.setdefault("seed", seeds.start)
     for name in ("mutants", "faults", "processor_s", "slowest_s"):
         part.setdefault(name, 0)
+    part.setdefault("ended", {})
     wrong: list[dict[str, Any]] = part.setdefault("first_faults", [])
     for number in seeds[part["mutants"] :]:
         if STOPPED:

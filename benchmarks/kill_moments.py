@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,9 +38,23 @@ when all files of the model are written and none has its name; first by the save
 FINAL = tuple(list(PLACES)[4:8])
 """Those during the final save."""
 
+PLANNING = {
+    "keeping the rows": ("memtrain.trainers.data.store.cache", "sync_folder", 1),
+    "planning": ("memtrain.cli.plan.make_plan", "make_plan", 1),
+    "writing the launch files": ("memtrain.cli.launch.local", "write_files", 1),
+}
+"""Those of the command before it starts a rank. `sync_folder` is entered when all files of the tokenized
+rows are written and their folder has no name."""
+
 BY_TIME = ("any time", "all ranks at once")
-LAUNCHERS = ("before the ranks", "launcher while ranks start or run")
-MOMENTS = ("before the ranks", *list(PLACES)[:2], *BY_TIME, LAUNCHERS[1], *list(PLACES)[2:])
+BEFORE, BETWEEN, LATER = LAUNCHERS = (
+    "before the ranks",
+    "between the launcher and the ranks",
+    "launcher while ranks start or run",
+)
+"""Those of the launcher: its ranks are not there, or are there and do not have the folder, or work."""
+
+MOMENTS = (*PLANNING, BEFORE, BETWEEN, *list(PLACES)[:2], *BY_TIME, LATER, *list(PLACES)[2:])
 """In the order in which a run comes to them. Kills of one run keep to it, so that it lives to see
 many."""
 
@@ -72,25 +88,29 @@ def killed_ranks(
 
 def _dying(moment: str, *, is_before: bool) -> Callable[[int], None]:
     """Makes the main rank kill itself at a place."""
-    module_name, name, nth = PLACES[moment]
 
     def prepare(rank: int) -> None:
-        if rank:
-            return
-        module = import_module(module_name)
-        plain, calls = getattr(module, name), iter(range(1, 10**6))
-
-        @wraps(plain)
-        def dies(*given: Any, **named: Any) -> Any:
-            if next(calls) < nth:
-                return plain(*given, **named)
-            made = None if is_before else plain(*given, **named)
-            os.kill(os.getpid(), signal.SIGKILL)
-            return made
-
-        setattr(module, name, dies)
+        if not rank:
+            _die_at(PLACES[moment], is_before=is_before)
 
     return prepare
+
+
+def _die_at(place: tuple[str, str, int], *, is_before: bool) -> None:
+    """Let this process kill itself as it enters or leaves a function."""
+    module_name, name, nth = place
+    module = import_module(module_name)
+    plain, calls = getattr(module, name), iter(range(1, 10**6))
+
+    @wraps(plain)
+    def dies(*given: Any, **named: Any) -> Any:
+        if next(calls) < nth:
+            return plain(*given, **named)
+        made = None if is_before else plain(*given, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    setattr(module, name, dies)
 
 
 def _wait_for(ranks: Sequence[warm.Rank], main: int) -> list[int]:
@@ -110,39 +130,80 @@ def killed_launcher(
 
     Ranks that lost it must stop by themselves; None when the run had ended before.
     """
-    lives_s = 0.0 if moment == "before the ranks" else draws.uniform(0.0, longest_s)
+    dies_at = PLANNING.get(moment)
+    lives_s = draws.uniform(0.0, longest_s) if moment == LATER else 0.0 if moment == BETWEEN else None
+    is_before = draws.random() < 0.5
     began = time.monotonic()
-    output = run.with_name(f"{run.name}.launcher.txt")
+
+    def before() -> None:
+        if dies_at is not None:
+            _die_at(dies_at, is_before=is_before)
+
+    code = _launched(words, run, num_ranks, before, lives_s)
+    return Kill(moment, round(time.monotonic() - began, 2)) if code == -signal.SIGKILL else None
+
+
+def launched(words: Sequence[str], run: Path, num_ranks: int) -> int:
+    """Exit code of the command, which begins or goes on, and ends the run."""
+    return _launched(words, run, num_ranks, lambda: None, math.inf)
+
+
+def said_by_launcher(run: Path) -> str:
+    """Last words of the command."""
+    return _output_of(run).read_text()[-400:]
+
+
+def _output_of(run: Path) -> Path:
+    return run.with_name(f"{run.name}.launcher.txt")
+
+
+def _launched(
+    words: Sequence[str], run: Path, num_ranks: int, before: Callable[[], None], lives_s: float | None
+) -> int:
+    """Exit code of the command, when no rank of it is left either."""
     pid = os.fork()
     if not pid:
-        _launch(words, run, num_ranks, output, None if moment == "before the ranks" else lives_s)
+        _launch(words, run, num_ranks, before, lives_s)
     status = os.waitpid(pid, 0)[1]
     _wait_for_orphans()
-    if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
-        return None
-    return Kill(moment, round(time.monotonic() - began, 2))
+    return os.waitstatus_to_exitcode(status)
 
 
-def _launch(words: Sequence[str], run: Path, num_ranks: int, output: Path, lives_s: float | None) -> None:
-    """Be the launcher; ranks are forks of this process in place of accelerate's. Never returns."""
+def _launch(
+    words: Sequence[str], run: Path, num_ranks: int, before: Callable[[], None], lives_s: float | None
+) -> None:
+    """Be the launcher; ranks are forks of this process in place of accelerate's. Never returns.
+
+    `lives_s`: its time with its ranks; None where it has none, infinite where it waits for their end.
+    """
     code = 99
     try:
         os.setsid()
-        warm.write_into(output)
+        warm.write_into(_output_of(run))
         from memtrain.__main__ import main
         from memtrain.cli.launch import elastic_agent
+        from memtrain.trainers.loop.rank_failures import root_fault
+        from memtrain.trainers.run_folder.folder import RunFolder
 
         def run_agent(command: Sequence[str], environment: dict[str, str], *given: Any) -> None:
-            if lives_s is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            os.environ.update(environment | {"MEMTRAIN_LAUNCHED": "1"})
-            warm.start(run, num_ranks)
-            time.sleep(lives_s or 0.0)
+            if lives_s is not None:
+                os.environ.update(environment | {"MEMTRAIN_LAUNCHED": "1"})
+                ranks = warm.start(run, num_ranks)
+                if lives_s == math.inf:
+                    codes = warm.wait(ranks)
+                    if any(codes):
+                        raise SystemExit(f"exit codes {codes}: {root_fault(RunFolder(run), num_ranks)}")
+                    return
+                time.sleep(lives_s)
             os.kill(os.getpid(), signal.SIGKILL)
 
         elastic_agent.run_agent = run_agent
+        before()
         code = main(list(words))
+    except SystemExit as error:
+        print(error)
     finally:
+        sys.stdout.flush()
         os._exit(code)
 
 

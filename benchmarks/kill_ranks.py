@@ -3,13 +3,14 @@
     python benchmarks/kill_ranks.py [--kills 300] [--minutes 60] [--seed 0]
         [-o benchmarks/results/kill_moments.json] [--set save.async_save=true ...]
 
-Every method is run under every engine, in an order that is drawn; each run is killed again and again, at
-moments that are drawn (kill_moments.py): any time, all ranks at once, the launcher before or after it has
-started its ranks, and each step of saving, of the final save and of the last words. The other ranks end as
-they do, or are killed after some seconds as a launcher does. When the same command has let the run end, its
-losses, gradient norms, evaluations and final weights are compared, bit for bit, with those of a run that
-nobody killed, and the names in its folder too: half-written files must be gone. The file holds what was
-done so far: the same command goes on.
+Every method is run under every engine, those with the fewest kills first; each run is killed again and
+again, at moments that are drawn (kill_moments.py): while the command reads and plans, before it has ranks,
+before they have the folder, any time, all ranks at once, and each step of saving, of the final save and of
+the last words. The other ranks end as they do, or are killed after some seconds as a launcher does. What one
+kill leaves half-written must be gone when the next start has taken the folder. When the same command has let
+the run end, its losses, gradient norms, evaluations and final weights are compared, bit for bit, with those
+of a run that nobody killed, and the names in its folder too; nothing may be left in the cache or among
+temporary files. The output holds what was done so far: the same command goes on.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ import warm_ranks as warm
 from many_ranks import ROOT, about
 from result_files import write_result
 
-KILLS = 8
+KILLS = 6
 """Kills of one run, where it does not end before."""
+
+CACHE, TEMPORARY = "cache", "tmp"
+"""Folders of all runs, in the place of this call."""
 
 SMALL = (
     "memory.measure_peaks=false",
@@ -78,27 +82,50 @@ def differences(run: Path, whole: Path) -> list[str]:
     return told + [f"left: {name}" for name in left] + [f"lost: {name}" for name in lost]
 
 
+def unfinished_in(run: Path) -> set[str]:
+    """Names that a process gives what it has not finished; the lock is taken over, not removed."""
+    hidden = {path for path in run.rglob(".*") if path.name not in (".lock", ".faults")}
+    return {str(path.relative_to(run)) for path in hidden}
+
+
+def strays(place: Path) -> list[str]:
+    """What killed processes left outside of the run folder."""
+    half = [path for path in (place / CACHE).rglob(".*") if path.name != ".locks"]
+    return [str(path.relative_to(place)) for path in (*half, *(place / TEMPORARY).iterdir())]
+
+
 def disturbed(
     case: dict[str, Any], words: list[str], draws: random.Random, run: Path, whole: Path, taken_s: float
 ) -> None:
     """Kill a run, go on until it ends, and note in `case` what was found."""
     kills: list[moments.Kill] = []
+    left: list[str] = []
     num_ranks = case["ranks"]
     choices = [one for one in moments.MOMENTS if num_ranks > 1 or one not in moments.LAUNCHERS]
     for moment in sorted(draws.sample(choices, KILLS), key=choices.index):
-        if moment in moments.LAUNCHERS:
+        before = unfinished_in(run)
+        if moment in (*moments.LAUNCHERS, *moments.PLANNING):
             kill = moments.killed_launcher(words, run, num_ranks, moment, draws, taken_s)
         else:
+            if not (run / "plan.json").exists():
+                warm.planned(words)
             kill = moments.killed_ranks(run, num_ranks, moment, draws, taken_s)
         if kill is None:
             break
         kills.append(kill)
-    ranks = warm.start(run, num_ranks)
-    codes = warm.wait(ranks)
+        if moment in list(moments.PLACES)[1:]:
+            left += [f"left by the kill before '{moment}': {one}" for one in before & unfinished_in(run)]
+    code = moments.launched(words, run, num_ranks)
     case["kills"] = [[one.moment, one.after_s] for one in kills]
     case["of_s"] = round(taken_s, 2)
-    case["ended"] = "done" if not any(codes) else ranks[0].said[-400:]
-    case["differs"] = differences(run, whole)
+    case["ended"] = moments.said_by_launcher(run) if code else "done"
+    case["differs"] = [*differences(run, whole), *left, *(f"left: {one}" for one in strays(run.parent))]
+
+
+def next_cell(runs: list[dict[str, Any]], cells: list[tuple[str, str]]) -> tuple[str, str]:
+    """Method and engine that were killed the fewest times, the first of `cells` among equals."""
+    made = Counter((run["method"], run["engine"]) for run in runs for _ in run["kills"])
+    return min(cells, key=lambda cell: made[cell])
 
 
 def summed(told: dict[str, Any]) -> None:
@@ -119,7 +146,10 @@ def joined(files: list[Path]) -> dict[str, Any]:
     parts = [json.loads(file.read_text()) for file in files]
     told: dict[str, Any] = {"runs": [run for part in parts for run in part["runs"]]}
     summed(told)
-    return told | {"cpu_s": sum(part["cpu_s"] for part in parts), "about": [part["about"] for part in parts]}
+    return told | {
+        "cpu_s": sum(part["cpu_s"] for part in parts),
+        "about": [one for part in parts for one in part["about"]],
+    }
 
 
 def cpu_s() -> float:
@@ -146,23 +176,26 @@ def main() -> None:
     told: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.exists() else {"runs": []}
     warm.warm_up()
     moments.adopt_orphans()
-    told |= about()
     said = [f"--kills {asked.kills}", f"--seed {asked.seed}", *(f"--set {one}" for one in asked.set)]
-    told["about"]["command"] = " ".join(["python benchmarks/kill_ranks.py", *said])
+    mine = about()["about"] | {"command": " ".join(["python benchmarks/kill_ranks.py", *said])}
+    before = told.get("about", [])
+    told["about"] = [one for one in ([before] if isinstance(before, dict) else before) if one != mine] + [
+        mine
+    ]
     cpu_before_s = told.get("cpu_s", 0)
     draws = random.Random(f"{asked.seed} {len(told['runs'])}")
     taken: dict[Path, float | None] = {}
-    cells: list[tuple[str, str]] = []
+    cells = [(one, other) for one in asked.only.split(",") for other in asked.engines.split(",")]
+    draws.shuffle(cells)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        os.environ["MEMTRAIN_CACHE"] = f"{place}/cache"
-        while len([1 for run in told["runs"] for _ in run["kills"]]) < asked.kills:
+        (folder / TEMPORARY).mkdir()
+        os.environ |= {"MEMTRAIN_CACHE": str(folder / CACHE), "TMPDIR": str(folder / TEMPORARY)}
+        tempfile.tempdir = str(folder / TEMPORARY)
+        while cells and len([1 for run in told["runs"] for _ in run["kills"]]) < asked.kills:
             if cpu_s() > 60 * asked.minutes:
                 break
-            if not cells:
-                cells = [(one, other) for one in asked.only.split(",") for other in asked.engines.split(",")]
-                draws.shuffle(cells)
-            method, engine = cells.pop()
+            method, engine = next_cell(told["runs"], cells)
             num_ranks = draws.choice((1, 2, 2, 3)) if engine == "ddp" else 2
             recipe = warm.write_recipe(folder, method)
             overrides = [*warm.asked_for(engine, num_ranks), *SMALL]
@@ -171,21 +204,20 @@ def main() -> None:
                 taken[whole] = undisturbed(recipe, method, overrides, num_ranks, whole)
             taken_s = taken[whole]
             if taken_s is None:
+                cells.remove((method, engine))
                 continue
             run = folder / "killed"
-            shutil.rmtree(run, ignore_errors=True)
+            for path in (run, folder / CACHE):
+                shutil.rmtree(path, ignore_errors=True)
             words = warm.words(recipe, method, run, [*overrides, *asked.set])
-            warm.plan(recipe, method, run, [*overrides, *asked.set])
             case: dict[str, Any] = {"method": method, "engine": engine, "ranks": num_ranks}
             disturbed(case, words, draws, run, whole, taken_s)
-            if not case["kills"]:
-                continue
             told["runs"].append(case)
             summed(told)
             told["cpu_s"] = round(cpu_before_s + cpu_s())
             write_result(asked.output, told)
             print(json.dumps(case), flush=True)
-            if case["differs"] and (keep := os.environ.get("KEEP")):
+            if (case["differs"] or case["ended"] != "done") and (keep := os.environ.get("KEEP")):
                 shutil.copytree(run, Path(keep) / str(len(told["runs"])), dirs_exist_ok=True)
     if told["runs_that_differ"]:
         raise SystemExit("not the same")

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -110,11 +111,16 @@ def words(recipe: Path, method: str, run: Path, overrides: Sequence[str]) -> lis
 
 def plan(recipe: Path, method: str, run: Path, overrides: Sequence[str]) -> Planned:
     """Plan a run, as `memtrain METHOD RECIPE --dry-run` does."""
+    return planned(words(recipe, method, run, overrides))
+
+
+def planned(command: Sequence[str]) -> Planned:
+    """Plan what a command trains."""
     from memtrain.__main__ import main
 
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main([*words(recipe, method, run, overrides), "--dry-run"])
+        code = main([*command, "--dry-run"])
     return Planned(code, err.getvalue())
 
 
@@ -131,7 +137,8 @@ def write_into(output: Path) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    # Files that own their descriptor close it when they are collected: a second call would lose its own.
+    sys.stdout, sys.stderr = (os.fdopen(one, "w", closefd=False) for one in (1, 2))
 
 
 def _fork(run: Path, number: int, num_ranks: int, port: int, prepare: Callable[[int], None] | None) -> Rank:
@@ -153,6 +160,14 @@ def _fork(run: Path, number: int, num_ranks: int, port: int, prepare: Callable[[
             os.environ.update({key: str(value) for key, value in given.items()})
             os.environ["MASTER_ADDR"] = "127.0.0.1"
         sys.argv = ["worker", str(run / "plan.json")]
+        tell = worker._told
+
+        def told(folder: Path, rank: int, error: Exception) -> int:
+            traceback.print_exception(error)
+            return tell(folder, rank, error)
+
+        # Under a launcher a rank leaves its error in the run folder; here it stands in its output too.
+        worker._told = told
         if prepare is not None:
             prepare(number)
         code = worker.main()

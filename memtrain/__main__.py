@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in OF_A_NAME:
             return _our_fault()
-        fault = LaunchError(f"{error.filename} cannot be used: {error.strerror}", fix=OF_A_NAME[error.errno])
+        name = str(error.filename)
+        fault = LaunchError(f"{name} cannot be used: {error.strerror}", name, OF_A_NAME[error.errno])
         print(fault.text(), file=sys.stderr)
         return fault.exit_code
     except Exception:

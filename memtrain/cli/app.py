@@ -91,6 +91,7 @@ class _Verbs(TyperGroup):
             near = difflib.get_close_matches(args[0], names, n=2)
             raise RecipeError(
                 f"'{args[0]}' is not a command of memtrain",
+                where="the command line",
                 fix=f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(names)}",
             )
         return super().resolve_command(ctx, args)
@@ -156,4 +157,4 @@ def _usage_fault(error: Any) -> RecipeError:
     """A wrong option in the form of every other error."""
     message = str(error.format_message()).rstrip(".")
     path = error.ctx.command_path if error.ctx is not None else "memtrain"
-    return RecipeError(message[:1].lower() + message[1:], fix=f"{path} --help")
+    return RecipeError(message[:1].lower() + message[1:], path, f"see {path} --help")

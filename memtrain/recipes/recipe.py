@@ -193,7 +193,8 @@ class Recipe(Section):
             )
         if self.train.batch_tokens is not None:
             raise ValueError(
-                f"{self.method} counts a step in completions; set train.batch_size instead of batch_tokens"
+                f"train.batch_tokens is set, and {self.method} counts a step in completions; set "
+                "train.batch_size instead"
             )
         if self.generation.num_generations < 2 and self.method != "ppo":
             raise ValueError(

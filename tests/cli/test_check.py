@@ -12,6 +12,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "method: sft\nmodel: {path: builtin:tiny}\ndata:\n  train:\n    - {source: a.jsonl, weight: 2}\n"
         "    - {source: b.jsonl, weight: 1}\nmemory: {budget: 24GiB}\n"
     )
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n' * 3)
     return tmp_path
 
 
@@ -25,7 +27,14 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
         "model.path     builtin:tiny                                  my.yaml:2:9\n"
         "data.train     a.jsonl (weight: 2.0); b.jsonl (weight: 1.0)  my.yaml:4:3\n"
         "memory.budget  24GiB                                         my.yaml:7:10\n"
-        "optim.lr       0.0001                                        override `optim.lr=1e-4`\n"
+        "optim.lr       0.0001                                        "
+        "from the command line: `optim.lr=1e-4`\n"
+        "\n"
+        "checked        found\n"
+        "model          builtin:tiny: qwen3, 0.9 M parameters; weights are built in\n"
+        "tokenizer      1,024 tokens, with a chat template\n"
+        "data.train[0]  a.jsonl: format prompt_completion, the first 3 rows can be used\n"
+        "data.train[1]  b.jsonl: format prompt_completion, the first 3 rows can be used\n"
         "\n"
         "Every other key has its default; --all shows them.\n"
     )
@@ -61,3 +70,43 @@ def test_a_wrong_recipe_ends_with_2_and_every_fault_on_stderr(
 def test_a_shipped_recipe_is_checked_by_its_name(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "sft/qwen3-0.6b-lora"]) == 0
     assert "is a valid sft recipe." in capsys.readouterr().out
+
+
+def test_faults_of_model_data_and_packages_come_together(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("memtrain.cli.plan.check_run.installed", lambda *names: frozenset())
+    (folder / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    (folder / "my.yaml").write_text(
+        "method: sft\nmodel: {path: ./none}\ndata:\n  train: [gone.jsonl, bad.jsonl]\n  eval: a.jsonl\n"
+        "log: {trackers: [wandb]}\n"
+    )
+    assert main(["check", "my.yaml"]) == 5
+    told = capsys.readouterr().err
+    assert told.count("error: ") == 4
+    for words in (
+        "error: there is no folder ./none\n   at: my.yaml:2:9 (model.path)",
+        "error: there is no file 'gone.jsonl'\n   at: my.yaml:4:",
+        "error: the row has no column 'completion'; it has prompt\n   at: bad.jsonl:2",
+        "error: wandb is asked for but not installed\n   at: my.yaml:6:7 (log.trackers)",
+    ):
+        assert words in told
+
+
+def test_a_dataset_of_the_hub_is_not_downloaded(capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "my.yaml", "data.train=someone/rows"]) == 0
+    assert "not checked: someone/rows is a dataset of the hub" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_package_for_cuda_is_asked_for_where_there_is_a_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    words = ["check", "my.yaml", "model.liger=on"]
+    assert main(words) == 0
+    assert "liger_kernel: not checked, there is no CUDA device here" in capsys.readouterr().out
+    from memtrain.memory.hardware.devices import Hardware
+
+    monkeypatch.setattr("memtrain.memory.hardware.devices.detect", lambda _: Hardware.named("h100", 1))
+    monkeypatch.setattr("memtrain.cli.plan.check_run.installed", lambda *names: frozenset())
+    assert main(words) == 5
+    assert "error: model.liger needs liger_kernel, which is not installed" in capsys.readouterr().err

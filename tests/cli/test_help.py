@@ -64,11 +64,24 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["chek"], "error: 'chek' is not a command of memtrain\n  try: did you mean check or schema?\n"),
-        (["zzz"], "error: 'zzz' is not a command of memtrain\n  try: the commands are "),
-        (["check"], "error: missing argument 'RECIPE'\n  try: memtrain check --help\n"),
-        (["check", "x", "--foo"], "error: no such option: --foo\n  try: memtrain check --help\n"),
-        (["--foo"], "error: no such option: --foo\n  try: memtrain --help\n"),
+        (
+            ["chek"],
+            "error: 'chek' is not a command of memtrain\n   at: the command line\n"
+            "  try: did you mean check or schema?\n",
+        ),
+        (
+            ["zzz"],
+            "error: 'zzz' is not a command of memtrain\n   at: the command line\n  try: the commands are ",
+        ),
+        (
+            ["check"],
+            "error: missing argument 'RECIPE'\n   at: memtrain check\n  try: see memtrain check --help\n",
+        ),
+        (
+            ["check", "x", "--foo"],
+            "error: no such option: --foo\n   at: memtrain check\n  try: see memtrain check --help\n",
+        ),
+        (["--foo"], "error: no such option: --foo\n   at: memtrain\n  try: see memtrain --help\n"),
     ],
 )
 def test_wrong_words_are_told_like_every_other_error(

@@ -38,7 +38,9 @@ def test_a_file_that_exists_is_kept(folder: Path, capsys: pytest.CaptureFixture[
 
 def test_an_unknown_method_names_the_nearest(capsys: pytest.CaptureFixture[str]):
     assert main(["init", "sftt"]) == 2
-    assert capsys.readouterr().err == "error: unknown method 'sftt'\n  try: did you mean sft?\n"
+    assert capsys.readouterr().err == (
+        "error: unknown method 'sftt'\n   at: the command line\n  try: did you mean sft?\n"
+    )
 
 
 def test_a_folder_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]):

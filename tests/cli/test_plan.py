@@ -44,9 +44,9 @@ def test_a_plan_for_a_card_that_is_not_here_says_what_fits_and_stays_within_80_c
     run(["plan", recipe, "--gpu", "h100"])
     out = capsys.readouterr().out
     words = " ".join(out.split())
-    assert "llama.yaml on H100, 79.65 GiB: fits" in words
+    assert "llama.yaml on H100, 79.10 GiB: fits" in words
     assert "60 rows" in words
-    assert "of 79.65 GiB." in words
+    assert "of 79.10 GiB." in words
     assert "29.92" in words
     assert " without (rule)" in words
     assert max(len(line) for line in out.splitlines()) <= 80
@@ -90,7 +90,7 @@ def test_a_plan_as_a_page_is_written_and_loads_nothing(recipe, tmp_path, capsys)
     run(["plan", recipe, "--gpu", "h100", "--without-data", "--html", str(tmp_path / "p.html")])
     text = (tmp_path / "p.html").read_text()
     assert "wrote" in capsys.readouterr().out
-    assert "llama.yaml on H100, 79.65 GiB" in text
+    assert "llama.yaml on H100, 79.10 GiB" in text
     assert "steady step" in text
     assert "http" not in text
 
@@ -195,13 +195,21 @@ def test_the_hosts_memory_is_what_the_command_says(capsys):
     """262,144 tokens x 8,192 numbers x 2 bytes x 80 layers, all but the last layers', is up to 320 GiB."""
     long = ["plan", "sft/llama-3.3-70b-qlora", "--gpu", "h100", "--without-data", "length.max_length=262144"]
     long += ["train.batch_size=1"]
-    with pytest.raises(DoesNotFit, match="of host memory, and there are 139.4 GiB"):
+    with pytest.raises(DoesNotFit, match="of host memory, and there are 140.0 GiB"):
         run(long)
     run([*long, "--host-memory", "512GiB"])
     words = told(capsys)
-    assert "on H100, 79.65 GiB: fits" in words
+    assert "on H100, 79.10 GiB: fits" in words
     assert "streamed_layers" in words
     assert "model.rope_scaling: {rope_type: llama3, factor: 16} scales its positions" in words
+
+
+def test_a_budget_is_planned_for_a_card_sold_with_so_much_which_is_named(capsys):
+    run(["plan", "sft/qwen3-0.6b-lora", "--budget", "48GiB", "--without-data"])
+    words = told(capsys)
+    assert "A6000, 47.40 GiB: fits" in words
+    assert "of that size, A6000, of which a program can use 47.40 GiB" in words
+    assert "of 47.40 GiB" in words
 
 
 def test_positions_are_scaled_by_the_recipe(capsys):

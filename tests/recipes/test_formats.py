@@ -174,6 +174,14 @@ def test_a_system_prompt_goes_before_conversations_that_have_none():
         with_system(text.parse({"text": "a"}, NAMES), "Be kind.")
 
 
+def test_the_system_column_of_a_conversation_is_its_first_message():
+    row = {"conversations": [{"from": "human", "value": "hi"}], "system": "Be brief."}
+    read = messages.parse(row, names_of(Columns(), list(row)))
+    assert read.messages == ({"role": "system", "content": "Be brief."}, HI)
+    assert messages.parse({"messages": list(read.messages), "system": "Be brief."}, NAMES) == read
+    assert messages.parse({"messages": [HI], "system": ""}, NAMES).messages == (HI,)
+
+
 def test_text_is_a_string():
     assert text.parse({"text": "a"}, NAMES).text == "a"
     with pytest.raises(BadRow, match="column 'text' is a number \\(3\\), not a string"):
@@ -204,7 +212,7 @@ def test_messages_take_both_spellings_and_keep_what_they_carry():
         (["hi"], r"messages\[0\] is a string, not a message"),
         ([{"role": "narrator", "content": "x"}], r"messages\[0\] has the role 'narrator'"),
         ([HI, {"role": "assistant"}], r"messages\[1\] has no content"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a part that is not text"),
+        ([{"role": "user", "content": [{"type": "refusal"}]}], "a part that is not text"),
     ],
 )
 def test_wrong_messages_are_told_apart(value, what):

@@ -26,16 +26,18 @@ def check(
         ),
     ] = False,
 ) -> None:
-    """Check a recipe: every fault at once, each with its line; else every key with where it was said."""
+    """Check a recipe and what it names: every fault at once, each with its line; else every key with its
+    place.
+
+    Looked at: keys, model and weight files, tokenizer, the first rows of each source, reward functions,
+    trackers, packages. Nothing is downloaded, and nothing is started.
+    """
     from memtrain.cli.output.previous_notes import read_recipe
-    from memtrain.cli.plan.check_rewards import check_rewards
-    from memtrain.memory.planner.use_and_never import honoured
-    from memtrain.memory.rules.ledger import SourcedRecipe
+    from memtrain.cli.plan.check_run import check_run
     from memtrain.recipes.reference.commented_yaml import settings
 
     loaded = read_recipe(recipe, overrides or ())
-    honoured(SourcedRecipe(loaded.recipe, loaded.where))
-    check_rewards(loaded)
+    found = check_run(loaded)
     if rewrite:
         loaded = _rewritten(loaded, overrides or ())
     shown = [one for one in settings(loaded) if every or one[2] != "default"]
@@ -47,6 +49,8 @@ def check(
         say(f"{words} in it (see the notes): --rewrite writes the current ones, and keeps every comment.")
     say()
     print_table(("key", "value", "written at"), rows)
+    say()
+    print_table(("checked", "found"), [(one.item, one.found) for one in found])
     if not every:
         say()
         say("Every other key has its default; --all shows them.")

@@ -74,6 +74,7 @@ def _import(
         near = difflib.get_close_matches(method.lower(), IMPORTED, n=1)
         raise RecipeError(
             f"unknown method '{method}'",
+            where="--method",
             fix=f"did you mean {near[0]}?" if near else f"give one of {', '.join(IMPORTED)}",
         )
     foreign = read_foreign(config, tool, method, processes)

@@ -33,6 +33,6 @@ def init(
     if method not in METHODS:
         near = difflib.get_close_matches(method.lower(), METHODS, n=1)
         fix = f"did you mean {near[0]}?" if near else f"the methods are {', '.join(METHODS)}"
-        raise RecipeError(f"unknown method '{method}'", fix=fix)
+        raise RecipeError(f"unknown method '{method}'", "the command line", fix)
     text = starter_recipe(method, "recipe.yaml" if output is None else str(output))
     write_text(text, output, replace=force)

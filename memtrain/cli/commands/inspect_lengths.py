@@ -184,7 +184,9 @@ def _sorted_words(words: _Words) -> _Words:
     if dataset is not None and dataset.endswith(RECIPE_ENDINGS):
         if recipe is not None:
             raise RecipeError(
-                f"both DATASET and --recipe name a recipe: {dataset} and {recipe}", fix="give one of them"
+                f"both DATASET and --recipe name a recipe: {dataset} and {recipe}",
+                "the command line",
+                "give one of them",
             )
         dataset, recipe = None, dataset
     return _Words(dataset, overrides, words.model, words.tokenizer, words.method, recipe)
@@ -213,7 +215,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
 
     if words.method is not None and words.method not in METHOD_FORMATS:
         raise RecipeError(
-            f"unknown method '{words.method}'", "--method", f"one of {', '.join(METHOD_FORMATS)}"
+            f"unknown method '{words.method}'", "--method", f"give one of {', '.join(METHOD_FORMATS)}"
         )
     given: list[str] = []
     if words.dataset is not None:

@@ -44,7 +44,9 @@ def slurm(
 ) -> None:
     """Write a run as a SLURM job, and submit it with --submit. Options stand for keys of cluster.slurm."""
     if submit and dry_run:
-        raise RecipeError("--submit and --dry-run cannot be used together", fix="give one of the two")
+        raise RecipeError(
+            "--submit and --dry-run cannot be used together", "the command line", "give one of the two"
+        )
     given = {
         "nodes": nodes,
         "gpus_per_node": gpus,

@@ -50,12 +50,13 @@ def logs(
 
     folders = runs_below(run)
     if len(folders) > 1:
-        raise LaunchError(f"{run} holds {len(folders)} runs", fix=f"give one of them, such as {folders[0]}")
+        what = f"{run} holds {len(folders)} runs"
+        raise LaunchError(what, str(run), f"give one of them, such as {folders[0]}")
     folder = folders[0]
     path = log_of(folder)
     if not follow and not path.is_file():
         raise LaunchError(
-            f"there is no log at {path} yet", fix=f"`memtrain status {run}` shows the state of the run"
+            "the run has written no log yet", str(path), f"`memtrain status {run}` shows the state of the run"
         )
     for text in grown(path, lines, lambda: follow and may_write(folder)):
         typer.echo(printable(text), nl=False)
@@ -94,6 +95,8 @@ def runs_below(run: str) -> list[Path]:
     found = sorted(plan.parent for plan in above.glob(f"*/{PLAN_FILE}"))
     if not found:
         raise LaunchError(
-            f"there is no run in {above}", fix="give a run folder, which holds plan.json (`ls runs`)"
+            f"there is no run in {above}",
+            str(above),
+            f"give a run folder, which holds {PLAN_FILE} (`ls runs`)",
         )
     return found

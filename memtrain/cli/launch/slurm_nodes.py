@@ -89,7 +89,7 @@ def _known_gpu(loaded: LoadedRecipe, nodes: Sequence[Node]) -> str:
                 Fault(
                     f"the memory of a GPU of {where} is unknown{words}",
                     loaded.where("cluster.slurm"),
-                    f"name the GPU: --gpu NAME, or cluster.slurm.gpu; one of {', '.join(known_names())}",
+                    f"name the GPU: --gpu NAME, or cluster.slurm.gpu, as one of {', '.join(known_names())}",
                 )
             ]
         )

@@ -108,6 +108,7 @@ def _sbatch(*words: str) -> subprocess.CompletedProcess[str]:
     if not has_slurm():
         raise LaunchError(
             "sbatch is not on this machine",
+            where="PATH of this machine",
             fix="run this on a login node, or copy the script to one",
         )
     done = ask("sbatch", *words)
@@ -131,7 +132,9 @@ def job_state(job: str) -> JobState | None:
         if "Invalid job id" in done.stderr:
             return None
         raise LaunchError(
-            f"SLURM does not answer: {done.stderr.strip()}", fix="check `sinfo`, then try again"
+            f"SLURM does not answer: {done.stderr.strip()}",
+            f"scontrol show job {job}",
+            "check with `sinfo` that the controller runs, then repeat the command",
         )
     return parse_job(done.stdout)
 

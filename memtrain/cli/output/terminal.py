@@ -93,11 +93,11 @@ def write_text(text: str, output: Path | None, *, replace: bool = True, says_asi
         typer.echo(printable(text), nl=not text.endswith("\n"))
         return
     if output.exists() and not replace:
-        raise RecipeError(f"{output} exists already", fix="name another file, or add --force to replace it")
+        raise RecipeError(f"{output} exists already", "-o", "name another file, or add --force to replace it")
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RecipeError(
-            f"{output} cannot be written: {error.strerror}", fix="name a file in a folder that exists"
+            f"{output} cannot be written: {error.strerror}", "-o", "name a file in a folder that exists"
         ) from error
     typer.echo(f"wrote {output}", err=says_aside)

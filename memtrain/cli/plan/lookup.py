@@ -131,7 +131,11 @@ def _ask_hub(path: str, revision: str) -> tuple[dict[str, Any] | None, str]:
     if answer.status_code in (401, 403):
         return None, f"{path} is gated, or does not exist"
     if answer.status_code == 404:
-        raise LaunchError(f"the hub has no {path} with a config.json", "model.path", "check the spelling")
+        raise LaunchError(
+            f"the hub has no {path} with a config.json",
+            "model.path",
+            "check the spelling; a private model needs a token (`hf auth login`)",
+        )
     return None, f"the hub answers {answer.status_code}"
 
 
@@ -176,17 +180,17 @@ def look_at_devices(
     elif num_gpus is not None:
         raise RecipeError(
             f"--num-gpus {num_gpus} needs a kind of GPU, and none is visible here",
+            where="--num-gpus",
             fix="add --gpu h100, or another kind",
         )
     elif budget is not None and device == "auto":
-        from memtrain.cli.plan.price_lengths import card_of
-
-        found, presumed = card_of(budget), ELSEWHERE
+        found, presumed = Hardware.for_budget(budget), ELSEWHERE
     else:
         found, presumed = here, frozenset[str]()
-    if budget is not None and budget > found.memory_bytes:
+    if budget is not None and budget > max(found.memory_bytes, found.sold_bytes):
         raise RecipeError(
             f"--budget {gib(budget)} is more than {found.name} has ({gib(found.memory_bytes)})",
+            where="--budget",
             fix="lower it, or name a larger card with --gpu",
         )
     return found, presumed

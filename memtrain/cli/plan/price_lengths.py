@@ -8,7 +8,7 @@ from memtrain.cli.plan.make_plan import model_config
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro
-from memtrain.memory.hardware.devices import Hardware, detect, known_names
+from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import SourcedRecipe
@@ -31,7 +31,7 @@ class Pricing:
 
 
 def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
-    """The planner for a recipe. With a budget and no GPU here: for the smallest known card that has as much.
+    """The planner for a recipe. With a budget and no GPU here: for the known card of that size.
 
     Raises: LaunchError when the model cannot be looked at; RecipeError for one that is not known.
     """
@@ -40,7 +40,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
     shape = shape_for(config, recipe.model.path or "model.config")
     hardware = detect(recipe.cluster.device)
     if hardware.device == "cpu" and budget_bytes is not None and recipe.cluster.device == "auto":
-        hardware = card_of(budget_bytes)
+        hardware = Hardware.for_budget(budget_bytes)
     if budget_bytes is not None:
         memory = recipe.memory.model_copy(update={"budget": budget_bytes})
         recipe = recipe.model_copy(update={"memory": memory})
@@ -74,13 +74,6 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
 
     within = f", within {gib(budget_bytes)}" if budget_bytes is not None else ""
     return Pricing(price, f"{hardware.words()}{within}, with packing {recipe.length.packing}")
-
-
-def card_of(budget_bytes: int) -> Hardware:
-    """The smallest known card that computes in bfloat16 and has the memory; else the largest."""
-    cards = [card for name in known_names() if (card := Hardware.named(name)).has_bfloat16]
-    cards.sort(key=lambda card: card.memory_bytes)
-    return next((card for card in cards if card.memory_bytes >= budget_bytes), cards[-1])
 
 
 def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:

@@ -64,7 +64,7 @@ def solution(what: str, question: Question, facts: PlannerInputs) -> Solution:
     fits whatever the answer is.
     """
     if what not in SOLVERS:
-        raise RecipeError(f"--solve {what}: unknown target", fix=f"one of {', '.join(SOLVERS)}")
+        raise RecipeError(f"'{what}' cannot be solved for", "--solve", f"give one of {', '.join(SOLVERS)}")
     return SOLVERS[what](question, facts)
 
 
@@ -151,7 +151,9 @@ def _budget(question: Question, facts: PlannerInputs) -> Solution:
 
 def _num_gpus(question: Question, facts: PlannerInputs) -> Solution:
     if facts.hardware.device != "cuda":
-        raise RecipeError("--solve num_gpus counts GPUs, and the plan is for a CPU", fix="add --gpu h100")
+        raise RecipeError(
+            "--solve num_gpus counts GPUs, and the plan is for a CPU", "--solve", "add --gpu h100"
+        )
     name = question.hardware.name
     for count in GPU_COUNTS:
         try:

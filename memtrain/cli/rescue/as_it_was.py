@@ -11,7 +11,7 @@ from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data, lo
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.peaks import step_moments, total
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, may_accumulate, price
-from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.estimate.workload import TRANSFORMERS, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.memory.planner.resolve import open_space
@@ -62,7 +62,7 @@ def as_it_was(
     """
     imported = import_config(foreign, has_stand_ins=True)
     recipe, notes = with_a_length(imported.whole(), max_length)
-    facts = facts_of(recipe, hardware, PRESUMED)
+    facts = replace(facts_of(recipe, hardware, PRESUMED), foreign=TRANSFORMERS)
     said = {**imported.pins, **(pins or {}), "memory.budget": budget}
     engine = str(said["cluster.engine"])
     for nearest in dict.fromkeys((engine, "fsdp2", "ddp")):

@@ -203,6 +203,8 @@ def devices(asked: Asked, died: Died, processes: int) -> tuple[Hardware, int]:
             "--gpu",
             "add --gpu 4090 (or another), --budget 24GiB, or --traceback FILE",
         )
+    if wanted is not None and hardware.memory_bytes < wanted <= hardware.sold_bytes:
+        wanted = hardware.memory_bytes  # A card sold with so much keeps a part for its driver.
     if wanted is None:
         wanted = died.capacity_bytes or hardware.memory_bytes
         wanted -= died.others_bytes or 0
@@ -277,18 +279,19 @@ def _text(
 
 
 def recipe_with(text: str, keys: dict[str, object]) -> str:
-    """The text of a recipe with some keys more, each under its section."""
+    """The text of a recipe with some keys more, each under its section, in place of one that is there."""
     lines = text.splitlines()
     for key, value in keys.items():
         section, _, name = key.partition(".")
         shown = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
         line = f"  {name}: {shown}  # what makes it fit"
-        heads = [at for at, one in enumerate(lines) if one == f"{section}:"]
-        lines = [one for one in lines if not one.startswith(f"  {name}:") or not heads]
-        if heads:
-            lines.insert(lines.index(f"{section}:") + 1, line)
-        else:
+        if f"{section}:" not in lines:
             lines += ["", f"{section}:", line]
+            continue
+        start = lines.index(f"{section}:") + 1
+        end = next((at for at in range(start, len(lines)) if lines[at][:1].strip()), len(lines))
+        kept = [one for one in lines[start:end] if not one.startswith(f"  {name}:")]
+        lines[start:end] = [line, *kept]
     return "\n".join(lines) + "\n"
 
 

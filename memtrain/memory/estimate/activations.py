@@ -1,4 +1,4 @@
-"""Activations in closed form: bytes that a layer and the head keep for the backward pass, and their peak.
+"""Activations in closed form: bytes that a layer keeps for the backward pass, and their peak.
 
 Source: derived from the modelling code of transformers 5.23 and the autograd formulas of torch 2.13, and held
 against traces of the same step by tests/trainers/tools/trace/test_trace.py. Letters: N tokens of a
@@ -9,17 +9,13 @@ a bytes of an activation (2 in half precision, 4 in float32).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from memtrain.memory.estimate.adapters import adapter_kept
 from memtrain.memory.estimate.context_parallel import (
     dealt_kept,
     gathered_backward,
     gathered_forward,
     num_gathered_kv,
 )
-from memtrain.memory.estimate.loss_tiles import tile_columns, tile_tokens
-from memtrain.memory.estimate.workload import Asks, Workload
+from memtrain.memory.estimate.workload import Workload
 
 MASK_BLOCK = 128
 """Tokens of a block of flex attention's mask."""
@@ -96,6 +92,29 @@ def experts_kept(load: Workload) -> int:
     # The load-balance loss keeps probabilities, the tokens' weights, and what both come to.
     evened = load.N * (4 * experts.num_experts + 8) if load.settings.router_aux_loss_coef else 0
     return rows + summed + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
+
+
+def adapter_kept(load: Workload) -> int:
+    """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout.
+
+    The mask of what was dropped is a byte a number on CUDA, and a number on a CPU. In half precision also
+    the float32 adapter weights as they are multiplied: rounded.
+    """
+    adapter = load.settings.adapter
+    if adapter is None:
+        return 0
+    parts = load.shape.adapted(adapter)
+    kept = load.a * load.N * adapter.r * len(parts)
+    if load.is_half:
+        kept += load.a * load.shape.num_adapter_per_layer(adapter)
+    if adapter.dropout:
+        mask = 1 if load.settings.device == "cuda" else load.a
+        kept += (load.a + mask) * load.N * sum(part.num_inputs for part in parts)
+    if adapter.kind == "dora":
+        # The outputs of the frozen map and of the adapter, for the gradient of the magnitudes.
+        outputs = sum(part.num_outputs for part in parts)
+        kept += load.a * load.N * max(0, 2 * outputs - load.shape.mlp_width)
+    return kept
 
 
 def layer_kept(load: Workload) -> int:
@@ -239,134 +258,6 @@ def dequantized(load: Workload) -> int:
     if load.settings.quantize == "none":
         return 0
     return load.a * load.shape.largest_linear
-
-
-class HeadBytes(NamedTuple):
-    """The LM head and the loss: the final norm, then full logits or tiles of them."""
-
-    norm: int
-    """Kept by the final norm."""
-    kept: int
-    """Kept from the loss's forward pass to its backward pass."""
-    forward: int
-    """Most at once during the loss's forward pass, with `kept`."""
-    backward: int
-    """Most at once during the loss's backward pass, with `kept`."""
-    evaluation: int
-    """Most at once without gradients."""
-    weight_gradient: int
-    """Bytes of the head's gradient."""
-
-
-def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
-    """The head under `settings.loss`, with statistics; S rows of the final norm's output enter it."""
-    shape, a = load.shape, load.a
-    picked, rows = a * load.S * shape.width, a * load.N * shape.width
-    trains_head = trains_head and shape.ends_in == "lm"
-    weight_gradient = a * shape.vocab_size * shape.width if trains_head else 0
-    form = _full_head if load.settings.loss == "full" else _chunked_head
-    kept, forward, backward, evaluation = form(load, trains_head)
-    if load.settings.slice_tokens:
-        # Seen in traces of streamed layers: the norm's output is gone once the rows are picked from it, and
-        # the picked rows are gone when their gradient is scattered.
-        return HeadBytes(
-            norm=layer_boundary(load),
-            kept=picked + kept,
-            forward=picked + max(rows, forward),
-            backward=max(picked + backward, weight_gradient + picked + rows),
-            evaluation=picked + max(rows, evaluation),
-            weight_gradient=weight_gradient,
-        )
-    return HeadBytes(
-        norm=norm_kept(load, shape.width, num_scales=1),
-        kept=picked + kept,
-        forward=picked + rows + forward,
-        # At the end the gradient of the picked rows is scattered into one of all rows.
-        backward=picked + max(backward, weight_gradient + picked + rows),
-        evaluation=picked + rows + evaluation,
-        weight_gradient=weight_gradient,
-    )
-
-
-def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
-    """Full logits, in units of 4*S*V: 1 is kept (the log-softmax), 2 with a soft cap.
-
-    Forward: the logits beside it, and a tile of log-probs, probabilities and their product for the entropy;
-    where entropies may be learnt from, the probabilities of all. Backward: the gradients of it and of the
-    logits.
-    """
-    logits = 4 * load.S * load.shape.vocab_size
-    cap = logits if load.shape.logit_softcap else 0
-    kept, forward, backward, evaluation = FULL_LOGITS[load.batch.asks]
-    stats = _tile(load, load.shape.vocab_size, buffers=3)[1] if load.batch.asks is Asks.NLL else 0
-    return (
-        kept * logits + cap,
-        forward * logits + stats + cap,
-        backward * logits + cap,
-        max(2 * logits, logits + stats) if stats else evaluation * logits,
-    )
-
-
-FULL_LOGITS = {Asks.NLL: (1, 2, 3, 2), Asks.LOGPS: (1, 2, 3, 2), Asks.ENTROPIES: (2, 4, 4, 4)}
-"""(kept, forward, backward, evaluation) of full logits, in copies of them."""
-
-
-def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
-    """Tiles of T x V float32 logits within `loss_tile_bytes`; see trainers/losses.
-
-    A head that is frozen, in float32, or smaller than a tile: gradients are formed in the forward pass, and
-    d_hidden (a*S*W) with d_weight (4*V*W) is kept. Otherwise the backward pass forms the tiles again, columns
-    outer: 4*S*W for d_hidden, a*V*W for d_weight, and the tile's budget again for the sums of K columns.
-    """
-    shape, a, S, tile_bytes = load.shape, load.a, load.S, load.settings.loss_tile_bytes  # noqa: N806
-    V, W = shape.vocab_size, shape.width  # noqa: N806
-    scored = _tile(load, V, buffers=1 if load.batch.asks is Asks.LOGPS else 2)
-    if not trains_head or not load.is_half or tile_bytes >= 4 * V * W:
-        is_plain = load.batch.asks is not Asks.NLL
-        T, tile = _tile(load, V, buffers=2 - is_plain + shape.logit_softcap)  # noqa: N806
-        kept = a * S * W + (4 * V * W if trains_head else 0)
-        narrowed = a * V * W if trains_head and load.is_half else 0
-        scratch = tile + _beside_a_tile(load, T, V, min(4 * V * W, tile_bytes)) + 4 * T * W * load.is_half
-        if load.batch.asks is not Asks.NLL:
-            # The loss comes after the log-probs: its gradients are made in the backward pass, tile by tile.
-            forward = scored[1] + _widened(load, scored[0], V)
-            return 0, forward, kept + max(scratch, narrowed), forward
-        return kept, kept + scratch, kept + narrowed, sum(scored[1:]) + _widened(load, scored[0], V)
-    columns = tile_columns(tile_bytes, W, V)
-    R = min(S, tile_tokens(tile_bytes, columns, 2 * (1 + shape.logit_softcap)))  # noqa: N806
-    tile = 4 * R * columns * (1 + shape.logit_softcap)
-    block = 4 * columns * W
-    backward = 4 * S * W + a * V * W + block + tile + _beside_a_tile(load, R, columns, block)
-    forward = scored[1] + _widened(load, scored[0], V)
-    return 0, forward, backward, forward
-
-
-def _tile(load: Workload, num_columns: int, buffers: int) -> tuple[int, int]:
-    """(tokens of a tile, bytes of all its buffers)."""
-    tokens = min(load.S, tile_tokens(load.settings.loss_tile_bytes, num_columns, buffers))
-    return tokens, 4 * tokens * num_columns * buffers
-
-
-def _widened(load: Workload, tokens: int, num_columns: int) -> int:
-    """Float32 copies of hidden states and of a block of weights, where no kernel sums half products wide."""
-    if not load.is_half or _sums_half(load):
-        return 0
-    block = min(load.settings.loss_tile_bytes, 4 * num_columns * load.shape.width)
-    return 4 * tokens * load.shape.width + block
-
-
-def _sums_half(load: Workload) -> bool:
-    """Whether a kernel of the device adds half products in float32: GPUs that compute in bfloat16."""
-    return load.settings.device == "cuda" and load.settings.dtype == "bfloat16"
-
-
-def _beside_a_tile(load: Workload, tokens: int, num_columns: int, block: int) -> int:
-    """Scratch of a product with a tile of gradients: widened operands, or the tile in half precision."""
-    if not load.is_half:
-        return 0
-    if _sums_half(load):
-        return load.a * tokens * num_columns
-    return 4 * tokens * load.shape.width + block
 
 
 def _keeps_input(load: Workload, *names: str) -> bool:

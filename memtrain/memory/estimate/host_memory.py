@@ -62,7 +62,7 @@ def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | No
             Fault(
                 f"the plan needs {gib(wanted)} of host memory, and there are {gib(hardware.host_bytes)} "
                 f"({', '.join(f'{name} {gib(size)}' for name, size in largest)})",
-                "",
+                "host memory of this machine",
                 "; or ".join(ways) or "run on a machine with more memory",
             )
         ]

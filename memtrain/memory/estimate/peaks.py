@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
     SCRATCH,
-    HeadBytes,
-    head_bytes,
     layer_backward,
     layer_boundary,
     layer_kept,
@@ -21,6 +19,7 @@ from memtrain.memory.estimate.activations import (
 )
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
+from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
@@ -269,12 +268,14 @@ def _resting(load: Workload, *, has_state: bool) -> Moment:
 def optimizer_scratch(load: Workload) -> int:
     """Temporaries of the update.
 
-    Fused kernels have none. Master copies: float32 gradients of a bucket, and the copies where they wait on
-    the host. Adafactor: gradient, weight, update and its negative of one tensor, in float32. Muon: the
-    orthogonalization of one matrix, in bfloat16.
+    Fused kernels have none; foreach ones hold the roots of AdamW's second moments. Master copies: float32
+    gradients of a bucket, and the copies where they wait on the host. Adafactor: gradient, weight, update and
+    its negative of one tensor, in float32. Muon: the orthogonalization of one matrix, in bfloat16.
     """
     settings, shape = load.settings, load.shape
     moments = OPTIMIZERS[settings.optimizer].moments
+    if load.batch.foreign is not None and load.batch.foreign.is_foreach and settings.optimizer == "adamw":
+        return 0 if settings.optimizer_offload else optimizer_bytes(settings, shape) // 2
     if moments == "factored":
         return largest_trained(settings, shape) * (16 if load.is_half and settings.adapter is None else 12)
     if moments == "of matrices":

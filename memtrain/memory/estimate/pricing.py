@@ -10,7 +10,7 @@ from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate, kept_bytes
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
-from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Asks, ForeignStep, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
@@ -55,6 +55,8 @@ class PlannerInputs:
     """Peaks of runs that ended on this machine."""
     at_length: Callable[[int], PlannerInputs] | None = None
     """The same facts with another `length.max_length`; None where rows cannot be laid out again."""
+    foreign: ForeignStep | None = None
+    """The step of another tool, whose run is planned as it was."""
 
     def with_prompts_apart(self) -> PlannerInputs:
         """The same inputs, with a prompt for each answer."""
@@ -140,7 +142,7 @@ def heaviest(settings: Settings, facts: PlannerInputs) -> HeaviestBatch:
     if profile.rows_per_sequence > 1:
         longest = profile.longest_piece
     scored = 0 if METHODS[facts.method].head == "score" else profile.most_scored(sequences, tokens)
-    return HeaviestBatch(rows, tokens, scored, longest, asks_of(facts.method))
+    return HeaviestBatch(rows, tokens, scored, longest, asks_of(facts.method), facts.foreign)
 
 
 def asks_of(method: str) -> Asks:
@@ -168,9 +170,10 @@ def typical_micro(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBat
 
 
 def budget_of(recipe: Recipe, hardware: Hardware) -> int:
-    """Bytes of one device that the run may use."""
+    """Bytes of one device that the run may use: never more than a GPU has, of which the driver keeps some."""
     if recipe.memory.budget != "auto":
-        return recipe.memory.budget
+        most = hardware.memory_bytes if hardware.device == "cuda" else recipe.memory.budget
+        return min(recipe.memory.budget, most)
     return int(hardware.free_bytes * (CPU_SHARE if hardware.device == "cpu" else 1.0))
 
 

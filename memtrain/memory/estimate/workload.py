@@ -23,6 +23,24 @@ class Asks(StrEnum):
     """Log-probs and entropies."""
 
 
+class ForeignStep(NamedTuple):
+    """Parts of a step that another tool computes otherwise, for the plan of its run as it was."""
+
+    logits: tuple[float, float, float, float]
+    """(kept, forward, backward, evaluation) of a plain loss over full logits, in float32 copies of them."""
+    is_foreach: bool
+    """AdamW's step by torch's foreach kernels: the roots of all second moments are there at once."""
+
+
+TRANSFORMERS = ForeignStep((1, 3.5, 3, 3.5), is_foreach=True)
+"""transformers' Trainer. Its causal loss holds the model's logits in half precision, their float32 copy, that
+copy shifted by a token, and the log-softmax; backward the log-softmax and two gradients. Its AdamW steps by
+foreach (until 5.0).
+
+Source: transformers 4.46 to 4.49, loss/loss_utils.py, ForCausalLMLoss (the versions before and after shift
+labels, or have no half-precision copy: 3 in place of 3.5); torch, optim/adamw.py, _multi_tensor_adamw."""
+
+
 class HeaviestBatch(NamedTuple):
     """The micro-batch that needs the most memory."""
 
@@ -36,6 +54,8 @@ class HeaviestBatch(NamedTuple):
     """Tokens of the longest sequence: padded rows are all as long."""
     asks: Asks = Asks.NLL
     """Outputs for the scored tokens that the loss needs."""
+    foreign: ForeignStep | None = None
+    """The step of another tool, where it is not memtrain's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,7 @@ def _no_room(ledger: DecisionLog, need: EngineNeed, room: int, beside: int) -> D
                 f"vLLM needs {gib(wanted)} while it generates (weights {gib(need.weights)}), and training "
                 "keeps "
                 f"{gib(beside)} of the device meanwhile: {gib(max(0, room))} are left",
-                ledger.asked.where("generate.backend"),
+                ledger.asked.place("generate.backend"),
                 "set generate.backend: native, which needs no second copy of the weights; or "
                 "memory.optimizer_offload: on, or give vLLM devices of its own (generate.vllm.devices)",
             )

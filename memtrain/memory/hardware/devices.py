@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
@@ -11,12 +10,14 @@ from typing import Literal
 
 from memtrain.errors import RecipeError
 from memtrain.memory.hardware.calibration import Measured, measured_of
+from memtrain.memory.hardware.cards import CARDS, REACHED, Card, card_of_driver, named_card, sold_card
 from memtrain.memory.hardware.host import host_memory
 from memtrain.memory.plan.units import GIB, MIB, gib
 
 HOST_PER_CARD = 1.75
-"""Host memory that is assumed beside a named card, as a multiple of the card's own. Cloud nodes have 1.8
-(A100-80 in p4de, H200 in p5en) to 3.2 (H100 in p5) times as much; `--host-memory` says how much there is."""
+"""Host memory that is assumed beside a named card, as a multiple of the memory it is sold with. Cloud
+nodes have 1.8 (A100-80 in p4de, H200 in p5en) to 3.2 (H100 in p5) times as much; `--host-memory` says how
+much there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Hardware:
     rates: Rates
     num_nodes: int = 1
     """Number of such nodes."""
+    sold_bytes: int = 0
+    """Memory that a named card is sold with, a little more than a program can use; 0 for another."""
     measured: Measured | None = None
     """Measurements of `memtrain calibrate` on this very machine; None: rates and overheads are typical."""
 
@@ -70,16 +73,20 @@ class Hardware:
 
         Raises: RecipeError for a name that is not in the table.
         """
-        wanted = name.strip().upper().removesuffix("GB").replace(" ", "-")
-        wanted = _ALIASES.get(wanted, wanted)
-        for card in _CARDS:
-            if card.name.upper() == wanted:
-                host = max(64 * GIB, int(HOST_PER_CARD * num_devices * card.memory_mib * MIB))
-                return _from_card(card, num_devices, card.memory_mib * MIB, host, 8 * num_devices)
-        raise RecipeError(
-            f"unknown GPU: {name}",
-            fix=f"one of {', '.join(known_names())}; or give its size with --budget 24GiB",
-        )
+        card = named_card(name)
+        if card is None:
+            raise RecipeError(
+                f"unknown GPU: {name}",
+                where="--gpu",
+                fix=f"give one of {', '.join(known_names())}; or give its size with --budget 24GiB",
+            )
+        return _of_table(card, num_devices)
+
+    @staticmethod
+    def for_budget(num_bytes: int, num_devices: int = 1) -> Hardware:
+        """The known card that a budget of so much is for (see `sold_card`); the largest where none has it."""
+        card = sold_card(num_bytes) or max(CARDS, key=lambda card: card.torch_gib)
+        return _of_table(card, num_devices)
 
     def with_devices(self, num_devices: int) -> Hardware:
         """The same node with another number of devices."""
@@ -107,53 +114,6 @@ class Hardware:
         return f"{nodes}{count}{self.name}, {gib(self.memory_bytes)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Card:
-    """A line of the table: names as users and as the driver write them."""
-
-    name: str
-    driver: str
-    """Pattern of the name the driver reports, after lower-casing."""
-    memory_mib: int
-    """Total as `nvidia-smi` reports it; the driver keeps up to 1 % of it."""
-    capability: tuple[int, int]
-    half_tflops: float
-    """Dense bfloat16 (float16 where there is no bfloat16), data sheet."""
-    single_tflops: float
-    gb_per_s: float
-    """Device memory bandwidth, data sheet."""
-    pcie_gb_per_s: float
-    """Speed of one direction, data sheet."""
-
-
-# Source: vendors' data sheets (dense rates). What is reached of them: _reached below.
-_CARDS = (
-    _Card("H200", r"h200", 143771, (9, 0), 989, 67, 4800, 64),
-    _Card("H100", r"h100.*(80gb|hbm3|sxm)|h100", 81559, (9, 0), 989, 67, 3350, 64),
-    _Card("H100-PCIe", r"h100 pcie", 81559, (9, 0), 756, 51, 2000, 64),
-    _Card("GH200", r"gh200", 97871, (9, 0), 989, 67, 4000, 450),
-    _Card("B200", r"b200", 183359, (10, 0), 2250, 75, 8000, 64),
-    _Card("A100-40", r"a100.*40gb", 40960, (8, 0), 312, 19.5, 1555, 32),
-    _Card("A100-80", r"a100.*80gb", 81920, (8, 0), 312, 19.5, 2039, 32),
-    _Card("L4", r"\bl4\b", 23034, (8, 9), 121, 30, 300, 32),
-    _Card("L40S", r"l40s", 46068, (8, 9), 362, 91, 864, 32),
-    _Card("A10G", r"a10g", 23028, (8, 6), 70, 35, 600, 32),
-    _Card("A10", r"\ba10\b", 23028, (8, 6), 125, 31, 600, 32),
-    _Card("A6000", r"rtx a6000", 49140, (8, 6), 155, 39, 768, 32),
-    _Card("3090", r"rtx 3090", 24576, (8, 6), 71, 36, 936, 32),
-    _Card("4090", r"rtx 4090", 24564, (8, 9), 165, 83, 1008, 32),
-    _Card("5090", r"rtx 5090", 32607, (12, 0), 210, 105, 1792, 64),
-    _Card("T4", r"\bt4\b", 15360, (7, 5), 65, 8.1, 320, 16),
-    _Card("V100-16", r"v100.*16gb", 16384, (7, 0), 125, 15.7, 900, 16),
-    _Card("V100-32", r"v100.*32gb", 32768, (7, 0), 125, 15.7, 900, 16),
-    _Card("MI300X", r"mi300x", 196592, (9, 4), 1307, 163, 5300, 64),
-)
-_ALIASES = {"A100": "A100-80", "V100": "V100-32", "H100-SXM": "H100", "RTX4090": "4090", "RTX3090": "3090"}
-
-_reached = 0.8
-"""Share of the data sheet that large kernels reach. Measured on one H200: 788 of 989 TFLOP/s in a bfloat16
-product and 4.3 of 4.8 TB/s in a copy."""
-
 CPU_RATES = Rates(
     half_matmul_per_s=40e9,
     single_matmul_per_s=60e9,
@@ -168,7 +128,7 @@ slower."""
 
 def known_names() -> tuple[str, ...]:
     """Names that `named` takes."""
-    return tuple(card.name.lower() for card in _CARDS)
+    return tuple(card.name.lower() for card in CARDS)
 
 
 def card_name(driver_name: str) -> str | None:
@@ -177,8 +137,8 @@ def card_name(driver_name: str) -> str | None:
     lowered = driver_name.lower().replace("_", " ")
     if lowered.strip() in known_names():
         return lowered.strip()
-    matches = [card.name.lower() for card in _CARDS if re.search(card.driver, lowered)]
-    return max(matches, key=len) if matches else None
+    card = card_of_driver(lowered)
+    return None if card is None else card.name.lower()
 
 
 def cpu(host_bytes: int, num_cores: int) -> Hardware:
@@ -240,49 +200,62 @@ def _calibrated(found: Hardware) -> Hardware:
 def parse_smi(text: str, visible: str | None) -> list[tuple[str, int, int, tuple[int, int]]]:
     """(name, total bytes, free bytes, compute capability) of each GPU in nvidia-smi's CSV that is visible.
 
-    `visible` is CUDA_VISIBLE_DEVICES: indices or UUIDs; None shows all, an empty word none.
+    The total is torch's: without the memory that the driver keeps for itself (`memory.reserved`, the last
+    column, where the driver says it). `visible` is CUDA_VISIBLE_DEVICES: indices or UUIDs; None shows all, an
+    empty word none.
     """
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     wanted = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
     cards: list[tuple[str, int, int, tuple[int, int]]] = []
-    for index, uuid, name, total, free, capability in rows:
+    for index, uuid, name, total, free, capability, *reserved in rows:
         if wanted is not None and index not in wanted and not any(uuid.startswith(w) for w in wanted):
             continue
         major, minor = capability.split(".")
-        cards.append((name, int(total) * MIB, int(free) * MIB, (int(major), int(minor))))
+        kept = int(reserved[0]) if reserved and reserved[0].isdigit() else 0
+        usable = (int(total) - kept) * MIB
+        cards.append((name, usable, min(usable, int(free) * MIB), (int(major), int(minor))))
     return cards
+
+
+SMI_COLUMNS = "index,uuid,name,memory.total,memory.free,compute_cap"
 
 
 def _visible_cards() -> list[tuple[str, int, int, tuple[int, int]]]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    query = "--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap"
-    asked = subprocess.run(
-        [program, query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=20,
-    )
-    return parse_smi(asked.stdout, os.environ.get("CUDA_VISIBLE_DEVICES")) if asked.returncode == 0 else []
+    # Drivers before 470 do not know memory.reserved, and answer nothing where they are asked for it.
+    for columns in (f"{SMI_COLUMNS},memory.reserved", SMI_COLUMNS):
+        asked = subprocess.run(
+            [program, f"--query-gpu={columns}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
+        if asked.returncode == 0:
+            return parse_smi(asked.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return []
 
 
-def _card_of(driver_name: str, capability: tuple[int, int]) -> _Card:
+def _card_of(driver_name: str, capability: tuple[int, int]) -> Card:
     """The card of a driver's name; an unknown one computes like an L4, the slowest of its kind."""
-    lowered = driver_name.lower()
-    matches = [card for card in _CARDS if re.search(card.driver, lowered)]
-    if matches:
-        return max(matches, key=lambda card: len(card.driver) if card.name != "H100" else 0)
-    return _Card(driver_name, "", 0, capability, 121, 30, 300, 32)
+    return card_of_driver(driver_name) or Card(driver_name, "", 0, 0, capability, 121, 30, 300, 32)
 
 
-def _from_card(card: _Card, num_devices: int, memory: int, host: int, num_cores: int) -> Hardware:
+def _of_table(card: Card, num_devices: int) -> Hardware:
+    sold = card.sold_gib * GIB
+    host = max(64 * GIB, int(HOST_PER_CARD * num_devices * sold))
+    found = _from_card(card, num_devices, card.memory_bytes, host, 8 * num_devices)
+    return replace(found, sold_bytes=sold)
+
+
+def _from_card(card: Card, num_devices: int, memory: int, host: int, num_cores: int) -> Hardware:
     rates = Rates(
-        half_matmul_per_s=card.half_tflops * 1e12 * _reached,
-        single_matmul_per_s=card.single_tflops * 1e12 * _reached,
-        bytes_per_s=card.gb_per_s * 1e9 * _reached,
-        host_bytes_per_s=card.pcie_gb_per_s * 1e9 * _reached,
+        half_matmul_per_s=card.half_tflops * 1e12 * card.reached,
+        single_matmul_per_s=card.single_tflops * 1e12 * REACHED,
+        bytes_per_s=card.gb_per_s * 1e9 * REACHED,
+        host_bytes_per_s=card.pcie_gb_per_s * 1e9 * REACHED,
         launch_s=6e-6,
         kernel_s=2.5e-6,
     )

@@ -65,5 +65,7 @@ def given() -> int:
     except ValueError:
         found = None
     if not isinstance(found, int) or found <= 0:
-        raise RecipeError(f"{VARIABLE} is {text}, which is no size", fix="write it as 128GiB, or unset it")
+        raise RecipeError(
+            f"{VARIABLE} is {text}, which is no size", f"${VARIABLE}", "write it as 128GiB, or unset it"
+        )
     return found

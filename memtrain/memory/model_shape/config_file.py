@@ -62,17 +62,17 @@ NUMBERS: Mapping[str, Limits] = {
 """Other numbers, with their limits: past them no loss is finite."""
 
 
-KINDS: Mapping[str, tuple[type, str]] = {
-    "layer_types": (list, "a list, a word for each layer"),
-    "mlp_layer_types": (list, "a list, a word for each layer"),
-    "mlp_only_layers": (list, "a list of numbers of layers"),
-    "no_rope_layers": (list, "a list, a number for each layer"),
-    "rope_parameters": (dict, "a mapping with rope_type"),
-    "rope_scaling": (dict, "a mapping with rope_type"),
-    "model_type": (str, "a word"),
-    "architectures": (list, "a list of names of classes"),
+KINDS: Mapping[str, tuple[type, type | None, str]] = {
+    "layer_types": (list, str, "a list, a word for each layer"),
+    "mlp_layer_types": (list, str, "a list, a word for each layer"),
+    "mlp_only_layers": (list, int, "a list of numbers of layers"),
+    "no_rope_layers": (list, int, "a list, a number for each layer"),
+    "rope_parameters": (dict, None, "a mapping with rope_type"),
+    "rope_scaling": (dict, None, "a mapping with rope_type"),
+    "model_type": (str, None, "a word"),
+    "architectures": (list, str, "a list of names of classes"),
 }
-"""Other values, with their kinds."""
+"""Other values, with their kinds, and the kind of the items of a list."""
 
 
 def read_config_json(file: Path, key: str) -> dict[str, Any]:
@@ -132,9 +132,12 @@ def check_numbers(config: Mapping[str, Any], where: str) -> None:
         for name, limits in NUMBERS.items():
             for number in _each(known.get(name)):
                 _check(name, number, limits, where, is_whole=False)
-        for name, (kind, said) in KINDS.items():
-            if known.get(name) is not None and not isinstance(known[name], kind):
-                raise _refused(name, known[name], where, f"it must be {said}")
+        for name, (kind, item, said) in KINDS.items():
+            value = known.get(name)
+            items = cast(list[object], value) if item is not None and isinstance(value, list) else []
+            is_kind = value is None or isinstance(value, kind)
+            if not is_kind or not all(isinstance(one, item or object) for one in items):
+                raise _refused(name, value, where, f"it must be {said}")
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

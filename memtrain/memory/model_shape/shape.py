@@ -234,6 +234,7 @@ def read_config(folder: Path) -> ModelShape:
     if not file.is_file():
         raise RecipeError(
             f"there is no config.json at {folder}",
+            where="model.path",
             fix="set model.path to a folder in the Hugging Face format",
         )
     return shape_of(json.loads(file.read_text()), where=str(file))

@@ -75,6 +75,16 @@ class Prediction(Section):
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
 
+class SourceShare(Section):
+    """Source of a mixture, as an epoch has it."""
+
+    source: str
+    """The source, as the recipe names it."""
+    num_rows: int
+    num_tokens: int
+    num_loss_tokens: int
+
+
 class PreparedSplit(Section):
     """A tokenized split on disk, with its facts."""
 
@@ -91,11 +101,23 @@ class PreparedSplit(Section):
     """Parts that were not read, or are not learnt from: files, bad rows, fields."""
     trained: str = ""
     """Parts of the rows that are learnt, in words."""
+    sources: tuple[SourceShare, ...] = ()
+    """Rows and tokens of each source of a mixture; empty where there is one source."""
 
     def trained_words(self) -> str:
         """Parts that are learnt, with their share of the tokens; empty where that was not asked."""
         share = self.num_loss_tokens / max(1, self.num_tokens)
         return f"trained: {self.trained}, {share:.1%} of the tokens" if self.trained else ""
+
+    def source_words(self) -> list[str]:
+        """A sentence for each source of a mixture: rows, tokens, loss tokens, and its share of them."""
+        tokens = max(1, self.num_tokens)
+        return [
+            f"{one.source}: {one.num_rows:,} row{'' if one.num_rows == 1 else 's'}, {one.num_tokens:,} tokens"
+            f"{f', {one.num_loss_tokens:,} loss tokens' if self.num_loss_tokens else ''} "
+            f"({one.num_tokens / tokens:.1%} of the tokens)"
+            for one in self.sources
+        ]
 
 
 class TurnEnd(Section):
@@ -128,7 +150,10 @@ class PreparedData(Section):
 
     def words(self) -> list[str]:
         """Sentences on the trained parts of rows, the ends of turns, and keys without effect."""
-        said = [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
+        said = [f"source {one}" for one in self.train.source_words()]
+        if self.eval is not None:
+            said += [f"held-out source {one}" for one in self.eval.source_words()]
+        said += [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
         said += [f"data {note}" for note in self.notes]
         return [f"{one[0].upper()}{one[1:]}." for one in said if one]
 
@@ -205,7 +230,9 @@ def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
     environment variable of its recipe is not set here.
     """
     if not path.is_file():
-        raise LaunchError(f"there is no plan at {path}", fix="run the training command; it writes plan.json")
+        raise LaunchError(
+            "the run folder has no plan", str(path), "run the training command; it writes plan.json"
+        )
     raw = path.read_bytes()
     if digest and _digest(raw) != digest:
         raise LaunchError(

@@ -23,7 +23,7 @@ def unread_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfi
     if longest is None:
         raise RecipeError(
             "length.max_length is null, and the data is not read: the length of the rows is unknown",
-            asked.where("length.max_length"),
+            asked.place("length.max_length"),
             "set length.max_length, or plan with the data (without --without-data)",
         )
     tokens, answers = _tokens(recipe, longest, shares_prompts=shares_prompts)

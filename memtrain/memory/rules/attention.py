@@ -110,7 +110,7 @@ def choose_attention(facts: AttentionFacts, asked: AttentionBackend | None = Non
         return AttentionChoice(asked, f"asked for: {REASONS[asked]}", listed)
     why = refused.get(asked, f"it does not run on {facts.device}")
     fix = f"use one of {', '.join(usable)}, or leave the choice out"
-    raise RecipeError([Fault(f"attention {asked}: {why}", fix=fix)])
+    raise RecipeError([Fault(f"attention {asked}: {why}", "model.attention", fix)])
 
 
 def refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:

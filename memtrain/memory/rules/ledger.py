@@ -31,11 +31,15 @@ class SourcedRecipe:
 
     recipe: Recipe
     where: Callable[[str], str]
-    """`file:line:column`, `override ...`, or `default`, by dotted path."""
+    """`file:line:column`, `from the command line: ...`, or `default`, by dotted path."""
 
     def is_set(self, dotted: str) -> bool:
         """Whether the user wrote it."""
         return self.where(dotted) != "default"
+
+    def place(self, dotted: str) -> str:
+        """Place of a fault: where the key was written, or the key, where nobody wrote it."""
+        return self.where(dotted) if self.is_set(dotted) else f"{dotted} (not written: its default)"
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class DecisionLog:
 
     def refuse(self, what: str, path: str, fix: str) -> None:
         """Note a refusal at a place of the recipe."""
-        self.faults.append(Fault(what, self.asked.where(path), fix))
+        self.faults.append(Fault(what, self.asked.place(path), fix))
 
     def raise_refusals(self) -> None:
         """Raises: RecipeError with every refusal, when there is one."""
@@ -157,7 +161,7 @@ def decide_attention(
     try:
         choice = choose_attention(facts, None if wanted == "auto" else AttentionBackend(wanted))
     except RecipeError as error:
-        ledger.faults += [Fault(f.what, ledger.asked.where("model.attention"), f.fix) for f in error.faults]
+        ledger.faults += [Fault(f.what, ledger.asked.place("model.attention"), f.fix) for f in error.faults]
         return None
     if wants_flat and not choice.can_pack:
         path = "length.packing" if recipe.length.packing != "none" else "length.padding_free"

@@ -19,7 +19,7 @@ def decide_router_balance(ledger: DecisionLog, facts: PlannerInputs) -> float:
     wanted = recipe.train.router_aux_loss_coef
     if facts.shape.experts is None:
         if wanted not in ("auto", 0):
-            ledger.refuse("the model has no experts whose load could be evened", PATH, "leave it out")
+            ledger.refuse("the model has no experts: there is no load to balance", PATH, "leave it out")
         return 0.0
     weight = _own_weight(config) if wanted == "auto" else wanted
     if weight is None:
@@ -35,7 +35,7 @@ def decide_router_balance(ledger: DecisionLog, facts: PlannerInputs) -> float:
         ledger.decide("router_balance_loss", "off", reason)
         return 0.0
     for what, fix in _faults(ledger, config):
-        ledger.refuse(f"the load of experts cannot be evened {what}", PATH, fix)
+        ledger.refuse(f"the load-balance loss of experts cannot be computed {what}", PATH, fix)
     source = "the model's own weight" if wanted == "auto" else PATH
     ledger.decide(
         "router_balance_loss",

@@ -115,7 +115,7 @@ def detect(
             raise DataError(
                 f"the method cannot use rows of format {declared}",
                 where,
-                f"it takes {' or '.join(allowed)}",
+                f"give rows of format {' or '.join(allowed)}, or use another method",
             )
         return FORMS[declared], names
     fitting = matches(present, names)
@@ -130,6 +130,11 @@ def detect(
         where,
         f"choose one: data.format: {usable[0].name}",
     )
+
+
+def used_columns(form: str, names: Names) -> frozenset[str]:
+    """Columns that rows of a format read."""
+    return frozenset(getattr(names, name) for name in FORMS[form].reads)
 
 
 def matches(present: Sequence[str], names: Names) -> list[Form]:
@@ -173,5 +178,5 @@ def check_mapping(columns: Columns, present: Sequence[str], where: str) -> None:
             raise DataError(
                 f"data.columns.{field.name} is '{column}', and the first row has no such column",
                 where,
-                f"it has {', '.join(present) or 'none'}",
+                f"name one of its columns: {', '.join(present) or 'it has none'}",
             )

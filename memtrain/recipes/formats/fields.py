@@ -59,6 +59,17 @@ FAMILIAR = {
 TEXT_PARTS = ("text", "input_text", "output_text", None)
 """Types of the parts of a content that are text; an image with a text beside it is none."""
 
+MEDIA_PARTS = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "an image"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+"""Types of the parts of a content that are media, and their kind."""
+NO_MEDIA = (
+    "memtrain trains on text; vision-language models are planned. Remove it to train on the text alone, or "
+    "set data.on_bad_row: skip"
+)
+
 MOST_MARGIN = 10_000
 """Largest margin between the rewards of two answers. Taste: published ones are below 10; a larger loss
 no longer shows a thousandth of a reward in float32."""
@@ -247,7 +258,7 @@ def message_of(item: object, place: str) -> Message:
         role, content, taken = given.get("from"), given.get("value"), ("role", "content", "from", "value")
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(dict.fromkeys(ROLES))
-        raise BadRow(f"{place} has the role {shown(role)}", f"known roles: {known}")
+        raise BadRow(f"{place} has the role {shown(role)}", f"use one of the roles {known}")
     taken += ("weight", "train")
     rest = {key: value for key, value in given.items() if value is not None and key not in taken}
     if content is None and not rest.get("tool_calls"):
@@ -297,6 +308,8 @@ def content_of(content: object, place: str) -> str:
     texts: list[str] = []
     for part in cast(Sequence[object], content):
         given: Mapping[str, Any] = cast(Mapping[str, Any], part) if isinstance(part, Mapping) else {}
+        if kind := MEDIA_PARTS.get(str(given.get("type"))):
+            raise BadRow(f"the content of {place} has {kind}", NO_MEDIA)
         if given.get("type", "text") not in TEXT_PARTS or not isinstance(given.get("text"), str):
             raise BadRow(
                 f"the content of {place} has a part that is not text: {shown(cast(object, part))}", AS_TEXT

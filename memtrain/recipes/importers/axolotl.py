@@ -56,7 +56,8 @@ def _method(said: Said) -> None:
     else:
         raise RecipeError(
             f"rl: {asked} has no counterpart in memtrain",
-            fix=f"methods that are read: sft, {', '.join(METHODS)}",
+            where="rl",
+            fix=f"set it to one that is read: sft, {', '.join(METHODS)}",
         )
 
 

@@ -66,9 +66,9 @@ def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> st
     best = max(scores, key=lambda tool: scores[tool])
     if not scores[best]:
         raise RecipeError(
-            f"{name}: no key tells which tool it is of",
+            f"no key of {name} tells which tool reads it",
             name,
-            "say it with --tool trl, axolotl, llamafactory, unsloth or verl",
+            "give --tool trl, axolotl, llamafactory, unsloth or verl",
         )
     return best
 

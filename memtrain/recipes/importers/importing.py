@@ -82,7 +82,7 @@ def read_foreign(
     Raises: RecipeError when it cannot be read, is a recipe already, or tells no tool.
     """
     if tool is not None and tool not in TOOLS:
-        raise RecipeError(f"--tool {tool}: unknown tool", fix=f"one of {', '.join(TOOLS)}")
+        raise RecipeError(f"unknown tool '{tool}'", "--tool", f"give one of {', '.join(TOOLS)}")
     path = Path(source) if len(source) < 4096 and "\n" not in source else None
     if path is not None and path.is_file():
         text = _text(path)
@@ -94,7 +94,9 @@ def read_foreign(
     if looks_like(source):
         return _command(source, "the command line", tool, method, processes)
     raise RecipeError(
-        f"there is no file {source}", fix="name a configuration, a script, or paste a command line"
+        f"there is no file {source}",
+        "the command line",
+        "name a configuration, a script, or paste a command line",
     )
 
 
@@ -193,7 +195,11 @@ def import_config(
     if foreign.method is not None:
         said.method = foreign.method
     if said.method not in IMPORTED:
-        raise RecipeError(f"'{said.method}' is no method that is read", fix=f"one of {', '.join(IMPORTED)}")
+        raise RecipeError(
+            f"the method '{said.method}' is not read",
+            foreign.name,
+            f"give one of {', '.join(IMPORTED)} with --method",
+        )
     made = translated(tool, said)
     if has_stand_ins:
         _stand_in(made)

@@ -60,7 +60,7 @@ class LoadedRecipe:
         return cast(dict[str, object], plain(self.tree))
 
     def where(self, key: str) -> str:
-        """`file:line:column` of a dotted key, or "override `a.b=c`", or "default" when nobody wrote it."""
+        """`file:line:column` of a dotted key, "from the command line: `a.b=c`", or "default"."""
         found = find(self.tree, path_of(key))
         return "default" if found is None else str(found[0])
 

@@ -30,7 +30,7 @@ def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> 
     reaches into a list. Words that cannot be taken are noted in `faults`.
     """
     for word in overrides:
-        place = Place(f"override `{word}`")
+        place = Place(f"from the command line: `{word}`")
         key, equals, text = word.partition("=")
         if not equals or not _KEY.fullmatch(key) or key.startswith(("+", "~", "-")):
             faults.add(

@@ -36,7 +36,7 @@ def rewrite(path: Path, renamed: Sequence[Renaming]) -> int:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise RecipeError(
-            f"{path} cannot be written: {error.strerror}", fix="check the permissions of its folder"
+            f"{path} cannot be written: {error.strerror}", str(path), "check the permissions of its folder"
         ) from None
     return count
 

@@ -11,6 +11,7 @@ import memtrain
 from memtrain.errors import Fault, RecipeError
 
 ENDINGS = (".yaml", ".yml")
+COMMAND_LINE = "the command line"
 
 
 def configs_dir() -> Path:
@@ -60,10 +61,9 @@ def find_recipe(path_or_name: str) -> Path:
     if path_or_name in names:
         return configs_dir() / f"{path_or_name}.yaml"
     if path.suffix in ENDINGS:
-        raise RecipeError([Fault(f"there is no file {path_or_name}", "", _nearest_file(path))])
-    raise RecipeError(
-        [Fault(f"'{path_or_name}' is neither a file nor a shipped recipe", "", _nearest_name(path_or_name))]
-    )
+        raise RecipeError([Fault(f"there is no file {path_or_name}", COMMAND_LINE, _nearest_file(path))])
+    what = f"'{path_or_name}' is neither a file nor a shipped recipe"
+    raise RecipeError([Fault(what, COMMAND_LINE, _nearest_name(path_or_name))])
 
 
 def _nearest_file(path: Path) -> str:

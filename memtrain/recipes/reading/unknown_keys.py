@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from memtrain.recipes.reading.field_types import every_key
-from memtrain.recipes.reading.renamed_keys import RENAMED_KEYS
+from memtrain.recipes.reading.renamed_keys import IN_SECTION, RENAMED_KEYS
 from memtrain.recipes.reading.yaml_tree import Path, dotted
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
@@ -25,7 +25,8 @@ class Unknown:
 def unknown_key(key: str, section: type[Section], path: Path) -> Unknown:
     """Message about a key that `section`, at `path`, does not have."""
     shown, legal = dotted((*path, key)), list(section.model_fields)
-    old = RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
+    here = dotted(tuple(part for part in (*path, key) if not isinstance(part, int)))
+    old = IN_SECTION.get(here) or RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
     if old is not None:
         fix = old if old.startswith("remove") else f"write {old}"
         return Unknown(f"{shown}: not a key of memtrain", fix, tuple(re.findall(r"`([\w.]+)", old)))

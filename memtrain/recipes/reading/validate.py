@@ -22,6 +22,7 @@ from memtrain.recipes.reading.field_types import (
     takes_null,
 )
 from memtrain.recipes.reading.unknown_keys import Unknown, unknown_key
+from memtrain.recipes.reading.without_faults import missing_section, named_keys, without
 from memtrain.recipes.reading.yaml_tree import (
     MOST_FAULTS,
     Faults,
@@ -45,17 +46,26 @@ NOT_SHOWN = "unknown key"
 def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe | None:
     """The recipe that a tree says, or None with every fault noted.
 
+    A rule between keys is checked only where its keys are right: after a fault, the recipe without the keys
+    at fault is checked again, until no rule is broken.
+
     `verb`: the method that the command line asks for; the recipe's must be the same.
     """
     _check_method(tree, faults, verb)
     checked = _Checked(tree, faults)
-    bare = checked.section(tree, Recipe, ())
-    try:
-        recipe = Recipe.model_validate(bare)
-    except ValidationError as error:
-        _emit(error.errors(include_url=False), checked)
-        return None
-    return None if faults else recipe
+    bare: dict[str, object] | None = checked.section(tree, Recipe, ())
+    for _ in range(MOST_FAULTS):
+        try:
+            recipe = Recipe.model_validate(bare)
+        except ValidationError as error:
+            at_fault = _emit(error.errors(include_url=False), checked)
+            bare = without(bare, at_fault) if at_fault - checked.at_fault else None
+            checked.at_fault.update(at_fault)
+        else:
+            return None if faults else recipe
+        if bare is None:
+            return None
+    return None
 
 
 def _check_method(tree: Mapping, faults: Faults, verb: str | None) -> None:
@@ -93,6 +103,8 @@ class _Checked:
     faults: Faults
     meant: set[str] = field(default_factory=set[str])
     """Keys that some advice names already: that they are missing need not be told as well."""
+    at_fault: set[Path] = field(default_factory=set[Path])
+    """Keys that are left out, so that the rules between the others can be checked."""
 
     def section(self, node: Mapping, section: type[Section], path: Path) -> dict[str, object]:
         known = field_types(section)
@@ -118,6 +130,13 @@ class _Checked:
     def is_meant(self, path: Path) -> bool:
         """Whether advice was given on this key, or on a key below."""
         return any(f"{meant}.".startswith(f"{dotted(path)}.") for meant in self.meant)
+
+    def names_a_fault(self, message: str, path: Path) -> bool:
+        """Whether a rule speaks of a key that is at fault already, or whose right name was given."""
+        named = named_keys(message, path)
+        return any(one[: len(fault)] == fault for one in named for fault in self.at_fault) or any(
+            dotted(one) in self.meant for one in named
+        )
 
     def value(self, node: Node, annotation: Annotation, path: Path) -> object:
         section, item = section_of(annotation), item_of(annotation)
@@ -145,25 +164,40 @@ class _Checked:
         self.faults.add(f"{key}: no value", place, fix)
 
 
-def _emit(errors: Sequence[ErrorDetails], checked: _Checked) -> None:
-    """Note pydantic's errors in our words: the branches of a union as one, none twice at one place."""
-    told: dict[Path, list[ErrorDetails]] = {}
+def _emit(errors: Sequence[ErrorDetails], checked: _Checked) -> set[Path]:
+    """Note pydantic's errors in our words: the branches of a union as one, none twice at one place, and none
+    that follows from another. The keys at fault."""
+    by_path: dict[Path, list[ErrorDetails]] = {}
     for error in errors:
-        told.setdefault(follow(Recipe, error["loc"])[0], []).append(error)
+        by_path.setdefault(follow(Recipe, error["loc"])[0], []).append(error)
     broken = {place for place, _ in checked.faults.found}
-    for path, group in told.items():
+    at_fault: set[Path] = set()
+    for path, group in by_path.items():
         annotation = follow(Recipe, path)[1]
         messages = [_message(error) for error in group if error["type"] == "value_error"]
+        is_rule = bool(messages) and (section_of(annotation) is not None or not path)
         place, node = _nearest(checked.tree, path)
+        at_fault.add(_blamed(messages[0], path, checked) if is_rule else path)
         if any(error["type"] == "missing" for error in group):
-            if not checked.is_meant(path):
+            if not checked.is_meant(path) and not checked.at_fault:
                 _tell_missing(path, annotation, place, checked.faults)
         elif messages and path and checked.is_meant(path):
             continue
-        elif messages and (section_of(annotation) is not None or _reader_speaks(annotation)):
-            _tell_rule(messages[0], path, place, checked)
+        elif is_rule or (messages and _reader_speaks(annotation)):
+            if not checked.names_a_fault(messages[0], path):
+                _tell_rule(messages[0], path, place, checked)
         elif node.place not in broken:
             _tell_value(path, annotation, node, checked.faults)
+    return at_fault
+
+
+def _blamed(message: str, path: Path, checked: _Checked) -> Path:
+    """The first key of a broken rule that is written and not at fault yet; else the whole section."""
+    for named in named_keys(message, path):
+        if len(named) > len(path) and find(checked.tree, named) is not None and named not in checked.at_fault:
+            return named
+    missing = missing_section(message) if not path else None
+    return path if missing is None or find(checked.tree, missing) is not None else missing
 
 
 def _message(error: ErrorDetails) -> str:
@@ -200,9 +234,8 @@ def _tell_rule(message: str, path: Path, place: Place, checked: _Checked) -> Non
     """A rule between keys: `what; way out`. A rule of the whole recipe is told at the first key it names."""
     what, _, fix = message.partition("; ")
     if not path:
-        named = [word.strip("`,;():") for word in message.split() if "." in word]
         places = [
-            found[0] for word in named if (found := find(checked.tree, tuple(word.split(".")))) is not None
+            found[0] for key in named_keys(message, path) if (found := find(checked.tree, key)) is not None
         ]
         place = places[0] if places else place
     checked.faults.add(what, place, fix)

@@ -49,7 +49,7 @@ class Length(Section):
 
     packing: Packing = "none"
     """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are
-    truncated; `bfd_split`: longer rows are split, nothing is lost; `wrapped`: rows are concatenated and
+    truncated; `bfd_split`: longer rows are split, no loss token is lost; `wrapped`: rows are concatenated and
     cut, so that every sequence is full and a row's order is kept. Rows of which a cut leaves only the prompt
     in one sequence cost `wrapped` tokens that teach nothing; `bfd_split` leaves such pieces out."""
 

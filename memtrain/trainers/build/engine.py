@@ -64,6 +64,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
     if asked != realised:
         raise LaunchError(
             f"the plan needs {asked} processes, and {realised} are running",
+            where="cluster.processes",
             fix="start the run with `memtrain`, or with the line in launch.sh",
         )
     if asked > 1 and accelerator.distributed_type is DistributedType.NO:
@@ -85,6 +86,7 @@ def _check_reach(settings: Settings) -> None:
     if found != expected:
         raise LaunchError(
             f"the processes do not reach each other: their numbers sum to {found}, not {expected}",
+            where="cluster.processes",
             fix="start the run with `memtrain`, or with the line in launch.sh",
         )
 

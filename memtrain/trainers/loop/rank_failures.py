@@ -76,7 +76,7 @@ def root_fault(folder: RunFolder, num_ranks: int) -> Exception | None:
     found = read_faults(folder)
     causes = [fault for fault in found if not fault.is_echo]
     if not causes:
-        return _silent(found, num_ranks) if found else None
+        return _silent(folder, found, num_ranks) if found else None
     first = causes[0]
     if not first.kind:
         return RuntimeError(f"rank {first.rank} of {num_ranks} failed:\n{first.trace}")
@@ -97,10 +97,11 @@ def correct_status(folder: RunFolder, error: Exception) -> None:
     tell_end(folder, state, status.step, what)
 
 
-def _silent(found: list[RankFault], num_ranks: int) -> LaunchError:
+def _silent(folder: RunFolder, found: list[RankFault], num_ranks: int) -> LaunchError:
     gone = sorted(set(range(num_ranks)) - {fault.rank for fault in found})
     named = f"rank {', '.join(map(str, gone))}" if gone else "the connection between the ranks"
     return LaunchError(
         f"{named} ended without an error message, and the other ranks lost the connection",
+        where=str(folder.path),
         fix="look for a process that was killed (out of memory? `dmesg`), then run the same command again",
     )

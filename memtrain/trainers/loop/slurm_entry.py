@@ -37,6 +37,7 @@ def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     if missing:
         raise LaunchError(
             f"this process is not a task of srun: {', '.join(missing)} not set",
+            where="environment of this process",
             fix="submit the job.sbatch that `memtrain slurm` writes; `memtrain train` runs without SLURM",
         )
     return {name: given[theirs] for name, theirs in NAMES.items()}

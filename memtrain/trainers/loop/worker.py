@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, LaunchError, MemtrainError, printable
-from memtrain.memory.plan.plan import Plan, read_plan
+from memtrain.memory.plan.plan import Plan, PreparedSplit, read_plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build.components import Built, build, has_dropout
 from memtrain.trainers.build.engine import (
@@ -58,7 +58,7 @@ from memtrain.trainers.model.offload.activations import apply_checkpointing_and_
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_steps
 from memtrain.trainers.optim.lr_schedule import lr_at
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
-from memtrain.trainers.protocols.events import Event, MemoryEvent, NoteEvent
+from memtrain.trainers.protocols.events import DataEvent, Event, MemoryEvent, NoteEvent
 from memtrain.trainers.protocols.feed import Steps
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.event_sinks import EventSinks, open_sinks
@@ -213,10 +213,9 @@ def _tell_start(
 ) -> None:
     """The fate of the rows, or the step of the resumed run, with notes for the reader."""
     if not position.step:
-        sinks.emit(replace(built.train.data_event("train"), rows_skipped=plan.data.train.num_skipped))
+        sinks.emit(of_split(built.train.data_event("train"), plan.data.train))
         if built.eval is not None:
-            own = plan.data.eval.num_skipped if plan.data.eval is not None else 0
-            sinks.emit(replace(built.eval.data_event("held-out"), rows_skipped=own))
+            sinks.emit(of_split(built.eval.data_event("held-out"), plan.data.eval))
         notes = [*notes, *(f"data {note}" for note in plan.data.notes)]
     said = [f"skipped {one.path.name}: {one.reason}" for one in found.rejected] + notes
     if found.checkpoint is not None:
@@ -229,6 +228,14 @@ def _tell_start(
             said.append("random weights were drawn on the GPU: a CPU draws other numbers for the same seed")
     for text in said:
         sinks.emit(NoteEvent(step=position.step, text=text))
+
+
+def of_split(event: DataEvent, split: PreparedSplit | None) -> DataEvent:
+    """The event with the bad rows and the sources of a split that has a store of its own."""
+    if split is None:
+        return event
+    sources = tuple((one.source, one.num_rows, one.num_tokens, one.num_loss_tokens) for one in split.sources)
+    return replace(event, rows_skipped=split.num_skipped, sources=sources)
 
 
 def _try_final(

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from torch import Tensor
 
+Item = TypeVar("Item")
+
 
 def buckets_of(
-    tensors: Iterable[Tensor], limit_bytes: int, bytes_of: Callable[[Tensor], int]
-) -> Iterator[list[Tensor]]:
-    """Tensors of at most `limit_bytes` together by `bytes_of`, in their order; or one tensor alone."""
-    bucket: list[Tensor] = []
+    items: Iterable[Item], limit_bytes: int, bytes_of: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Items of at most `limit_bytes` together by `bytes_of`, in their order; or one item alone."""
+    bucket: list[Item] = []
     num_bytes = 0
-    for tensor in tensors:
-        size = bytes_of(tensor)
+    for item in items:
+        size = bytes_of(item)
         if bucket and num_bytes + size > limit_bytes:
             yield bucket
             bucket, num_bytes = [], 0
-        bucket.append(tensor)
+        bucket.append(item)
         num_bytes += size
     if bucket:
         yield bucket

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.memory.estimate.static import COMPRESSED_GROUP, MASTER_BUCKET
-from memtrain.trainers.optim.buckets import buckets_of, step_by_bucket
+from memtrain.trainers.optim.bucketed import BucketedOptimizer, Entry
+from memtrain.trainers.optim.buckets import buckets_of
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 Draws = torch.Generator | None
@@ -83,82 +83,37 @@ PACKING: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[[Tensor,
 }
 
 
-class CompressedMoments(Optimizer):
+class CompressedMoments(BucketedOptimizer):
     """An AdamW over float32 weights whose moments are 8 bits and a scale for 32 numbers between its steps."""
 
     def __init__(self, inner: Optimizer, draws: Draws = None) -> None:
-        super().__init__(inner.param_groups, {})
+        super().__init__(inner)
         self._draws = draws
-        self.inner = inner
-        self.param_groups = inner.param_groups
-        self.state = inner.state
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
-        """Step every tensor that has a gradient, bucket by bucket.
+    def buckets(self, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Tensors of at most MASTER_BUCKET bytes together, or one tensor alone."""
+        return buckets_of(parameters, MASTER_BUCKET, lambda parameter: parameter.nbytes)
 
-        When it breaks off, the gradients of buckets that are done are gone, and all others are there.
-        """
-        loss = closure() if closure is not None else None
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        step_by_bucket(parameters, _buckets, self._step_bucket)
-        return loss
+    def taken_out(self, entry: Entry, parameter: Tensor) -> Entry:
+        """Moments in float32."""
+        packed = {*CODES.values(), *SCALES.values()}
+        if not packed & entry.keys():
+            entry = self.put_back(entry, parameter, {})
+        made = {name: value for name, value in entry.items() if name not in packed}
+        for name, (_, expand) in PACKING.items():
+            made[name] = expand(entry[CODES[name]], entry[SCALES[name]])
+        return made
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer inside, with codes and scales in place of moments."""
-        return self.inner.state_dict()
+    def put_back(self, entry: Entry, parameter: Tensor, before: Entry) -> Entry:
+        """Codes and scales in place of moments."""
+        made = {name: value for name, value in entry.items() if name not in PACKING}
+        for name, (compress, _) in PACKING.items():
+            made[CODES[name]], made[SCALES[name]] = compress(entry[name], self._draws)
+        return made
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
-        # torch would make codes and scales float32, as the parameter is.
-        self.inner.load_state_dict(state_dict | {"state": {}})
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self.state.clear()
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(indices, parameters, strict=True):
-            if index in state_dict["state"]:
-                entry = state_dict["state"][index]
-                self.state[parameter] = {
-                    name: value.to(parameter.device) if name != "step" else value.clone()
-                    for name, value in entry.items()
-                }
-
-    def _step_bucket(self, bucket: list[Tensor], gradients: dict[Tensor, Tensor]) -> None:
-        waiting = {parameter: self.state[parameter] for parameter in bucket if self.state.get(parameter)}
-        self.state.update({parameter: _expanded(entry) for parameter, entry in waiting.items()})
-        for parameter in bucket:
-            parameter.grad = gradients[parameter]
-        versions = {parameter: parameter._version for parameter in bucket}
-        try:
-            self.inner.step()
-        except BaseException:
-            for parameter in bucket:
-                if parameter._version == versions[parameter] and parameter in waiting:
-                    self.state[parameter] = waiting[parameter]
-            raise
-        finally:
-            for parameter in bucket:
-                parameter.grad = None
-        for parameter in bucket:
-            self.state[parameter] = _compressed(self.state[parameter], self._draws)
-
-
-def _compressed(entry: dict[str, Any], draws: Draws) -> dict[str, Any]:
-    made = {name: value for name, value in entry.items() if name not in PACKING}
-    for name, (compress, _) in PACKING.items():
-        made[CODES[name]], made[SCALES[name]] = compress(entry[name], draws)
-    return made
-
-
-def _expanded(entry: dict[str, Any]) -> dict[str, Any]:
-    packed = {*CODES.values(), *SCALES.values()}
-    made = {name: value for name, value in entry.items() if name not in packed}
-    for name, (_, expand) in PACKING.items():
-        made[name] = expand(entry[CODES[name]], entry[SCALES[name]])
-    return made
-
-
-def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of at most MASTER_BUCKET bytes together, or one tensor alone."""
-    return buckets_of(parameters, MASTER_BUCKET, lambda parameter: parameter.nbytes)
+    def loaded(self, entry: Entry, parameter: Tensor) -> Entry:
+        """Codes and scales beside the weight."""
+        return {
+            name: value.to(parameter.device) if name != "step" else value.clone()
+            for name, value in entry.items()
+        }

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.memory.estimate.static import MASTER_BUCKET
+from memtrain.trainers.optim.buckets import buckets_of
 from memtrain.trainers.optim.master_forms import form_of
 
 Group = dict[str, Any]
@@ -171,14 +172,4 @@ class MasterWeights(Optimizer):
             yield from zip(group["params"], masters, strict=True)
 
     def _buckets(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        bucket: list[tuple[Tensor, Tensor]] = []
-        num_bytes = 0
-        for parameter, master in self.pairs():
-            size = 4 * parameter.numel()
-            if bucket and num_bytes + size > MASTER_BUCKET:
-                yield bucket
-                bucket, num_bytes = [], 0
-            bucket.append((parameter, master))
-            num_bytes += size
-        if bucket:
-            yield bucket
+        return buckets_of(self.pairs(), MASTER_BUCKET, lambda pair: 4 * pair[0].numel())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from memtrain.memory.estimate.static import OFFLOAD_BUCKET
-from memtrain.trainers.optim.buckets import buckets_of, step_by_bucket
-from memtrain.trainers.runtime.oom_errors import attempt
+from memtrain.trainers.optim.bucketed import BucketedOptimizer, Entry
+from memtrain.trainers.optim.buckets import buckets_of
 
 STATES = 2
 """Numbers of state of a weight at most: AdamW's two moments, in the dtype of what is stepped."""
@@ -21,7 +20,7 @@ HOST = "cpu"
 host."""
 
 
-class OffloadedStates(Optimizer):
+class OffloadedStates(BucketedOptimizer):
     """An optimizer whose states are in host memory between its steps: pinned where the weights are on CUDA.
 
     The same kernels run on the same device, so the numbers are the same bits, and `state_dict` is that of the
@@ -32,82 +31,26 @@ class OffloadedStates(Optimizer):
     the device).
     """
 
-    def __init__(self, inner: Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-        self.param_groups = inner.param_groups
-        self.state = inner.state
+    def buckets(self, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Tensors whose states are at most OFFLOAD_BUCKET bytes together, or one tensor alone."""
+        return buckets_of(parameters, OFFLOAD_BUCKET, lambda parameter: STATES * parameter.nbytes)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
-        """Step every tensor that has a gradient, bucket by bucket.
+    def taken_out(self, entry: Entry, parameter: Tensor) -> Entry:
+        """Copies beside the weight."""
+        return {name: to_device(value, parameter) for name, value in entry.items()}
 
-        When it breaks off, the gradients of buckets that are done are gone, and all others are there.
-        """
-        loss = closure() if closure is not None else None
-        step_by_bucket(self._parameters(), _buckets, self._step_bucket)
-        return loss
+    def put_back(self, entry: Entry, parameter: Tensor, before: Entry) -> Entry:
+        """Copies on the host."""
+        return {name: to_host(value, parameter, before.get(name)) for name, value in entry.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer inside, its tensors in host memory."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken; the states stay on the host."""
-        self.inner.load_state_dict(state_dict | {"state": {}})
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self.state.clear()
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, parameter in zip(indices, self._parameters(), strict=True):
-            if index in state_dict["state"]:
-                entry = state_dict["state"][index]
-                self.state[parameter] = {name: to_host(value, parameter) for name, value in entry.items()}
+    def loaded(self, entry: Entry, parameter: Tensor) -> Entry:
+        """Copies on the host."""
+        return {name: to_host(value, parameter) for name, value in entry.items()}
 
     def _step_bucket(self, bucket: list[Tensor], gradients: dict[Tensor, Tensor]) -> None:
-        waiting = {parameter: self.state.get(parameter, {}) for parameter in bucket}
-        moved = {
-            parameter: {name: to_device(value, parameter) for name, value in entry.items()}
-            for parameter, entry in waiting.items()
-            if entry
-        }
-        self.state.update(moved)
-        for parameter in bucket:
-            parameter.grad = gradients[parameter]
-        versions = {parameter: parameter._version for parameter in bucket}
-        try:
-            self.inner.step()
-        except BaseException:
-            # A tensor that was written keeps its new states, on the device until its next step.
-            for parameter in bucket:
-                if parameter._version == versions[parameter]:
-                    self.state[parameter] = waiting[parameter]
-            raise
-        finally:
-            for parameter in bucket:
-                parameter.grad = None
-        for parameter in bucket:
-            self._send_home(parameter, waiting[parameter])
+        super()._step_bucket(bucket, gradients)
         if bucket[0].device.type == "cuda":
             torch.cuda.current_stream(bucket[0].device).synchronize()
-
-    def _send_home(self, parameter: Tensor, home: dict[str, Any]) -> None:
-        """Put the states of a tensor back on the host; they stay where they are if that has no room."""
-        entry = self.state[parameter].items()
-        made, is_done = attempt(
-            lambda: {name: to_host(value, parameter, home.get(name)) for name, value in entry}
-        )
-        if is_done:
-            assert made is not None
-            self.state[parameter] = made
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
-
-
-def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors whose states are at most OFFLOAD_BUCKET bytes together, or one tensor alone."""
-    return buckets_of(parameters, OFFLOAD_BUCKET, lambda parameter: STATES * parameter.nbytes)
 
 
 def to_device(value: Any, parameter: Tensor) -> Any:

@@ -87,6 +87,8 @@ class DataEvent:
     """Rows that go on in another sequence."""
     fragments: int = 0
     """Pieces that split rows were made into."""
+    sources: tuple[tuple[str, int, int, int], ...] = ()
+    """Of a mixture: (source, rows, tokens, loss tokens) of each source in the first epoch."""
     lengths: tuple[tuple[int, int], ...] = ()
     """Histogram of the row lengths: (longest length of the bin in tokens, rows), in order."""
 
@@ -205,6 +207,8 @@ def from_values(values: Mapping[str, Any]) -> Event:
     taken = {key: value for key, value in heard.items() if key in known}
     if "lengths" in taken:
         taken["lengths"] = tuple((bound, count) for bound, count in taken["lengths"])
+    if "sources" in taken:
+        taken["sources"] = tuple(tuple(one) for one in taken["sources"])
     if "learnt_cut_by_answer" in taken:
         taken["learnt_cut_by_answer"] = tuple(taken["learnt_cut_by_answer"])
     unknown = {key: heard[key] for key in heard if key not in known and key not in COMMON}

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, Owner
@@ -70,15 +69,14 @@ class Pulse(threading.Thread):
         """Look again and again, until `stop`."""
         count, before, computed_s, at_s = 0, None, time.process_time(), time.monotonic()
         while not self._ended.wait(EVERY_S):
-            frame = sys._current_frames().get(self._main or 0)
-            found, cpu_s, now_s = _place(frame), time.process_time(), time.monotonic()
+            (found, words), cpu_s, now_s = _place_of(self._main or 0), time.process_time(), time.monotonic()
             if found == before and cpu_s - computed_s < IDLE * (now_s - at_s):
                 continue
             before, computed_s, at_s, count = found, cpu_s, now_s, count + 1
             # A disk that refuses is met, and told, by what the rank itself writes.
             with suppress(OSError):
                 self._path.parent.mkdir(exist_ok=True)
-                self._path.write_text(f"{count} {_words(frame)}\n")
+                self._path.write_text(f"{count} {words}\n")
 
     def stop(self) -> None:
         """Leave no more word, and none behind."""
@@ -93,20 +91,18 @@ def pulse_file(folder: RunFolder, rank: int) -> Path:
     return folder.faults / f"pulse-{rank}"
 
 
-def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    """Instructions that the thread is in, with those of its callers."""
+def _place_of(thread: int) -> tuple[tuple[tuple[int, int], ...], str]:
+    """(Instructions that a thread is in, with those of its callers; the innermost line of our own).
+
+    The line reads as `checkpoint.py:120 (finish)`. No frame is held when this returns: one that is held keeps
+    all its tensors, also those of a function that has ended.
+    """
     found: list[tuple[int, int]] = []
+    words = ""
+    frame = sys._current_frames().get(thread)
     while frame is not None:
         found.append((id(frame), frame.f_lasti))
+        if not words and OWN in Path(frame.f_code.co_filename).parts:
+            words = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
-    return tuple(found)
-
-
-def _words(frame: FrameType | None) -> str:
-    """The innermost line of our own that the thread is in: `checkpoint.py:120 (finish)`."""
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if OWN in file.parts:
-            return f"{file.name}:{frame.f_lineno} ({frame.f_code.co_name})"
-        frame = frame.f_back
-    return "starting"
+    return tuple(found), words or "starting"

@@ -17,12 +17,18 @@ PROBE_BYTES = 24 * 2**20
 """More than the allocator serves from its pool of small blocks, or from the rest of another large one."""
 
 
+_asked = True
+"""Last wish of this process; launchers ask for expandable segments in the environment."""
+
+
 def use_expandable_segments(is_on: bool) -> None:
     """From now on new segments are expandable, or are not; nothing without CUDA.
 
     torch reads the environment once, when it is loaded, which may be before this process has written it. What
     the environment says of expandable segments wins; its other settings are given again.
     """
+    global _asked
+    _asked = is_on
     if torch.cuda.is_available():
         torch._C._accelerator_setAllocatorSettings(settings_text(is_on))  # pyright: ignore
 
@@ -37,7 +43,10 @@ def settings_text(is_on: bool) -> str:
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """New segments inside are not expandable: memory that another process is to see, on many drivers."""
+    """New segments inside are not expandable, later ones are as before.
+
+    Many drivers let no other process see memory of an expandable one.
+    """
     if not torch.cuda.is_available():
         yield
         return
@@ -45,7 +54,7 @@ def fixed_segments() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(settings_text(is_on=True))  # pyright: ignore
+        torch._C._accelerator_setAllocatorSettings(settings_text(_asked))  # pyright: ignore
 
 
 def expandable_in_force() -> bool:

@@ -59,7 +59,9 @@ def export_run(
     refuse_to_overwrite(output)
     to = dtype or plan.settings.dtype
     if to not in DTYPES:
-        raise LaunchError(f"unknown precision of weights: {to}", "--dtype", f"one of {', '.join(DTYPES)}")
+        raise LaunchError(
+            f"unknown precision of weights: {to}", "--dtype", f"give one of {', '.join(DTYPES)}"
+        )
     checkpoint = _checkpoint(RunFolder(run), step)
     tokenizer = tokenizer_of(plan.recipe.model)
     model = build_model(_on_host(plan), vocab_size=len(tokenizer))
@@ -106,7 +108,7 @@ def _base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
     """The newest sound checkpoint, or that of a step. Raises: ResumeError."""
     known = complete_steps(folder.checkpoints)
-    there = f"it has those of steps {', '.join(map(str, known))}" if known else "the run must save first"
+    there = f"give a step that it has: {', '.join(map(str, known))}" if known else "the run must save first"
     if step is None:
         found = newest_complete(folder).checkpoint
         if found is None:

@@ -59,7 +59,9 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     refuse_to_overwrite(output)
     to = dtype or plan.settings.dtype
     if to not in DTYPES:
-        raise LaunchError(f"unknown precision of weights: {to}", "--dtype", f"one of {', '.join(DTYPES)}")
+        raise LaunchError(
+            f"unknown precision of weights: {to}", "--dtype", f"give one of {', '.join(DTYPES)}"
+        )
     tokenizer = load_tokenizer(str(folder.final))
     settings = plan.settings.model_copy(
         update={"device": "cpu", "quantize": "none", "attention": "transformers"}

@@ -16,7 +16,7 @@ from memtrain.memory.estimate.static import (
     static_bytes,
     usable,
 )
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import TRANSFORMERS, ForeignStep, HeaviestBatch, Workload
 from memtrain.memory.generation.generation import generation_bytes
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
@@ -90,6 +90,20 @@ def test_figures_of_real_models_agree_with_their_traces(shape, changes, accumula
     settings = make(**({"checkpoint_every": 1, "loss": "chunked", "padding_free": True} | changes))
     predicted = estimate(settings, shape, batch(2, 2048), accumulates=accumulates)
     assert predicted.peak.num_bytes / GIB == pytest.approx(traced_gib, rel=0.003)
+
+
+def test_the_step_of_transformers_holds_fourteen_bytes_a_logit_and_the_roots_of_all_second_moments():
+    def peak(foreign: ForeignStep | None, rows: int) -> int:
+        heaviest = batch(rows, 2048)._replace(foreign=foreign)
+        settings = make(checkpoint_every=1, padding_free=True)
+        return estimate(settings, LLAMA8, heaviest, accumulates=False).peak.num_bytes
+
+    own, theirs = (peak(one, 16) - peak(one, 8) for one in (None, TRANSFORMERS))
+    logits = (16 - 8) * 2047 * LLAMA["vocab_size"]
+    rows = 2 * (16 - 8) * 2048 * LLAMA["hidden_size"]  # Theirs are highest before the norm's output is gone.
+    assert theirs - own == 2 * logits + rows
+    at_the_step = peak(TRANSFORMERS, 1)
+    assert at_the_step == pytest.approx(5 * 2 * LLAMA8.num_parameters, rel=0.001)
 
 
 def test_what_a_plain_llama_layer_keeps_is_the_sum_written_out_by_hand():

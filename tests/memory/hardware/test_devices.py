@@ -7,24 +7,59 @@ import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.memory.hardware import devices as hardware
+from memtrain.memory.hardware.cards import ALIASES, CARDS, named_card
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.plan.units import GIB
+from memtrain.memory.plan.units import GIB, read_size
 
-SMI = """0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 80994, 9.0
-1, GPU-bb, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0
+SMI = """0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 80994, 9.0, 551
+1, GPU-bb, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, [N/A]
 """
 
 
 @pytest.mark.parametrize(
     ("name", "least_gib", "most_gib", "bf16"),
-    [("h100", 79, 80, True), ("H200", 139, 141, True), ("a100-40", 40, 40, True), ("A100", 80, 80, True)]
-    + [("4090", 23, 24, True), ("t4", 15, 15, False), ("v100-16gb", 16, 16, False), ("l4", 22, 23, True)],
+    [("h100", 79, 79.2, True), ("H200", 139, 140, True), ("a100-40", 39, 39.6, True)]
+    + [("A100", 79, 79.3, True), ("4090", 23.4, 23.7, True), ("RTX 4090", 23.4, 23.7, True)]
+    + [("t4", 14.5, 14.8, False), ("v100-16gb", 15.7, 15.8, False), ("l4", 21.9, 22.2, True)]
+    + [("3060", 11.5, 11.8, True), ("rtx-pro-6000", 94.9, 95, True), ("b300", 267, 268, True)],
 )
 def test_a_named_card_has_its_memory_and_precision(name, least_gib, most_gib, bf16):
     card = Hardware.named(name)
     assert least_gib <= card.memory_bytes / GIB <= most_gib
     assert card.has_bfloat16 is bf16
     assert card.free_bytes == card.memory_bytes
+
+
+def test_no_card_has_more_than_it_is_sold_with():
+    assert all(0.9 * card.sold_gib < card.torch_gib < card.sold_gib for card in CARDS)
+    assert len({card.name.upper() for card in CARDS}) == len(CARDS)
+    assert all(named_card(name) is not None for name in ALIASES)
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "usable"),
+    [("48GiB", "A6000", 47.40), ("24GiB", "3090", 23.56), ("80GiB", "A100-80", 79.14), ("8GiB", "3070", 7.65)]
+    + [("20GiB", "L4", 21.95), ("47GiB", "6000-Ada", 47.37), ("500GiB", "B300", 267.69)],
+)
+def test_a_budget_is_for_a_card_of_that_size(said, name, usable):
+    card = Hardware.for_budget(read_size(said))
+    assert (card.name, card.memory_bytes) == (name, round(usable * GIB))
+
+
+def test_the_memory_that_the_driver_keeps_is_not_the_programs():
+    total = [card[1] // 2**20 for card in hardware.parse_smi(SMI, None)]
+    assert total == [81559 - 551, 40960]
+
+
+def test_a_driver_that_does_not_know_what_it_keeps_is_asked_without(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    row = "0, GPU-aa, NVIDIA A40, 46068, 45000, 8.6"
+    smi.write_text(f'#!/bin/sh\ncase "$*" in *reserved*) exit 2;; esac\necho "{row}"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = hardware.detect()
+    assert (found.name, found.memory_bytes // 2**20) == ("NVIDIA A40", 46068)
 
 
 def test_an_unknown_card_is_refused_with_the_known_ones():
@@ -62,6 +97,15 @@ def test_drivers_names_find_their_own_line_of_the_table():
         "NVIDIA GeForce RTX 4090": "4090",
         "Tesla T4": "T4",
         "NVIDIA B200": "B200",
+        "NVIDIA GB200": "B200",
+        "NVIDIA A40": "A40",
+        "NVIDIA L40": "L40",
+        "NVIDIA RTX A5000": "A5000",
+        "NVIDIA RTX 6000 Ada Generation": "6000-Ada",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000",
+        "NVIDIA GeForce RTX 4070 Ti SUPER": "4070-Ti-Super",
+        "NVIDIA GeForce RTX 5070 Ti": "5070-Ti",
+        "NVIDIA GeForce RTX 5070": "5070",
     }
     assert {name: hardware._card_of(name, (0, 0)).name for name in lines} == lines
 

@@ -41,6 +41,9 @@ def refused(folder: Path, text: str | bytes) -> str:
         ({"layer_types": 5}, "layer_types: 5"),
         ({"rope_scaling": "linear"}, 'rope_scaling: "linear"'),
         ({"model_type": 3}, "model_type: 3"),
+        ({"architectures": [3]}, "architectures: [3]"),
+        ({"layer_types": ["full_attention", None]}, 'layer_types: ["full_attention", null]'),
+        ({"mlp_only_layers": ["first"]}, 'mlp_only_layers: ["first"]'),
     ],
 )
 def test_numbers_that_no_model_has_are_refused(changes: dict[str, Any], said: str, tmp_path: Path):

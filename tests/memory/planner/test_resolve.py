@@ -87,7 +87,7 @@ def source_of(resolved: Resolved, setting: str) -> str:
 def test_a_cpu_run_is_exact_padding_free_and_alone():
     settings = ask().settings
     assert (settings.device, settings.dtype, settings.num_processes) == ("cpu", "float32", 1)
-    assert (settings.attention, settings.padding_free) == ("torch_cpu", True)
+    assert (settings.attention, settings.padding_free, settings.loss) == ("torch_cpu", True, "chunked")
     assert (settings.checkpoint_every, settings.offload) == (0, "none")
 
 
@@ -141,7 +141,7 @@ def test_a_budget_that_nothing_fits_names_the_largest_owners_and_ways_out():
 
 
 def test_the_plain_run_needs_more():
-    resolved = ask(memory__budget="8GiB")
+    resolved = ask()
     assert resolved.plain.peak.num_bytes > resolved.prediction.peak.num_bytes
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,7 @@ def test_where_nothing_fits_three_ways_out_are_told_with_their_peaks_and_they_fi
     assert "weights 14.96 GiB" in fault.what
     assert "{kind: lora}" in fault.fix
     assert "GPUs with cluster.engine: fsdp2 (peak " in fault.fix
+    known = replace(known, hardware=Hardware.named("b200"))
     roomy = ask(known, memory__budget="170GiB", memory__never="optimizer_offload")
     smallest = min(roomy.tried, key=lambda one: one.need_bytes)
     ways = nearest_ways(smallest, 45 * GIB, known)

@@ -46,8 +46,8 @@ def test_a_recipe_holds_what_the_file_and_the_overrides_say():
 def test_every_value_knows_where_it_was_said():
     loaded = load_recipe("my.yaml", ["optim.kind=sgd", "data.train=[{source: a.jsonl}]"])
     assert loaded.where("optim.lr") == "my.yaml:7:3"
-    assert loaded.where("optim.kind") == "override `optim.kind=sgd`"
-    assert loaded.where("data.train.0.source") == "override `data.train=[{source: a.jsonl}]`"
+    assert loaded.where("optim.kind") == "from the command line: `optim.kind=sgd`"
+    assert loaded.where("data.train.0.source") == "from the command line: `data.train=[{source: a.jsonl}]`"
     assert loaded.where("train.seed") == "default"
 
 
@@ -100,15 +100,21 @@ def test_files_and_overrides_are_told_at_once(folder: Path):
     (folder / "my.yaml").write_text(GOOD + "lenght: {}\n")
     assert told("my.yaml", "optim.betta=1", "nonsense", "train.seed=x") == [
         ("lenght: unknown key", "my.yaml:8:1"),
-        ("'nonsense' is not an override", "override `nonsense`"),
-        ("optim.betta: unknown key", "override `optim.betta=1`"),
-        ("train.seed: 'x' is text; it must be a whole number from 0", "override `train.seed=x`"),
+        ("'nonsense' is not an override", "from the command line: `nonsense`"),
+        ("optim.betta: unknown key", "from the command line: `optim.betta=1`"),
+        (
+            "train.seed: 'x' is text; it must be a whole number from 0",
+            "from the command line: `train.seed=x`",
+        ),
     ]
 
 
 def test_a_value_that_cannot_be_replaced_is_told_once():
     assert told("my.yaml", "optim.lr=${train.seed}") == [
-        ("optim.lr: ${train.seed}: the recipe does not set train.seed", "override `optim.lr=${train.seed}`")
+        (
+            "optim.lr: ${train.seed}: the recipe does not set train.seed",
+            "from the command line: `optim.lr=${train.seed}`",
+        )
     ]
 
 

@@ -68,7 +68,7 @@ def test_a_word_that_is_no_override_is_told(word: str, what: str):
 def test_an_overridden_key_was_said_by_the_override():
     tree = apply_overrides(tree_of("a: {b: 1, c: 2}"), ["a.b=3"], Faults())
     shown = {key: str(found[0]) for key in "bc" if (found := find(tree, ("a", key)))}
-    assert shown == {"b": "override `a.b=3`", "c": "my.yaml:1:11"}
+    assert shown == {"b": "from the command line: `a.b=3`", "c": "my.yaml:1:11"}
 
 
 def test_paths_have_two_spellings():

@@ -48,7 +48,7 @@ def test_an_override_by_the_previous_name_goes_over_todays_and_the_other_way_rou
     read = loaded("train: {batch_rows: 8}\n", "train={batch_size: 2}")
     assert read.recipe.train.batch_size == 2
     assert notes(loaded("", "train.batch_rows=4")) == [
-        "override `train.batch_rows=4`: train.batch_rows is now train.batch_size"
+        "from the command line: `train.batch_rows=4`: train.batch_rows is now train.batch_size"
     ]
 
 

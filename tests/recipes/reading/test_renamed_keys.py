@@ -2,8 +2,15 @@ import re
 
 import pytest
 
-from memtrain.recipes.reading.field_types import choices, every_key, field_types, follow, section_of
-from memtrain.recipes.reading.renamed_keys import RENAMED_KEYS, RENAMED_VALUES
+from memtrain.recipes.reading.field_types import (
+    choices,
+    every_key,
+    field_types,
+    follow,
+    item_of,
+    section_of,
+)
+from memtrain.recipes.reading.renamed_keys import IN_SECTION, RENAMED_KEYS, RENAMED_VALUES
 from memtrain.recipes.reading.unknown_keys import unknown_key
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.length import Length
@@ -19,9 +26,9 @@ def test_the_table_knows_the_spellings_that_people_bring():
     assert not [name for name in NAMED if name not in RENAMED_KEYS]
 
 
-@pytest.mark.parametrize("old", sorted(RENAMED_KEYS))
+@pytest.mark.parametrize("old", sorted(RENAMED_KEYS | IN_SECTION))
 def test_every_replacement_is_a_key_of_the_recipe(old: str):
-    way_out = RENAMED_KEYS[old]
+    way_out = (RENAMED_KEYS | IN_SECTION)[old]
     keys = [found for found in re.findall(r"`([a-z_.]+)", way_out) if found[0].isalpha()]
     assert keys or way_out.startswith("remove it")
     assert not [key for key in keys if key not in every_key(Recipe)]
@@ -39,6 +46,26 @@ def test_an_old_spelling_is_never_a_key_of_the_section_it_is_replaced_in(old: st
     section = section_of(field_types(Recipe)[new[0].split(".")[0]]) if new and "." in new[0] else None
     if section is not None and old in section.model_fields:
         assert new[0].endswith(f".{old}")
+
+
+@pytest.mark.parametrize("old", sorted(IN_SECTION))
+def test_a_word_of_a_section_is_no_key_of_it_and_leads_to_ours(old: str):
+    section, _, key = old.rpartition(".")
+    assert old not in every_key(Recipe)
+    annotation = follow(Recipe, tuple(section.split(".")))[1] if section else Recipe
+    item = item_of(annotation)
+    found = unknown_key(
+        key,
+        (section_of(annotation) or section_of(item) or Recipe) if section else Recipe,
+        tuple(section.split(".")) if section else (),
+    )
+    assert found.fix.removeprefix("write ") == IN_SECTION[old]
+
+
+def test_rows_at_most_lead_to_the_limit_of_a_source():
+    data = section_of(field_types(Recipe)["data"])
+    assert data is not None
+    assert unknown_key("max_rows", data, ("data",)).fix == "write `data.train.limit`"
 
 
 def test_capitals_and_dashes_do_not_hide_an_old_spelling():

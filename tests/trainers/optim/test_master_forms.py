@@ -147,3 +147,46 @@ def test_compressed_moments_take_two_and_a_quarter_bytes_and_move_weights_alike(
     start = weights()[0].detach().float()
     far = [numbers(p, o)[0] - start for p, o in ((whole, first), (small, second))]
     assert float((far[1] - far[0]).norm() / far[0].norm()) < 0.02
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_compressed_moments_go_on_where_a_step_breaks_off(step: int):
+    """The inner step writes one tensor and fails; the step is made again for the other."""
+
+    class Breaking(torch.optim.AdamW):
+        breaks = False
+
+        def step(self, closure: Any = None) -> Any:
+            if not self.breaks:
+                return super().step(closure)
+            last = self.param_groups[-1]["params"][-1]
+            last.grad, kept = None, last.grad
+            super().step(closure)
+            last.grad, self.breaks = kept, False
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    made: list[list[nn.Parameter]] = []
+    for breaks in (False, True):
+        parameters = [nn.Parameter(one.detach().float()) for one in weights()]
+        inner = Breaking(parameters, lr=1e-3, foreach=False)
+        optimizer = CompressedMoments(inner)
+        for n in range(3):
+            draw_gradients(parameters, n)
+            inner.breaks = breaks and n == step
+            if inner.breaks:
+                gradients = [one.grad for one in parameters]
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    optimizer.step()
+                assert all(a.grad is b for a, b in zip(parameters, gradients, strict=True))
+                parameters[0].grad = None
+            optimizer.step()
+        made.append(parameters)
+    for a, b in zip(*made, strict=True):
+        assert torch.equal(a, b)
+
+
+def draw_gradients(parameters: list[nn.Parameter], seed: int) -> None:
+    """Gradients of one step."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)

@@ -183,7 +183,7 @@ def test_a_head_trained_apart_from_its_tied_embedding_is_merged_as_untied(
 
 
 def test_what_cannot_be_merged_is_told(tmp_path: Path):
-    with pytest.raises(LaunchError, match="there is no plan"):
+    with pytest.raises(LaunchError, match="the run folder has no plan"):
         merge_run(tmp_path)
     finished_run(tmp_path / "full", None)
     with pytest.raises(LaunchError, match="is already a full model"):

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
-    HeadBytes,
-    head_bytes,
     layer_backward,
     layer_boundary,
     layer_kept,
@@ -25,6 +23,7 @@ from memtrain.memory.estimate.activations import (
     norm_kept,
     positions_and_mask,
 )
+from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
 from memtrain.memory.estimate.static import gradient_bytes, trains_head
 from memtrain.memory.estimate.streamed_layers import (

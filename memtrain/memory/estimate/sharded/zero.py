@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.estimate.activations import head_bytes, layer_backward, norm_backward
+from memtrain.memory.estimate.activations import layer_backward, norm_backward
+from memtrain.memory.estimate.head import head_bytes
 from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
 from memtrain.memory.estimate.static import num_trained, static_bytes, trains_head, weights_bytes
 from memtrain.memory.estimate.workload import Workload

@@ -6,7 +6,7 @@ tenth of a step for small models with large vocabularies, nothing otherwise. Exa
 order. Refused: never.
 
 Source: Wijmans et al. 2024, arXiv:2411.09009 (cut cross-entropy), and memtrain/trainers/losses, whose tiles
-memtrain/memory/estimate/activations.py counts in `_chunked_head`.
+memtrain/memory/estimate/head.py counts in `_chunked_head`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,11 @@ def files_in(folder: Path, split: str) -> tuple[tuple[Path, ...], tuple[Unread, 
         else:
             found.append(path)
     if not found:
-        raise DataError(f"no readable file in the folder '{folder}'", str(folder), f"readable: {READABLE}")
+        raise DataError(
+            f"no readable file in the folder '{folder}'",
+            str(folder),
+            f"give files of a kind that is read: {READABLE}",
+        )
     splits = [split_of(path.relative_to(folder)) for path in found]
     if any(splits):
         wanted = SPLIT_WORDS.get(split, split)
@@ -59,7 +63,9 @@ def files_in(folder: Path, split: str) -> tuple[tuple[Path, ...], tuple[Unread, 
         if not found:
             known = ", ".join(sorted({own for own in splits if own}))
             raise DataError(
-                f"the folder '{folder}' has no split '{split}'", str(folder), f"its splits: {known}"
+                f"the folder '{folder}' has no split '{split}'",
+                str(folder),
+                f"use one of its splits: {known}",
             )
         for path, own in others:
             why = f"of the split {own}" if own else "of no split while other names say theirs"

@@ -245,7 +245,11 @@ def read_file(path: Path, unit: TextUnit = "line", digest: Digest | None = None)
     """
     reader = TEXT_READERS[unit] if ending(path) == TEXT else READERS.get(ending(path))
     if reader is None:
-        raise DataError(f"'{path.name}' is not a readable kind of file", str(path), f"readable: {READABLE}")
+        raise DataError(
+            f"'{path.name}' is not a readable kind of file",
+            str(path),
+            f"give a file of a kind that is read: {READABLE}",
+        )
     is_table, packing = ending(path) in SEEKING, PACKINGS.get(path.suffix.lower())
     if is_table and packing:
         raise DataError(

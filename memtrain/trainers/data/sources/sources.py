@@ -86,13 +86,22 @@ def located(source: Source, form: Format, streaming: bool) -> Located:
         files = [match for match in matches if match.is_file() or not match.exists()]
         if not files:
             raise DataError(
-                f"no file matches '{source.source}'", "data", f"the current folder is {Path.cwd()}"
+                f"no file matches '{source.source}'",
+                "data",
+                f"check the pattern; a relative one begins at the current folder, {Path.cwd()}",
             )
         notes = unread_notes(str(fixed_part(path)), folders_among(matches)) if "**" not in path.parts else ()
         return Located(streams_of(files, unit), tuple(notes))
     if ending(path) in READERS or not HUB_ID.fullmatch(source.source):
         raise DataError(*missing_file(path))
     return Located((hub_streamed(source) if streaming else hub_stream(source),))
+
+
+def is_on_hub(source: Source) -> bool:
+    """Whether a source is a dataset of the hub: no built-in, no path that exists, no name of a file."""
+    path = Path(source.source).expanduser()
+    is_local = source.source.startswith("builtin:") or path.exists() or glob.has_magic(source.source)
+    return not is_local and ending(path) not in READERS and bool(HUB_ID.fullmatch(source.source))
 
 
 def fixed_part(pattern: Path) -> Path:
@@ -167,13 +176,13 @@ def builtin(source: Source, form: Format) -> Stream:
     Raises: DataError for a name or a split that is not made here.
     """
     if source.source != "builtin:arithmetic":
-        raise DataError(f"there is no '{source.source}'", "data", "use builtin:arithmetic")
+        raise DataError(f"there is no built-in dataset '{source.source}'", "data", "use builtin:arithmetic")
     if source.split not in arithmetic.SPLITS:
         known = ", ".join(arithmetic.SPLITS)
-        raise DataError(f"builtin:arithmetic has no split '{source.split}'", "data", f"its splits: {known}")
+        raise DataError(f"builtin:arithmetic has no split '{source.split}'", "data", f"use one of {known}")
     if form not in arithmetic.FORMS:
         raise DataError(
-            f"builtin:arithmetic has no format {form}", "data", f"it has {', '.join(arithmetic.FORMS)}"
+            f"builtin:arithmetic has no format {form}", "data", f"use one of {', '.join(arithmetic.FORMS)}"
         )
     count = source.limit or arithmetic.DEFAULT_ROWS
     seed = arithmetic.SPLITS[source.split]

@@ -14,9 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from memtrain import __version__
 from memtrain.errors import DataError
-from memtrain.memory.plan.plan import PreparedData, PreparedSplit, TurnEnd
+from memtrain.memory.plan.plan import PreparedData, PreparedSplit, SourceShare, TurnEnd
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data, Format, Source
@@ -136,8 +139,8 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
     held_out = len(chosen.eval)
     other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
     return PreparedData(
-        train=split_of(made, chosen.train),
-        eval=other and split_of(other, None),
+        train=split_of(made, chosen.train, data.train),
+        eval=other and split_of(other, None, data.eval),
         held_out_rows=held_out,
         turn_end=turn_end_in(made.store, tokenizer),
     )
@@ -149,7 +152,7 @@ def turn_end_in(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> TurnEn
     return turn_end_of(tokenizer, chats[0]["template_kwargs"]) if chats else None
 
 
-def split_of(made: KeptRows, rows: Any) -> PreparedSplit:
+def split_of(made: KeptRows, rows: Any, sources: Sequence[Source]) -> PreparedSplit:
     """Facts of a store for the plan: of the given rows, or of all."""
     store = made.store
     lengths, learnt = store.lengths, store.learnt_per_row
@@ -164,6 +167,25 @@ def split_of(made: KeptRows, rows: Any) -> PreparedSplit:
         longest_tokens=int(lengths.max(initial=0)),
         notes=made.notes,
         trained=trained_words(store.meta.made_of),
+        sources=source_shares(store, np.arange(store.num_rows) if rows is None else rows, sources),
+    )
+
+
+def source_shares(
+    store: TokenStore, rows: NDArray[np.int64], sources: Sequence[Source]
+) -> tuple[SourceShare, ...]:
+    """Rows, tokens and loss tokens of each source among the rows of an epoch; nothing of a single source."""
+    if len(sources) < 2:
+        return ()
+    source_of = np.array(store.meta.sources, np.int64)[store.origins[rows, 0]]
+
+    def sums(values: NDArray[Any] | None = None) -> list[int]:
+        return np.bincount(source_of, values, len(sources)).astype(np.int64).tolist()
+
+    counts = zip(sums(), sums(store.lengths[rows]), sums(store.learnt_per_row[rows]), strict=True)
+    return tuple(
+        SourceShare(source=one.source, num_rows=num, num_tokens=tokens, num_loss_tokens=loss_tokens)
+        for one, (num, tokens, loss_tokens) in zip(sources, counts, strict=True)
     )
 
 

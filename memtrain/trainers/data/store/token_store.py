@@ -262,7 +262,9 @@ class TokenStore:
         path = folder / META_FILE
         if not path.is_file():
             raise DataError(
-                f"there are no tokenized rows in '{folder}'", str(folder), "prepare the data again"
+                f"there are no tokenized rows in '{folder}'",
+                str(folder),
+                "run the training command again; it tokenizes the rows",
             )
         fix = f"remove '{folder}'; it will be made again"
         try:

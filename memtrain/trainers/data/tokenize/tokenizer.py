@@ -44,11 +44,15 @@ def load_tokenizer(
     from memtrain.trainers.model.loading.locate import find_origin
 
     if name.startswith("builtin:") and name != BUILTIN:
-        raise DataError(f"there is no tokenizer '{name}'", "model.tokenizer", f"there is {BUILTIN}")
+        raise DataError(
+            f"there is no tokenizer '{name}'", "model.tokenizer", f"use {BUILTIN}, a folder or a hub id"
+        )
     place = str(tiny_tokenizer.FOLDER) if name == BUILTIN else str(Path(name).expanduser())
     if not Path(place).is_dir() and name.startswith((".", "/", "~")):
         raise DataError(
-            f"there is no folder '{place}'", "model.tokenizer", f"the current folder is {Path.cwd()}"
+            f"there is no folder '{place}'",
+            "model.tokenizer",
+            f"check the path; a relative one begins at the current folder, {Path.cwd()}",
         )
     if (Path(place) / "config.json").exists():
         read_config_json(Path(place), "model.tokenizer")

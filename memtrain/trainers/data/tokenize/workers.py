@@ -15,9 +15,10 @@ import numpy as np
 
 from memtrain.errors import DataError
 from memtrain.recipes.formats import unpaired
-from memtrain.recipes.formats.detect import FORMS
+from memtrain.recipes.formats.detect import FORMS, used_columns
 from memtrain.recipes.formats.fields import BadRow, Example, Names
 from memtrain.recipes.formats.ids import Ids
+from memtrain.recipes.formats.media import refuse_media
 from memtrain.recipes.formats.preference import Preference
 from memtrain.recipes.formats.prompt import Prompt, text_of
 from memtrain.recipes.formats.system_prompt import with_system
@@ -114,6 +115,7 @@ class Tokenizing:
             try:
                 if isinstance(row, BadRow):
                     raise row
+                refuse_media(row, used_columns(reading.form, reading.names))
                 example = with_system(FORMS[reading.form].parse(row, reading.names), reading.system_prompt)
                 unused = unused_columns(row, example, reading.form, reading.names, kind)
                 for one in self._as_kind(example):

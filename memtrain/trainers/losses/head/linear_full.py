@@ -1,6 +1,6 @@
 """The plain form of the head losses: all logits at once. The `full` strategy, and what tests compare with."""
 
-# N scored tokens, T tokens of one tile, V vocabulary, D width of one pair
+# N scored tokens, V vocabulary, D width of one pair
 
 from __future__ import annotations
 
@@ -17,19 +17,24 @@ from memtrain.trainers.losses.head.linear import (
 )
 from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllOptions
 from memtrain.trainers.losses.head.products import wide_dtype
-from memtrain.trainers.losses.head.spans import spans
-from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule, num_tile_tokens
+from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule
+
+TILE_COPIES = 3
+"""Log-probs, probabilities and their product: what a tile of statistics holds at once."""
 
 
 def full_logits(pairs: Pairs, rule: LogitRule = PLAIN_LOGITS, *, bias: Tensor | None = None) -> Tensor:
-    """Logits [N, V], fp32 (fp64 when an operand is), each product in the dtype of its operands."""
+    """Logits [N, V], fp32 (fp64 when an operand is), each product in the dtype of its operands.
+
+    At most two copies of them are there at once; of a scale or a temperature of 1 none is made.
+    """
     wide = wide_dtype(*(t for pair in pairs for t in pair))
-    outputs = []
+    outputs: list[Tensor] = []
     for hidden, weight in pairs:
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
         outputs.append(F.linear(hidden.to(dtype), weight.to(dtype)).to(wide))
     total_NV = torch.stack(outputs).sum(0) if len(outputs) > 1 else outputs[0]
-    del outputs
+    outputs.clear()
     if bias is not None:
         total_NV = total_NV + bias
     if rule.scale != 1.0:
@@ -72,18 +77,16 @@ def full_nll(
     loss = (loss_N * weights_N).sum()
     if not options.want_stats:
         return NllResult(loss, None, None, None)
-    return NllResult(loss, *_stats(logits_NV.detach(), targets_N, rule))
+    return NllResult(loss, *_statistics(logits_NV.detach(), targets_N, rule.tile_bytes))
 
 
-def _stats(logits_NV: Tensor, targets_N: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor, Tensor]:
-    """(log p, entropy, top-1 hit) of each token, from a tile of the logits at a time: three copies of it."""
-    logp_N, entropy_N = (torch.empty_like(logits_NV[:, 0]) for _ in range(2))
-    correct_N = torch.empty_like(targets_N, dtype=torch.bool)
-    step = num_tile_tokens(logits_NV.shape[1], 3, rule, logits_NV.dtype)
-    for low, high in spans(len(logits_NV), step):
-        logits_TV, target_T1 = logits_NV[low:high], targets_N[low:high, None]
-        logp_TV = logits_TV.log_softmax(-1)
-        logp_N[low:high] = logp_TV.gather(1, target_T1)[:, 0]
-        entropy_N[low:high] = -(logp_TV.exp() * logp_TV).sum(-1)
-        correct_N[low:high] = logits_TV.gather(1, target_T1)[:, 0] >= logits_TV.amax(-1)
-    return logp_N, entropy_N, correct_N
+def _statistics(logits_NV: Tensor, targets_N: Tensor, tile_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs of the targets, entropies, whether a target has the highest logit), a tile at a time."""
+    rows = max(1, tile_bytes // (TILE_COPIES * logits_NV.element_size() * logits_NV.shape[1]))
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for logits, targets in zip(logits_NV.split(rows), targets_N.split(rows), strict=True):
+        logp, target = logits.log_softmax(-1), targets[:, None]
+        chosen, found = logp.gather(1, target)[:, 0], logits.gather(1, target)[:, 0]
+        parts.append((chosen, -(logp.exp() * logp).sum(-1), found >= logits.amax(-1)))
+    logp_N, entropy_N, is_best_N = (torch.cat(one) for one in zip(*parts, strict=True))
+    return logp_N, entropy_N, is_best_N

@@ -108,7 +108,7 @@ def _switch(model: nn.Module, implementation: str) -> None:
     taken: str = model.config._attn_implementation  # pyright: ignore
     if taken != implementation:
         what = f"{type(model).__name__} does not allow another attention function (it keeps {taken})"
-        raise LaunchError(what, fix=FIX)
+        raise LaunchError(what, "model.attention", FIX)
 
 
 def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor, None]]:
@@ -127,7 +127,7 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         """transformers' form: query [1, H, T, D] to output [1, T, H, D]; no attention weights."""
         if layout is None:
             what = f"{type(module).__name__} gets no layout of its rows: the model does not pass it on"
-            raise LaunchError(what, fix=FIX)
+            raise LaunchError(what, "model.attention", FIX)
         _check(module, query, key, attention_mask, dropout, layout, others)
         if is_tempered(module):
             query = tempered(module, query, layout.places)
@@ -170,7 +170,7 @@ def _check(
         what = (
             f"{type(module).__name__} makes its own attention mask, which packed attention does not support"
         )
-        raise LaunchError(what, fix=FIX)
+        raise LaunchError(what, "model.attention", FIX)
     assert query.shape[0] == 1, f"Packed attention takes one flattened row, not a batch of {query.shape[0]}."
     assert query.shape[2] == layout.num_tokens, (
         f"The row has {query.shape[2]} tokens and its layout {layout.num_tokens}."
@@ -181,7 +181,7 @@ def _check(
     found = _unsupported(module, dropout, layout, others)
     if found:
         what = f"{type(module).__name__} has {found}, which packed attention does not compute"
-        raise LaunchError(what, fix=FIX)
+        raise LaunchError(what, "model.attention", FIX)
 
 
 def _unsupported(module: nn.Module, dropout: float, layout: RowLayout, others: dict[str, Any]) -> str | None:

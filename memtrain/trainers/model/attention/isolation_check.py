@@ -204,7 +204,7 @@ def _measured(
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             # A class whose attention is of another kind trips over one that is not its own, each in its way.
             what = f"{type(model).__name__} does not run under {backend} attention ({error})"
-            raise LaunchError(what, fix=FIX) from error
+            raise LaunchError(what, "model.attention", FIX) from error
         rows_TD = hidden_TD[layout.num_prompt_tokens :]
         return rows_TD[: lengths[0]], rows_TD[lengths[0] :]
 
@@ -228,7 +228,7 @@ def _measured(
     of = lengths if is_packed else (prompt_len, *lengths)
     if of not in (LENGTHS, (LENGTHS[0], *LENGTHS)):
         fault += f", at lengths where its configuration changes something: {', '.join(map(str, of))} tokens"
-    raise LaunchError(f"{type(model).__name__} under {backend} attention: {fault}", fix=FIX)
+    raise LaunchError(f"{type(model).__name__} under {backend} attention: {fault}", "model.attention", FIX)
 
 
 def own_kernel(model: PreTrainedModel, num_tokens: int) -> str:
@@ -274,7 +274,9 @@ def _regroups(model: PreTrainedModel) -> bool:
 def _check_takes_layout(model: PreTrainedModel) -> None:
     parameters = inspect.signature(backbone_of(model).forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise LaunchError(f"{type(model).__name__} does not pass a layout on to its attention", fix=FIX)
+        raise LaunchError(
+            f"{type(model).__name__} does not pass a layout on to its attention", "model.attention", FIX
+        )
 
 
 @contextmanager

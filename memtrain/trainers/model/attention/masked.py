@@ -20,10 +20,7 @@ _masks: WeakKeyDictionary[Layout, Tensor] = WeakKeyDictionary()
 
 def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scale: float) -> Tensor:
     """`out_THD` of the row by plain autograd; softmax in fp32 at least."""
-    K = key_TKD.shape[1]
-    query_TKGD = query_THD.unflatten(1, (K, -1))
-    score_KGIJ = torch.einsum("ikgd,jkd->kgij", query_TKGD, key_TKD).mul(scale)
-    score_KGIJ = score_KGIJ.to(torch.promote_types(score_KGIJ.dtype, torch.float32))
+    score_KGIJ = _scores(query_THD, key_TKD, scale, is_causal=False)
     if layout not in _masks:
         _masks[layout] = mask_of(layout)
     weight_KGIJ = score_KGIJ.masked_fill(~_masks[layout], float("-inf")).softmax(-1).to(value_TKD.dtype)
@@ -86,7 +83,7 @@ class MaskedScores:
 
 
 def _scores(query_IHD: Tensor, key_JKD: Tensor, scale: float, *, is_causal: bool) -> Tensor:
-    """[K, G, I, J] scaled scores of one segment, in float32 at least; -inf where no query may look."""
+    """[K, G, I, J] scaled scores, in float32 at least; if causal, -inf where no query may look."""
     query_IKGD = query_IHD.unflatten(1, (key_JKD.shape[1], -1))
     score_KGIJ = torch.einsum("ikgd,jkd->kgij", query_IKGD, key_JKD).mul(scale)
     score_KGIJ = score_KGIJ.to(torch.promote_types(score_KGIJ.dtype, torch.float32))

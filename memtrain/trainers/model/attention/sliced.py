@@ -25,7 +25,7 @@ from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 
 KERNELS = {
-    AttentionBackend.TORCH_CPU: "SegmentLoop",
+    AttentionBackend.TORCH_CPU: "TorchCpu",
     AttentionBackend.TORCH_VARLEN: "TorchFlash",
     AttentionBackend.FLASH: "PackageFlash",
     AttentionBackend.MASKED: "MaskedScores",

@@ -68,7 +68,7 @@ class LoadBalance:
                 dist.all_reduce(sums)
         if not self._was_seen:
             raise LaunchError(
-                "no router was seen at work: the load of its experts cannot be evened",
+                "no router ran in the forward pass: the load-balance loss cannot be computed",
                 "train.router_aux_loss_coef",
                 "set it to 0, or report this model",
             )

@@ -102,7 +102,9 @@ def head_of(base: PreTrainedModel) -> nn.Module:
     head = base.get_output_embeddings()
     if head is None:
         raise LaunchError(
-            f"{type(base).__name__} has no LM head", fix="use a model whose class ends in ForCausalLM"
+            f"{type(base).__name__} has no LM head",
+            "model.path",
+            "use a model whose class ends in ForCausalLM",
         )
     return head
 
@@ -153,7 +155,8 @@ def open_head(head: nn.Module, owner: str) -> None:
     if not isinstance(head, nn.Linear) or weight is None or not weight.dtype.is_floating_point:
         raise LaunchError(
             f"the LM head of {owner} is a {type(head).__name__}, not a matrix product in floating point",
-            fix="leave the LM head out of quantization (and adapters of kinds other than LoRA off it)",
+            where="model.path",
+            fix="use a model whose LM head is not quantized, and put no adapter but LoRA on it",
         )
     _replace_forward(head, _linear_forward)
 
@@ -256,5 +259,6 @@ def _refuse_variants(layer: LoraLayer, owner: str) -> None:
         kinds = ", ".join(sorted({type(v).__name__ for v in layer.lora_variant.values()}))
         raise LaunchError(
             f"the adapter on the LM head of {owner} is not plain LoRA: {kinds}",
-            fix="leave lm_head out of its target modules, or train it in full (modules_to_save)",
+            where="model.adapter.target_modules",
+            fix="leave lm_head out of them, or train it in full (modules_to_save)",
         )

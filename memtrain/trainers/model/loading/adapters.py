@@ -153,7 +153,9 @@ def _check_named(wanted: str, names: list[str], key: str) -> None:
         return
     leaves = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
     near = difflib.get_close_matches(wanted, leaves, n=3, cutoff=0.5) or leaves[:8]
-    raise LaunchError(f"the model has no module {wanted}", key, f"it has {', '.join(near)}")
+    raise LaunchError(
+        f"the model has no module {wanted}", key, f"name modules that it has, such as {', '.join(near)}"
+    )
 
 
 def _names_head(model: PreTrainedModel, wanted: tuple[str, ...]) -> bool:

@@ -43,14 +43,16 @@ def quantization_config(settings: Settings) -> Any | None:
 def refuse_without_bitsandbytes(device: str, asked: str, instead: str) -> None:
     """Nothing when bitsandbytes can be used on `device`.
 
-    Raises: LaunchError that names what was `asked` for and what to write `instead`.
+    Raises: LaunchError that names what was `asked` for (`key: value`) and what to write `instead`.
     """
+    key = asked.partition(":")[0]
     if device != "cuda":
         raise LaunchError(
-            f"{asked} needs a CUDA device; this run is on {device}", fix=f"run on a GPU, or set {instead}"
+            f"{asked} needs a CUDA device; this run is on {device}", key, f"run on a GPU, or set {instead}"
         )
     if find_spec("bitsandbytes") is None:
         raise LaunchError(
             f"{asked} needs bitsandbytes, which is not installed",
+            where=key,
             fix=f"pip install 'memtrain[quant]', or set {instead}",
         )

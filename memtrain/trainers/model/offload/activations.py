@@ -57,7 +57,7 @@ def apply_checkpointing_and_offload(
         return Activations(checkpoint_layers(model, every) if every else None, None)
     if settings.offload == "boundaries" and not every and not slice_tokens:
         raise LaunchError(
-            "needs activation checkpointing: only inputs of checkpointed layers are offloaded",
+            "activation offloading needs activation checkpointing, whose layers' inputs are what it moves",
             "memory.activation_offloading",
             "set memory.activation_checkpointing to on, or offloading to off",
         )

@@ -54,7 +54,9 @@ def _declared(recipe: RewardFunction, where: str) -> Function | None:
         if bound & {name, "*"}:
             return None
         has = ", ".join(one.name for one in named if one.name[0] != "_")
-        raise RecipeError(f"{module} has no function '{name}'", where, f"it has {has or 'no functions'}")
+        raise RecipeError(
+            f"{module} has no function '{name}'", where, f"name one of its functions: {has or 'it has none'}"
+        )
     if found[-1].decorator_list:
         return None
 

@@ -99,7 +99,9 @@ def _load(recipe: RewardFunction, where: str) -> Function:
     if not callable(call):
         has = [one for one, value in vars(module).items() if inspect.isfunction(value) and one[0] != "_"]
         raise RecipeError(
-            f"{module_name} has no function '{name}'", where, f"it has {', '.join(has) or 'no functions'}"
+            f"{module_name} has no function '{name}'",
+            where,
+            f"name one of its functions: {', '.join(has) or 'it has none'}",
         )
     return looked_at(recipe, call, where, is_builtin=False)
 
@@ -190,7 +192,9 @@ def looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, i
     unknown = [name for name in (*recipe.args, *recipe.columns) if name not in names and not takes_all]
     if unknown:
         raise RecipeError(
-            f"reward '{recipe.label}' has no parameter '{unknown[0]}'", where, f"it has {', '.join(names)}"
+            f"reward '{recipe.label}' has no parameter '{unknown[0]}'",
+            where,
+            f"use its own: {', '.join(names)}",
         )
     left = [one for one in by_name if one.name not in recipe.args]
     return Function(

@@ -196,6 +196,7 @@ def summary(folder: RunFolder) -> RenderableType:
         parts += ["", _memory_table(report)]
     if report.data:
         parts += ["", _data_table(report.data)]
+        parts += [Text(words) for data in report.data for words in source_words(data)]
         parts += [Text(f"lost from {data.split}: {lost_words(data)}") for data in report.data]
     parts += [Text(f"note: step {note.step}: {printable(note.text)}") for note in report.notes]
     return Group(*parts)
@@ -262,6 +263,16 @@ def save_words(saves: Sequence[SaveEvent]) -> str:
     waited_s = sum(one.waited_s for one in saves)
     words = f"{len(saves):,} written, steps waited {held_s:.1f} s"
     return words + (f", {waited_s:.1f} s of it for one still being written" if waited_s >= 0.1 else "")
+
+
+def source_words(data: DataEvent) -> list[str]:
+    """A sentence for each source of a mixture: its rows, tokens, loss tokens, and its share of the tokens."""
+    total = max(1, sum(tokens for _, _, tokens, _ in data.sources))
+    return [
+        f"{data.split} from {printable(source)}: {_rows(rows)}, {_tokens(tokens, learnt, data)} "
+        f"({tokens / total:.1%} of the tokens)"
+        for source, rows, tokens, learnt in data.sources
+    ]
 
 
 def lost_words(data: DataEvent) -> str:

@@ -34,6 +34,7 @@ from memtrain.trainers.run_folder.report.report import (
     lost_words,
     phases_of,
     reward_words,
+    source_words,
     state_of,
 )
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
@@ -71,7 +72,7 @@ def render_report(report: Report) -> str:
         curves=[figure for figure in _curves(report) if figure.svg],
         memory=_memory(report),
         phases=phases_of(report),
-        splits=[(data, _lengths(report, data), lost_words(data)) for data in report.data],
+        splits=[(data, _lengths(report, data), lost_words(data), source_words(data)) for data in report.data],
         decisions=[(one.setting, one.value, one.reason, one.source) for one in decisions],
         environment=_environment(report),
     )

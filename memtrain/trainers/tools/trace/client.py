@@ -163,7 +163,11 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise LaunchError(f"the step could not be traced: {last}", fix="the computed prediction still holds")
+        raise LaunchError(
+            f"the step could not be traced: {last}",
+            "--trace",
+            "leave it out: the computed prediction still holds",
+        )
     found = Traced.model_validate_json(done.stdout.splitlines()[-1])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(found.model_dump_json())

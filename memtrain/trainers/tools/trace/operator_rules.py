@@ -111,19 +111,12 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     """
     from transformers import masking_utils
 
-    from memtrain.trainers.losses.head import (
-        gradients,
-        linear_full,
-        linear_nll,
-        linear_recompute,
-        products,
-        tiles,
-    )
+    from memtrain.trainers.losses.head import gradients, linear_nll, linear_recompute, products, tiles
     from memtrain.trainers.optim import offload as optim_offload
 
     undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
     if skips_tiles:
-        tiled = (gradients, linear_full, linear_nll, linear_recompute, products)
+        tiled = (gradients, linear_nll, linear_recompute, products)
         undo += [_replaced(module, "spans", telling_spans) for module in tiled]
     if device_kind == "cuda":
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))

@@ -46,7 +46,7 @@ def test_columns_of_every_type_reach_the_rewards_as_json_or_are_named(tmp_path, 
         "took": datetime.timedelta(seconds=90),
         "cost": decimal.Decimal("12345678901234567890.10"),
         "parts": [{"when": at.date()}],
-        "image": {"bytes": b"\x89PNG", "path": "a.png"},
+        "packed": {"raw": b"\x89PNG"},
     }
     made = prompts(tmp_path, write(tmp_path / kind, pa.Table.from_pylist([row] * 2)))
     assert made.store.columns(1) == {
@@ -58,7 +58,7 @@ def test_columns_of_every_type_reach_the_rewards_as_json_or_are_named(tmp_path, 
         "parts": [{"when": "2024-02-29"}],
     }
     why = "nor given to rewards: it is not a text, number or list"
-    assert made.notes == (f"not in the rendered text of the rows: column 'image' ({why}) (all rows)",)
+    assert made.notes == (f"not in the rendered text of the rows: column 'packed' ({why}) (all rows)",)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -185,6 +185,19 @@ def test_a_mixture_is_tokenized_once_and_sampled_by_weight(tmp_path):
     assert not set(chosen.eval.tolist()) & set(chosen.train.tolist())
     assert len(chosen.train) == 64
     assert np.sum(made.origins[chosen.train, 0] == 1) == 48
+    data = prepare(recipe)
+    assert [(one.source, one.num_rows) for one in data.train.sources] == [(one, 16), (two, 48)]
+    for name in ("num_tokens", "num_loss_tokens"):
+        assert sum(getattr(share, name) for share in data.train.sources) == getattr(data.train, name)
+    tokens = data.train.sources[1].num_tokens
+    share = f"{tokens / data.train.num_tokens:.1%} of the tokens"
+    assert any(f"{two}: 48 rows, {tokens:,} tokens, " in words and share in words for words in data.words())
+
+
+def test_one_source_is_no_mixture(tmp_path):
+    assert (
+        prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "d.jsonl", [{"text": "a b"}]))).train.sources == ()
+    )
 
 
 def test_sources_of_two_formats_are_learnt_from_together(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from memtrain.cli.plan.make_plan import make_plan
 from memtrain.errors import DataError
-from memtrain.recipes.formats.fields import AS_TEXT, OTHER_COLUMN
+from memtrain.recipes.formats.fields import AS_TEXT, NO_MEDIA, OTHER_COLUMN
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.store.prepare import prepare
@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         b"PK",
         "'d.xlsx' is not a readable kind of file",
         "{file}",
-        f"readable: {READABLE}",
+        f"give a file of a kind that is read: {READABLE}",
     ),
     "a UTF-16 text file": (
         "d.txt",
@@ -220,15 +220,43 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         b'{"messages": [{"role": "narrator", "content": "x"}]}\n',
         "messages[0] has the role 'narrator'",
         "{file}:1",
-        "known roles: system, developer, user, human, assistant, gpt, chatgpt, bot, model, tool, function, "
-        "observation",
+        "use one of the roles system, developer, user, human, assistant, gpt, chatgpt, bot, model, tool, "
+        "function, observation",
     ),
     "an image with a text beside it": (
         "d.jsonl",
         b'{"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]}\n',
-        "the content of messages[0] has a part that is not text: {'type': 'image', 'text': 'x'}",
+        "the content of messages[0] has an image",
+        "{file}:1",
+        NO_MEDIA,
+    ),
+    "a part of an unknown type": (
+        "d.jsonl",
+        b'{"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]}\n',
+        "the content of messages[0] has a part that is not text: {'type': 'refusal', 'text': 'x'}",
         "{file}:1",
         AS_TEXT,
+    ),
+    "a column of images": (
+        "d.jsonl",
+        GOOD + b'{"prompt": "<image> what?", "completion": "b", "images": ["a.png"]}\n',
+        "the row has images (column 'images')",
+        "{file}:2",
+        NO_MEDIA,
+    ),
+    "a sound as datasets store it": (
+        "d.jsonl",
+        b'{"prompt": "a", "completion": "b", "clip": {"bytes": null, "path": "a.wav"}}\n',
+        "the row has images or audio (column 'clip')",
+        "{file}:1",
+        NO_MEDIA,
+    ),
+    "two system messages": (
+        "d.jsonl",
+        b'{"conversations": [{"from": "system", "value": "x"}], "system": "y"}\n',
+        "column 'system' and conversations[0] are two different system messages",
+        "{file}:1",
+        "remove one of them",
     ),
     "a message that says two things": (
         "d.jsonl",
@@ -290,7 +318,7 @@ def test_a_folder_without_data_says_what_is_readable(tmp_path):
     with pytest.raises(DataError) as error:
         prepare(recipe_of(tmp_path / "photos", tmp_path / "cache"))
     assert error.value.faults[0].what == f"no readable file in the folder '{tmp_path}/photos'"
-    assert error.value.faults[0].fix == f"readable: {READABLE}"
+    assert error.value.faults[0].fix == f"give files of a kind that is read: {READABLE}"
 
 
 def test_skipped_rows_are_counted_and_told(tmp_path):

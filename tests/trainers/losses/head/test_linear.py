@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.trainers.losses.head import linear, linear_nll, products, tiles
 from memtrain.trainers.losses.head.linear import LogprobOptions, LogprobResult
-from memtrain.trainers.losses.head.linear_full import full_logits, full_logprob, full_nll
+from memtrain.trainers.losses.head.linear_full import full_logprob, full_nll
 from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.tiles import LogitRule
 
@@ -194,6 +194,21 @@ def test_tile_size_never_moves_the_result(num_tokens, tile_bytes, seed):
     for name, leaf in head.leaves().items():
         if name != "bias":
             torch.testing.assert_close(leaf.grad, other.leaves()[name].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_all_logits_are_the_same_bits_in_tiles_of_any_size():
+    head = make_head(num_tokens=7, seed=3)
+    asked = NllOptions(want_stats=True)
+
+    def found(tile_bytes: int) -> linear.NllResult:
+        rule = LogitRule(tile_bytes=tile_bytes)
+        return full_nll(head.pairs(True), head.targets, head.weights, rule, asked)
+
+    whole, tiled = found(1 << 30), found(1)
+    assert whole.entropy_N is not None
+    assert whole.entropy_N.shape == (7,)
+    for one, other in zip(whole, tiled, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
@@ -446,36 +461,3 @@ def test_large_logits_keep_their_digits():
     weight = torch.tensor([[5002.0], [5001.0], [5000.0]])
     logp = linear.linear_logprob([(hidden, weight)], torch.tensor([0])).logp_N
     assert logp.item() == pytest.approx(-0.4076059644443804, abs=1e-6)
-
-
-def test_plain_logits_are_no_more_than_their_product():
-    """A scale and a temperature of 1 start no kernel: the product alone is dispatched, with its transpose."""
-    head, started = make_head(), []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            started.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Names():
-        full_logits(head.pairs(False))
-    assert set(started) <= {"aten::promote_types", "aten::t", "aten::mm"}
-
-
-def test_stats_of_full_logits_are_the_same_in_tiles():
-    """A tile of one token gives the log-probs, entropies and hits of all tokens at once, to the bit."""
-    head = make_head()
-    whole, tiled = (
-        full_nll(
-            head.pairs(False),
-            head.targets,
-            head.weights,
-            LogitRule(tile_bytes=size),
-            NllOptions(want_stats=True),
-        )
-        for size in (1 << 30, 1)
-    )
-    assert torch.equal(whole.loss, tiled.loss)
-    assert torch.equal(whole.logp_N, tiled.logp_N)
-    assert torch.equal(whole.entropy_N, tiled.entropy_N)
-    assert torch.equal(whole.correct_N, tiled.correct_N)

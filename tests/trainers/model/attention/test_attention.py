@@ -383,7 +383,7 @@ def test_the_probe_runs_what_runs_here_and_says_why_the_rest_does_not():
 
 
 def test_the_probe_finds_wrong_numbers_and_quotes_a_kernels_failure(monkeypatch: pytest.MonkeyPatch):
-    kernel = cpu_backend.SegmentLoop
+    kernel = cpu_backend.TorchCpu
     backward = kernel.backward
 
     def without_dq(*arguments: object):

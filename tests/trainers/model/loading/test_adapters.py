@@ -78,9 +78,9 @@ def test_a_bfloat16_model_has_float32_adapters_that_compute_in_bfloat16(tiny_mod
     [
         (Adapter(target_modules=("q_prj",)), "no module q_prj"),
         (Adapter(target_modules=("q_prj",)), "q_proj"),
-        (Adapter(target_modules=("query_key_value",)), "it has"),
+        (Adapter(target_modules=("query_key_value",)), "name modules that it has"),
         (Adapter(target_modules=("all-linear", "lm_head")), "give all-linear alone"),
-        (Adapter(modules_to_save=("lm_haed",)), "it has lm_head"),
+        (Adapter(modules_to_save=("lm_haed",)), "such as lm_head"),
     ],
 )
 def test_a_name_that_matches_nothing_is_told_with_those_near(

@@ -29,6 +29,7 @@ from memtrain.trainers.run_folder.report.report import (
     lost_words,
     phases_of,
     save_words,
+    source_words,
     summary,
 )
 from memtrain.trainers.run_folder.report.report_html import write_report
@@ -233,6 +234,20 @@ def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_pat
     for title in ("Reward", "completion_tokens", "kl", "entropy"):
         assert f"<h3>{title}</h3>" in page
     assert "held-out loss" not in page
+
+
+def test_a_mixture_is_told_by_source(tmp_path: Path, make_plan: Callable[..., Plan]):
+    sources = (("a.jsonl", 1, 300, 30), ("b.jsonl", 8, 600, 60))
+    mixture = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, sources=sources)
+    words = [
+        "train from a.jsonl: 1 row, 300 tokens, 30 loss tokens (33.3% of the tokens)",
+        "train from b.jsonl: 8 rows, 600 tokens, 60 loss tokens (66.7% of the tokens)",
+    ]
+    assert source_words(mixture) == words
+    folder = run_folder(tmp_path, make_plan(), [mixture])
+    assert all(one in " ".join(text_of(folder).split()) for one in words)
+    page = write_report(folder).read_text()
+    assert all(one in page for one in words)
 
 
 def test_tokens_left_out_of_split_rows_are_told():

@@ -1,0 +1,255 @@
+"""Model, tokenizer, data and packages of a recipe, looked at before a run: all faults at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memtrain.cli.plan.check_rewards import check_rewards
+from memtrain.cli.plan.recipe_lines import at_their_lines
+from memtrain.errors import DataError, Fault, LaunchError, MemtrainError
+from memtrain.memory.hardware.packages import installed
+from memtrain.memory.planner.use_and_never import honoured
+from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, used_columns
+from memtrain.recipes.formats.fields import BadRow
+from memtrain.recipes.formats.media import refuse_media
+from memtrain.recipes.reading.load import LoadedRecipe
+from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.sections.data import Source
+
+if TYPE_CHECKING:
+    from memtrain.trainers.data.store.look_into import Found
+
+FIRST_ROWS = 100
+"""Rows of a source that are read. Taste: a wrong column shows in the first ones."""
+LATER = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Part of a run that was looked at, and the finding."""
+
+    item: str
+    found: str
+
+
+@dataclass(slots=True)
+class _Look:
+    """Findings and faults so far."""
+
+    loaded: LoadedRecipe
+    lines: list[Line] = field(default_factory=list[Line])
+    errors: list[MemtrainError] = field(default_factory=list[MemtrainError])
+
+    def at(self, item: str, look: Callable[[], str]) -> bool:
+        """Note the finding of a look, or its faults at their lines; whether there were none."""
+        try:
+            with at_their_lines(self.loaded):
+                found = look()
+        except MemtrainError as error:
+            self.errors.append(error)
+            return False
+        if found:
+            self.lines.append(Line(item, found))
+        return True
+
+
+def check_run(loaded: LoadedRecipe) -> list[Line]:
+    """Findings on the parts of a run, each with what it is.
+
+    Raises: MemtrainError with every fault of every part, each with its line.
+    """
+    recipe = loaded.recipe
+    look = _Look(loaded)
+    look.at("strategies", lambda: _nothing(honoured(SourcedRecipe(recipe, loaded.where))))
+    has_model = look.at("model", lambda: model_words(recipe))
+    # A folder that is missing is one fault, not two.
+    looks = has_model or recipe.model.tokenizer is not None
+    has_tokenizer = looks and look.at("tokenizer", lambda: tokenizer_words(recipe))
+    for key, sources in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+        found: list[Found] = []
+        for number, source in enumerate(sources):
+            place = f"{key}[{number}]"
+            look.at(
+                key if len(sources) == 1 else place,
+                lambda source=source, place=place, found=found: source_words(recipe, source, place, found),
+            )
+        if len(found) == len(sources) and found and has_tokenizer:
+            look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found))
+    look.at("rewards", lambda: _nothing(check_rewards(loaded)))
+    for item, check in PACKAGES:
+        look.at(item, lambda check=check: check(recipe))
+    if look.errors:
+        faults = list(dict.fromkeys(fault for error in look.errors for fault in error.faults))
+        raise type(look.errors[0])(faults)
+    return look.lines
+
+
+def _nothing(_: object) -> str:
+    return ""
+
+
+def model_words(recipe: Recipe) -> str:
+    """The model in words.
+
+    Raises: LaunchError when there is none of that name, or its weights cannot be read.
+    """
+    from memtrain.cli.plan.lookup import look_at_model
+    from memtrain.cli.plan.model_shape import shape_for
+    from memtrain.recipes.registry import METHODS
+    from memtrain.trainers.model.loading.weight_files import check_weights
+
+    model = recipe.model
+    looked = look_at_model(model)
+    shape = shape_for(looked.config, model.path or "model.config", METHODS[recipe.method].head)
+    folder = Path(model.path or "").expanduser()
+    is_folder = model.path is not None and folder.is_dir()
+    if is_folder:
+        check_weights(folder)
+    kind = str(looked.config.get("model_type", "model"))
+    words = f"{model.path or 'model.config'}: {kind}, {shape.num_parameters / 1e6:,.1f} M parameters"
+    if is_folder:
+        return f"{words}, weights complete"
+    if model.path is None:
+        return f"{words}, random weights"
+    if model.path.startswith("builtin:"):
+        return f"{words}; weights are built in"
+    why = looked.note.rstrip(".") or "they are on the hub, or in its cache"
+    return f"{words}; weights {LATER}: {why[0].lower()}{why[1:]}"
+
+
+def tokenizer_words(recipe: Recipe) -> str:
+    """The tokenizer in words; its absence from here, where only the hub has it.
+
+    Raises: DataError when it cannot be loaded.
+    """
+    from memtrain.trainers.data.tokenize.chat import template_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
+
+    if recipe.model.tokenizer is None and not is_here(recipe.model.path or ""):
+        return f"{LATER}: {recipe.model.path} is not on this machine"
+    tokenizer = tokenizer_of(recipe.model)
+    template = "with a chat template" if template_of(tokenizer) is not None else "without a chat template"
+    return f"{len(tokenizer):,} tokens, {template}"
+
+
+def is_here(name: str) -> bool:
+    """Whether a name is built in, a path (a missing one too), or a model of the hub's cache."""
+    if (
+        name.startswith(("builtin:", ".", "/", "~"))
+        or name.count("/") > 1
+        or Path(name).expanduser().is_dir()
+    ):
+        return True
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def source_words(recipe: Recipe, source: Source, place: str, found: list[Found]) -> str:
+    """Format of a source, and how many of its first rows can be used; adds what was found to `found`.
+
+    Raises: DataError when there is no such source, or one of its first rows cannot be used.
+    """
+    from memtrain.trainers.data.sources.sources import is_on_hub
+    from memtrain.trainers.data.store.look_into import look_into
+
+    if is_on_hub(source):
+        return f"{LATER}: {source.source} is a dataset of the hub, which the run downloads"
+    one = look_into(source, recipe.data, METHOD_FORMATS[recipe.method], place)
+    found.append(one)
+    num_good, bad = first_rows(one)
+    if bad and recipe.data.on_bad_row == "error":
+        raise DataError(bad)
+    skipped = f", {len(bad)} bad ones among them are skipped" if bad else ""
+    rows = f"the first {num_good:,} rows" if num_good != 1 else "the first row"
+    notes = "".join(f"; {note}" for note in one.notes)
+    return f"{source.source}: format {one.reading.form}, {rows} can be used{skipped}{notes}"
+
+
+def first_rows(found: Found) -> tuple[int, list[Fault]]:
+    """(usable rows among the first, faults of the others)."""
+    form, names = FORMS[found.reading.form], found.reading.names
+    bad: list[Fault] = []
+    num_good = 0
+    for place, row in _rows(found):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            refuse_media(row, used_columns(form.name, names))
+            form.parse(row, names)
+            num_good += 1
+        except BadRow as wrong:
+            bad.append(wrong.fault(place))
+        if num_good + len(bad) == FIRST_ROWS:
+            break
+    return num_good, bad
+
+
+def _rows(found: Found) -> Iterator[tuple[str, object]]:
+    for stream in found.streams:
+        for line, row in stream.read():
+            yield f"{stream.name}:{line}", row
+
+
+def rendering_words(recipe: Recipe, found: Sequence[Found]) -> str:
+    """Nothing, where the settings of `data:` have an effect on rows of these formats.
+
+    Raises: DataError.
+    """
+    from memtrain.trainers.data.store.look_into import kind_of, rendering_of
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
+
+    kind = kind_of(found, METHOD_FORMATS[recipe.method])
+    rendering_of(recipe.data, tokenizer_of(recipe.model), kind, found)
+    return ""
+
+
+def tracker_words(recipe: Recipe) -> str:
+    """The trackers that are asked for. Raises: LaunchError naming each whose package is missing."""
+    names = recipe.log.trackers
+    fix = "pip install 'memtrain[trackers]', or remove it from log.trackers"
+    if missing := [name for name in names if name not in installed(*names)]:
+        raise LaunchError(
+            [Fault(f"{name} is asked for but not installed", "log.trackers", fix) for name in missing]
+        )
+    return f"{', '.join(names)}: installed" if names else ""
+
+
+def device_words(recipe: Recipe) -> str:
+    """The packages that the keys of a recipe ask for on CUDA devices, installed or not checked here.
+
+    Raises: LaunchError naming each that is missing where there is a CUDA device.
+    """
+    from memtrain.memory.hardware.devices import detect
+
+    wanted = [one for one in DEVICE_PACKAGES if one[2](recipe)]
+    if not wanted:
+        return ""
+    names = ", ".join(dict.fromkeys(package for package, *_ in wanted))
+    if detect(recipe.cluster.device).device != "cuda":
+        return f"{names}: {LATER}, there is no CUDA device here"
+    faults = [
+        Fault(f"{key} needs {package}, which is not installed", key, f"pip install 'memtrain[{extra}]'")
+        for package, extra, _, key in wanted
+        if not installed(package)
+    ]
+    if faults:
+        raise LaunchError(faults)
+    return f"{names}: installed"
+
+
+DEVICE_PACKAGES: tuple[tuple[str, str, Callable[[Recipe], bool], str], ...] = (
+    ("bitsandbytes", "quant", lambda recipe: recipe.model.quantize != "none", "model.quantize"),
+    ("bitsandbytes", "quant", lambda recipe: recipe.optim.kind.endswith("8bit"), "optim.kind"),
+    ("liger_kernel", "liger", lambda recipe: recipe.model.liger == "on", "model.liger"),
+    ("deepspeed", "deepspeed", lambda recipe: recipe.cluster.engine.startswith("zero"), "cluster.engine"),
+)
+"""(package, extra of memtrain, whether the recipe asks for it, the key that asks)."""
+PACKAGES: tuple[tuple[str, Callable[[Recipe], str]], ...] = (
+    ("trackers", tracker_words),
+    ("packages", device_words),
+)

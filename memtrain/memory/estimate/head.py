@@ -1,0 +1,151 @@
+"""The LM head and the loss in closed form: bytes kept for the backward pass, and most at once.
+
+Letters as in activations.py: N tokens of a micro-batch with padding, S scored tokens, W model width, V
+vocabulary, a bytes of an activation. Source: counted in trainers/losses/head, and held against traces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memtrain.memory.estimate.activations import layer_boundary, norm_kept
+from memtrain.memory.estimate.workload import Asks, Workload
+
+
+class HeadBytes(NamedTuple):
+    """The LM head and the loss: the final norm, then full logits or tiles of them."""
+
+    norm: int
+    """Kept by the final norm."""
+    kept: int
+    """Kept from the loss's forward pass to its backward pass."""
+    forward: int
+    """Most at once during the loss's forward pass, with `kept`."""
+    backward: int
+    """Most at once during the loss's backward pass, with `kept`."""
+    evaluation: int
+    """Most at once without gradients."""
+    weight_gradient: int
+    """Bytes of the head's gradient."""
+
+
+def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
+    """The head under `settings.loss`, with statistics; S rows of the final norm's output enter it."""
+    shape, a = load.shape, load.a
+    picked, rows = a * load.S * shape.width, a * load.N * shape.width
+    trains_head = trains_head and shape.ends_in == "lm"
+    weight_gradient = a * shape.vocab_size * shape.width if trains_head else 0
+    form = _full_head if load.settings.loss == "full" else _chunked_head
+    kept, forward, backward, evaluation = form(load, trains_head)
+    if load.settings.slice_tokens:
+        # Seen in traces of streamed layers: the norm's output is gone once the rows are picked from it, and
+        # the picked rows are gone when their gradient is scattered.
+        return HeadBytes(
+            norm=layer_boundary(load),
+            kept=picked + kept,
+            forward=picked + max(rows, forward),
+            backward=max(picked + backward, weight_gradient + picked + rows),
+            evaluation=picked + max(rows, evaluation),
+            weight_gradient=weight_gradient,
+        )
+    return HeadBytes(
+        norm=norm_kept(load, shape.width, num_scales=1),
+        kept=picked + kept,
+        forward=picked + rows + forward,
+        # At the end the gradient of the picked rows is scattered into one of all rows.
+        backward=picked + max(backward, weight_gradient + picked + rows),
+        evaluation=picked + rows + evaluation,
+        weight_gradient=weight_gradient,
+    )
+
+
+def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
+    """Full logits, in units of 4*S*V: 1 is kept (the log-softmax), 2 with a soft cap.
+
+    Forward: the logits beside it, and a tile of statistics. Backward: the gradients of it and of the logits.
+    With entropies that may be learnt from, the probabilities are kept besides, and their product is made.
+    """
+    logits = 4 * load.S * load.shape.vocab_size
+    cap = logits if load.shape.logit_softcap else 0
+    asks, foreign = load.batch.asks, load.batch.foreign
+    tile = min(STATISTICS * logits, load.settings.loss_tile_bytes) if asks is Asks.NLL else 0
+    kept, forward, backward, evaluation = FULL_LOGITS[asks]
+    if foreign is not None and asks is Asks.NLL:
+        tile, (kept, forward, backward, evaluation) = 0, foreign.logits
+    return (
+        round(kept * logits) + cap,
+        round(forward * logits) + cap + tile,
+        round(backward * logits) + cap,
+        round(evaluation * logits) + tile,
+    )
+
+
+FULL_LOGITS: dict[Asks, tuple[float, float, float, float]] = {
+    Asks.NLL: (1, 2, 3, 2),
+    Asks.LOGPS: (1, 2, 3, 2),
+    Asks.ENTROPIES: (2, 4, 4, 4),
+}
+"""(kept, forward, backward, evaluation) of full logits, in copies of them. Counted in
+trainers/losses/head/linear_full.py and torch's cross_entropy."""
+
+STATISTICS = 3
+"""Copies of a tile of logits that its statistics make: log-probs, probabilities and their product."""
+
+
+def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
+    """Tiles of T x V float32 logits within `loss_tile_bytes`; see trainers/losses.
+
+    A head that is frozen, in float32, or smaller than a tile: gradients are formed in the forward pass, and
+    d_hidden (a*S*W) with d_weight (4*V*W) is kept. Otherwise the backward pass forms the tiles again, columns
+    outer: 4*S*W for d_hidden, a*V*W for d_weight, and the tile's budget again for the sums of K columns.
+    """
+    shape, a, S, tile_bytes = load.shape, load.a, load.S, load.settings.loss_tile_bytes  # noqa: N806
+    V, W = shape.vocab_size, shape.width  # noqa: N806
+    scored = _tile(load, V, buffers=1 if load.batch.asks is Asks.LOGPS else 2)
+    if not trains_head or not load.is_half or tile_bytes >= 4 * V * W:
+        is_plain = load.batch.asks is not Asks.NLL
+        T, tile = _tile(load, V, buffers=2 - is_plain + shape.logit_softcap)  # noqa: N806
+        kept = a * S * W + (4 * V * W if trains_head else 0)
+        narrowed = a * V * W if trains_head and load.is_half else 0
+        scratch = tile + _beside_a_tile(load, T, V, min(4 * V * W, tile_bytes)) + 4 * T * W * load.is_half
+        if load.batch.asks is not Asks.NLL:
+            # The loss comes after the log-probs: its gradients are made in the backward pass, tile by tile.
+            forward = scored[1] + _widened(load, scored[0], V)
+            return 0, forward, kept + max(scratch, narrowed), forward
+        return kept, kept + scratch, kept + narrowed, sum(scored[1:]) + _widened(load, scored[0], V)
+    columns = min(V, max(256, tile_bytes // (8 * W)))
+    R = min(S, max(1, tile_bytes // (8 * columns * (1 + shape.logit_softcap))))  # noqa: N806
+    tile = 4 * R * columns * (1 + shape.logit_softcap)
+    block = 4 * columns * W
+    backward = 4 * S * W + a * V * W + block + tile + _beside_a_tile(load, R, columns, block)
+    forward = scored[1] + _widened(load, scored[0], V)
+    return 0, forward, backward, forward
+
+
+def _tile(load: Workload, num_columns: int, buffers: int) -> tuple[int, int]:
+    """(tokens of a tile, bytes of all its buffers)."""
+    row = 4 * num_columns * buffers
+    tokens = min(load.S, max(1, load.settings.loss_tile_bytes // row))
+    return tokens, tokens * row
+
+
+def _widened(load: Workload, tokens: int, num_columns: int) -> int:
+    """Float32 copies of hidden states and of a block of weights, where no kernel sums half products wide."""
+    if not load.is_half or _sums_half(load):
+        return 0
+    block = min(load.settings.loss_tile_bytes, 4 * num_columns * load.shape.width)
+    return 4 * tokens * load.shape.width + block
+
+
+def _sums_half(load: Workload) -> bool:
+    """Whether a kernel of the device adds half products in float32: GPUs that compute in bfloat16."""
+    return load.settings.device == "cuda" and load.settings.dtype == "bfloat16"
+
+
+def _beside_a_tile(load: Workload, tokens: int, num_columns: int, block: int) -> int:
+    """Scratch of a product with a tile of gradients: widened operands, or the tile in half precision."""
+    if not load.is_half:
+        return 0
+    if _sums_half(load):
+        return load.a * tokens * num_columns
+    return 4 * tokens * load.shape.width + block

@@ -1,0 +1,123 @@
+"""The table of GPUs: memory as torch reports it, and the rates of their data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+REACHED = 0.8
+"""Share of the data sheet that large kernels reach. Measured on one H200: 788 of 989 TFLOP/s in a bfloat16
+product and 4.3 of 4.8 TB/s in a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A line of the table: names as users and as the driver write them."""
+
+    name: str
+    driver: str
+    """Pattern of the name the driver reports, after lower-casing."""
+    sold_gib: int
+    """Memory that the card is sold with, as people name it."""
+    torch_gib: float
+    """Memory that torch reports, and can use: the driver keeps the rest, and so does error correction."""
+    capability: tuple[int, int]
+    half_tflops: float
+    """Dense bfloat16 (float16 where there is no bfloat16) summed in float32, data sheet."""
+    single_tflops: float
+    gb_per_s: float
+    """Device memory bandwidth, data sheet."""
+    pcie_gb_per_s: float
+    """Speed of one direction, data sheet."""
+    reached: float = REACHED
+    """Share of `half_tflops` that large products reach."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one card that a program can use."""
+        return round(self.torch_gib * 2**30)
+
+
+# Sources: vendors' data sheets (dense rates). Memory: the least of what torch's messages about running out of
+# memory state ("GPU 0 has a total capacity of ..."), read in public threads; other drivers give up to 0.2 GiB
+# more. The 4090 runs above the clock of its data sheet: with 0.8 the steps that torchtune
+# and Answer.AI published were 1.2 to 1.45 times as fast as predicted.
+CARDS = (
+    Card("H200", r"h200", 141, 139.72, (9, 0), 989, 67, 4800, 64),
+    Card("H100", r"h100.*(80gb|hbm3|sxm)|h100", 80, 79.10, (9, 0), 989, 67, 3350, 64),
+    Card("H100-PCIe", r"h100 pcie", 80, 79.10, (9, 0), 756, 51, 2000, 64),
+    Card("H100-NVL", r"h100 nvl", 94, 93.10, (9, 0), 835, 60, 3900, 64),
+    Card("GH200", r"gh200", 96, 94.50, (9, 0), 989, 67, 4000, 450),
+    Card("B200", r"\bg?b200", 180, 178.35, (10, 0), 2250, 75, 8000, 64),
+    Card("B300", r"\bg?b300", 288, 267.69, (10, 3), 2250, 75, 8000, 64),
+    Card("RTX-PRO-6000", r"rtx pro 6000", 96, 94.97, (12, 0), 500, 125, 1792, 64),
+    Card("A100-40", r"a100.*40gb", 40, 39.38, (8, 0), 312, 19.5, 1555, 32),
+    Card("A100-80", r"a100.*80gb", 80, 79.14, (8, 0), 312, 19.5, 2039, 32),
+    Card("A40", r"\ba40\b", 48, 44.34, (8, 6), 150, 37, 696, 32),
+    Card("L4", r"\bl4\b", 24, 21.95, (8, 9), 121, 30, 300, 32),
+    Card("L40", r"\bl40\b", 48, 44.31, (8, 9), 181, 90, 864, 32),
+    Card("L40S", r"l40s", 48, 44.31, (8, 9), 362, 91, 864, 32),
+    Card("A10G", r"a10g", 24, 21.98, (8, 6), 70, 35, 600, 32),
+    Card("A10", r"\ba10\b", 24, 21.98, (8, 6), 125, 31, 600, 32),
+    Card("A6000", r"rtx a6000", 48, 47.40, (8, 6), 155, 39, 768, 32),
+    Card("A5000", r"rtx a5000", 24, 23.46, (8, 6), 111, 28, 768, 32),
+    Card("6000-Ada", r"rtx 6000 ada", 48, 47.37, (8, 9), 364, 91, 960, 32),
+    Card("2080-Ti", r"rtx 2080 ti", 11, 10.57, (7, 5), 54, 13.4, 616, 16),
+    Card("3060", r"rtx 3060\b", 12, 11.63, (8, 6), 25, 12.7, 360, 32),
+    Card("3070", r"rtx 3070\b", 8, 7.65, (8, 6), 41, 20, 448, 32),
+    Card("3080", r"rtx 3080\b", 10, 9.64, (8, 6), 60, 30, 760, 32),
+    Card("3090", r"rtx 3090\b", 24, 23.56, (8, 6), 71, 36, 936, 32),
+    Card("4060", r"rtx 4060\b", 8, 7.62, (8, 9), 30, 15, 272, 16),
+    Card("4060-Ti-16", r"rtx 4060 ti", 16, 15.56, (8, 9), 44, 22, 288, 16),
+    Card("4070", r"rtx 4070\b", 12, 11.57, (8, 9), 58, 29, 504, 32),
+    Card("4070-Ti-Super", r"rtx 4070 ti super", 16, 15.56, (8, 9), 88, 44, 672, 32),
+    Card("4080", r"rtx 4080\b", 16, 15.56, (8, 9), 98, 49, 717, 32),
+    Card("4090", r"rtx 4090\b", 24, 23.50, (8, 9), 165, 83, 1008, 32, reached=1.0),
+    Card("5060-Ti-16", r"rtx 5060 ti", 16, 15.46, (12, 0), 47, 24, 448, 32),
+    Card("5070", r"rtx 5070\b", 12, 11.49, (12, 0), 62, 31, 672, 64),
+    Card("5070-Ti", r"rtx 5070 ti", 16, 15.46, (12, 0), 88, 44, 896, 64),
+    Card("5080", r"rtx 5080\b", 16, 15.46, (12, 0), 113, 56, 960, 64),
+    Card("5090", r"rtx 5090\b", 32, 31.35, (12, 0), 210, 105, 1792, 64),
+    Card("T4", r"\bt4\b", 16, 14.56, (7, 5), 65, 8.1, 320, 16),
+    Card("V100-16", r"v100.*16gb", 16, 15.77, (7, 0), 125, 15.7, 900, 16),
+    Card("V100-32", r"v100.*32gb", 32, 31.73, (7, 0), 125, 15.7, 900, 16),
+)
+ALIASES = {
+    "A100": "A100-80",
+    "V100": "V100-32",
+    "H100-SXM": "H100",
+    "4060-TI": "4060-Ti-16",
+    "5060-TI": "5060-Ti-16",
+    "PRO-6000": "RTX-PRO-6000",
+}
+
+
+def named_card(name: str) -> Card | None:
+    """The card that people call so: `4090`, `RTX 4090`, `h100`, `a100-40GB`; None for an unknown one."""
+    wanted = name.strip().upper().removesuffix("GB").replace(" ", "-")
+    for form in (wanted, re.sub(r"^(GEFORCE-)?RTX-?(?!PRO)", "", wanted)):
+        form = ALIASES.get(form, form).upper()
+        for card in CARDS:
+            if card.name.upper() == form:
+                return card
+    return None
+
+
+def card_of_driver(driver_name: str) -> Card | None:
+    """The card whose pattern matches most of the name that a driver, or a cluster, gives it."""
+    lowered = driver_name.lower().replace("_", " ")
+    matches = [(found, card) for card in CARDS if (found := re.search(card.driver, lowered))]
+    if not matches:
+        return None
+    return max(matches, key=lambda match: (len(match[0].group()), -len(match[1].driver)))[1]
+
+
+def sold_card(num_bytes: int) -> Card | None:
+    """The card for a budget: of those sold with exactly so much the one with most usable memory, the slowest
+    first; else the smallest that has it. All compute in bfloat16. None where no card has as much."""
+    modern = [card for card in CARDS if card.capability >= (8, 0)]
+    same = [card for card in modern if card.sold_gib * 2**30 == num_bytes]
+    if same:
+        return max(same, key=lambda card: (card.torch_gib, -card.half_tflops))
+    larger = [card for card in modern if card.memory_bytes >= num_bytes]
+    return min(larger, key=lambda card: (card.torch_gib, card.half_tflops), default=None)
