@@ -14,8 +14,12 @@ os.environ["MEMTRAIN_CALIBRATION"] = "off"
 TinyModel = Callable[..., torch.nn.Module]
 
 
-def pytest_collection_finish() -> None:
-    """Objects of imported modules are left out of collections: recovery collects at every failure."""
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Objects of imports and of tests before are left out of collections: recovery collects at every failure.
+
+    A collection takes a second in a process that has run half of the suite.
+    """
     gc.collect()
     gc.freeze()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import json
 import os
@@ -155,6 +156,9 @@ class Runs:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            # Tensors that earlier runs of this process left are not this run's, and are not counted.
+            gc.collect()
+            gc.freeze()
             code = act()
         finally:
             sys.stdout.flush()
