@@ -336,6 +336,30 @@ def plans(result: Result) -> list[str]:
     )
 
 
+def kernels(result: Result) -> list[str]:
+    """Kernels of a micro-batch before and now, and of a decoded token."""
+    before, rows = result["before"], []
+    for name, case in result["cases"].items():
+        if name == "decode":
+            continue
+        was = before.get(name, {}).get("micro_batch")
+        rows.append(
+            [name, "" if was is None else f"{was:,}", f"{case['micro_batch']:,}", f"{case['update']:,}"]
+        )
+    lines = table(["case", f"a micro-batch at {before['at']}", "now", "an update"], rows)
+    decode = result["cases"].get("decode")
+    if decode is None:
+        return lines
+    started, recorded = decode["started one by one"], decode["recorded"]
+    return [
+        *lines,
+        "",
+        f"A decoded token: {started['kernels_a_token']:,.0f} kernels, or one start of a recorded pass and "
+        f"{recorded['kernels_a_token']:,.0f} beside it; {recorded['looks_of_the_host']} looks of the host at "
+        f"{recorded['tokens']} tokens.",
+    ]
+
+
 def inspect_lengths(result: Result) -> list[str]:
     """A line of figures."""
     row = (
@@ -543,6 +567,15 @@ SECTIONS = (
         "Plans for real models and cards, against traces without data. No GPU.",
         plans,
         "python benchmarks/plans_against_traces.py",
+    ),
+    Section(
+        "Kernels of a step",
+        "kernel_counts",
+        "Operators that a GPU starts for one micro-batch of 16,384 tokens of Qwen3-0.6B (28 layers) in "
+        "bfloat16, as planned for an H100, and for a decoded token: counted on tensors without data, not "
+        "measured on a GPU.",
+        kernels,
+        "python benchmarks/kernel_counts.py",
     ),
     Section(
         "inspect-lengths", "inspect_lengths", "Beside the tokenizer's own batch encoding.", inspect_lengths
