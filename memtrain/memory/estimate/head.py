@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, norm_kept
+from memtrain.memory.estimate.loss_tiles import tile_columns, tile_tokens
 from memtrain.memory.estimate.workload import Asks, Workload
 
 
@@ -113,8 +114,8 @@ def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int
             forward = scored[1] + _widened(load, scored[0], V)
             return 0, forward, kept + max(scratch, narrowed), forward
         return kept, kept + scratch, kept + narrowed, sum(scored[1:]) + _widened(load, scored[0], V)
-    columns = min(V, max(256, tile_bytes // (8 * W)))
-    R = min(S, max(1, tile_bytes // (8 * columns * (1 + shape.logit_softcap))))  # noqa: N806
+    columns = tile_columns(tile_bytes, W, V)
+    R = min(S, tile_tokens(tile_bytes, columns, 2 * (1 + shape.logit_softcap)))  # noqa: N806
     tile = 4 * R * columns * (1 + shape.logit_softcap)
     block = 4 * columns * W
     backward = 4 * S * W + a * V * W + block + tile + _beside_a_tile(load, R, columns, block)
@@ -124,9 +125,8 @@ def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int
 
 def _tile(load: Workload, num_columns: int, buffers: int) -> tuple[int, int]:
     """(tokens of a tile, bytes of all its buffers)."""
-    row = 4 * num_columns * buffers
-    tokens = min(load.S, max(1, load.settings.loss_tile_bytes // row))
-    return tokens, tokens * row
+    tokens = min(load.S, tile_tokens(load.settings.loss_tile_bytes, num_columns, buffers))
+    return tokens, 4 * tokens * num_columns * buffers
 
 
 def _widened(load: Workload, tokens: int, num_columns: int) -> int:

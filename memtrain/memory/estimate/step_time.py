@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.context_parallel import dealt, num_gathered_kv
+from memtrain.memory.estimate.loss_tiles import tile_tokens
 from memtrain.memory.estimate.sharded.communication import Sending, Waiting, sending, waiting
 from memtrain.memory.estimate.static import num_trained, offloaded_states, static_bytes, trains_head
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
@@ -212,7 +213,7 @@ def _layer_operators(load: Workload) -> float:
 
 
 def _tile_operators(load: Workload) -> float:
-    tile_rows = max(1, load.settings.loss_tile_bytes // (4 * load.shape.vocab_size))
+    tile_rows = tile_tokens(load.settings.loss_tile_bytes, load.shape.vocab_size, 1)
     tiles = -(-load.S // tile_rows) if load.settings.loss == "chunked" else 1
     return 40.0 * tiles
 

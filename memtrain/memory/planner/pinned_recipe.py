@@ -31,6 +31,8 @@ def pins(asked: SourcedRecipe, settings: Settings) -> dict[str, object]:
         wanted["memory.offload_keep"] = settings.offload_keep
     if memory.loss == "auto":
         wanted["memory.loss"] = settings.loss
+    if memory.loss_chunk_size == "auto" and settings.loss == "chunked" and settings.device == "cuda":
+        wanted["memory.loss_chunk_size"] = settings.loss_tile_bytes
     if memory.optimizer_offload == "auto":
         wanted["memory.optimizer_offload"] = on[settings.optimizer_offload]
     if recipe.optim.in_backward == "auto":

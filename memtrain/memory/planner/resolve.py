@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.estimate.host_memory import host_shortage
@@ -19,6 +20,7 @@ from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Decision, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.context_parallel_auto import by_context, told
+from memtrain.memory.planner.loss_tile import explain_tile, with_larger_tile, with_small_tiles
 from memtrain.memory.planner.search import Space, fastest, price_all, space
 from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.base_settings import decide_base
@@ -98,6 +100,7 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     chosen = replace(chosen, settings=settings)
     decide_loading(ledger, settings)
     explain(ledger, chosen, facts, budget)
+    explain_tile(ledger, chosen)
     settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(
         settings=settings,
@@ -204,11 +207,16 @@ def _first_that_fits(
     """The fastest plan of the first group that has one; `tried` gets all that were weighed."""
     for group in choices.groups:
         priced = price_all(group, case.facts)
+        priced += with_small_tiles(priced, case.facts, budget, case.recipe)
         tried += priced
         roomy = [one for one in priced if leaves_room(case.recipe, case.facts, one)]
         chosen = fastest(roomy, budget, case.facts)
-        if chosen is not None:
-            return chosen
+        if chosen is None:
+            continue
+        if case.recipe.memory.loss_chunk_size == "auto":
+            has_room = partial(leaves_room, case.recipe, case.facts)
+            chosen = with_larger_tile(chosen, case.facts, budget, has_room)
+        return chosen
     return None
 
 

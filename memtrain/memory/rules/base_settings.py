@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from memtrain.memory.estimate.loss_tiles import LARGE_TILE, TILE_BYTES
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
@@ -63,7 +64,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     max_steps = _max_steps(ledger, facts, rows, tokens)
     passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
     settings = Settings.model_validate(
-        _said(recipe)
+        _said(recipe, hardware)
         | precision_settings(recipe, dtype)
         | form.updates()
         | {
@@ -122,7 +123,7 @@ def _threads(recipe: Recipe, hardware: Hardware, processes: int) -> int:
     return max(1, hardware.num_nodes * hardware.num_cores // processes)
 
 
-def _said(recipe: Recipe) -> dict[str, object]:
+def _said(recipe: Recipe, hardware: Hardware) -> dict[str, object]:
     """Settings that repeat the recipe; settings of strategies are off until the search chooses."""
     return {
         "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",
@@ -133,7 +134,7 @@ def _said(recipe: Recipe) -> dict[str, object]:
         **asdict(recipe.row_limits),
         **sharing_settings(recipe),
         "group_by_length": recipe.length.group_by_length,
-        "loss_tile_bytes": recipe.memory.loss_chunk_size,
+        "loss_tile_bytes": loss_tile(recipe, LARGE_TILE if hardware.device == "cuda" else TILE_BYTES),
         "optimizer": recipe.optim.kind,
         "expandable_segments": recipe.memory.expandable_segments,
         "checkpoint_every": 0,
@@ -142,6 +143,12 @@ def _said(recipe: Recipe) -> dict[str, object]:
         "offload_host_bytes": recipe.memory.offload_host,
         "loss": "full",
     }
+
+
+def loss_tile(recipe: Recipe, largest: int = TILE_BYTES) -> int:
+    """Size of the loss's tiles: as the recipe says, else the largest, which the planner may cut."""
+    size = recipe.memory.loss_chunk_size
+    return largest if size == "auto" else size
 
 
 def _padding_free(ledger: DecisionLog, *, can_pack: bool) -> bool:

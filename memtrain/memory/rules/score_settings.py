@@ -9,6 +9,7 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.row_form import RowForm
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.base_settings import loss_tile
 from memtrain.memory.rules.batching import COMFORTABLE_TOKENS
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe, decide_attention, decide_dtype
 from memtrain.memory.rules.precision import WITHOUT_COPIES
@@ -56,7 +57,7 @@ def scoring_settings(asked: SourcedRecipe, hardware: Hardware, config: Mapping[s
             "checkpoint_every": 0,
             "offload": "none",
             "loss": "chunked",
-            "loss_tile_bytes": recipe.memory.loss_chunk_size,
+            "loss_tile_bytes": loss_tile(recipe),
             "optimizer": "sgd",
             **WITHOUT_COPIES,
             "expandable_segments": True,

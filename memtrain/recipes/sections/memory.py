@@ -105,11 +105,12 @@ class Memory(Section):
 
     loss: Literal["auto", "chunked", "full", "liger"] = "auto"
     """`chunked`: LM head and loss in chunks; the logits are never whole in memory. `full`: the plain
-    computation. `auto`: the faster that fits, `chunked` where they are as fast. `liger`: Liger's kernel for
+    computation. `auto`: the faster that fits; of equally fast ones the smaller. `liger`: Liger's kernel for
     cross-entropy (CUDA, `pip install 'memtrain[liger]'`)."""
 
-    loss_chunk_size: Bytes = 64 * 2**20
-    """Size of one tile of logits in the chunked loss. Higher: fewer launches, more memory."""
+    loss_chunk_size: Bytes | Literal["auto"] = "auto"
+    """Size of one tile of logits in the chunked loss. Higher: fewer launches, the LM head is read less often,
+    more memory. `auto`: on a GPU up to 1 GiB of what the plan leaves free, else 64 MiB."""
 
     expandable_segments: bool = True
     """CUDA's caching allocator grows its segments instead of fragmenting them."""

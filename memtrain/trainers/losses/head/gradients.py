@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memtrain.memory.estimate.loss_tiles import tile_columns
 from memtrain.trainers.losses.head.products import Products
 from memtrain.trainers.losses.head.spans import spans
 from memtrain.trainers.losses.head.tiles import (
@@ -21,8 +22,6 @@ from memtrain.trainers.losses.head.tiles import (
     head_outputs_,
     num_tile_tokens,
 )
-
-_MIN_COLUMNS = 256
 
 
 class Needs(NamedTuple):
@@ -195,8 +194,7 @@ def _columns(operands: Operands, first: int, last: int, products: Products) -> O
 def _num_columns(operands: Operands, rule: LogitRule, products: Products) -> int:
     """Columns whose wide weight gradients fill half of the scratch."""
     width = sum(w.shape[1] for w in operands.weight)
-    wanted = max(_MIN_COLUMNS, rule.tile_bytes // (2 * width * products.wide.itemsize))
-    return min(operands.weight[0].shape[0], wanted)
+    return tile_columns(rule.tile_bytes, width, operands.weight[0].shape[0], products.wide.itemsize)
 
 
 def _num_buffers(tokens: ScoredTokens, rule: LogitRule) -> int:

@@ -12,10 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memtrain.memory.estimate.loss_tiles import TILE_BYTES, tile_tokens
 from memtrain.trainers.losses.head.products import Products, sums_half_in_fp32, wide_dtype
-
-TILE_BYTES = 64 << 20
-"""Default scratch of a head loss. Taste: 110 tokens of a 152k vocabulary, 512 of a 32k one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ def products_for(operands: Operands, rule: LogitRule) -> Products:
 
 def num_tile_tokens(num_columns: int, num_buffers: int, rule: LogitRule, wide: torch.dtype) -> int:
     """Tokens whose logits over `num_columns`, `num_buffers` times, fill the scratch; at least 1."""
-    return max(1, rule.tile_bytes // (num_columns * num_buffers * wide.itemsize))
+    return tile_tokens(rule.tile_bytes, num_columns, num_buffers, wide.itemsize)
 
 
 def empty_scores(
