@@ -2,6 +2,7 @@
 
     python benchmarks/mutants.py                      # all of benchmarks/mutants.toml, tests and verify
     python benchmarks/mutants.py --only kl --no-verify
+    python benchmarks/mutants.py --new                # those that were never run; the others' results stay
     python benchmarks/mutants.py --check              # every snippet is there, once; nothing is run
 
 A defect is a text that stands once in memtrain/ and what stands in its place. It is found where a named test
@@ -70,6 +71,8 @@ class Found:
     verify: str
     """The same; empty where it is not asked."""
     seconds: float
+    commit: str = ""
+    """Of the tree that it was planted in."""
 
 
 def read_list(path: Path = LIST) -> tuple[list[Mutant], dict[str, list[str]]]:
@@ -84,28 +87,33 @@ def read_list(path: Path = LIST) -> tuple[list[Mutant], dict[str, list[str]]]:
     return mutants, given["verify"]
 
 
-def place_of(mutant: Mutant, tree: Path) -> Path:
-    """The one file that the defect's text stands in.
+def places_of(mutants: Sequence[Mutant], tree: Path) -> dict[str, Path]:
+    """The one file that each defect's text stands in, by the defect's name. Every file is read once.
 
-    Raises: SystemExit where there is none, or it stands more than once.
+    Raises: SystemExit that names every text that stands nowhere, or more than once.
     """
-    places = [
-        (path, count)
-        for path in sorted((tree / "memtrain").rglob("*.py"))
-        if (count := path.read_text(encoding="utf-8").count(mutant.before))
-    ]
-    if len(places) != 1 or places[0][1] != 1:
-        said = ", ".join(f"{path.relative_to(tree)} ({count})" for path, count in places) or "nowhere"
-        raise SystemExit(f"{mutant.name}: its text stands {said}:\n{mutant.before}")
-    return places[0][0]
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((tree / "memtrain").rglob("*.py"))}
+    places: dict[str, Path] = {}
+    faults: list[str] = []
+    for mutant in mutants:
+        counts = {path: count for path, text in texts.items() if (count := text.count(mutant.before))}
+        if sum(counts.values()) == 1:
+            places[mutant.name] = next(iter(counts))
+        else:
+            said = ", ".join(f"{path.relative_to(tree)} ({count})" for path, count in counts.items())
+            faults.append(f"{mutant.name}: its text stands {said or 'nowhere'}:\n{mutant.before}")
+    if faults:
+        raise SystemExit("\n".join(faults))
+    return places
 
 
 def test_files(names: Sequence[str], tree: Path) -> list[str]:
     """The test files of these names. Raises: SystemExit where there is not one of a name."""
     files: list[str] = []
+    every = sorted((tree / "tests").rglob("test_*.py"))
     for given in names:
         floor, _, name = given.rpartition("/")
-        found = sorted((tree / "tests" / floor).rglob(f"{name}.py"))
+        found = [path for path in every if path.stem == name and path.is_relative_to(tree / "tests" / floor)]
         if len(found) != 1:
             raise SystemExit(f"there are {len(found)} test files {name}.py in tests/{floor}")
         files.append(str(found[0].relative_to(tree)))
@@ -115,7 +123,7 @@ def test_files(names: Sequence[str], tree: Path) -> list[str]:
 def copy_tree(folder: Path) -> Path:
     """A copy of what tests need, without compiled files: a stale one would hide a defect."""
     tree = folder / "tree"
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", "runs", "*.egg-info")
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
     for name in ("memtrain", "tests", "configs", "benchmarks", "docs"):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile"):
@@ -127,7 +135,7 @@ def copy_tree(folder: Path) -> Path:
 @contextmanager
 def planted(mutant: Mutant, tree: Path) -> Iterator[Path]:
     """The tree with the defect in it."""
-    path = place_of(mutant, tree)
+    path = places_of([mutant], tree)[mutant.name]
     sound = path.read_text(encoding="utf-8")
     path.write_text(sound.replace(mutant.before, mutant.after), encoding="utf-8")
     try:
@@ -208,7 +216,7 @@ def check_sound(tree: Path, log: Path, files: Sequence[str], recipes: dict[str, 
             )
 
 
-def look_for(mutant: Mutant, tree: Path, log: Path, recipes: dict[str, list[str]]) -> Found:
+def look_for(mutant: Mutant, tree: Path, log: Path, recipes: dict[str, list[str]], commit: str) -> Found:
     """Plant one defect, run its tests, and `memtrain verify` where it is asked."""
     started = time.monotonic()
     with planted(mutant, tree) as path:
@@ -219,19 +227,31 @@ def look_for(mutant: Mutant, tree: Path, log: Path, recipes: dict[str, list[str]
             code = in_fork(tree, log, ["verify", *recipes[mutant.verify]], is_verify=True)
             seen = outcome(code) if code in (FAILED, PASSED, None) else "found"
     file = str(path.relative_to(tree))
-    return Found(mutant.name, mutant.area, file, tests, failure, seen, round(time.monotonic() - started, 1))
+    seconds = round(time.monotonic() - started, 1)
+    return Found(mutant.name, mutant.area, file, tests, failure, seen, seconds, commit)
+
+
+def commit_here() -> str:
+    """The commit of this tree."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def read_results(path: Path) -> dict[str, Found]:
+    """What was found before, by the defect's name."""
+    if not path.is_file():
+        return {}
+    made = json.loads(path.read_text(encoding="utf-8"))
+    return {one["name"]: Found(**{"commit": made["commit"]} | one) for one in made["each"]}
 
 
 def facts() -> dict[str, Any]:
     """Where and of what the result was made."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
     import torch
 
     return {
         "command": " ".join(["python", "benchmarks/mutants.py", *sys.argv[1:]]),
-        "commit": commit,
+        "commit": commit_here(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -241,6 +261,7 @@ def main() -> None:
     """Plant the defects that are asked for, and write what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="defects whose name or area matches this expression")
+    parser.add_argument("--new", action="store_true", help="defects that the results lack")
     parser.add_argument("--check", action="store_true", help="look for the texts, and run nothing")
     parser.add_argument("--no-verify", action="store_true", help="run the tests alone")
     parser.add_argument("--no-sound", action="store_true", help="do not run the tests without a defect first")
@@ -249,10 +270,11 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     given = parser.parse_args()
     mutants, recipes = read_list()
+    known = read_results(given.output)
     chosen = [one for one in mutants if re.search(given.only, one.name) or re.search(given.only, one.area)]
-    for one in chosen:
-        place_of(one, ROOT)
-        test_files(one.tests, ROOT)
+    chosen = [one for one in chosen if not (given.new and one.name in known)]
+    places_of(chosen, ROOT)
+    test_files(sorted({name for one in chosen for name in one.tests}), ROOT)
     if given.check:
         print(f"{len(chosen)} defects, each in one place")
         return
@@ -275,14 +297,12 @@ def main() -> None:
                 _work(part, chosen[number :: given.jobs], asked, *sound, until=began + 60 * given.minutes)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            raise SystemExit("a process ended before its defects were looked for")
-        made = {
-            one["name"]: Found(**one)
-            for part in parts
-            for one in json.loads((part / "found.json").read_text())
-        }
-    _write(given.output, [made[one.name] for one in chosen if one.name in made], len(chosen))
+        for part in parts:
+            lines = (part / "found.jsonl").read_text().splitlines() if any(part.glob("found.jsonl")) else []
+            known |= {one["name"]: Found(**one) for one in map(json.loads, lines)}
+    _write(given.output, [known[one.name] for one in mutants if one.name in known], len(mutants))
+    if any(codes):
+        raise SystemExit("a process ended before its defects were looked for")
 
 
 def _work(
@@ -300,15 +320,15 @@ def _work(
         tree, log = copy_tree(part), part / "log"
         check_sound(tree, log, files, {name: asked[name] for name in recipes})
         print(f"sound: {len(files)} test files, {len(recipes)} recipes", flush=True)
-        found: list[Found] = []
+        commit = commit_here()
         for one in chosen:
             if time.monotonic() > until:
                 break
-            made = look_for(one, tree, log, asked)
-            found.append(made)
+            made = look_for(one, tree, log, asked, commit)
+            with (part / "found.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(made)) + "\n")
             seen = f"{made.tests:9} {made.verify:9} {made.seconds:6.1f} s  {made.name}  {made.first_failure}"
             print(seen, flush=True)
-        (part / "found.json").write_text(json.dumps([asdict(one) for one in found]))
         code = 0
     except SystemExit as ended:
         print(ended, flush=True)
