@@ -16,6 +16,7 @@ in pairs: the plain run beside them learns as they do. Results: benchmarks/resul
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -24,13 +25,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 from result_files import write_result
+from torch import Tensor
+from torch.optim import AdamW
 
 from memtrain.cli.plan.make_plan import make_plan, versions
 from memtrain.errors import DoesNotFit, RecipeError
@@ -41,10 +46,17 @@ from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.reading.previous_names import PREVIOUS_VALUES
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.tools.verify.contamination import probe_contamination
-from memtrain.trainers.tools.verify.evidence import traces
+from memtrain.trainers.tools.verify.evidence import Ran, Watch, traces
 from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
-from memtrain.trainers.tools.verify.plans import deterministic, on_one_process
-from memtrain.trainers.tools.verify.verify import build_pair, compare_steps
+from memtrain.trainers.tools.verify.plans import (
+    baseline_plan,
+    built_side,
+    deterministic,
+    on_one_process,
+    same_pieces,
+)
+from memtrain.trainers.tools.verify.record import Recorded, Side, trained_weights
+from memtrain.trainers.tools.verify.verify import Pair, compare_steps, plain_plan, planned_side
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"
@@ -60,8 +72,10 @@ LARGEST = 3
 STEPS = 1
 """`memtrain verify` makes more; here a cell has fresh optimizer states, but for compressed moments: they are
 made in the first step, and read in a second."""
-SLICE_TOKENS = 24
-"""Of streamed layers: every micro-batch has several slices, and documents go on from one to the next."""
+SLICE_TOKENS = 64
+SLICE_TOKENS_OF_FEW_ROWS = 24
+"""Of streamed layers: every micro-batch has several slices, and documents go on from one to the next. Small
+micro-batches have smaller slices; a slice costs what its operators do, whatever its length."""
 OF_SEVERAL_PROCESSES = ("context_parallel",)
 """Strategies that one process has not; their exactness is shown by tests of their own."""
 EXACT = tuple(
@@ -125,6 +139,7 @@ class Matrix:
 
     folder: Path
     made: dict[str, tuple[str, str, float | None]] = field(default_factory=dict)
+    plain_runs: PlainRuns = field(default_factory=lambda: PlainRuns())
 
     def outcome(self, cell: Cell) -> Outcome:
         """The outcome of one cell. Any error that is no refusal of the plan is one of the caller's."""
@@ -140,7 +155,7 @@ class Matrix:
             return Outcome(cell, "broken", f"the plan uses {', '.join(besides)} against memory.never")
         key = f"{cell.method} {plan.settings.model_dump_json()}"
         if key not in self.made:
-            self.made[key] = proven(plan)
+            self.made[key] = proven(plan, self.plain_runs)
         return Outcome(cell, *self.made[key])
 
     def plan(self, cell: Cell) -> Plan:
@@ -173,7 +188,8 @@ def words_of(cell: Cell) -> list[str]:
     if "adapter_off_reference" in cell.strategies:
         words.append("model.adapter={r: 4, target_modules: [q_proj, v_proj, down_proj]}")
     if "streamed_layers" in cell.strategies:
-        words.append(f"memory.slice_tokens={SLICE_TOKENS}")
+        is_small = "smaller_micro_batch" in cell.strategies
+        words.append(f"memory.slice_tokens={SLICE_TOKENS_OF_FEW_ROWS if is_small else SLICE_TOKENS}")
     if "optimizer_in_backward" in cell.strategies:
         words.append("optim.max_grad_norm=null")
     return words
@@ -184,10 +200,81 @@ def used(plan: Plan) -> set[str]:
     return {name for name, one in STRATEGIES.items() if one.is_used(plan.settings)}
 
 
-def proven(plan: Plan) -> tuple[str, str, float | None]:
+@dataclass(slots=True)
+class PlainRun(Side):
+    """A plain side whose first step is made once: in other cells its weights move by their gradients."""
+
+    recorded: Recorded | None = field(init=False, default=None)
+    ran: Ran | None = field(init=False, default=None)
+
+    def step(
+        self,
+        number: int,
+        *,
+        want_stats: bool,
+        gradients: dict[str, Tensor] | None = None,
+        watched: AbstractContextManager[object] | None = None,
+    ) -> Recorded:
+        """The step, or what is known of it with the weights that these gradients make."""
+        assert number == 0, "Optimizer states are fresh in the first step alone."
+        assert isinstance(watched, Watch), "The first step is watched."
+        if self.recorded is None:
+            made = Side.step(self, number, want_stats=want_stats, gradients=gradients, watched=watched)
+            self.recorded, self.ran = made, watched.ran
+            return made
+        assert gradients is not None, "The weights move by the planned side's gradients."
+        watched.ran = self.ran
+        self.built.optimizer.state.clear()
+        for name, parameter in self.built.trained.items():
+            given = gradients.get(name)
+            parameter.grad = None if given is None else given.to(parameter.grad_dtype, copy=True)
+        self.stepper.update(self.work(number))
+        return replace(self.recorded, weights=trained_weights(self.built))
+
+
+@dataclass(slots=True)
+class PlainRuns:
+    """Plain sides by their plan and pieces; cells that differ in strategies alone have one."""
+
+    known: dict[str, PlainRun] = field(default_factory=dict)
+    rollouts: dict[str, Rollouts] = field(default_factory=dict)
+
+    def pair(self, plan: Plan) -> Pair:
+        """The sides of a plan; the plain one may be of a cell before. Answers are those of that cell."""
+        # Nothing runs out of memory here: the steps of a recovery are never asked for.
+        plainly = baseline_plan(plan).settings.model_dump_json(exclude={"recovery"})
+        key = f"{plan.recipe.method} {plainly} {plan.recipe.optim.model_dump_json()}"
+        planned = planned_side(plan, self.rollouts.setdefault(key, Rollouts()))
+        key += _digest(planned.built.train)
+        if key in self.known:
+            return Pair(planned, self.known[key])
+        plainly = plain_plan(planned)
+        built = built_side(plainly, is_plain=True)
+        same_pieces(planned.built, built)
+        if type(built.optimizer) is not AdamW or plan.settings.max_steps != 1:
+            return Pair(planned, Side(plainly, built, planned.rollouts, is_plain=True))
+        self.known[key] = PlainRun(plainly, built, planned.rollouts, is_plain=True)
+        return Pair(planned, self.known[key])
+
+
+def _digest(feed: Any) -> str:
+    """Digest of the pieces of rows that a feed lays out."""
+    sequences = getattr(feed, "sequences", None)
+    if sequences is None:
+        return ""
+    arrays = {
+        name: value
+        for name in sequences.__dataclass_fields__
+        if isinstance(value := getattr(sequences, name), np.ndarray)
+    }
+    assert arrays, "Sequences are arrays."
+    return hashlib.sha256(b"".join(name.encode() + one.tobytes() for name, one in arrays.items())).hexdigest()
+
+
+def proven(plan: Plan, plain_runs: PlainRuns) -> tuple[str, str, float | None]:
     """(exact or broken, what is broken, the largest difference over its limit)."""
     steps = STEPS + plan.settings.compressed_moments
-    pair = build_pair(deterministic(on_one_process(plan, steps=steps)), Rollouts())
+    pair = plain_runs.pair(deterministic(on_one_process(plan, steps=steps)))
     found = compare_steps(pair, steps)
     named = [(name, one) for step in found.steps for name, one in step.named().items()]
     worst = max(one.value / one.limit for _, one in named)
@@ -343,7 +430,8 @@ def page(parts: dict) -> str:
         f"{len(LEARN_OTHERWISE)} that change what is learnt alone and in pairs; {len(parts)} methods; "
         f"attention back ends {', '.join(BACKENDS)}): **{counts['exact']:,} exact, {counts['refused']:,} "
         f"refused, {counts['broken']:,} broken**. {sum(part['distinct_plans'] for part in parts.values()):,} "
-        "different plans stand behind the exact ones; each was made once. The largest difference is "
+        "different plans stand behind the exact ones; each was made once, and the plain run of those that "
+        "share one was, too. The largest difference is "
         f"{worst['worst']:.0%} of its limit ({worst['method']}, {worst['backend']}, "
         f"{' + '.join(worst['strategies'])}).",
         "",

@@ -41,6 +41,21 @@ def test_every_cell_is_exact_or_refused(matrix: Any, method: str):
     assert broken(matrix, (cell for cell in exactness.cells() if cell.method == method)) == []
 
 
+@pytest.mark.parametrize("method", ["dpo", "ppo"])
+def test_a_plain_run_that_cells_share_is_that_of_each_alone(tmp_path: Path, method: str):
+    """Not to rounding: the very differences. Without clipping the plain run is another one."""
+    cells = [
+        exactness.Cell(method, "torch_cpu", strategies)
+        for strategies in (("padding_free",), ("chunked_loss",), ("optimizer_in_backward",))
+    ]
+    together = exactness.Matrix(tmp_path)
+    shared = [together.outcome(cell) for cell in cells]
+    assert len(together.made) == 3
+    assert len(together.plain_runs.known) == 2
+    assert shared[1:] == [exactness.Matrix(tmp_path).outcome(cell) for cell in cells[1:]]
+    assert {one.kind for one in shared} == {"exact"}
+
+
 def test_a_strategy_that_does_not_act_breaks_its_cell(matrix: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "memtrain.trainers.build.components.treat_model", lambda model, recipe, settings: None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from memtrain.cli.plan.usual_tokenizer import keep_last
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.hardware.calibration import version
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.model_shape.config_file import check_numbers, read_config_json

@@ -7,12 +7,14 @@ folder, or `off`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib.metadata
 import os
 import re
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,6 +23,8 @@ from memtrain.recipes.sections.base import Section
 
 OFF = "off"
 VARIABLE = "MEMTRAIN_CALIBRATION"
+version = functools.cache(importlib.metadata.version)
+"""Version of an installed package, read once a process: a plan asks a dozen times, 5 ms each."""
 PACKAGES = ("torch", "transformers")
 """Packages on which the figures depend: another version of these is another key."""
 

@@ -106,6 +106,12 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
 
 def build_pair(plan: Plan, rollouts: Rollouts) -> Pair:
     """Both sides of a plan that is repeatable and of one process, from equal weights, on the same pieces."""
+    planned = planned_side(plan, rollouts)
+    return Pair(planned, plain_side(planned))
+
+
+def planned_side(plan: Plan, rollouts: Rollouts) -> Side:
+    """The side of a plan itself."""
     planned = built_side(plan, is_plain=False)
     offloader = offloader_of(planned)
     if offloader is not None:
@@ -113,14 +119,26 @@ def build_pair(plan: Plan, rollouts: Rollouts) -> Pair:
         if plan.settings.device == "cpu":
             # As late as allowed: a copy that nobody waited for is a wrong number every time.
             offloader.travel_by(LazyEngine())
-    plainly = baseline_plan(plan)
-    if reached(length_rules(base_model(planned.model).config.to_dict()), None, "row") is not None:
-        # Padded rows must tell how long they are; the probe of rows alone does not rely on it.
-        settings = plainly.settings.model_copy(update={"positions_by_row": True})
-        plainly = plainly.model_copy(update={"settings": settings})
+    return Side(plan, planned, rollouts, is_plain=False)
+
+
+def plain_side(planned: Side) -> Side:
+    """The plain side of a planned one: equal weights, the same pieces."""
+    plainly = plain_plan(planned)
     plain = built_side(plainly, is_plain=True)
-    same_pieces(planned, plain)
-    return Pair(Side(plan, planned, rollouts, is_plain=False), Side(plainly, plain, rollouts, is_plain=True))
+    same_pieces(planned.built, plain)
+    return Side(plainly, plain, planned.rollouts, is_plain=True)
+
+
+def plain_plan(planned: Side) -> Plan:
+    """The plan of the plain side of a planned one."""
+    plainly = baseline_plan(planned.plan)
+    config = base_model(planned.built.model).config.to_dict()
+    if reached(length_rules(config), None, "row") is None:
+        return plainly
+    # Padded rows must tell how long they are; the probe of rows alone does not rely on it.
+    settings = plainly.settings.model_copy(update={"positions_by_row": True})
+    return plainly.model_copy(update={"settings": settings})
 
 
 def compare_steps(pair: Pair, steps: int) -> Compared:
