@@ -136,7 +136,8 @@ def assemble(
 ) -> StepParts:
     """The method with its optimizer around a scorer that lies over the ranks."""
     module = import_module(METHODS[recipe.method].trainer)
-    optimizer = build_optimizer(scorer, recipe.optim, settings, list(trained.values()))
+    weights = list(trained.values())
+    optimizer = build_optimizer(scorer, recipe.optim, settings, weights, seed=recipe.train.seed)
     method = shared(module.method(recipe, reference), settings.context_parallel)
     method = balanced(method, scorer, settings)
     return StepParts(scorer, method, optimizer, trained, reference)

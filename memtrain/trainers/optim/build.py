@@ -29,11 +29,17 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def build_optimizer(
-    model: nn.Module, recipe: Optim, settings: Settings, trained: Sequence[nn.Parameter] | None = None
+    model: nn.Module,
+    recipe: Optim,
+    settings: Settings,
+    trained: Sequence[nn.Parameter] | None = None,
+    *,
+    seed: int = 0,
 ) -> Optimizer:
     """The optimizer of `settings.optimizer` over the trainable parameters of `model`, at the peak rate.
 
-    `trained` stands in their place where this rank steps parts of them.
+    `trained` stands in their place where this rank steps parts of them; `seed` is the run's, for weights that
+    are rounded at random.
 
     The loop sets `lr` of every group before each step. State appears in the first step. Every kind's
     `state_dict` holds all there is: loading it continues bit for bit. Which kernel runs follows from
@@ -56,6 +62,7 @@ def build_optimizer(
             lambda copies: build(copies, recipe),
             recipe.lr,
             form=settings.copies,
+            seed=seed,
             away=settings.optimizer_offload,
         )
     return build(groups, recipe)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.optim.offload import to_device, to_host
+from memtrain.trainers.runtime.seed import derive_seed
 
 MASTER, LOW_BITS = "master", "low_bits"
 """Names in a parameter's saved state: its float32 copy; the bits that the weight has not."""
@@ -138,8 +139,8 @@ class Stochastic:
     """No copy: the stepped number is rounded to one of its two neighbours, to the nearer one more often.
 
     The chance of each is the distance to the other, so that the weight is right on average and an update
-    below half a step moves one weight in many. Draws follow from the seed, the number of the parameter and
-    its steps alone: the same on every rank, in buckets of any size, and in the backward pass.
+    below half a step moves one weight in many. Draws follow from the run's seed, the number of the parameter
+    and its steps alone: the same on every rank, in buckets of any size, and in the backward pass.
 
     Source: Ozkara et al. 2025, arXiv:2502.20566, section 2 (equation 1); the bits by torchao's way: 16 random
     bits are added to the number, and its low half is cut off.
@@ -150,7 +151,8 @@ class Stochastic:
 
     def __init__(self, parameters: list[Tensor], seed: int) -> None:
         self._generator = torch.Generator(parameters[0].device if parameters else "cpu")
-        self._number = {one: seed * 1_000_003 + number for number, one in enumerate(parameters)}
+        self._seed = seed
+        self._number = {one: number for number, one in enumerate(parameters)}
         self._num_steps = dict.fromkeys(parameters, 0)
 
     def take(self, parameter: Tensor) -> Tensor:
@@ -160,7 +162,8 @@ class Stochastic:
     def give(self, parameter: Tensor, copy: Tensor) -> None:
         """Round each number up or down at random; numbers that are not finite stay so."""
         bits = copy.view(torch.int32)
-        self._generator.manual_seed(self._number[parameter] * 1_000_003 + self._num_steps[parameter])
+        names = "rounding", self._number[parameter], self._num_steps[parameter]
+        self._generator.manual_seed(derive_seed(self._seed, *names))
         self._num_steps[parameter] += 1
         draws = torch.empty_like(bits).random_(0, 2**16, generator=self._generator)
         parameter.copy_(bits.add_(draws).bitwise_and_(-(2**16)).view(torch.float32))
