@@ -48,7 +48,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),
     Command("status", "status:status", "State of a run: step, loss, job."),
     Command("logs", "status:logs", "The log of a run; -f follows it."),
-    Command("check", "check:check", "Check a recipe: every fault at once, each with its line."),
+    Command(
+        "check",
+        "check:check",
+        "Check a recipe, its model and its data: every fault at once, each with its line.",
+    ),
+    Command("show-data", "show_data:show_data", "Show encoded rows: trained text, special tokens, packing."),
     Command(
         "inspect-lengths",
         "inspect_lengths:inspect_lengths",

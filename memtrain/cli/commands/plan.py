@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.arguments import HostMemory, OverridesArgument, RecipeArgument
+from memtrain.cli.arguments import HostMemory, OverridesArgument, complete_recipe
+from memtrain.errors import RecipeError
 
 Gpu = Annotated[
     str | None,
@@ -51,8 +52,19 @@ Html = Annotated[
 ]
 
 
+RecipeOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|MODEL",
+        help="A recipe file, the name of a shipped recipe, or a model: a folder or a hub id.",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
+
+
 def plan(
-    recipe: RecipeArgument,
+    recipe: RecipeOrModel,
     overrides: OverridesArgument = None,
     gpu: Gpu = None,
     budget: Budget = None,
@@ -68,8 +80,14 @@ def plan(
     """Show what a run will do and need: the fastest plan that fits, what each choice buys, and why.
 
     Nothing is started, and no GPU is needed. The numbers come from arithmetic; --trace checks them on the
-    run's own step.
+    run's own step. Of a model: a table of LoRA, QLoRA and full fine-tuning on common cards.
     """
+    from memtrain.cli.plan.model_table import is_model
+
+    if is_model(recipe):
+        _refuse_for_a_model(gpu, budget, num_gpus, solve, html, is_asked=explain or trace)
+        _print_model(recipe, overrides or [], as_json=as_json)
+        return
     from memtrain.cli.launch.summary import reading_progress
     from memtrain.cli.output.previous_notes import read_recipe
     from memtrain.cli.plan.answer import answer, ask, facts_of_question, trace_answer
@@ -107,3 +125,38 @@ def plan(
     print_answer(made, explain=explain)
     if trace:
         print_traced(made, traced, why_not, explain=explain)
+
+
+def _refuse_for_a_model(*options: object, is_asked: bool) -> None:
+    """Raise RecipeError where an option of one plan is given for the table of a model."""
+    if is_asked or any(option is not None for option in options):
+        raise RecipeError(
+            "a model is planned for common cards: --gpu, --budget, --num-gpus, --solve, --html, --explain "
+            "and --trace are for recipes",
+            "the command line",
+            "remove them, or write a recipe: `memtrain init sft -o my.yaml`",
+        )
+
+
+def _print_model(model: str, overrides: list[str], *, as_json: bool) -> None:
+    from memtrain.cli.output.terminal import print_table, say, whole
+    from memtrain.cli.plan.model_table import LENGTH, rows_of, table_of
+    from memtrain.cli.plan.model_table import as_json as json_of
+
+    cells = table_of(model, overrides)
+    if as_json:
+        typer.echo(json.dumps(json_of(cells), indent=1))
+        return
+    notes = [note for cell in cells if cell.answer is not None for note in cell.answer.notes]
+    say(
+        f"{whole(model)}: supervised fine-tuning, rows of {LENGTH:,} tokens (length.max_length=N changes it)."
+    )
+    for note in dict.fromkeys(one for one in notes if not one.startswith("The data was not read")):
+        say(note)
+    typer.echo()
+    print_table(("way", "card", "needs", "tokens/s", "how"), rows_of(cells))
+    typer.echo()
+    say(
+        "The fastest plan that fits each card, margin included; speeds are computed, not measured. A dataset "
+        f"and a model make a run: memtrain sft DATASET --model {whole(model)} (LoRA: model.adapter={{}})."
+    )

@@ -8,12 +8,29 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.arguments import OverridesArgument, RecipeArgument
+from memtrain.cli.arguments import OverridesArgument, complete_recipe
 from memtrain.cli.output.terminal import say, whole
 
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Write the plan and the launch files into the run folder; start nothing."),
+]
+RecipeOrDataset = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|DATASET",
+        help="A recipe file, or the name of a shipped recipe; with --model a dataset (file, folder, hub id).",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Model to train on DATASET: a folder or a hub id. The recipe of the run is written beside.",
+        show_default=False,
+    ),
 ]
 RunDir = Annotated[
     str | None,
@@ -32,12 +49,20 @@ def _verb(method: str | None, says: str) -> Callable[..., None]:
     """The command that trains by a method, or by the one that the recipe names."""
 
     def command(
-        recipe: RecipeArgument,
+        recipe: RecipeOrDataset,
         overrides: OverridesArgument = None,
+        model: ModelOption = None,
         dry_run: DryRun = False,
         run_dir: RunDir = None,
         resume: Resume = True,
     ) -> None:
+        from memtrain.cli.plan.recipe_of_dataset import refuse_dataset, write_recipe
+
+        if model is None:
+            refuse_dataset(recipe, method)
+        else:
+            recipe, overrides = str(write_recipe(method, recipe, model, overrides or [])), None
+            say(f"Wrote {whole(recipe)}: the recipe of this run.")
         run_recipe(method, recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
 
     command.__doc__ = says

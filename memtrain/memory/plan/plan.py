@@ -101,6 +101,8 @@ class PreparedSplit(Section):
     """Parts that were not read, or are not learnt from: files, bad rows, fields."""
     trained: str = ""
     """Parts of the rows that are learnt, in words."""
+    example: tuple[tuple[str, bool], ...] = ()
+    """Text of the first row in runs, and whether each is trained; a long row is cut."""
     sources: tuple[SourceShare, ...] = ()
     """Rows and tokens of each source of a mixture; empty where there is one source."""
 

@@ -28,6 +28,7 @@ from memtrain.trainers.data.sources.sources import Stream, sampled
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.cache import cache_dir, kept, key_of
 from memtrain.trainers.data.store.look_into import Found, kind_of, look_into, rendering_of
+from memtrain.trainers.data.store.shown_rows import example_of
 from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
 from memtrain.trainers.data.tokenize.chat import (
     trained_words,
@@ -139,7 +140,9 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
     held_out = len(chosen.eval)
     other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
     return PreparedData(
-        train=split_of(made, chosen.train, data.train),
+        train=split_of(made, chosen.train, data.train).model_copy(
+            update={"example": example_of(train, int(chosen.train[0]), tokenizer)}
+        ),
         eval=other and split_of(other, None, data.eval),
         held_out_rows=held_out,
         turn_end=turn_end_in(made.store, tokenizer),

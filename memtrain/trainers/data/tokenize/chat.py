@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memtrain.errors import DataError
 from memtrain.memory.plan.plan import TurnEnd
+from memtrain.recipes.formats.detect import FORMS
 from memtrain.recipes.formats.fields import Messages
 from memtrain.recipes.sections.data import Data, Source
 from memtrain.trainers.data.tokenize.render import Rendering, conversation
@@ -99,7 +100,7 @@ def turn_end_of(tokenizer: PreTrainedTokenizerFast, given: Mapping[str, Any]) ->
 def trained_words(made_of: dict[str, Any]) -> str:
     """Parts of a store's rows that are learnt; empty for prompts, of which nothing is."""
     said, kind = made_of["rendering"], made_of["kind"]
-    forms = {reading["form"] for reading in made_of["readings"]}
+    forms = {FORMS[reading["form"]].stored_as or reading["form"] for reading in made_of["readings"]}
     if kind == "prompt":
         return ""
     if said["last_turn_only"]:

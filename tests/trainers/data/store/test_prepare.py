@@ -194,6 +194,15 @@ def test_a_mixture_is_tokenized_once_and_sampled_by_weight(tmp_path):
     assert any(f"{two}: 48 rows, {tokens:,} tokens, " in words and share in words for words in data.words())
 
 
+def test_the_first_row_is_kept_as_text_with_its_trained_part(tmp_path):
+    row = {"question": "1 + 1?", "answer": "2"}
+    data = prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "d.jsonl", [row])))
+    prompt, answer = data.train.example
+    assert prompt == ("<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n", False)
+    assert answer == ("2<|im_end|>\n", True)
+    assert "Trained: completions only" in data.words()[0]
+
+
 def test_one_source_is_no_mixture(tmp_path):
     assert (
         prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "d.jsonl", [{"text": "a b"}]))).train.sources == ()

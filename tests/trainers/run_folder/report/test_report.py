@@ -250,6 +250,14 @@ def test_a_mixture_is_told_by_source(tmp_path: Path, make_plan: Callable[..., Pl
     assert all(one in page for one in words)
 
 
+def test_the_first_row_stands_in_the_page(tmp_path: Path, make_plan: Callable[..., Plan]):
+    plan = make_plan()
+    train = plan.data.train.model_copy(update={"example": (("<|user|>ask", False), ("say<eos>", True))})
+    plan = plan.model_copy(update={"data": plan.data.model_copy(update={"train": train})})
+    page = write_report(run_folder(tmp_path, plan, [])).read_text()
+    assert "&lt;|user|&gt;ask<mark>say&lt;eos&gt;</mark>" in page
+
+
 def test_tokens_left_out_of_split_rows_are_told():
     split = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, tokens_idle=400, rows_split=2, fragments=5)
     assert lost_words(split) == ("400 tokens in pieces without a loss token (2 rows split into 5 pieces)")

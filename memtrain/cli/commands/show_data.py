@@ -1,0 +1,97 @@
+"""`memtrain show-data RECIPE`: encoded rows as the model sees them, trained text marked."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memtrain.cli.arguments import OverridesArgument, RecipeArgument
+
+if TYPE_CHECKING:
+    from memtrain.trainers.data.store.shown_rows import Piece
+
+Rows = Annotated[int, typer.Option("-n", "--rows", min=1, help="Number of sequences to show.")]
+Held = Annotated[bool, typer.Option("--eval", help="Show held-out rows in place of training rows.")]
+
+
+def show_data(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    rows: Rows = 3,
+    held_out: Held = False,
+) -> None:
+    """Show encoded rows: trained text, special tokens, and where one packed row ends and the next begins.
+
+    On a terminal trained text is green and the rest is dim; elsewhere trained text stands in [[double
+    brackets]]. Example: memtrain show-data my.yaml -n 1
+    """
+    from memtrain.cli.launch.summary import reading_progress
+    from memtrain.cli.output.previous_notes import read_recipe
+    from memtrain.cli.output.terminal import say
+    from memtrain.cli.plan.recipe_lines import at_their_lines
+    from memtrain.errors import RecipeError
+    from memtrain.recipes.recipe import HAS_ANSWERS
+    from memtrain.trainers.data.packing.by_method import held_out_of
+    from memtrain.trainers.data.sources.splits import choose_rows
+    from memtrain.trainers.data.store.prepare import prepare
+    from memtrain.trainers.data.store.shown_rows import shown_sequences
+    from memtrain.trainers.data.store.token_store import TokenStore
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
+
+    loaded = read_recipe(recipe, overrides or ())
+    asked = loaded.recipe
+    with reading_progress() as progress, at_their_lines(loaded):
+        data = prepare(asked, progress=progress)
+    store = TokenStore.open(data.train.folder)
+    chosen = choose_rows(asked.data, store, asked.train.seed)
+    numbers = chosen.train
+    if held_out:
+        held = held_out_of(asked, data, store, chosen)
+        if held is None:
+            raise RecipeError(
+                "the recipe holds no rows out",
+                loaded.nearest("data.eval"),
+                "set data.eval or data.eval_fraction, or show the training rows (without --eval)",
+            )
+        store, numbers = held
+    shown = shown_sequences(asked, store, numbers, tokenizer_of(asked.model), rows)
+    for number, sequence in enumerate(shown, start=1):
+        is_packed = len(sequence.pieces) > 1 and not (asked.method in HAS_ANSWERS or asked.online)
+        what = f"{len(sequence.pieces)} packed rows, " if is_packed else ""
+        say(f"Sequence {number}: {what}{sequence.num_tokens:,} tokens.")
+        for piece in sequence.pieces:
+            print_piece(piece)
+        typer.echo()
+    for sentence in data.words():
+        say(sentence)
+
+
+def print_piece(piece: Piece) -> None:
+    """The name of a piece with its counts, and its text with the trained parts marked."""
+    from memtrain.errors import printable
+
+    typer.secho(
+        printable(
+            f"--- {piece.name}: {piece.num_tokens:,} tokens, {piece.num_loss_tokens:,} loss tokens ---",
+            is_line=True,
+        ),
+        bold=True,
+    )
+    is_terminal = sys.stdout.isatty()
+    parts: list[str] = []
+    was_trained = False
+    for run in piece.runs:
+        text = printable(run.text)
+        if is_terminal:
+            colour = "green" if run.is_trained else None
+            parts.append(typer.style(text, fg=colour, dim=not run.is_trained, bold=run.is_special))
+            continue
+        if run.is_trained != was_trained:
+            parts.append("[[" if run.is_trained else "]]")
+        was_trained = run.is_trained
+        parts.append(text)
+    if was_trained:
+        parts.append("]]")
+    typer.echo("".join(parts))

@@ -1,0 +1,66 @@
+"""`memtrain sft DATASET --model M`: the recipe that these words mean, written to a file before it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.reading.load import recipe_of_words
+from memtrain.recipes.reading.shipped import ENDINGS
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.data.sources.readers import READERS, ending
+
+
+def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequence[str]) -> Path:
+    """The file of the recipe that trains `model` on `dataset`, in the current folder.
+
+    A file that says the same is taken as it is.
+    Raises: RecipeError when a word is wrong, the method is not given, or a file that says something else is
+    in the way.
+    """
+    if method is None:
+        raise RecipeError(
+            "a dataset alone does not say the method",
+            "the command line",
+            "use the command of a method: memtrain sft DATASET --model MODEL",
+        )
+    words = [
+        f"method={method}",
+        f"model.path={json.dumps(model)}",
+        f"data.train={json.dumps(dataset, ensure_ascii=False)}",
+        *overrides,
+    ]
+    loaded = recipe_of_words(words)
+    body = yaml.safe_dump(dict(loaded.resolved), sort_keys=False, allow_unicode=True, width=100)
+    path = Path(f"{name_of(dataset)}-{method}.yaml")
+    text = f"# Written by `memtrain {method} DATASET --model MODEL`. Every key: docs/recipe.md.\n{body}"
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise RecipeError(
+            f"{path} exists already, and says something else",
+            str(path),
+            f"run it (memtrain {method} {path}), or rename or remove it",
+        )
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refuse_dataset(name: str, method: str | None) -> None:
+    """Raise RecipeError when a name is a data file, or a folder: a model is missing beside it."""
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix not in ENDINGS and ending(path) in READERS):
+        raise RecipeError(
+            f"{name} is a dataset, and no model is given",
+            "the command line",
+            f"memtrain {METHODS[method].verb if method else 'sft'} {name} --model MODEL, or give a recipe",
+        )
+
+
+def name_of(dataset: str) -> str:
+    """The name of a dataset's file or folder, or of its hub id, in the letters of a file name."""
+    stem = Path(dataset.rstrip("/")).name.split(".")[0]
+    return re.sub(r"[^\w-]+", "-", stem).strip("-") or "data"

@@ -1,0 +1,85 @@
+"""`memtrain plan MODEL` and `memtrain sft DATASET --model MODEL`: the shortest words that mean something."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memtrain.__main__ import main
+from memtrain.cli.plan.model_table import WAYS, is_model, rows_of, table_of
+from memtrain.recipes.reading.load import load_recipe
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    }
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n' * 4)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tiny", True),
+        ("Qwen/Qwen3-8B", True),
+        ("my.yaml", False),
+        ("sft/qwen3", False),
+        ("rows.jsonl", False),
+    ],
+)
+def test_a_model_is_no_recipe(folder: Path, name: str, expected: bool):
+    assert is_model(name) is expected
+
+
+def test_every_way_is_planned_on_every_card(folder: Path):
+    cells = table_of("tiny", ["length.max_length=256"], cards=("t4",))
+    assert [cell.way for cell in cells] == list(WAYS)
+    needs = [cell.answer.chosen.need_bytes for cell in cells if cell.answer is not None]
+    assert len(needs) == 3
+    assert all(0 < need < 16 * 2**30 for need in needs)
+    assert all(cell.answer.question.asked.recipe.length.max_length == 256 for cell in cells if cell.answer)
+    assert [row[1] for row in rows_of(cells)] == ["T4"] * 3
+
+
+def test_a_model_that_is_too_large_says_its_least_need(folder: Path):
+    (full,) = [cell for cell in table_of("Qwen/Qwen3-8B", [], cards=("t4",)) if cell.way == "full"]
+    assert full.answer is None
+    assert full.why_not.startswith("needs ")
+    assert full.why_not.endswith("GiB at least")
+
+
+def test_options_of_one_plan_are_refused_for_a_model(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "tiny", "--gpu", "t4"]) == 2
+    assert "a model is planned for common cards" in capsys.readouterr().err
+
+
+def test_a_dataset_and_a_model_write_the_recipe_that_runs(folder: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["sft", "rows.jsonl", "--model", "builtin:tiny", "train.max_steps=2", "--dry-run"]
+    assert main(words) == 0
+    assert "Wrote rows-sft.yaml: the recipe of this run." in capsys.readouterr().out
+    recipe = load_recipe("rows-sft.yaml").recipe
+    assert (recipe.method, recipe.model.path, recipe.train.max_steps) == ("sft", "builtin:tiny", 2)
+    assert (folder / "runs" / "rows-sft" / "plan.json").is_file()
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main([*words, "train.seed=3"]) == 2
+    assert "rows-sft.yaml exists already, and says something else" in capsys.readouterr().err
+
+
+def test_a_dataset_alone_asks_for_its_model(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["sft", "rows.jsonl"]) == 2
+    assert "memtrain sft rows.jsonl --model MODEL" in capsys.readouterr().err
+    assert main(["train", "rows.jsonl", "--model", "builtin:tiny"]) == 2
+    assert "a dataset alone does not say the method" in capsys.readouterr().err

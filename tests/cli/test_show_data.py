@@ -1,0 +1,50 @@
+"""`memtrain show-data`: what is trained and what is not, as the store has it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memtrain.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path / "cache"))
+    rows = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}."} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my.yaml").write_text(
+        "method: sft\nmodel: {path: builtin:tiny}\ndata: {train: rows.jsonl}\n"
+        "length: {max_length: 256, packing: bfd}\n"
+    )
+    return tmp_path
+
+
+def test_trained_text_and_packed_rows_are_marked(capsys: pytest.CaptureFixture[str]):
+    assert main(["show-data", "my.yaml", "-n", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "Sequence 1: 3 packed rows, " in told
+    for n in range(3):
+        assert f"<|im_start|>user\nWhat is {n} + 1?<|im_end|>\n<|im_start|>assistant\n" in told
+        assert f"[[It is {n + 1}.<|im_end|>\n]]" in told
+        assert f"--- rows.jsonl:{n + 1}: " in told
+    assert told.count("[[") == told.count("]]") == 3
+
+
+def test_the_parts_of_a_pair_are_named(capsys: pytest.CaptureFixture[str]):
+    assert main(["show-data", "my.yaml", "method=dpo", "data.train=builtin:arithmetic", "length=null"]) == 2
+    capsys.readouterr()
+    words = ["data.train={source: builtin:arithmetic, limit: 2}", "length.packing=none", "-n", "5"]
+    assert main(["show-data", "my.yaml", "method=dpo", *words]) == 0
+    told = capsys.readouterr().out
+    assert "builtin:arithmetic:1, prompt: " in told
+    assert "builtin:arithmetic:2, rejected: " in told
+    assert told.count("Sequence ") == 2
+
+
+def test_rows_that_are_not_held_out_cannot_be_shown(capsys: pytest.CaptureFixture[str]):
+    assert main(["show-data", "my.yaml", "--eval"]) == 2
+    assert "the recipe holds no rows out" in capsys.readouterr().err
+    assert main(["show-data", "my.yaml", "--eval", "data.eval_fraction=0.4", "-n", "9"]) == 0
+    assert capsys.readouterr().out.count("--- rows.jsonl:") == 1
