@@ -56,7 +56,7 @@ def refuse_dataset(name: str, method: str | None) -> None:
         raise RecipeError(
             f"{name} is a dataset, and no model is given",
             "the command line",
-            f"memtrain {METHODS[method].verb if method else 'sft'} {name} --model MODEL, or give a recipe",
+            f"memtrain {METHODS[method].verb if method else 'METHOD'} {name} --model MODEL, or give a recipe",
         )
 
 

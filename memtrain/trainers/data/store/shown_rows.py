@@ -64,10 +64,7 @@ def shown_sequences(
     Rows with answers and prompts of online methods are shown whole, part by part.
     """
     if recipe.method in HAS_ANSWERS or recipe.online is not None:
-        return [
-            ShownSequence(tuple(parts_of(store, int(row), tokenizer, recipe.method)))
-            for row in rows[:count].tolist()
-        ]
+        return [ShownSequence(tuple(parts_of(store, int(row), tokenizer))) for row in rows[:count].tolist()]
     spans = Spans(store.span_ptr, store.span_starts, store.span_ends)
     laid = lay_out(store.lengths, spans, rows, recipe.row_limits)
     shown: list[ShownSequence] = []
@@ -91,10 +88,10 @@ def piece_of(
     return Piece(store.origin(row), length, int(own.sum()), runs)
 
 
-def parts_of(store: TokenStore, row: int, tokenizer: PreTrainedTokenizerFast, method: str) -> Iterator[Piece]:
+def parts_of(store: TokenStore, row: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Piece]:
     """The parts of a row that has answers, or of a prompt alone."""
     mask, end = store.learnt_mask(row), 0
-    label = store.labels[row] if store.meta.has_label and method == "kto" else np.nan
+    label = store.labels[row] if store.meta.format == "unpaired" else np.nan
     for name, length in zip(store.meta.parts, store.part_lengths[row].tolist(), strict=True):
         start, end = end, end + length
         own = mask[start:end]
