@@ -91,7 +91,7 @@ def piece_of(
 def parts_of(store: TokenStore, row: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Piece]:
     """The parts of a row that has answers, or of a prompt alone."""
     mask, end = store.learnt_mask(row), 0
-    label = store.labels[row] if store.meta.format == "unpaired" else np.nan
+    label = store.labels[row] if store.meta.has_label and store.num_parts == 2 else np.nan
     for name, length in zip(store.meta.parts, store.part_lengths[row].tolist(), strict=True):
         start, end = end, end + length
         own = mask[start:end]
