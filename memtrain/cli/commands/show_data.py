@@ -56,9 +56,11 @@ def show_data(
                 "set data.eval or data.eval_fraction, or show the training rows (without --eval)",
             )
         store, numbers = held
-    shown = shown_sequences(asked, store, numbers, tokenizer_of(asked.model), rows)
+    has_parts = asked.method in HAS_ANSWERS or asked.online is not None
+    limits = None if has_parts else asked.row_limits
+    shown = shown_sequences(limits, store, numbers, tokenizer_of(asked.model), rows)
     for number, sequence in enumerate(shown, start=1):
-        is_packed = len(sequence.pieces) > 1 and not (asked.method in HAS_ANSWERS or asked.online)
+        is_packed = len(sequence.pieces) > 1 and not has_parts
         what = f"{len(sequence.pieces)} packed rows, " if is_packed else ""
         say(f"Sequence {number}: {what}{sequence.num_tokens:,} tokens.")
         for piece in sequence.pieces:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
+from memtrain.recipes.sections.length import RowLimits
 from memtrain.trainers.data.packing.token_rows import Spans, lay_out
 from memtrain.trainers.data.store.token_store import TokenStore
 
@@ -57,16 +57,20 @@ class ShownSequence:
 
 
 def shown_sequences(
-    recipe: Recipe, store: TokenStore, rows: NDArray[np.int64], tokenizer: PreTrainedTokenizerFast, count: int
+    limits: RowLimits | None,
+    store: TokenStore,
+    rows: NDArray[np.int64],
+    tokenizer: PreTrainedTokenizerFast,
+    count: int,
 ) -> list[ShownSequence]:
-    """The first `count` sequences of `rows`: packed and truncated as `length:` says.
+    """The first `count` sequences of `rows`: packed and truncated by `limits`.
 
-    Rows with answers and prompts of online methods are shown whole, part by part.
+    Without limits (rows with answers, prompts of online methods): whole rows, part by part.
     """
-    if recipe.method in HAS_ANSWERS or recipe.online is not None:
+    if limits is None:
         return [ShownSequence(tuple(parts_of(store, int(row), tokenizer))) for row in rows[:count].tolist()]
     spans = Spans(store.span_ptr, store.span_starts, store.span_ends)
-    laid = lay_out(store.lengths, spans, rows, recipe.row_limits)
+    laid = lay_out(store.lengths, spans, rows, limits)
     shown: list[ShownSequence] = []
     for number in range(min(count, len(laid))):
         at = range(int(laid.bin_ptr[number]), int(laid.bin_ptr[number + 1]))
