@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memtrain.cli.arguments import HostMemory, OverridesArgument, complete_recipe
 from memtrain.errors import RecipeError
+
+if TYPE_CHECKING:
+    from memtrain.cli.plan.answer import Answer
+    from memtrain.trainers.tools.trace.client import Traced
 
 Gpu = Annotated[
     str | None,
@@ -117,9 +121,12 @@ def plan(
         write_text(page(made, traced), html, says_aside=as_json)
     if as_json:
         typer.echo(json.dumps(json_of(made, traced, why_not), indent=1))
+    if as_json or html is not None:
         return
-    if html is not None:
-        return
+    _print_plan(made, traced, why_not, explain=explain, trace=trace)
+
+
+def _print_plan(made: Answer, traced: Traced | None, why_not: str, *, explain: bool, trace: bool) -> None:
     from memtrain.cli.plan.tables import print_answer, print_traced
 
     print_answer(made, explain=explain)
