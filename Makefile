@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: bench break bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference clean
+.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -77,15 +77,6 @@ $(TRL_ENV)/.installed:
 # Every question that a CPU answers, with small settings (under 30 minutes on 2 cores); resumable.
 bench: setup $(TRL_ENV)/.installed
 	$(BIN)/python benchmarks/suite.py --trl-env $(TRL_ENV) --out bench-results
-
-# What breaks runs on purpose, by a seed: recipes, model folders, data files, kills; about an hour of two cores. Recipes,
-# models and kills go on where they were ended; the results are in break-results/ (docs/security.md and docs/many-devices.md tell the last ones).
-SEED ?= 0
-break: setup
-	mkdir -p break-results
-	$(BIN)/python benchmarks/broken_inputs.py --seed $(SEED) -o break-results/broken_inputs.json
-	$(BIN)/python benchmarks/mutants_of_data.py --seed $(SEED) -o break-results/mutants_of_data.json
-	$(BIN)/python benchmarks/kill_ranks.py --seed $(SEED) -o break-results/kill_moments.json
 
 # What needs a CUDA GPU; the same command goes on where it was ended. Results in bench-gpu/. Nothing is installed: where
 # this tree has no environment of its own, python3 with its torch is taken, and the wheels in .whl/ (docs/offline.md).

@@ -107,8 +107,7 @@ def disturbed(
         if moment in (*moments.LAUNCHERS, *moments.PLANNING):
             kill = moments.killed_launcher(words, run, num_ranks, moment, draws, taken_s)
         else:
-            if not (run / "launch.sh").exists():
-                # Ranks that are started by hand here write no launch files.
+            if not (run / "plan.json").exists():
                 warm.planned(words)
             kill = moments.killed_ranks(run, num_ranks, moment, draws, taken_s)
         if kill is None:

@@ -14,7 +14,7 @@ from memtrain.recipes.reading.environment import EnvironmentText, environment_te
 from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
 from memtrain.recipes.reading.previous_names import renewed
-from memtrain.recipes.reading.shipped import COMMAND_LINE, configs_dir, find_recipe, shipped_names
+from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
 from memtrain.recipes.reading.texts import check_texts, is_too_long
 from memtrain.recipes.reading.validate import recipe_of
 from memtrain.recipes.reading.yaml_reader import read_yaml
@@ -156,7 +156,7 @@ def _text(path: Path, asked_at: Place | None) -> str:
 
     Raises: RecipeError when it is missing, a folder, too large, or not UTF-8.
     """
-    where = COMMAND_LINE if asked_at is None else str(asked_at)
+    where = "" if asked_at is None else str(asked_at)
     if path.is_dir():
         raise RecipeError(f"{path} is a folder", where, "give a .yaml file in it")
     try:

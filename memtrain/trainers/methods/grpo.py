@@ -13,32 +13,27 @@ What differs from the loop: its steps are those of trainers/online/rollout/onlin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import Grpo as GrpoRecipe
-from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.policy.registry import PolicyBatch, PolicyKnobs, policy_loss
-from memtrain.trainers.losses.policy.surrogates import Clip, GammaShape
+from memtrain.trainers.losses.policy.surrogates import GammaShape
 from memtrain.trainers.online.rollout.advantages import (
     decoupled_advantages,
     group_advantages,
     weighted_rewards,
     zero_std_groups,
 )
-from memtrain.trainers.online.rollout.policy_metrics import (
-    MismatchSeen,
-    corrected,
-    means_of_tokens,
-    token_sums,
-)
+from memtrain.trainers.online.rollout.policy_method import PolicyMethod
+from memtrain.trainers.online.rollout.policy_metrics import token_sums
 from memtrain.trainers.online.rollout.protocol import ScoredRollout
-from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores
-from memtrain.trainers.protocols.method import Loss, StepPreview
+from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
@@ -53,27 +48,17 @@ def method(recipe: Recipe, reference: Reference | None = None) -> Grpo:
 
 
 @dataclass(slots=True)
-class Grpo:
+class Grpo(PolicyMethod[GrpoRecipe]):
     """The method `grpo`."""
-
-    section: GrpoRecipe
-    reference: Reference | None
-    temperature: float = 1.0
-    mismatch: MismatchMode = "none"
-    """Correction for the sampler's log-probs."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    seen: MismatchSeen = field(default_factory=MismatchSeen)
-    answer_feed: type[PolicyFeed] = PolicyFeed
 
     @property
     def knobs(self) -> PolicyKnobs:
         """The recipe's knobs as the losses read them."""
         own = self.section
-        high = own.clip_high if own.clip_high is not None else own.clip_low
         return PolicyKnobs(
             loss=own.loss,
             level=own.level,
-            clip=Clip(own.clip_low, high, own.delta),
+            clip=self.clip._replace(delta=own.delta),
             cispo_max_weight=own.cispo_max_weight,
             sapo_pos=own.sapo_temperature_pos,
             sapo_neg=own.sapo_temperature_neg,
@@ -95,16 +80,11 @@ class Grpo:
         zero_advantage_A = zero_std_groups(total_A, group_size).repeat_interleave(group_size)
         return advantage_A.masked_fill(zero_advantage_A, 0.0)
 
-    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
-        """Forget the mismatch of the step before."""
-        self.seen.clear()
-
     def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
         """The policy loss, divided as its name says (not by `denominator`); sums over tokens."""
         wants_entropy = want_stats or self.section.entropy_coef != 0
         scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=wants_entropy)
-        old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
-        outside = corrected(self.section, self.mismatch, old_N, micro, self.seen)
+        _, outside = self.old_and_mismatch(scored.logp_N, micro)
         batch = PolicyBatch(
             logp_N=scored.logp_N,
             lengths_A=micro.answers.lengths_A,
@@ -120,7 +100,3 @@ class Grpo:
         if not want_stats:
             return Loss(made.value, {})
         return Loss(made.value, made.sums | token_sums(scored.logp_N, outside, self.mismatch))
-
-    def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
-        """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
-        return means_of_tokens(sums) | self.seen.facts() | self.metrics

@@ -17,31 +17,26 @@ policy (model/value_head.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.policy.surrogates import Clip, clipped_loss, is_clipped
+from memtrain.trainers.losses.policy.surrogates import clipped_loss, is_clipped
 from memtrain.trainers.losses.policy.value import clipped_value_loss
 from memtrain.trainers.online.rollout.advantages import generalised_advantages, standardised, weighted_rewards
-from memtrain.trainers.online.rollout.policy_metrics import (
-    MismatchSeen,
-    corrected,
-    means_of_tokens,
-    token_sums,
-)
+from memtrain.trainers.online.rollout.policy_method import PolicyMethod
+from memtrain.trainers.online.rollout.policy_metrics import token_sums
 from memtrain.trainers.online.rollout.protocol import ScoredRollout
-from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.online.rollout.scoring_passes import valued_scores
-from memtrain.trainers.protocols.method import Loss, StepPreview
+from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
@@ -52,29 +47,15 @@ def method(recipe: Recipe, reference: Reference | None = None) -> Ppo:
     """The method of a recipe, beside its reference (None with beta 0)."""
     section = recipe.ppo or PpoRecipe()
     mode, _ = section.correction(recipe.generation)
-    return Ppo(section, reference, section.beta, recipe.generation.temperature, mode)
+    return Ppo(section, reference, recipe.generation.temperature, mode, beta=section.beta)
 
 
 @dataclass(slots=True)
-class Ppo:
+class Ppo(PolicyMethod[PpoRecipe]):
     """The method `ppo`."""
 
-    section: PpoRecipe
-    reference: Reference | None
-    beta: float
+    beta: float = 0.0
     """The KL term's weight as it is now."""
-    temperature: float = 1.0
-    mismatch: MismatchMode = "none"
-    """Correction for the sampler's log-probs."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    seen: MismatchSeen = field(default_factory=MismatchSeen)
-    answer_feed: type[PolicyFeed] = PolicyFeed
-
-    @property
-    def clip(self) -> Clip:
-        """The bounds of the ratio."""
-        high = self.section.clip_high
-        return Clip(self.section.clip_low, high if high is not None else self.section.clip_low)
 
     def advantages(self, judged: ScoredRollout) -> Tensor:
         """The reward of each answer [A], 0 where there is no verdict: its tokens are weighed apart."""
@@ -126,10 +107,6 @@ class Ppo:
         """Take it up again."""
         self.beta = kept["beta"]
 
-    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
-        """Forget the mismatch of the step before."""
-        self.seen.clear()
-
     def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
         """Policy loss + value_coef * value loss - entropy_coef * entropy, means over the tokens of the step
         that may be learnt (not over `denominator`); sums over tokens."""
@@ -141,8 +118,7 @@ class Ppo:
         assert micro.token_advantage_N is not None, "The tokens were weighed."
         assert micro.return_N is not None, "The tokens were weighed."
         assert micro.value_N is not None, "The pass was made."
-        old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
-        outside = corrected(section, self.mismatch, old_N, micro, self.seen)
+        old_N, outside = self.old_and_mismatch(scored.logp_N, micro)
         ratio_N = (scored.logp_N - old_N).exp()
         loss_N = clipped_loss(ratio_N, micro.token_advantage_N, self.clip)
         if self.mismatch != "none":
@@ -167,10 +143,6 @@ class Ppo:
             "loss/value": value_loss.detach() * num_tokens,
         }
         return Loss(value, sums | token_sums(scored.logp_N, outside, self.mismatch))
-
-    def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
-        """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
-        return means_of_tokens(sums) | self.seen.facts() | self.metrics
 
 
 def adapted(beta: float, kl: float, target: float, share: float) -> float:

@@ -12,13 +12,12 @@ What differs from the loop: its steps are those of trainers/online/rollout/onlin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import Rloo as RlooRecipe
-from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.policy.ratios import mean_per_answer
 from memtrain.trainers.losses.policy.sequence_level import (
@@ -26,22 +25,18 @@ from memtrain.trainers.losses.policy.sequence_level import (
     penalised_rewards,
     sequence_clipped_loss,
 )
-from memtrain.trainers.losses.policy.surrogates import Clip, is_clipped
+from memtrain.trainers.losses.policy.surrogates import is_clipped
 from memtrain.trainers.online.rollout.advantages import (
     leave_one_out_advantages,
     weighted_rewards,
     zero_std_groups,
 )
-from memtrain.trainers.online.rollout.policy_metrics import (
-    MismatchSeen,
-    corrected,
-    means_of_tokens,
-    token_sums,
-)
+from memtrain.trainers.online.rollout.policy_method import PolicyMethod
+from memtrain.trainers.online.rollout.policy_metrics import token_sums
 from memtrain.trainers.online.rollout.protocol import ScoredRollout
-from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 from memtrain.trainers.online.rollout.scoring_passes import answer_scores
-from memtrain.trainers.protocols.method import Loss, StepPreview
+from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import Reference
 
 feed = PromptFeed
@@ -56,25 +51,11 @@ def method(recipe: Recipe, reference: Reference | None = None) -> Rloo:
 
 
 @dataclass(slots=True)
-class Rloo:
+class Rloo(PolicyMethod[RlooRecipe]):
     """The method `rloo`."""
 
-    section: RlooRecipe
-    reference: Reference | None
-    temperature: float = 1.0
-    mismatch: MismatchMode = "none"
-    """Correction for the sampler's log-probs."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    seen: MismatchSeen = field(default_factory=MismatchSeen)
-    answer_feed: type[PolicyFeed] = PolicyFeed
     kl: float | None = None
     """Mean over completions of log p - log q, of the newest rollout."""
-
-    @property
-    def clip(self) -> Clip:
-        """The bounds of the ratio."""
-        high = self.section.clip_high
-        return Clip(self.section.clip_low, high if high is not None else self.section.clip_low)
 
     def advantages(self, judged: ScoredRollout) -> Tensor:
         """Clipped rewards less the KL term, against the mean of the others [A]."""
@@ -92,16 +73,11 @@ class Rloo:
         zero_advantage_A = zero_std_groups(total_A, group_size).repeat_interleave(group_size)
         return advantage_A.masked_fill(zero_advantage_A, 0.0)
 
-    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
-        """Forget the mismatch of the step before."""
-        self.seen.clear()
-
     def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
         """The mean over the completions of the step (not over `denominator`); sums over tokens."""
         scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=want_stats)
-        old_N = micro.old_N if micro.old_N is not None else scored.logp_N.detach()
         lengths_A = micro.answers.lengths_A
-        outside = corrected(self.section, self.mismatch, old_N, micro, self.seen)
+        old_N, outside = self.old_and_mismatch(scored.logp_N, micro)
         log_ratio_A = answer_log_ratio(scored.logp_N, old_N, lengths_A)
         value = sequence_clipped_loss(
             log_ratio_A,
@@ -125,4 +101,4 @@ class Rloo:
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
         kl = {} if self.kl is None or not self.metrics else {"kl": self.kl}
-        return means_of_tokens(sums) | self.seen.facts() | kl | self.metrics
+        return super(Rloo, self).means(sums, count) | kl

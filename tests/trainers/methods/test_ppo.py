@@ -42,7 +42,7 @@ def judged(*rewards: float) -> ScoredRollout:
 
 def weighed(window: Rollout, rewards: tuple[float, float], **knobs: Any) -> tuple[Ppo, dict[str, float]]:
     section = PpoRecipe(normalise_advantages=False, **knobs)
-    method = Ppo(section, None, section.beta)
+    method = Ppo(section, None, beta=section.beta)
     return method, method.weigh_tokens(window, judged(*rewards))
 
 
@@ -91,7 +91,7 @@ def test_beta_goes_on_from_a_checkpoint():
     method, _ = weighed(window, (2.0, 3.0), beta=0.1, kl_target=1.0, kl_horizon=20)
     # kl -0.25: error -1.25, clipped to -0.2, times 2 / 20.
     assert method.beta == pytest.approx(0.1 * (1 - 0.02))
-    again = Ppo(method.section, None, method.section.beta)
+    again = Ppo(method.section, None, beta=method.section.beta)
     again.go_on(method.kept())
     assert again.beta == method.beta
 
@@ -137,7 +137,7 @@ def test_the_loss_by_hand():
         return_N=torch.tensor([1.0, 1.0, 2.0]),
     )
     model = Answers()
-    method = Ppo(PpoRecipe(value_coef=0.1), None, 0.05)
+    method = Ppo(PpoRecipe(value_coef=0.1), None, beta=0.05)
     made = method.loss(model, micro, denominator=1.0, want_stats=True)
     policy, value = -(1 + 2.4 - 1) / 3, 0.5 * (1 + 0 + 0.64) / 3
     assert made.value.item() == pytest.approx(policy + 0.1 * value, rel=1e-5)
