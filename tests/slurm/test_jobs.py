@@ -33,11 +33,11 @@ def task_of(folder: Path, rank: int) -> psutil.Process:
 
 
 def goes_on(run, whole, curve_of, restarts: int = 1) -> None:
-    """The job ends by itself after so many restarts, continued, every loss that of the undisturbed run."""
+    """The job ends by itself after so many restarts, resumed, every loss that of the undisturbed run."""
     shown = run.end()
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", str(restarts)), run.log
     assert status(run.folder) == ("done", 200)
-    assert [note.partition(" after ")[0] for note in notes(run.folder)] == ["continued"] * restarts
+    assert [note.partition(" at ")[0] for note in notes(run.folder)] == ["resumed"] * restarts
     assert curve_of(run.folder) == curve_of(whole.folder)
 
 

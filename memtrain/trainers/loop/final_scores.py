@@ -57,8 +57,8 @@ class FinalScores:
             )
         if not self.in_batches:
             return (
-                "the tokenizer of final/ has no token to pad with that no row ends in: plain transformers "
-                "scores one row at a time with it"
+                "rows end in the only token that the tokenizer of final/ could pad with: score one row at a "
+                "time in plain transformers"
             )
         return ""
 
