@@ -462,6 +462,16 @@ def vllm(result: Result) -> list[str]:
     )
 
 
+WRITTEN = {
+    "The planner": (
+        "## Precision",
+        "",
+        "What each way to train bfloat16 weights learns: [precision.md](precision.md).",
+        "",
+    )
+}
+"""Sections that have a page of their own, by the section that they stand before."""
+
 SECTIONS = (
     Section(
         "Start-up",
@@ -610,7 +620,7 @@ def page(results: Mapping[str, Result]) -> str:
     """The whole page."""
     lines = [INTRODUCTION]
     for section in SECTIONS:
-        lines += [f"## {section.title}", "", section.says, ""]
+        lines += [*WRITTEN.get(section.title, ()), f"## {section.title}", "", section.says, ""]
         result = results.get(section.file)
         if result is None:
             lines += ["Not measured.", ""]
