@@ -200,6 +200,18 @@ STRATEGIES = {
     "offloading all": sft(LLAMA, {"offload": "all"}),
     "offloading boundaries": sft(LLAMA, {"offload": "boundaries"} | EVERY | HALF),
     "offloading boundaries, one layer kept": sft(LLAMA, {"offload": "boundaries", "offload_keep": 1} | EVERY),
+    "weights on CPU, LoRA": sft(LLAMA, {"weights_offload": True, "adapter": LORA} | EVERY | HALF),
+    "weights on CPU, QLoRA": sft(
+        LLAMA, {"weights_offload": True, "adapter": LORA, "quantize": "4bit"} | EVERY | HALF
+    ),
+    "weights on CPU": sft(LLAMA, {"weights_offload": True} | EVERY | HALF),
+    "weights on CPU, accumulating": sft(
+        LLAMA, {"weights_offload": True, "master_weights": True} | EVERY | HALF, 2
+    ),
+    "weights on CPU, tied": sft(QWEN, {"weights_offload": True} | EVERY),
+    "weights on CPU, dpo, a copy": Case(
+        "dpo", LLAMA, {"weights_offload": True, "reference": "copy"} | EVERY | HALF | SHARED
+    ),
     "optimizer states on CPU": sft(LLAMA, {"optimizer_offload": True}),
     "moments and masters on the host": sft(QWEN, {"optimizer_offload": True, "master_weights": True} | HALF),
     "step in backward": sft(LLAMA, {"in_backward": True}, **NO_CLIP),
@@ -412,8 +424,8 @@ def real_peak(job):
 
 def _real_peak(job):
     gc.collect()
-    if is_sharded(job.settings):
-        # Whole weights are let go when they are cut: the allocator must have seen them come.
+    if is_sharded(job.settings) or job.settings.weights_offload:
+        # Whole weights are let go when they are cut, or moved: the allocator must have seen them come.
         return allocator_peak(
             [], lambda: run_steps(bare_cast(job, "cpu"), job, Nobody(), is_marked=False)
         ) - (random_states(job))

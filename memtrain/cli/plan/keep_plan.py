@@ -49,6 +49,7 @@ RESTS_ON = (
     "memory.slice_tokens",
     "memory.streamed_layers",
     "memory.use",
+    "memory.weights_offload",
     "model",
     "optim.in_backward",
     "train.batch_size",

@@ -207,6 +207,8 @@ def settings_words(settings: Settings) -> str:
         said.append(f"layers in slices of {settings.slice_tokens:,}")
     if settings.offload != "none":
         said.append(f"offloading {settings.offload}")
+    if settings.weights_offload:
+        said.append("weights on CPU")
     if settings.in_backward:
         said.append("step in backward")
     if settings.optimizer_offload:

@@ -7,8 +7,17 @@ from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
-from memtrain.memory.estimate.static import host_overhead, needed, offloaded_states
+from memtrain.memory.estimate.static import (
+    copy_size,
+    host_overhead,
+    needed,
+    num_half,
+    offloaded_states,
+    optimizer_bytes,
+    static_bytes,
+)
 from memtrain.memory.estimate.step_time import num_checkpointed
+from memtrain.memory.estimate.weights_offload import away, num_trained_away, trains_away
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
@@ -22,6 +31,9 @@ ROW_BYTES = 64
 tokens themselves are read from a mapped file."""
 
 
+STEPPED_THERE = "states of the host's weights"
+"""Owner of moments and float32 copies of weights that live, and are stepped, on the host."""
+
 ROUND_BYTES = 2 * 2**20
 """Blocks are powers of two up to this and multiples of it above, so that sizes recur. Taste: a huge page."""
 
@@ -31,6 +43,7 @@ def host_bytes(
 ) -> dict[str, int]:
     """Bytes by owner, of all processes together. On a CPU the device's memory is the host's.
 
+    weights: those of layers that live there (`memory.weights_offload`), with their gradients and states.
     offloaded activations: the inputs of checkpointed layers, or all that the layers keep. optimizer states:
     offloaded moments and float32 copies, or paged moments. shards: those that wait on the host
     (`cluster.cpu_offload`). checkpoint copy: what a save in the background writes from. processes:
@@ -38,7 +51,8 @@ def host_bytes(
     """
     owners = {
         "offloaded activations": _activations(settings, shape, heaviest),
-        "optimizer states": _states(settings, shape),
+        STEPPED_THERE if trains_away(settings) else "optimizer states": _states(settings, shape),
+        **_weights(settings, shape),
         "shards": waiting_bytes(settings, shape),
         "dataset index": ROW_BYTES * num_rows,
     }
@@ -73,6 +87,9 @@ FIXES = {
     "offloaded activations": "set memory.activation_offloading: off, or memory.offload_disk",
     "optimizer states": "set memory.optimizer_offload: off, or optim.kind: adafactor",
     COPY: "set save.async_save: false",
+    STEPPED_THERE: "set memory.use: split_copies, or optim.in_backward: on",
+    "weights": "set memory.weights_offload: off, or model.quantize: 4bit with an adapter",
+    "gradients": "set optim.in_backward: on, or one micro-batch a step",
     "shards": "set cluster.cpu_offload: none, or take more nodes",
     "the run itself": "lower cluster.processes, or train.micro_batch_size",
     "processes": "lower cluster.processes",
@@ -98,7 +115,29 @@ def rounded(num_bytes: int) -> int:
     return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
+def _weights(settings: Settings, shape: ModelShape) -> dict[str, int]:
+    """Weights that live on the host, of a copy too; their gradients with two layers on their way."""
+    if not settings.weights_offload or settings.device == "cpu":
+        return {}
+    own = away(settings, shape)
+    bare = settings.model_copy(update={"adapter": None})
+    copies = away(bare, shape).total if settings.reference in ("copy", "synced") else 0
+    found = {"weights": own.total + copies}
+    count = num_trained_away(settings, shape)
+    if not count:
+        return found
+    # Summed in float32 where a step has several micro-batches, which is not known here.
+    is_one = settings.batch_size is not None and settings.micro_batch_size >= settings.batch_size
+    size = own.total // count if is_one else 4
+    held = own.layer if settings.in_backward else size * count
+    return found | {"gradients": held + 2 * rounded(own.layer) + rounded(own.embedding)}
+
+
 def _states(settings: Settings, shape: ModelShape) -> int:
     if OPTIMIZERS[settings.optimizer].is_bitsandbytes:
         return blockwise_states(settings, shape).host
+    if trains_away(settings):
+        stays = static_bytes(settings, shape)
+        copies = copy_size(settings) * num_half(settings, shape)
+        return optimizer_bytes(settings, shape) + copies - stays.optimizer - stays.master
     return offloaded_states(settings, shape)

@@ -20,6 +20,7 @@ from memtrain.memory.estimate.activations import (
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
+from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
@@ -29,13 +30,8 @@ from memtrain.memory.estimate.sharded.zero import (
     zero_moments,
 )
 from memtrain.memory.estimate.static import (
-    MASTER_BUCKET,
-    OFFLOAD_BUCKET,
     gradient_bytes,
     largest_trained,
-    num_half,
-    num_trained,
-    optimizer_bytes,
     reference_bytes,
     static_bytes,
     sums_wide,
@@ -47,10 +43,16 @@ from memtrain.memory.estimate.streamed_layers import (
     forward_of_layer,
     streamed_backward,
 )
+from memtrain.memory.estimate.weights_offload import (
+    device_bytes,
+    fetched_head,
+    gradients_on_the_way,
+    staged_here,
+    trains_away,
+)
 from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
-from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 
@@ -138,6 +140,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     if settings.slice_tokens:
         inner, final_backward = streamed_backward(load), final_norm_backward(load)
     loss = {"gradients": made.before, "activations": kept + head.norm}
+    loss |= {"head's weight": fetched_head(settings, shape)}
     reduced = static_bytes(settings, shape).reduce
     scratch = optimizer_scratch(load) + offload_bucket(load)
     return [
@@ -185,6 +188,10 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
     whole = gradient_bytes(settings, shape, accumulates=accumulates)
     is_wide = load.is_half and sums_wide(settings, accumulates=accumulates)
     size, widened = (4, 4) if is_wide else (load.a, 0)
+    if trains_away(settings):
+        way = gradients_on_the_way(settings, shape, size)
+        stays = way.stays if accumulates else 0
+        return _Gradients(stays, way.stays, way.in_last, way.in_first, way.in_embedding, 0, way.stays, 0)
     embedding = load.a * shape.num_embedding if trains_all else 0
     own_embedding = size * shape.num_embedding if trains_all else 0
     weight = (load.a + widened) * shape.largest_linear if trains_all else 0
@@ -259,50 +266,11 @@ def _resting(load: Workload, *, has_state: bool) -> Moment:
     return {
         "weights": static.weights,
         "reference": reference_bytes(load.settings, load.shape),
+        "layer buffers": device_bytes(load.settings, load.shape) + staged_here(load.settings, load.shape),
         "master copies": static.master,
         "optimizer": static.optimizer if has_state else 0,
         "batch": 4 * 8 * load.num_whole,
     }
-
-
-def optimizer_scratch(load: Workload) -> int:
-    """Temporaries of the update.
-
-    Fused kernels have none; foreach ones hold the roots of AdamW's second moments. Master copies: float32
-    gradients of a bucket, and the copies where they wait on the host. Adafactor: gradient, weight, update and
-    its negative of one tensor, in float32. Muon: the orthogonalization of one matrix, in bfloat16.
-    """
-    settings, shape = load.settings, load.shape
-    moments = OPTIMIZERS[settings.optimizer].moments
-    if load.batch.foreign is not None and load.batch.foreign.is_foreach and settings.optimizer == "adamw":
-        return 0 if settings.optimizer_offload else optimizer_bytes(settings, shape) // 2
-    if moments == "factored":
-        return largest_trained(settings, shape) * (16 if load.is_half and settings.adapter is None else 12)
-    if moments == "of matrices":
-        if settings.adapter is not None:
-            return 0
-        matrix = shape.largest_linear
-        return matrix * (2 * load.a + 2 * 4)
-    largest, copied = 4 * largest_trained(settings, shape), 0
-    if settings.master_weights and settings.shard_offload == "none":
-        copied = 4 * num_half(settings, shape)
-    bucket = max(largest, min(MASTER_BUCKET, copied)) if copied else 0
-    # Float32 numbers that do not stay are made for a bucket, or fetched, and taken apart weight by weight.
-    made = bucket if settings.copies != "float32" or settings.optimizer_offload else 0
-    made += 2 * largest if settings.copies != "float32" else 0
-    stepped = max(largest, min(MASTER_BUCKET, 4 * num_trained(settings, shape)))
-    # Both moments of a bucket; and three steps of one tensor's on the way into 8 bits.
-    expanded = 2 * stepped + 3 * largest if settings.compressed_moments else 0
-    return bucket + made + expanded
-
-
-def offload_bucket(load: Workload) -> int:
-    """Moments that are on the device at once while they wait on the host otherwise."""
-    settings, shape = load.settings, load.shape
-    if not settings.optimizer_offload:
-        return 0
-    of_largest = 2 * largest_trained(settings, shape) * (4 if settings.master_weights else load.a)
-    return max(of_largest, min(OFFLOAD_BUCKET, optimizer_bytes(settings, shape)))
 
 
 def evaluation_moment(load: Workload) -> Moment:
@@ -313,6 +281,7 @@ def evaluation_moment(load: Workload) -> Moment:
         return max(pass_moments(load, base), key=total)
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
+    base |= {"head's weight": fetched_head(load.settings, load.shape)}
     layer = base | {"activations": forward_of_layer(load) + positions_and_mask(load)}
     scores = base | {"activations": 0, "logits": head.evaluation}
     return max(layer, scores, key=total)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.sharded.sharding import share
+from memtrain.memory.estimate.weights_offload import away, device_bytes, num_trained_away
 from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.hardware.calibration import Measured
 from memtrain.memory.model_shape.shape import ModelShape
@@ -91,8 +92,11 @@ def reference_bytes(settings: Settings, shape: ModelShape) -> int:
     """Weights of a reference model that is held beside the policy: a copy without an adapter, or none."""
     if settings.reference not in ("copy", "synced"):
         return 0
-    whole = weights_bytes(settings.model_copy(update={"adapter": None}), shape)
-    return share(whole, settings, of="weights")
+    bare = settings.model_copy(update={"adapter": None})
+    whole = weights_bytes(bare, shape)
+    if settings.weights_offload and settings.device == "cuda":
+        whole -= away(bare, shape).total
+    return share(whole, settings, of="weights") + device_bytes(bare, shape)
 
 
 def sums_wide(settings: Settings, *, accumulates: bool) -> bool:
@@ -122,6 +126,8 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     copied = num_half(settings, shape)
     is_away = settings.device == "cuda" and settings.shard_offload == "parameters"
     weights = share(weights_bytes(settings, shape), settings, of="weights")
+    # On a CPU the host's memory is the device's.
+    is_elsewhere = settings.device == "cuda"
     own_gradients = share(gradients, settings, of="gradients")
     master = share(copy_size(settings) * copied, settings, of="states")
     if uses_zero(settings):
@@ -129,12 +135,18 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
         master = share(4 * num_trained(settings, shape), settings, of="states")
     sums_whole = settings.num_processes > 1 and not is_sharded(settings)
     return Static(
-        weights=0 if is_away else weights,
+        weights=0 if is_away else weights - (away(settings, shape).total if is_elsewhere else 0),
         gradients=0 if is_away else own_gradients,
-        optimizer=0 if waits_on_host(settings) else optimizer_bytes(settings, shape),
-        master=0 if waits_on_host(settings) else master,
+        optimizer=0 if waits_on_host(settings) else _stays(optimizer_bytes(settings, shape), settings, shape),
+        master=0 if waits_on_host(settings) else _stays(master, settings, shape),
         reduce=small_gradients(settings, shape) if sums_whole else 0,
     )
+
+
+def _stays(num_bytes: int, settings: Settings, shape: ModelShape) -> int:
+    """Part of a state of the trained weights whose weights are on the device."""
+    gone = num_trained_away(settings, shape) if settings.device == "cuda" else 0
+    return num_bytes * (num_trained(settings, shape) - gone) // max(1, num_trained(settings, shape))
 
 
 def copy_size(settings: Settings) -> int:

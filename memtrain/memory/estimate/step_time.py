@@ -16,6 +16,7 @@ from memtrain.memory.estimate.context_parallel import dealt, num_gathered_kv
 from memtrain.memory.estimate.loss_tiles import tile_tokens
 from memtrain.memory.estimate.sharded.communication import Sending, Waiting, sending, waiting
 from memtrain.memory.estimate.static import num_trained, offloaded_states, static_bytes, trains_head
+from memtrain.memory.estimate.weights_offload import NUM_BUFFERS, Pass, away, host_step_s, pass_time
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
@@ -75,11 +76,18 @@ def step_time(
     again = forward * ((settings.reference in WITH_A_PASS) + bool(settings.router_aux_loss_coef))
     sent, waits = sending(settings, shape, rates), waiting(settings, shape, rates)
     passes = _passes_time(forward, computing - forward, copy, sent, waits, num_micros)
+    if settings.weights_offload:
+        passes = num_micros * _fetched_passes(
+            load, forward / num_micros, (computing - forward) / num_micros, hardware
+        )
+        again *= 2
     if settings.slice_tokens:
         # A streamed layer's input is fetched when its turn comes: one waiting beside it is what a row costs.
         passes += (1 - OVERLAP_LOSS) * min(computing - forward, copy)
     device = again + passes + gathering + sent.after + waits.after + waits.step
     stepping = 0.0 if waits.step else _overlapped(optimizer, states)
+    if not settings.in_backward:
+        stepping += host_step_s(settings, shape, hardware)
     seconds = _overlapped(device + stepping, launch)
     return StepTime(seconds, products, traffic, optimizer, launch, 2 * copy + states)
 
@@ -99,6 +107,24 @@ def _passes_time(
         passes = _overlapped(forward, there + sending_there) + _overlapped(backward, back + sending_back)
     of_last = backward / num_micros
     return passes + _overlapped(of_last, sent.last) - of_last
+
+
+def _fetched_passes(load: Workload, forward: float, backward: float, hardware: Hardware) -> float:
+    """Seconds of a micro-batch whose layers' weights come from the host: both passes, simulated.
+
+    What else is offloaded shares the bus. In the backward pass the last layers are in the buffers still, and
+    gradients leave; a step in the backward pass is a layer's share of the host's.
+    """
+    settings, shape, count = load.settings, load.shape, load.shape.num_layers
+    rate = hardware.rates_of(settings.threads, settings.num_processes).host_bytes_per_s
+    found = away(settings, shape)
+    fetch, moved = found.layers / count / rate, _copied(load) / count / rate
+    send = fetch if settings.adapter is None else 0.0
+    step = host_step_s(settings, shape, hardware) / count if settings.in_backward else 0.0
+    there = pass_time(count, Pass(forward / count, fetch, moved))
+    back = pass_time(count, Pass(backward / count, fetch + moved, send, step), num_there=NUM_BUFFERS)
+    ends = 2 * (found.embedding + found.head) / rate
+    return there + back + ends
 
 
 def _overlapped(one: float, other: float) -> float:

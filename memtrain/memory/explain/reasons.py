@@ -160,6 +160,8 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
             f"{gain({'slice_tokens': 0, 'checkpoint_every': 1})}{_drawn_by_slice(settings)}",
             "memory.streamed_layers",
         )
+    if settings.weights_offload:
+        ledger.decide("weights_offload", "on", gain({"weights_offload": False}), "memory.weights_offload")
     other_loss = {"loss": "full"} if settings.loss != "full" else {"loss": "chunked"}
     ledger.decide("loss", settings.loss, gain(other_loss), "memory.loss")
     _explain_offloading(ledger, settings, gain({"offload": "none", "offload_keep": 0}))

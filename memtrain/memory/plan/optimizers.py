@@ -27,6 +27,11 @@ class OptimizerFacts:
         return self.moments == "blockwise"
 
     @property
+    def steps_on_host(self) -> bool:
+        """Whether it steps weights that live on the host: not by CUDA's kernels, nor by large products."""
+        return self.moments not in ("blockwise", "of matrices")
+
+    @property
     def needs_matrices(self) -> bool:
         """Whether it steps whole matrices, one after another, by kernels of its own."""
         return self.moments in ("factored", "of matrices")

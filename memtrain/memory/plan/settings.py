@@ -146,6 +146,8 @@ class Settings(Section):
     """Activation checkpointing of every n-th layer; 0 is off."""
     slice_tokens: Annotated[int, Mark("sums")] = 0
     """Tokens of the slices in which each layer goes over a row, forward and backward; 0: the whole row."""
+    weights_offload: Annotated[bool, Mark("bits")] = False
+    """The layers' weights live in host memory, and are on the device for their layer's turn."""
     offload: Annotated[Literal["none", "boundaries", "all"], Mark("bits")]
     """Activations that wait in host memory: none, the checkpointed layer inputs, or every saved tensor."""
     offload_keep: Annotated[int, Mark("bits")] = 0

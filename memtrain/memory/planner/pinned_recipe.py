@@ -35,6 +35,8 @@ def pins(asked: SourcedRecipe, settings: Settings) -> dict[str, object]:
         wanted["memory.loss_chunk_size"] = settings.loss_tile_bytes
     if memory.optimizer_offload == "auto":
         wanted["memory.optimizer_offload"] = on[settings.optimizer_offload]
+    if memory.weights_offload == "auto":
+        wanted["memory.weights_offload"] = on[settings.weights_offload]
     if recipe.optim.in_backward == "auto":
         wanted["optim.in_backward"] = on[settings.in_backward]
     if recipe.optim.kind != settings.optimizer:

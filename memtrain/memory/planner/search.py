@@ -10,6 +10,7 @@ from memtrain.memory.estimate.pricing import PlannerInputs, Priced, fits_host, p
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.engines import OFFLOADS, open_forms, under_engine
+from memtrain.memory.rules.weights_offload import is_asked
 from memtrain.memory.strategies.base import StrategyContext, StrategyGroup
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, wish_of
@@ -34,7 +35,7 @@ class Space:
     stepping: tuple[Settings, ...]
     """The same, with the optimizer stepping in the backward pass: such a step cannot be made again."""
     waiting: tuple[Settings, ...]
-    """The same with shards that wait on the host, where the recipe leaves that open: always slower."""
+    """The same with shards or weights of layers that wait on the host, where the recipe leaves that open."""
     changing: tuple[tuple[Settings, ...], ...]
     """Plans that learn something else, which the recipe allows: those with one such change, with two, ..."""
 
@@ -76,7 +77,9 @@ def space(
                 if excluded(settings) or not all(STRATEGIES[name].is_used(settings) for name in names):
                     continue
                 group = exact if whole is None or is_pinned else stepping
-                group = waiting if is_open and option.shard_offload != "none" else group
+                waits = is_open and option.shard_offload != "none"
+                waits = waits or (option.weights_offload and not is_asked(case.asked))
+                group = waiting if waits else group
                 count = _num_changes(settings, base, case)
                 (changing.setdefault(count, {}) if count else group)[settings] = None
     by_count = tuple(tuple(changing[count]) for count in sorted(changing))
@@ -158,7 +161,14 @@ def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:
 def _moved(one: Priced) -> int:
     """Strategies that lean on the bus and on host memory, which other programs use too."""
     settings = one.settings
-    return (settings.offload != "none") + settings.optimizer_offload + (settings.shard_offload != "none")
+    return sum(
+        (
+            settings.offload != "none",
+            settings.optimizer_offload,
+            settings.shard_offload != "none",
+            settings.weights_offload,
+        )
+    )
 
 
 def frontier(priced: Iterable[Priced]) -> list[Priced]:

@@ -27,6 +27,7 @@ from memtrain.memory.rules.reference_model import decide_reference, decide_share
 from memtrain.memory.rules.router_balance import decide_router_balance
 from memtrain.memory.rules.row_positions import decide_positions, decide_scaling, one_row_a_time
 from memtrain.memory.rules.streamed_layers import refuse_streaming
+from memtrain.memory.rules.weights_offload import refuse_weights_offload
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.methods.ppo import Ppo
@@ -56,6 +57,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
         return None, []
     refuse_attention(ledger, attention)
     refuse_streaming(ledger, attention, facts.config, processes)
+    refuse_weights_offload(ledger, facts.config, processes)
     form = _how_rows_lie(ledger, facts, attention)
     if facts.apart is not None and not form.shared_prompts:
         facts = facts.with_prompts_apart()

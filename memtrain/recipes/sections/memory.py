@@ -21,6 +21,7 @@ StrategyName = Literal[
     "full_offloading",
     "chunked_loss",
     "liger_loss",
+    "weights_offload",
     "optimizer_offload",
     "optimizer_in_backward",
     "precomputed_reference",
@@ -120,6 +121,11 @@ class Memory(Section):
     some at a time: 2 or 3 numbers a trained weight less on the device, a step slower by their way over the
     bus. Same numbers. `auto`: where nothing faster fits."""
 
+    weights_offload: Literal["auto", "on", "off"] = "auto"
+    """The layers' weights live in host memory, and travel to the device for their layer's turn, two buffers
+    at a time; weights that are trained are stepped on the host. Same numbers; a step waits for the bus where
+    a micro-batch is short. For one process. `auto`: where nothing faster fits."""
+
     preflight: Literal["auto", "on", "off"] = "auto"
     """Try the heaviest batch, an evaluation and a save before the first step, and undo it to the bit: a run
     that would run out of memory at some later step ends in its first minute. `auto`: on a GPU."""
@@ -142,6 +148,18 @@ class Memory(Section):
             raise ValueError(
                 "streamed layers keep only their inputs, as checkpointed layers do, and are recomputed in "
                 "slices; remove memory.activation_checkpointing: on, or memory.streamed_layers: on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _passes_one_layer_at_a_time(self) -> Memory:
+        if self.weights_offload != "on" or self.streamed_layers == "on":
+            return self
+        if self.activation_checkpointing == "off" or self.checkpoint_every not in ("auto", 1):
+            raise ValueError(
+                "memory.weights_offload: on brings one layer's weights at a time, and layers keep only their "
+                "inputs; remove memory.activation_checkpointing and memory.checkpoint_every, or set "
+                "memory.streamed_layers: on"
             )
         return self
 

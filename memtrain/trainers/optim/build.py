@@ -116,11 +116,22 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norms = torch._foreach_norm(gradients, 2, torch.float32)
+    norms = _norms(gradients)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if max_norm != float("inf"):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+        is_one = len({gradient.device for gradient in gradients}) == 1
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=is_one or None)
     return norm
+
+
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    """The norm of each, in order, on the device of the first: those of weights on the host are there."""
+    devices = {gradient.device for gradient in gradients}
+    if len(devices) == 1:
+        return list(torch._foreach_norm(gradients, 2, torch.float32))
+    own = {device: [one for one in gradients if one.device == device] for device in devices}
+    norms = {device: iter(torch._foreach_norm(those, 2, torch.float32)) for device, those in own.items()}
+    return [next(norms[one.device]).to(gradients[0].device) for one in gradients]
 
 
 def _adamw(groups: list[Group], recipe: Optim) -> Optimizer:

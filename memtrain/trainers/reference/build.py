@@ -21,6 +21,9 @@ from memtrain.trainers.data.store.cache import cache_dir
 from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
+from memtrain.trainers.model.offload.activations import engine_for
+from memtrain.trainers.model.offload.copy_engines import CopyEngine
+from memtrain.trainers.model.offload.weights import weights_on_host
 from memtrain.trainers.model.streamed.apply import stream_layers
 from memtrain.trainers.protocols.feed import Feed, Steps, eval_order
 from memtrain.trainers.reference.precompute import Floats, Question, asked_once
@@ -89,9 +92,15 @@ def make_reference(
     return EmaReference(held, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
 
 
-def frozen_scorer(model: PreTrainedModel | PeftModel, settings: Settings) -> nn.Module:
-    """A scorer of tokens around a model that is only asked."""
-    stream_layers(model, settings.slice_tokens)
+def frozen_scorer(
+    model: PreTrainedModel | PeftModel, settings: Settings, copies: CopyEngine | None = None
+) -> nn.Module:
+    """A scorer of tokens around a model that is only asked; `copies`: how its weights come from the host."""
+    model.requires_grad_(False)
+    weights = weights_on_host(
+        model, settings.model_copy(update={"adapter": None}), copies or engine_for(settings)
+    )
+    stream_layers(model, settings.slice_tokens, weights=weights)
     return scorer_of(model.requires_grad_(False).eval(), "lm", settings).eval()
 
 

@@ -144,8 +144,9 @@ def test_all_weights_of_8b_with_copies_fit_where_copies_wait_on_the_host(
     assert resolved.settings.master_weights
     assert resolved.settings.optimizer_offload
     assert not resolved.settings.in_backward
+    never = ("optimizer_offload", "weights_offload")
     with pytest.raises(DoesNotFit):
-        ask(known, memory__budget="72GiB", memory__never="optimizer_offload", optim__in_backward="off")
+        ask(known, memory__budget="72GiB", memory__never=never, optim__in_backward="off")
 
 
 def test_every_strategy_that_is_not_used_has_a_reason(ask: Ask, facts_of: Any, profile_of: Any):
@@ -183,14 +184,14 @@ def test_where_nothing_fits_three_ways_out_are_told_with_their_peaks_and_they_fi
 ):
     known = facts(facts_of, profile_of, "llama-3.1-8b")
     with pytest.raises(DoesNotFit) as caught:
-        ask(known, memory__budget="24GiB")
+        ask(known, memory__budget="24GiB", memory__never="weights_offload")
     fault = caught.value.faults[0]
     assert "no plan fits 24.00 GiB" in fault.what
     assert "weights 14.96 GiB" in fault.what
     assert "{kind: lora}" in fault.fix
     assert "GPUs with cluster.engine: fsdp2 (peak " in fault.fix
     known = replace(known, hardware=Hardware.named("b200"))
-    roomy = ask(known, memory__budget="170GiB", memory__never="optimizer_offload")
+    roomy = ask(known, memory__budget="170GiB", memory__never=("optimizer_offload", "weights_offload"))
     smallest = min(roomy.tried, key=lambda one: one.need_bytes)
     ways = nearest_ways(smallest, 45 * GIB, known)
     assert len(ways) == 3
@@ -207,7 +208,8 @@ def test_the_longest_length_that_fits_is_found_and_taken_where_shorter_rows_are_
     def at(length: int) -> PlannerInputs:
         return facts_of(Hardware.named("h100"), profile_of(*[length] * 32), dict(config), at_length=at)
 
-    tight = {"memory__budget": "12GiB", "memory__never": "optimizer_offload", "length__max_length": 65_536}
+    never = ("optimizer_offload", "weights_offload")
+    tight = {"memory__budget": "12GiB", "memory__never": never, "length__max_length": 65_536}
     with pytest.raises(DoesNotFit):
         ask(at(65_536), **tight)
     resolved = ask(at(65_536), **tight, memory__allow="shorter_sequences")

@@ -177,6 +177,7 @@ def test_use_and_never_say_their_keys_and_keep_their_place(recipe_of):
 
 
 LORA: dict[str, Any] = {"adapter": Adapter(), "master_weights": False}
+AWAY: dict[str, Any] = {"weights_offload": True, "checkpoint_every": 1}
 SHARDED: dict[str, Any] = {"engine": "fsdp2", "num_processes": 2}
 ZERO: dict[str, Any] = {"engine": "zero2", "num_processes": 2}
 PAIRS: list[tuple[str, dict[str, Any]]] = [
@@ -189,6 +190,16 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("streamed_layers", {"slice_tokens": 64, "quantize": "8bit"}),
     ("streamed_layers", {"slice_tokens": 64, "router_aux_loss_coef": 0.01}),
     ("streamed_layers", {"slice_tokens": 64, "engine": "zero2", "num_processes": 2}),
+    ("weights_offload", {"weights_offload": True}),
+    ("weights_offload", {"weights_offload": True, "offload": "all"}),
+    ("weights_offload", AWAY | {"num_processes": 2}),
+    ("weights_offload", AWAY | {"quantize": "8bit", "adapter": Adapter()}),
+    ("weights_offload", AWAY | {"optimizer": "muon"}),
+    ("weights_offload", AWAY | {"optimizer_offload": True}),
+    ("weights_offload", AWAY | {"compressed_moments": True}),
+    ("weights_offload", AWAY | {"dtype": "float16"}),
+    ("weights_offload", AWAY | {"router_aux_loss_coef": 0.01}),
+    ("weights_offload", AWAY | {"reference": "synced"}),
     ("packing", {"packing": "bfd", "padding_free": False}),
     ("shared_prompts", {"shared_prompts": True, "padding_free": False}),
     ("qlora", {"quantize": "4bit"}),
@@ -251,7 +262,7 @@ def test_what_changes_the_numbers_is_taken_only_where_allowed_and_needed(ask, fa
     """0.3 billion parameters in bfloat16: 0.6 GiB each for weights and gradients, 1.2 GiB of moments."""
     allowed = {"memory__allow": ("lora", "adafactor")}
     assert plan(**allowed).adapter is None
-    tight = BASE | {"memory__budget": "3GiB", "memory__never": "optimizer_offload"}
+    tight = BASE | {"memory__budget": "3GiB", "memory__never": ("optimizer_offload", "weights_offload")}
     with pytest.raises(DoesNotFit):
         ask(facts, **tight)
     changed = {
@@ -283,6 +294,7 @@ IN_USE: dict[str, dict[str, object]] = {
     "full_offloading": {"checkpoint_every": 0, "offload": "all"},
     "chunked_loss": {"loss": "chunked"},
     "liger_loss": {"loss": "liger"},
+    "weights_offload": {"checkpoint_every": 1, "weights_offload": True},
     "optimizer_offload": {"optimizer_offload": True},
     "optimizer_in_backward": {"in_backward": True},
     "precomputed_reference": {"reference": "precomputed"},

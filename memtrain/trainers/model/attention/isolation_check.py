@@ -21,6 +21,7 @@ from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.functions import FIX
 from memtrain.trainers.model.attention.own_positions import upstream_positions
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
+from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.context_parallel_scoring import sliced
 from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
@@ -152,7 +153,7 @@ def verify_slices(model: nn.Module, backend: AttentionBackend, ranks: ContextRan
         LaunchError: the slices are not the row; it names the model's class.
     """
     base = base_model(model)
-    layout = packed_layout([3 * ranks.size + 1, 5 * ranks.size - 1]).to(_embedding(base).device)
+    layout = packed_layout([3 * ranks.size + 1, 5 * ranks.size - 1]).to(run_device(base))
     ids_T = draw(base, layout.num_tokens, torch.Generator().manual_seed(0))
     whole = {"input_ids": ids_T[None], "position_ids": layout.position_ids, "layout": layout}
     own, own_layout = sliced(whole, ranks)
@@ -175,7 +176,7 @@ def verify_slices(model: nn.Module, backend: AttentionBackend, ranks: ContextRan
 def draw(model: PreTrainedModel, length: int, generator: torch.Generator) -> Tensor:
     """int64 [length], ids that every vocabulary has."""
     vocabulary = min(128, model.config.get_text_config().vocab_size)
-    return torch.randint(0, vocabulary, (length,), generator=generator).to(_embedding(model).device)
+    return torch.randint(0, vocabulary, (length,), generator=generator).to(run_device(model))
 
 
 def _measured(
@@ -185,7 +186,7 @@ def _measured(
 
     Of rows of `lengths`; or, of completions of such lengths, which share a prompt of `prompt_len` tokens.
     """
-    device = _embedding(model).device
+    device = run_device(model)
     is_packed = prompt_len is None
     kind = "a packed row" if is_packed else "a shared prompt"
     layout = packed_layout(lengths) if is_packed else shared_layout([(prompt_len, lengths)])

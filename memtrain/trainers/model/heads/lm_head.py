@@ -21,6 +21,7 @@ from memtrain.trainers.losses.head.request import HeadForm, LogprobRequest, Requ
 from memtrain.trainers.losses.head.tiles import TILE_BYTES
 from memtrain.trainers.model.attention.functions import NAMES
 from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
 
@@ -170,17 +171,18 @@ def verify_head(scorer: Scorer) -> None:
     base = base_model(scorer.model)
     weight = next(base.get_input_embeddings().parameters())
     generator = torch.Generator().manual_seed(0)
+    device = run_device(base)
     num_ids = min(weight.shape[0], base.config.get_text_config().vocab_size)
-    ids_BT = torch.randint(0, num_ids, (1, 12), generator=generator).to(weight.device)
+    ids_BT = torch.randint(0, num_ids, (1, 12), generator=generator).to(device)
     inputs: dict[str, Any] = {"input_ids": ids_BT}
     if base.config._attn_implementation in NAMES.values():
-        layout = packed_layout([ids_BT.shape[1]]).to(weight.device)
+        layout = packed_layout([ids_BT.shape[1]]).to(device)
         inputs |= {"position_ids": layout.position_ids, "layout": layout}
     was_training = scorer.training
     scorer.eval()
     try:
         with torch.no_grad():
-            index_N = torch.arange(ids_BT.shape[1] - 1, device=weight.device)
+            index_N = torch.arange(ids_BT.shape[1] - 1, device=device)
             _check_reads_hidden(base, scorer.hidden(inputs, index_N))
             logp_N = scorer(inputs, index_N, LogprobRequest(ids_BT[0, 1:])).logp_N
             logits_NV = scorer.model(**inputs, use_cache=False).logits[0, :-1]

@@ -177,8 +177,9 @@ def _pretrained(
         return empty_model(origin, config, DTYPES[settings.dtype], AUTO[head], may_miss=may_miss)
     kwargs: dict[str, Any] = {"quantization_config": quantization_config(settings)}
     if settings.device == "cuda":
-        # Straight to the device, weight by weight: the host never holds the whole model.
-        kwargs["device_map"] = {"": local_device(settings)}
+        # Straight to where it lives, weight by weight: the host holds the whole model where that is there.
+        where = torch.device("cpu") if settings.weights_offload else local_device(settings)
+        kwargs["device_map"] = {"": where}
     if Path(origin.path).is_dir():
         check_weights(Path(origin.path))
     try:

@@ -15,7 +15,9 @@ from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpo
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, SyncEngine
 from memtrain.trainers.model.offload.host_pool import DiskTier
 from memtrain.trainers.model.offload.offloader import Offloader
+from memtrain.trainers.model.offload.weights import weights_on_host
 from memtrain.trainers.model.streamed.apply import stream_layers
+from memtrain.trainers.model.streamed.layer_weights import LayerWeights
 
 KEEP_LAST = {"boundaries": 1, "all": 8}
 """Storages that stay on the device while their copy runs. `all` has many small ones between large ones.
@@ -28,6 +30,7 @@ class Activations:
 
     checkpointing: Checkpointing | None
     offloader: Offloader | None
+    weights: LayerWeights | None = None
 
 
 def apply_checkpointing_and_offload(
@@ -36,6 +39,7 @@ def apply_checkpointing_and_offload(
     """Checkpoint, stream and offload the layers of `model`, in place. A second call replaces the first.
 
     Exact: losses and gradients are the same bits; of streamed layers the same up to the order of sums.
+    Weights that live on the host are brought in by the same pass over one layer: it is the checkpointing.
 
     boundaries: only the inputs of checkpointed layers travel, twice tokens x width bytes a layer. Compute of
         about 24 x tokens x width^2 operations hides that from a width of about 1,000 on, however many tokens.
@@ -51,10 +55,13 @@ def apply_checkpointing_and_offload(
     """
     every, slice_tokens = settings.checkpoint_every, settings.slice_tokens
     stream_layers(model, 0)
+    weights = weights_on_host(model, settings, engine or engine_for(settings))
+    is_passed = bool(slice_tokens) or weights is not None
     if settings.offload == "none":
-        if slice_tokens:
-            stream_layers(model, slice_tokens)
-        return Activations(checkpoint_layers(model, every) if every else None, None)
+        if is_passed:
+            stream_layers(model, slice_tokens, weights=weights)
+        checkpoints = every and not is_passed
+        return Activations(checkpoint_layers(model, every) if checkpoints else None, None, weights)
     if settings.offload == "boundaries" and not every and not slice_tokens:
         raise LaunchError(
             "activation offloading needs activation checkpointing, whose layers' inputs are what it moves",
@@ -71,9 +78,9 @@ def apply_checkpointing_and_offload(
         fetches_ahead=not settings.slice_tokens,
         recompute=recomputing(model),
     )
-    if slice_tokens:
-        stream_layers(model, slice_tokens, offloader.hooks, keep=settings.offload_keep)
-        return Activations(None, offloader)
+    if is_passed:
+        stream_layers(model, slice_tokens, offloader.hooks, keep=settings.offload_keep, weights=weights)
+        return Activations(None, offloader, weights)
     kept = offloader.run_kept if settings.offload == "all" else None
     keep = settings.offload_keep if settings.offload == "boundaries" else 0
     treated = checkpoint_layers(model, every, offloader.run_recomputed, kept, keep=keep)

@@ -1,4 +1,4 @@
-"""Streamed layers on a model: every decoder layer goes over a flattened row in slices, from now on."""
+"""The pass over one layer at a time, on a model: in slices of a flattened row, with weights from the host."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.streamed.layer_pass import FIX, run_streamed
+from memtrain.trainers.model.streamed.layer_weights import LayerWeights, Turn
 from memtrain.trainers.model.streamed.row_pass import row_of
 from memtrain.trainers.model.streamed.row_slices import slices_of
 from memtrain.trainers.model.streamed.tokenwise import TokenwiseForward
@@ -36,6 +37,8 @@ class StreamedForward:
     hooks: Hooks = nullcontext
     before: Forward | None = None
     """Forward that was in the instance before, in place of the class's method: a kernel's."""
+    turn: Turn | None = None
+    """The layer among those whose weights live on the host."""
 
     def plain(self, *inputs: Any, **arguments: Any) -> Any:
         """The layer as it is without slices."""
@@ -48,25 +51,40 @@ class StreamedForward:
         """The layer's output."""
         rows = (row_of(argument) for argument in arguments.values())
         layout = next((row for row in rows if row is not None), None)
-        if layout is None or not self.slice_tokens:
+        slices = slices_of(layout, self.slice_tokens) if layout is not None and self.slice_tokens else ()
+        if not slices and self.turn is None:
             return self.plain(x_BTW, *others, **arguments)
-        if others:
+        if others and slices:
             what = f"{type(self.layer).__name__} gets positional arguments, which cannot be cut into slices"
             raise LaunchError(what, "memory.streamed_layers", FIX)
-        slices = slices_of(layout, self.slice_tokens)
         with self.hooks() if torch.is_grad_enabled() else nullcontext():
-            return run_streamed(self.layer, self.plain, slices, x_BTW, arguments)
+            return run_streamed(
+                self.layer, self.plain, x_BTW, arguments, others, slices=slices, turn=self.turn
+            )
 
 
-def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontext, *, keep: int = 0) -> None:
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model, in their order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def stream_layers(
+    model: nn.Module,
+    slice_tokens: int,
+    hooks: Hooks = nullcontext,
+    *,
+    keep: int = 0,
+    weights: LayerWeights | None = None,
+) -> None:
     """Run all decoder layers of `model`, and the norm after them, in slices, with and without gradients.
 
     `hooks` surround the saving of the layers' inputs, but for those of the last `keep` layers. A second call
-    replaces the first; 0 tokens: layers run as their class has them.
+    replaces the first; 0 tokens: layers run as their class has them, or in one piece with their `weights`
+    from the host.
 
     Raises: LaunchError when the model has no such layers.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = layers_of(model)
     if slice_tokens and not layers:
         raise LaunchError(
             f"the layers of {type(model).__name__} cannot be streamed", "memory.streamed_layers", FIX
@@ -78,14 +96,15 @@ def stream_layers(model: nn.Module, slice_tokens: int, hooks: Hooks = nullcontex
             del module.forward
             if own.before is not None:
                 module.forward = own.before
-    if not slice_tokens:
+    if not slice_tokens and weights is None:
         return
-    for norm in norms:
+    for norm in norms if slice_tokens else ():
         norm.forward = TokenwiseForward(norm, slice_tokens, vars(norm).get("forward"))
     for number, layer in enumerate(layers):
         own_hooks = hooks if number < len(layers) - keep else nullcontext
         # The instance's attribute goes before the class's method; hooks of the module stay around it.
-        layer.forward = StreamedForward(layer, slice_tokens, own_hooks, vars(layer).get("forward"))
+        turn = None if weights is None else Turn(weights, number)
+        layer.forward = StreamedForward(layer, slice_tokens, own_hooks, vars(layer).get("forward"), turn)
 
 
 @contextmanager

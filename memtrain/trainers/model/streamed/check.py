@@ -14,6 +14,7 @@ from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.isolation_check import alone_bound, draw, undisturbed
 from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
 from memtrain.trainers.model.streamed.apply import other_slices
 from memtrain.trainers.model.streamed.layer_pass import FIX
@@ -34,7 +35,7 @@ def verify_streamed(model: nn.Module, backend: AttentionBackend) -> float:
         LaunchError: slices are not the whole; it names the model's class.
     """
     base = base_model(model)
-    layout = packed_layout(LENGTHS).to(next(base.parameters()).device)
+    layout = packed_layout(LENGTHS).to(run_device(base))
     ids_T = draw(base, layout.num_tokens, torch.Generator().manual_seed(0))
     inputs: dict[str, Any] = {"input_ids": ids_T[None], "position_ids": layout.position_ids, "layout": layout}
     with undisturbed(base), attention_switched(base, NAMES[backend]):

@@ -3,9 +3,9 @@
 A layer is token-wise but for attention, and there a token needs keys and values of earlier ones only. So the
 forward pass goes through the slices in order and keeps the layer's input alone. The backward pass makes keys
 and values of the row once more, then goes from the last slice to the first: it recomputes the slice, takes
-its gradient through it, and leaves in `LayerKeys` what belongs to earlier keys. Weights are the layer's as
-they are at the time, and their gradients come out together at the end, so that weights may be brought in
-before and gradients taken out after.
+its gradient through it, and leaves in `LayerKeys` what belongs to earlier keys. Without slices the row is one
+piece, and the layer is recomputed as it is. Weights that live on the host are brought in before, and their
+gradients taken out after (`layer_weights`).
 
 Source: StreamBP, arXiv:2506.03077; one sweep from the last slice to the first in place of its two passes.
 """
@@ -15,6 +15,7 @@ Source: StreamBP, arXiv:2506.03077; one sweep from the last slice to the first i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
+from memtrain.trainers.model.streamed.layer_weights import Turn
 from memtrain.trainers.model.streamed.random_state import drops, random_states, restored
 from memtrain.trainers.model.streamed.row_pass import RowPass
 from memtrain.trainers.model.streamed.row_slices import RowSlice
@@ -43,15 +45,26 @@ class LayerPass:
     plain: Callable[..., Any]
     """The layer's forward pass over a whole row."""
     slices: tuple[RowSlice, ...]
+    """The row's slices; none where it is one piece, whatever its layout is."""
     arguments: Mapping[str, Any]
     """The layer's arguments for the whole row."""
+    others: tuple[Any, ...] = ()
+    """Arguments without a name, of a row in one piece."""
+    turn: Turn | None = None
+    """The layer among those whose weights live on the host."""
     states: list[Any] = field(default_factory=list[Any])
     """The random state that each slice began with; empty where nothing is dropped."""
+    is_first_of_many: bool = False
+    """The layer returns a tuple with its hidden states."""
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         """The layer's output, without a graph."""
-        keys = LayerKeys(x_BTW.shape[1])
-        with torch.no_grad():
+        here: Any = nullcontext() if self.turn is None else self.turn.in_forward()
+        with torch.no_grad(), here:
+            if not self.slices:
+                self._note_state(x_BTW)
+                return self._output_whole(x_BTW)
+            keys = LayerKeys(x_BTW.shape[1])
             if len(self.slices) == 1:
                 self._note_state(x_BTW)
                 return self._output(x_BTW, self.slices[0], keys)
@@ -69,6 +82,28 @@ class LayerPass:
         The input's gradient takes the place of the input, slice by slice: nothing needs the input any more.
         Should anything else have saved it, autograd finds it changed and says so.
         """
+        here: Any = nullcontext() if self.turn is None else self.turn.in_backward()
+        with here:
+            if not self.slices:
+                return self._backward_whole(x_BTW, dy_BTW, needs_dx=needs_dx)
+            return self._backward_in_slices(x_BTW, dy_BTW, needs_dx=needs_dx)
+
+    def _backward_whole(
+        self, x_BTW: Tensor, dy_BTW: Tensor, *, needs_dx: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The same over a row in one piece."""
+        with restored(x_BTW.device, is_on=bool(self.states)), WeightSums(self.layer, is_wide=False) as sums:
+            self._restore_state(0, x_BTW)
+            with torch.enable_grad():
+                x_BTW = x_BTW.requires_grad_(needs_dx)
+                y_BTW = self._output_whole(x_BTW)
+            torch.autograd.backward(y_BTW, dy_BTW)
+            return x_BTW.grad, sums.taken()
+
+    def _backward_in_slices(
+        self, x_BTW: Tensor, dy_BTW: Tensor, *, needs_dx: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The same from the last slice to the first."""
         keys = LayerKeys(x_BTW.shape[1])
         dx_BTW = x_BTW if needs_dx else None
         with restored(x_BTW.device, is_on=bool(self.states)):
@@ -100,13 +135,28 @@ class LayerPass:
                 # A layer without attention is token-wise, and has no keys to know.
         keys.stops = False
 
+    def _output_whole(self, x_BTW: Tensor) -> Tensor:
+        """The plain layer on the row."""
+        out = self.plain(x_BTW, *self.others, **self.arguments)
+        self.is_first_of_many = not isinstance(out, Tensor)
+        return _hidden(out, self.layer)
+
     def _output(self, x_BTW: Tensor, part: RowSlice, keys: LayerKeys) -> Tensor:
         return self._output_of(x_BTW[:, part.begin : part.end], part, keys)
 
     def _output_of(self, x_BSW: Tensor, part: RowSlice, keys: LayerKeys) -> Tensor:
         """The plain layer on one slice."""
         out = self.plain(x_BSW, **sliced(self.arguments, part, keys))
+        self.is_first_of_many = not isinstance(out, Tensor)
         return _hidden(out, self.layer)
+
+    def is_away(self, weight: nn.Parameter) -> bool:
+        """Whether a weight of the layer lives on the host."""
+        return self.turn is not None and self.turn.owner.is_away(self.turn.number, weight)
+
+    def as_returned(self, y_BTW: Tensor) -> Tensor | tuple[Tensor]:
+        """The output in the form that the layer gives it."""
+        return (y_BTW,) if self.is_first_of_many else y_BTW
 
     def _note_state(self, x_BTW: Tensor) -> None:
         if drops(self.layer):
@@ -125,7 +175,7 @@ class StreamedLayer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, one_pass: LayerPass, x_BTW: Tensor, *weights: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, one_pass: LayerPass, x_BTW: Tensor, *weights: Tensor) -> Tensor:
         """The layer's output."""
         ctx.one_pass = one_pass
         ctx.save_for_backward(x_BTW)
@@ -138,22 +188,60 @@ class StreamedLayer(torch.autograd.Function):
         # Without its history: FSDP2's hooks make the input a view, which autograd lets nobody change.
         x_BTW = ctx.saved_tensors[0].detach()
         dx_BTW, weight_grads = one_pass.backward(x_BTW, grads[0], needs_dx=ctx.needs_input_grad[1])
-        return None, dx_BTW, *weight_grads
+        return None, dx_BTW, *_for_autograd(one_pass, weight_grads)
+
+
+def _inputs(one_pass: LayerPass) -> list[Tensor]:
+    """The trained weights as inputs of the function: those that autograd hands a gradient to.
+
+    A weight on the host is none: its gradient takes another way, and its hooks are called at the end of that.
+    A leaf that nobody looks at stands for all of them, so that the output has a gradient.
+    """
+    here = [one for one in trained_weights(one_pass.layer) if not one_pass.is_away(one)]
+    any_away = len(here) < len(trained_weights(one_pass.layer))
+    return [*here, torch.empty(0, requires_grad=True)] if any_away else [*here]
+
+
+def _for_autograd(one_pass: LayerPass, grads: list[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of `_inputs`; those of weights on the host are on their way there."""
+    pairs = list(zip(trained_weights(one_pass.layer), grads, strict=True))
+    here = [gradient for weight, gradient in pairs if not one_pass.is_away(weight)]
+    if len(here) == len(pairs):
+        return here
+    assert one_pass.turn is not None, "Only weights of a turn are away."
+    leaving = [(one, grad) for one, grad in pairs if grad is not None and one_pass.is_away(one)]
+    one_pass.turn.owner.take(leaving)
+    return [*here, None]
 
 
 def run_streamed(
     layer: nn.Module,
     plain: Callable[..., Any],
-    slices: tuple[RowSlice, ...],
     x_BTW: Tensor,
     arguments: Mapping[str, Any],
-) -> Tensor:
-    """The layer's output for a row; in the graph where gradients are enabled."""
-    one_pass = LayerPass(layer, plain, slices, arguments)
+    others: tuple[Any, ...] = (),
+    *,
+    slices: tuple[RowSlice, ...],
+    turn: Turn | None = None,
+) -> Tensor | tuple[Tensor]:
+    """The layer's output for a row; in the graph where gradients are enabled.
+
+    Raises: LaunchError for a row in one piece where an argument beside the input needs a gradient.
+    """
+    one_pass = LayerPass(layer, plain, slices, arguments, others, turn)
     if not torch.is_grad_enabled():
-        return one_pass.forward(x_BTW)
-    out: Tensor = StreamedLayer.apply(one_pass, x_BTW, *trained_weights(layer))
-    return out
+        return one_pass.as_returned(one_pass.forward(x_BTW))
+    if not slices and any(_needs_gradient(one) for one in (*arguments.values(), *others)):
+        what = f"{type(layer).__name__} gets a second input that needs a gradient"
+        raise LaunchError(what, "memory.weights_offload", "set it to off")
+    out: Tensor = StreamedLayer.apply(one_pass, x_BTW, *_inputs(one_pass))
+    return one_pass.as_returned(out)
+
+
+def _needs_gradient(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_needs_gradient(one) for one in cast(Sequence[Any], value))
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def sliced(arguments: Mapping[str, Any], part: RowSlice, keys: LayerKeys) -> dict[str, Any]:

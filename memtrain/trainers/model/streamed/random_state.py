@@ -44,6 +44,17 @@ def restored(device: torch.device, *, is_on: bool) -> Iterator[None]:
         before.restore()
 
 
+DRAWN_BY = ("attention_dropout", "dropout_p", "jitter_noise", "router_jitter_noise")
+"""Attributes of transformers' modules that draw without a module of their own."""
+
+
 def drops(layer: nn.Module) -> bool:
     """Whether a pass over `layer` draws random numbers now."""
-    return any(isinstance(one, nn.Dropout) and one.p > 0 and one.training for one in layer.modules())
+    return any(one.training and _draws(one) for one in layer.modules())
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    found = (getattr(module, name, 0) for name in DRAWN_BY)
+    return any(isinstance(one, int | float) and one > 0 for one in found)

@@ -23,11 +23,12 @@ class WeightSums:
 
     A stand-in's gradient is added to its sum as soon as it is made, and freed: beside the sums one gradient
     at a time is alive, and no hook of the weight itself sees a part of its gradient. Sums are in float32 at
-    least.
+    least; not `is_wide`: there is one gradient, which stays as it is.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, is_wide: bool = True) -> None:
         self._layer = layer
+        self._is_wide = is_wide
         self._weights = trained_weights(layer)
         self._sums: list[Tensor | None] = [None] * len(self._weights)
         self._places: list[tuple[_Place, nn.Parameter]] = []
@@ -62,7 +63,8 @@ class WeightSums:
             assert grad is not None, "The hook runs after a gradient is made."
             total = self._sums[number]
             if total is None:
-                self._sums[number] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                dtype = torch.promote_types(grad.dtype, torch.float32) if self._is_wide else grad.dtype
+                self._sums[number] = grad.to(dtype)
             else:
                 total.add_(grad)
 

@@ -19,6 +19,7 @@ from memtrain.trainers.tools.trace.fake_cuda import called_from, replaced
 from memtrain.trainers.tools.trace.fake_host import HOST
 
 FSDP = "torch.distributed.fsdp._fully_shard"
+FUSED = "_get_fused_kernels_supported_devices"
 DEVICE = "cpu"
 """Device that plays the GPU: the device of FSDP2's mesh, and the host's name there, are both of this name."""
 
@@ -33,6 +34,10 @@ def shards_on_host(settings: Settings) -> Iterator[None]:
     Source: torch 2.13's `fully_shard`, read: shards go to the host when they are cut and when their gradients
     are summed, and come back to be gathered; nothing else in it moves between devices.
     """
+    if settings.weights_offload and settings.device == "cuda":
+        with replaced(import_module("torch.optim.optimizer"), FUSED, lambda: [DEVICE, HOST]):
+            yield
+        return
     if not is_sharded(settings) or settings.shard_offload != "parameters" or settings.device != "cuda":
         yield
         return
@@ -53,6 +58,5 @@ def shards_on_host(settings: Settings) -> Iterator[None]:
         for check in ("_validate_cpu_offload_params", "_validate_no_meta_params"):
             undo.enter_context(replaced(FSDPParamGroup, check, lambda group: None))
         undo.enter_context(replaced(shards, "_meeting_place", lambda device: torch.device(DEVICE)))
-        fused = "_get_fused_kernels_supported_devices"
-        undo.enter_context(replaced(import_module("torch.optim.optimizer"), fused, lambda: [DEVICE, HOST]))
+        undo.enter_context(replaced(import_module("torch.optim.optimizer"), FUSED, lambda: [DEVICE, HOST]))
         yield

@@ -6,7 +6,7 @@ passes on no other kind (fake `cuda` tensors need a CUDA build).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import AUTO, DTYPES
 from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.bitsandbytes import pack_linear_maps
+from memtrain.trainers.tools.trace.fake_host import HOST
 
 PLAYED_BY = {
     AttentionBackend.FLASH: AttentionBackend.TORCH_VARLEN,
@@ -82,19 +83,21 @@ def shorten(config: Any, num_layers: int) -> None:
             setattr(config, name, kinds[:num_layers])
 
 
-def fakeify(model: nn.Module, device: str = "cpu") -> None:
-    """Replace every parameter and buffer by a fake one on `device`, in place, keeping ties.
+def fakeify(model: nn.Module, device: str = "cpu", on_host: Collection[Tensor] = ()) -> None:
+    """Replace every parameter and buffer by a fake one on `device`, or `on_host`, in place, keeping ties.
 
     Call it inside a FakeTensorMode. Module.to fails there: PEFT's modules swap tensors.
     """
     made: dict[int, Tensor] = {}
     # The originals are kept until the end: an id must not be used again.
     originals: list[Tensor] = []
+    away = set(map(id, on_host))
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
             originals.append(tensor)
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            place = HOST if id(tensor) in away else device
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = (
                 nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty

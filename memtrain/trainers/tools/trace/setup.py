@@ -86,7 +86,7 @@ def build_step(
 
     def held() -> nn.Module:
         assert copy is not None, "These settings hold a reference beside the policy."
-        return frozen_scorer(copy, settings)
+        return frozen_scorer(copy, settings, TracedHost() if plays_host else None)
 
     reference = make_reference(
         scorer, recipe, settings, copy=held, precompute=lambda reference: None, lay=layout.lay_frozen

@@ -18,6 +18,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.memory_meter.live_tensors import Recorder
+from memtrain.trainers.model.offload.weights import chosen, weights_of
 from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.runtime.weight_layout import local_of
@@ -93,7 +94,8 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
         with unset_fake_temporarily():
             cast = bare_cast(job, "meta")
         for model in cast.models:
-            fakeify(model)
+            own = settings.model_copy(update={"adapter": None}) if model is cast.copy else settings
+            fakeify(model, on_host=chosen(model, own) if settings.device == "cuda" else ())
         cast = replace(
             cast,
             micros=[without_data(micro, mode.from_tensor) for micro in cast.micros],
@@ -218,5 +220,9 @@ def _on_host(stage: Stage) -> dict[str, int]:
     states = bytes_on_host([*tensors_of(stage.optimizer.state), *held])
     on_gpu = stage.settings.device == "cuda"
     found = {"offloaded activations": ring if on_gpu else 0, "optimizer states": states}
+    weights = weights_of(stage.scorer)
+    if weights is not None and on_gpu:
+        gradients = weights.pool.num_bytes + bytes_on_host(gradients_of(stage))
+        return found | {"weights": weights.host_bytes, "gradients": gradients}
     shards = bytes_on_host(stage.parameters)
     return found | ({"weights": shards, "gradients": shards} if shards else {})

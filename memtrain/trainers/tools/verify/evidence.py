@@ -23,6 +23,7 @@ from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.offload.offloader import Offloader
+from memtrain.trainers.model.offload.weights import weights_of
 from memtrain.trainers.model.streamed.apply import StreamedForward
 from memtrain.trainers.optim.compressed_moments import CODES
 from memtrain.trainers.optim.master_weights import MasterWeights
@@ -55,6 +56,8 @@ class Ran:
     """The same without padding."""
     vocab_size: int
     offloaded_bytes: int
+    fetched_bytes: int
+    """Bytes of weights that came from the host."""
     gradients_left: int
     """Weights that have a gradient after the backward pass."""
     kernels: tuple[str, ...]
@@ -116,6 +119,7 @@ class Watch:
     def __enter__(self) -> Watch:
         built = self.side.built
         self._before = _traffic(built)
+        self._fetched_before = _fetched(built)
         self._layers = _Layers()
         self._layers.watch(built.model)
         self._stack = ExitStack()
@@ -147,6 +151,7 @@ class Watch:
             own_tokens=sum(micro.num_tokens for micro in micros),
             vocab_size=self._operators.vocab_size,
             offloaded_bytes=_traffic(side.built) - self._before,
+            fetched_bytes=_fetched(side.built) - self._fetched_before,
             gradients_left=sum(parameter.grad is not None for parameter in side.stepper.parameters),
             kernels=tuple(self._kernels),
         )
@@ -187,6 +192,7 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
             "layers in several parts",
         ),
         "bytes that travel": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
+        "weights that travel": Trace(ran.fetched_bytes > 0, True, "weights that travelled"),
         "logits in parts": Trace(
             ran.largest_logits_rows < plainly.largest_logits_rows,
             logits_bytes > settings.loss_tile_bytes,
@@ -247,6 +253,11 @@ def offloader_of(built: Built) -> Offloader | None:
 def _traffic(built: Built) -> int:
     offloader = offloader_of(built)
     return 0 if offloader is None else offloader.traffic.out_bytes
+
+
+def _fetched(built: Built) -> int:
+    weights = weights_of(built.model)
+    return 0 if weights is None else weights.back_bytes
 
 
 @contextmanager

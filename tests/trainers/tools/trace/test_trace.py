@@ -91,7 +91,7 @@ def check_arithmetic(names):
     errors = {}
     for name in names:
         case, found = CASES[name], None
-        if case.settings.offload != "none":
+        if case.settings.offload != "none" or case.settings.weights_offload:
             # On a CPU what travels stays in the same memory, and arithmetic does not tell what is gained.
             case = replace(case, changes=case.changes | CUDA)
             found = trace(case.job).recorder
@@ -153,6 +153,18 @@ def test_what_waits_on_the_host_is_told_and_not_counted_as_the_devices():
     for form, size in (("float32", 4), ("split", 2)):
         states = trace(sft(LLAMA, copied | {"copies": form}).job).host["optimizer states"]
         assert states == pytest.approx((8 + size) * weights, rel=0.001)
+
+
+def test_weights_that_live_on_the_host_leave_two_layers_on_the_device():
+    """Gradients, moments and copies of trained weights are on the host with them: 2 + 2, 8 and 4 bytes."""
+    count = sum(weight.numel() for weight in bare_model(LLAMA, Settings(**(BASE | HALF))).parameters())
+    case = sft(LLAMA, HALF | CUDA | {"weights_offload": True, "master_weights": True, "checkpoint_every": 1})
+    found = trace(case.job)
+    assert found.host["weights"] == pytest.approx(2 * count, rel=0.001)
+    assert found.host["optimizer states"] == pytest.approx(12 * count, rel=0.001)
+    assert case.estimated().peak.num_bytes == pytest.approx(found.recorder.peak_bytes, rel=0.05)
+    resting = trace(sft(LLAMA, HALF | CUDA | {"checkpoint_every": 1}).job).recorder.phase_peaks["saving"]
+    assert found.recorder.phase_peaks["saving"] < 0.2 * resting
 
 
 def test_shards_that_wait_on_the_host_leave_the_device_to_the_step():

@@ -1,0 +1,57 @@
+"""Memory of the device that an optimizer step takes for its time: temporaries, and states that pass by."""
+
+from __future__ import annotations
+
+from memtrain.memory.estimate.static import (
+    MASTER_BUCKET,
+    OFFLOAD_BUCKET,
+    largest_trained,
+    num_half,
+    num_trained,
+    optimizer_bytes,
+)
+from memtrain.memory.estimate.weights_offload import trains_away
+from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.plan.optimizers import OPTIMIZERS
+
+
+def optimizer_scratch(load: Workload) -> int:
+    """Temporaries of the update.
+
+    Fused kernels have none; foreach ones hold the roots of AdamW's second moments. Master copies: float32
+    gradients of a bucket, and the copies where they wait on the host. Adafactor: gradient, weight, update and
+    its negative of one tensor, in float32. Muon: the orthogonalization of one matrix, in bfloat16.
+    """
+    settings, shape = load.settings, load.shape
+    if trains_away(settings):
+        return 0
+    moments = OPTIMIZERS[settings.optimizer].moments
+    if load.batch.foreign is not None and load.batch.foreign.is_foreach and settings.optimizer == "adamw":
+        return 0 if settings.optimizer_offload else optimizer_bytes(settings, shape) // 2
+    if moments == "factored":
+        return largest_trained(settings, shape) * (16 if load.is_half and settings.adapter is None else 12)
+    if moments == "of matrices":
+        if settings.adapter is not None:
+            return 0
+        matrix = shape.largest_linear
+        return matrix * (2 * load.a + 2 * 4)
+    largest, copied = 4 * largest_trained(settings, shape), 0
+    if settings.master_weights and settings.shard_offload == "none":
+        copied = 4 * num_half(settings, shape)
+    bucket = max(largest, min(MASTER_BUCKET, copied)) if copied else 0
+    # Float32 numbers that do not stay are made for a bucket, or fetched, and taken apart weight by weight.
+    made = bucket if settings.copies != "float32" or settings.optimizer_offload else 0
+    made += 2 * largest if settings.copies != "float32" else 0
+    stepped = max(largest, min(MASTER_BUCKET, 4 * num_trained(settings, shape)))
+    # Both moments of a bucket; and three steps of one tensor's on the way into 8 bits.
+    expanded = 2 * stepped + 3 * largest if settings.compressed_moments else 0
+    return bucket + made + expanded
+
+
+def offload_bucket(load: Workload) -> int:
+    """Moments that are on the device at once while they wait on the host otherwise."""
+    settings, shape = load.settings, load.shape
+    if not settings.optimizer_offload:
+        return 0
+    of_largest = 2 * largest_trained(settings, shape) * (4 if settings.master_weights else load.a)
+    return max(of_largest, min(OFFLOAD_BUCKET, optimizer_bytes(settings, shape)))

@@ -1,0 +1,169 @@
+"""Weights that live in host memory: bytes on the device and on the host, and the time of a pass with them."""
+
+# f: seconds to fetch a layer, c: to compute it, g: to send its gradients, s: to step it on the host.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memtrain.memory.estimate.workload import DTYPE_BYTES
+from memtrain.memory.hardware.devices import CPU_RATES, Hardware
+from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.optimizers import OPTIMIZERS
+from memtrain.memory.plan.settings import Settings
+
+NUM_BUFFERS = 2
+"""Layers on the device at once: one at work, and the next on its way."""
+
+ALIGN_BYTES = 256
+"""Each weight begins at a multiple of so many bytes in its layer's block: what kernels take aligned."""
+
+PACKED_BYTES = 0.5
+"""Bytes of a 4-bit weight that travel; its scales are few, and stay on the device."""
+
+HOST_CORES = 5
+"""Cores that read and write a host's memory as fast as it goes: two channels of DDR5, 40 GB/s, at what one
+core was measured to move (`CPU_RATES`). Servers have more channels: this is the slow end."""
+
+
+class Away(NamedTuple):
+    """Bytes of weights that live on the host."""
+
+    layers: int
+    """Of all layers."""
+    layer: int
+    """Of the largest of them: one buffer."""
+    embedding: int
+    """Fetched for the lookup; 0 where it stays on the device."""
+    head: int
+    """Fetched for the loss; 0 where it stays, or is the embedding's."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.layers + self.embedding + self.head
+
+
+NOTHING = Away(0, 0, 0, 0)
+
+
+def away(settings: Settings, shape: ModelShape) -> Away:
+    """Weights that live on the host: of a model with an adapter those of the layers, else the embedding's and
+    the head's too.
+
+    Source: trainers/model/streamed/layer_weights.py; held against traces by
+    tests/trainers/tools/trace/test_trace.py.
+    """
+    if not settings.weights_offload:
+        return NOTHING
+    size = DTYPE_BYTES[settings.dtype]
+    largest = shape.num_per_layer(expert=shape.num_expert_layers > 0)
+    if settings.adapter is None:
+        ends = size * shape.num_embedding, size * shape.num_head
+        return Away(size * shape.num_layer_parameters, size * largest, *ends)
+    share = 1.0
+    if settings.quantize == "4bit":
+        packed = shape.num_linear_weights / shape.num_layer_parameters
+        share = (packed * PACKED_BYTES + (1 - packed) * size) / size
+    return Away(round(share * size * shape.num_layer_parameters), round(share * size * largest), 0, 0)
+
+
+def trains_away(settings: Settings) -> bool:
+    """Whether the trained weights live on the host, on a machine where that is another memory."""
+    return settings.weights_offload and settings.adapter is None and settings.device == "cuda"
+
+
+def fetched_head(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of the head's weight while the loss is computed, where it lives on the host."""
+    found = away(settings, shape)
+    return (found.head or found.embedding) if settings.adapter is None else 0
+
+
+def device_bytes(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of the buffers of one model."""
+    return min(NUM_BUFFERS, shape.num_layers) * away(settings, shape).layer
+
+
+def staged_here(settings: Settings, shape: ModelShape) -> int:
+    """Blocks in which gradients leave, where the host's memory is the device's: two layers', and an end's."""
+    if settings.device != "cpu" or settings.adapter is not None:
+        return 0
+    found = away(settings, shape)
+    return 2 * found.layer + max(found.embedding, found.head)
+
+
+def num_trained_away(settings: Settings, shape: ModelShape) -> int:
+    """Trained parameters that live, and are stepped, on the host."""
+    if not settings.weights_offload or settings.adapter is not None:
+        return 0
+    return shape.num_layer_parameters + shape.num_embedding + shape.num_head
+
+
+class OnTheWay(NamedTuple):
+    """Bytes of gradients on the device that leave it layer by layer, in the order of a backward pass."""
+
+    stays: int
+    """Of weights that live on the device: the final norm's."""
+    in_last: int
+    """In the last layer's turn: its own."""
+    in_first: int
+    """In another's: its own, and those of the layer before on their way to the host."""
+    in_embedding: int
+
+
+def gradients_on_the_way(settings: Settings, shape: ModelShape, size: int) -> OnTheWay:
+    """The gradients of a model that is trained whole; `size`: bytes of a sum that stays.
+
+    A layer in slices has its own sums elsewhere (`streamed_backward`).
+    """
+    at_home = away(settings, shape)
+    stays = size * (shape.num_parameters - num_trained_away(settings, shape))
+    own = 0 if settings.slice_tokens else at_home.layer
+    return OnTheWay(
+        stays=stays,
+        in_last=stays + own,
+        in_first=stays + own + at_home.layer,
+        in_embedding=stays + at_home.layer + at_home.embedding,
+    )
+
+
+class Pass(NamedTuple):
+    """Seconds of each part of a pass over one layer."""
+
+    compute: float
+    fetch: float
+    send: float = 0.0
+    step: float = 0.0
+
+
+def pass_time(num_layers: int, one: Pass, num_there: int = 0) -> float:
+    """Seconds of a pass over all layers, copies and the host's steps included; simulated, layer by layer.
+
+    A buffer is fetched when the layer that was in it is through; gradients leave on the bus's other direction
+    and are stepped in their order. `num_there`: first layers of the pass that are in the buffers already.
+    """
+    computed = [0.0] * (num_layers + NUM_BUFFERS)
+    fetched = sent = stepped = 0.0
+    for number in range(num_layers):
+        if number >= num_there:
+            freed = computed[number - NUM_BUFFERS] if number >= NUM_BUFFERS else 0.0
+            fetched = max(fetched, freed) + one.fetch
+        before = computed[number - 1] if number else 0.0
+        computed[number] = max(before, fetched if number >= num_there else 0.0) + one.compute
+        sent = max(sent, computed[number]) + one.send
+        stepped = max(stepped, sent) + one.step
+    return max(computed[num_layers - 1], stepped)
+
+
+def host_step_s(settings: Settings, shape: ModelShape, hardware: Hardware) -> float:
+    """Seconds in which the host steps what it has: gradients read, weights and states read and written."""
+    count = num_trained_away(settings, shape)
+    if not count:
+        return 0.0
+    size = DTYPE_BYTES[settings.dtype]
+    copies = {"float32": 4, "split": 2, "stochastic": 0}[settings.copies] if settings.master_weights else 0
+    moments = 2 * (4 if settings.master_weights else size)
+    if OPTIMIZERS[settings.optimizer].moments != "two":
+        moments = 0
+    moved = count * (size + 2 * (size + copies + moments))
+    return moved / (CPU_RATES.bytes_per_s * min(HOST_CORES, hardware.num_cores))

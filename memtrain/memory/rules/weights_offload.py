@@ -1,0 +1,55 @@
+"""Refusals of weights that live on the host, where a recipe asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memtrain.memory.plan.optimizers import OPTIMIZERS
+from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
+from memtrain.recipes.recipe import Recipe
+
+PATH = "memory.weights_offload"
+
+ONE_PROCESS = "weights that live on the host are brought in by one process for itself"
+WRITES = "a method that writes completions would fetch all weights for every token"
+SHARED_KEYS = "its layers hand keys and values to each other beside the hidden states"
+
+
+def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
+    """Reason against weights on the host whatever else is chosen; None where they can live there."""
+    if recipe.online is not None:
+        return WRITES
+    if recipe.model.quantize == "8bit":
+        return "8-bit weights keep copies of their own on the device"
+    text = config.get("text_config", config)
+    known = text if isinstance(text, Mapping) else config
+    return SHARED_KEYS if known.get("num_kv_shared_layers") else None
+
+
+def is_asked(asked: SourcedRecipe) -> bool:
+    """Whether a recipe says that weights live on the host."""
+    memory = asked.recipe.memory
+    return memory.weights_offload == "on" or "weights_offload" in memory.use
+
+
+def refuse_weights_offload(ledger: DecisionLog, config: Mapping[str, object], processes: int) -> None:
+    """Note everything that `memory.weights_offload: on` cannot be with."""
+    recipe = ledger.asked.recipe
+    if not is_asked(ledger.asked):
+        return
+    reason = refusal_of(recipe, config)
+    if reason is not None:
+        ledger.refuse(f"weights_offload: {reason}", PATH, "remove it")
+    if processes > 1:
+        ledger.refuse(
+            f"weights_offload with {processes} processes: {ONE_PROCESS}",
+            PATH,
+            "set cluster.processes: 1, or cluster.engine: fsdp2 with cluster.cpu_offload: parameters",
+        )
+    if recipe.model.adapter is None and not OPTIMIZERS[recipe.optim.kind].steps_on_host:
+        ledger.refuse(
+            f"weights_offload with optim.kind: {recipe.optim.kind}: the host steps the weights, and has no "
+            "kernels for it",
+            PATH,
+            "set optim.kind: adamw, or train an adapter (model.adapter)",
+        )

@@ -1,0 +1,102 @@
+"""Weights offloading: the layers' weights live in host memory, and visit the device for their layer's turn.
+
+When: the weights, or their gradients and states, are what does not fit. Saves: all layers but two buffers; of
+a model that is trained whole also gradients, moments, float32 copies, the embedding and the head, as the host
+steps them. Costs: each layer crosses the bus in the forward pass and again in the backward pass, and its
+gradients once: hidden behind long micro-batches; host memory; the step at the speed of the host's memory.
+Exact: bytes are copied, a layer is recomputed as under checkpointing; on a GPU the host's AdamW rounds apart.
+Refused: with several processes, for methods that write completions, with 8-bit weights, and without layers
+that keep only their input.
+
+Source: Rajbhandari et al. 2021, arXiv:2104.07857 (ZeRO-Infinity, section 5); layer by layer from one block as
+in MegaTrain, arXiv:2604.05091; bit for bit by tests/equal/test_weights_offload_is_exact.py.
+"""
+
+from __future__ import annotations
+
+from memtrain.memory.plan.optimizers import OPTIMIZERS
+from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.weights_offload import ONE_PROCESS, is_asked, refusal_of
+from memtrain.memory.strategies.base import ON_A_GPU, Conflict, Strategy, StrategyContext, Updates, on_off
+
+
+def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
+    """All layers; tried where each keeps its input alone, unless the recipe asks for it."""
+    passes_layers = settings.checkpoint_every == 1 or settings.slice_tokens > 0
+    if not passes_layers and not is_asked(case.asked):
+        return ()
+    return ({"weights_offload": True},)
+
+
+def refusal(case: StrategyContext) -> str | None:
+    """A CPU has no other memory: there it only shows that nothing changes."""
+    if case.facts.hardware.device == "cpu" and not is_asked(case.asked):
+        return "on a CPU the weights are in host memory already"
+    return refusal_of(case.recipe, case.facts.config)
+
+
+def _steps_elsewhere(settings: Settings) -> bool:
+    return settings.adapter is None and not OPTIMIZERS[settings.optimizer].steps_on_host
+
+
+STRATEGY = Strategy(
+    name="weights_offload",
+    axis="weights",
+    says="the layers' weights live on CPU, and travel to the device for their layer's turn",
+    saves="the weights of all layers but two; where they are trained, their gradients and states too",
+    costs="each layer crosses the bus twice a micro-batch; host memory; the optimizer steps on CPU",
+    measured=ON_A_GPU,
+    is_exact=True,
+    evidence="weights that travel",
+    is_used=lambda settings: settings.weights_offload,
+    wish=lambda recipe: on_off(recipe.memory.weights_offload),
+    use_keys=lambda recipe: {"memory.weights_offload": "on"},
+    never_keys=lambda recipe: {"memory.weights_offload": "off"},
+    changes=changes,
+    without={"weights_offload": False},
+    refusal=refusal,
+    conflicts=(
+        Conflict(
+            "layers without checkpointing",
+            "a layer's weights are gone after its turn: it keeps its input alone, and is recomputed",
+            when=lambda settings: settings.checkpoint_every != 1 and not settings.slice_tokens,
+        ),
+        Conflict("full_offloading", "what a layer keeps would hold its weights; only its input travels"),
+        Conflict("several processes", ONE_PROCESS, when=lambda settings: settings.num_processes > 1),
+        Conflict(
+            "8-bit weights",
+            "they keep copies of their own on the device",
+            when=lambda settings: settings.quantize == "8bit",
+        ),
+        Conflict(
+            "optimizers without kernels on a CPU",
+            "the host steps the weights",
+            when=_steps_elsewhere,
+        ),
+        Conflict(
+            "optimizer_offload of all weights",
+            "the states are on the host with their weights",
+            when=lambda settings: settings.optimizer_offload and settings.adapter is None,
+        ),
+        Conflict(
+            "compressed_moments of all weights",
+            "moments wait on the host, where 8 bits save no device memory",
+            when=lambda settings: settings.compressed_moments and settings.adapter is None,
+        ),
+        Conflict(
+            "float16 of all weights",
+            "gradients on two devices are not unscaled together",
+            when=lambda settings: settings.dtype == "float16" and settings.adapter is None,
+        ),
+        Conflict(
+            "a load-balance loss of routers",
+            "routers are asked in a pass of their own, which would fetch all weights once more",
+            when=lambda settings: settings.router_aux_loss_coef > 0,
+        ),
+        Conflict(
+            "a reference that follows the policy",
+            "it is written between two steps, while its layers may be on their way",
+            when=lambda settings: settings.reference == "synced",
+        ),
+    ),
+)

@@ -1,0 +1,91 @@
+"""Weights that live on the host, on a model: those of the layers, by `memory.weights_offload`."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.errors import LaunchError
+from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine
+from memtrain.trainers.model.streamed.apply import layers_of
+from memtrain.trainers.model.streamed.end_weights import EndWeights
+from memtrain.trainers.model.streamed.layer_weights import LayerWeights
+
+_HOMES: WeakKeyDictionary[nn.Module, LayerWeights] = WeakKeyDictionary()
+"""The weights of a model's layers, by its first layer: a model that is treated again has them there."""
+
+
+def weights_on_host(model: nn.Module, settings: Settings, engine: CopyEngine) -> LayerWeights | None:
+    """The layers' weights in host memory, and all else of `model` on the device; None where they stay.
+
+    Of a model with an adapter its frozen weights of layers: an adapter's own are few, and stay on the device,
+    with the embedding and the head. Of a model that is trained whole, these two live on the host as well.
+
+    Raises: LaunchError when the model has no layers that are passed one at a time.
+    """
+    if not settings.weights_offload:
+        return None
+    layers = layers_of(model)
+    if not layers:
+        raise LaunchError(
+            f"the layers of {type(model).__name__} are not known, and their weights cannot wait on the host",
+            "memory.weights_offload",
+            "set it to off",
+        )
+    known = weights_of(model)
+    if known is not None:
+        return known
+    device = device_of(engine)
+    takes_all = settings.adapter is None
+    made = LayerWeights(layers, engine, device, _of_layers(layers, takes_all=takes_all))
+    if takes_all:
+        EndWeights(_ends(model), made)
+    _move_rest(model, made, device)
+    _HOMES[layers[0]] = made
+    return made
+
+
+def weights_of(model: nn.Module) -> LayerWeights | None:
+    """The weights of a model's layers that live on the host; None where they are on the device."""
+    layers = layers_of(model)
+    return _HOMES.get(layers[0]) if layers else None
+
+
+def chosen(model: nn.Module, settings: Settings) -> list[nn.Parameter]:
+    """The weights of a model that `settings` let live on the host."""
+    if not settings.weights_offload:
+        return []
+    takes_all = settings.adapter is None
+    ends = [module._parameters.get("weight") for module in _ends(model)] if takes_all else []
+    return [*_of_layers(layers_of(model), takes_all=takes_all), *(one for one in ends if one is not None)]
+
+
+def _of_layers(layers: list[nn.Module], *, takes_all: bool) -> list[nn.Parameter]:
+    return [one for layer in layers for one in layer.parameters() if takes_all or not one.requires_grad]
+
+
+def _ends(model: nn.Module) -> list[nn.Module]:
+    """The embedding, and the head where it is as large."""
+    base: Any = model
+    found = (base.get_input_embeddings(), base.get_output_embeddings())
+    return [module for module in found if isinstance(module, nn.Module)]
+
+
+def device_of(engine: CopyEngine) -> torch.device:
+    """The device to which an engine copies: a GPU, or the CPU that plays one."""
+    if isinstance(engine, CudaEngine):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _move_rest(model: nn.Module, weights: LayerWeights, device: torch.device) -> None:
+    """Put on the device what does not live on the host."""
+    away = weights.all_of_them()
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        if id(tensor) not in away and tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)

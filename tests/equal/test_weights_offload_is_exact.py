@@ -1,0 +1,158 @@
+"""Weights that live on the host give the losses, norms and weights of the plain run, to the bit."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.sections.model import Adapter
+from memtrain.recipes.sections.optim import Optim
+from memtrain.trainers.model.attention import set_attention
+from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
+from memtrain.trainers.model.offload.copy_engines import LazyEngine
+from memtrain.trainers.optim.build import build_optimizer
+from memtrain.trainers.optim.in_backward import InBackward
+from memtrain.trainers.optim.step import DistributedStep, update
+
+TinyModel = Callable[..., Any]
+LENGTHS = (5, 9, 2, 8)
+ADAPTER = Adapter(r=4, dropout=0.1)
+
+
+def train(
+    model: Any, settings: Settings, *, num_micros: int = 2, num_steps: int = 3
+) -> tuple[list[float], list[Tensor]]:
+    """Losses and norms of steps of packed micro-batches, and the weights after them."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = build_optimizer(model.train(), Optim(lr=1e-2), settings)
+    engine = InBackward(optimizer, parameters).engine() if settings.in_backward else DistributedStep()
+    layout = packed_layout(LENGTHS)
+    found: list[float] = []
+    torch.manual_seed(0)
+    for _ in range(num_steps):
+        engine.begin(model, num_micros)
+        for _ in range(num_micros):
+            ids = torch.randint(1, 128, (1, sum(LENGTHS)))
+            logits = model(
+                input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False
+            ).logits[0]
+            loss = torch.nn.functional.cross_entropy(
+                logits[layout.predicting_rows].float(), ids[0, layout.predicted_rows]
+            )
+            engine.backward(loss)
+            found.append(loss.item())
+        limit = None if settings.in_backward else 1.0
+        found.append(update(optimizer, parameters, lr=1e-2, max_grad_norm=limit, engine=engine).item())
+    return found, [weight.detach().clone() for weight in model.parameters()]
+
+
+def equal(one: tuple[list[float], list[Tensor]], other: tuple[list[float], list[Tensor]]) -> bool:
+    """The same bits."""
+    return one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+def pair(tiny_model: TinyModel, adapter: Adapter | None, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with or without an adapter, twice."""
+    plain = tiny_model(num_hidden_layers=3)
+    set_attention(plain, "torch_cpu")
+    plain.to(dtype)
+    if adapter is not None:
+        torch.manual_seed(1)
+        plain = add_adapter(plain, adapter)
+    return plain, copy.deepcopy(plain)
+
+
+FORMS = {
+    "plain": {},
+    "in slices": {"slice_tokens": 24, "checkpoint_every": 0},
+    "inputs away too": {"offload": "boundaries"},
+    "stepped in the backward pass": {"in_backward": True},
+}
+
+
+@pytest.mark.parametrize("adapter", [None, ADAPTER, Adapter(r=4, kind="dora")], ids=["full", "lora", "dora"])
+@pytest.mark.parametrize("form", FORMS)
+def test_training_is_the_same(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings], form: str, adapter: Adapter | None
+):
+    plain, treated = pair(tiny_model, adapter)
+    settings = make_settings(checkpoint_every=1, adapter=adapter, weights_offload=True).model_copy(
+        update=FORMS[form]
+    )
+    num_micros = 1 if settings.in_backward else 2
+    weights = apply_checkpointing_and_offload(treated, settings, LazyEngine()).weights
+    assert equal(
+        train(plain, settings, num_micros=num_micros), train(treated, settings, num_micros=num_micros)
+    )
+    assert weights is not None
+    assert (weights.out_bytes > 0) == (adapter is None)
+
+
+def test_bfloat16_weights_are_stepped_by_their_float32_copies(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings]
+):
+    plain, treated = pair(tiny_model, None, torch.bfloat16)
+    settings = make_settings(checkpoint_every=1, dtype="bfloat16", master_weights=True, weights_offload=True)
+    apply_checkpointing_and_offload(treated, settings, LazyEngine())
+    assert equal(train(plain, settings), train(treated, settings))
+
+
+def test_each_layer_travels_three_times_a_micro_batch_but_those_that_wait_in_a_buffer(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings]
+):
+    """Three layers: all in the forward pass; in the backward pass the last two are there, the first comes."""
+    _, treated = pair(tiny_model, None)
+    settings = make_settings(checkpoint_every=1, weights_offload=True)
+    weights = apply_checkpointing_and_offload(treated, settings, LazyEngine()).weights
+    assert weights is not None
+    train(treated, settings, num_micros=1, num_steps=1)
+    ends = sum(
+        {id(w): w.nbytes for w in (treated.lm_head.weight, treated.model.embed_tokens.weight)}.values()
+    )
+    called = treated.lm_head.weight.nbytes + treated.model.embed_tokens.weight.nbytes
+    assert weights.back_bytes == 4 * weights.device_bytes + called
+    assert weights.host_bytes == 3 * weights.device_bytes + ends
+
+
+@pytest.mark.parametrize("num_micros", [1, 2])
+def test_a_weight_that_embedding_and_head_share_gets_both_gradients(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings], num_micros: int
+):
+    plain = tiny_model(num_hidden_layers=2, tie_word_embeddings=True)
+    set_attention(plain, "torch_cpu")
+    treated = copy.deepcopy(plain)
+    assert treated.lm_head.weight is treated.model.embed_tokens.weight
+    settings = make_settings(checkpoint_every=1, weights_offload=True, in_backward=num_micros == 1)
+    apply_checkpointing_and_offload(treated, settings, LazyEngine())
+    assert equal(
+        train(plain, settings, num_micros=num_micros), train(treated, settings, num_micros=num_micros)
+    )
+
+
+def test_a_pass_that_broke_off_leaves_nothing_behind(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings]
+):
+    plain, treated = pair(tiny_model, None)
+    settings = make_settings(checkpoint_every=1, weights_offload=True)
+    apply_checkpointing_and_offload(treated, settings, LazyEngine())
+    layout = packed_layout(LENGTHS)
+
+    def broken(gradient: Tensor) -> Tensor:
+        raise RuntimeError("broken off")
+
+    ids = torch.randint(1, 128, (1, sum(LENGTHS)))
+    handle = treated.model.layers[0].register_forward_pre_hook(
+        lambda module, args: args[0].register_hook(broken) and None
+    )
+    hidden = treated(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False)
+    with pytest.raises(RuntimeError, match="broken off"):
+        hidden.logits.sum().backward()
+    handle.remove()
+    treated.zero_grad()
+    assert equal(train(plain, settings), train(treated, settings))

@@ -1,0 +1,71 @@
+"""Bytes of weights that live on the host, and the time of a pass whose layers come from there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memtrain.memory.estimate.host_memory import host_bytes
+from memtrain.memory.estimate.peaks import estimate
+from memtrain.memory.estimate.weights_offload import NUM_BUFFERS, Pass, away, device_bytes, pass_time
+from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.model_shape.shape import ModelShape, shape_of
+from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.sections.model import Adapter
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+LAYER = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
+"""Weights of a layer: q, k, v; o; gate, up, down; two norms."""
+BATCH = HeaviestBatch(rows=1, tokens=64, scored_tokens=64, longest=64)
+Make = Callable[..., Settings]
+
+
+@pytest.fixture
+def shape() -> ModelShape:
+    return shape_of(CONFIG)
+
+
+@pytest.fixture
+def offloaded(make_settings: Make) -> Make:
+    return lambda **changes: make_settings(
+        device="cuda", dtype="bfloat16", attention="torch_varlen", weights_offload=True, **changes
+    )
+
+
+def test_of_a_model_with_an_adapter_the_layers_are_away_and_the_ends_stay(offloaded: Make, shape: ModelShape):
+    found = away(offloaded(adapter=Adapter(r=4)), shape)
+    assert found == (5 * 2 * LAYER, 2 * LAYER, 0, 0)
+    packed = away(offloaded(adapter=Adapter(r=4), quantize="4bit"), shape)
+    assert packed.layer == (LAYER - 128) // 2 + 2 * 128
+
+
+def test_of_a_model_that_is_trained_whole_all_but_the_last_norm_is_away(offloaded: Make, shape: ModelShape):
+    settings = offloaded(master_weights=True, in_backward=True)
+    assert away(settings, shape) == (5 * 2 * LAYER, 2 * LAYER, 2 * 128 * 64, 2 * 128 * 64)
+    assert device_bytes(settings, shape) == NUM_BUFFERS * 2 * LAYER
+    told = estimate(settings, shape, BATCH, accumulates=False)
+    saving = {owned.owner: owned.num_bytes for owned in told.phases[-1].owners}
+    assert saving["weights"] == 2 * 64
+    assert saving["layer buffers"] == 2 * 2 * LAYER
+    assert saving["optimizer"] + saving["master copies"] == 12 * 64
+    host = host_bytes(settings, shape, BATCH, 0, told)
+    count = 5 * LAYER + 2 * 128 * 64
+    assert host["weights"] == 2 * count
+    assert host["states of the host's weights"] == 12 * count
+
+
+def test_a_pass_is_as_long_as_its_computing_where_the_bus_is_faster():
+    """The first layer is waited for; the others travel meanwhile."""
+    assert pass_time(4, Pass(compute=3.0, fetch=1.0)) == 1 + 4 * 3
+    assert pass_time(4, Pass(compute=3.0, fetch=1.0), num_there=2) == 4 * 3
+    assert pass_time(4, Pass(compute=3.0, fetch=1.0, send=2.0), num_there=2) == 4 * 3 + 2
+
+
+def test_a_pass_is_as_long_as_its_copies_where_the_bus_is_slower():
+    """Two buffers: the third layer sets out when the first is through. The host steps after the last."""
+    assert pass_time(4, Pass(compute=1.0, fetch=3.0)) == 4 * 3 + 1
+    assert pass_time(4, Pass(compute=1.0, fetch=0.0, send=2.0)) == 1 + 4 * 2
+    assert pass_time(3, Pass(compute=1.0, fetch=0.0, send=1.0, step=5.0)) == 2 + 3 * 5

@@ -1,0 +1,60 @@
+"""Weights on the host are planned where nothing faster fits, and refused with the reason and the cure."""
+
+from typing import Any
+
+import pytest
+
+from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.hardware.devices import Hardware
+
+HALF: dict[str, Any] = {"model__dtype": "bfloat16", "train__batch_size": 4}
+ON: dict[str, Any] = HALF | {"memory__weights_offload": "on"}
+
+
+@pytest.fixture
+def facts(facts_of, profile_of):
+    return facts_of(Hardware.named("h100"), profile_of(*[512] * 64))
+
+
+def test_a_recipe_that_says_so_gets_it_with_checkpointing(ask, facts):
+    settings = ask(facts, **ON).settings
+    assert settings.weights_offload
+    assert settings.checkpoint_every == 1 or settings.slice_tokens
+
+
+def test_it_is_found_where_nothing_else_fits_and_not_before(ask, facts):
+    assert not ask(facts, **HALF).settings.weights_offload
+    tight = ask(facts, **HALF, memory__budget="2GiB").settings
+    assert tight.weights_offload
+    with pytest.raises(DoesNotFit):
+        ask(facts, **HALF, memory__budget="2GiB", memory__never="weights_offload")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"cluster__processes": 2}, "brought in by one process for itself"),
+        ({"optim__kind": "muon"}, "has no kernels for it"),
+        (
+            {
+                "method": "grpo",
+                "generate__num_generations": 2,
+                "rewards__functions": ("builtin:length",),
+            },
+            "fetch all weights for every token",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(ask, facts_of, profile_of, said, reason):
+    facts = facts_of(Hardware.named("h100", 2), profile_of(*[512] * 64))
+    with pytest.raises(RecipeError, match=reason):
+        ask(facts, **(ON | said))
+
+
+def test_a_host_that_is_too_small_is_told_with_the_number(ask, facts_of, profile_of):
+    from dataclasses import replace
+
+    small = replace(Hardware.named("h100"), host_bytes=4 * 2**30)
+    facts = facts_of(small, profile_of(*[512] * 64))
+    with pytest.raises(DoesNotFit, match=r"of host memory, and there are 4.00 GiB"):
+        ask(facts, **ON)
