@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
+from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.context_parallel import dealt, num_gathered_kv
 from memtrain.memory.estimate.loss_tiles import tile_tokens
 from memtrain.memory.estimate.sharded.communication import Sending, Waiting, sending, waiting
@@ -34,6 +35,9 @@ MERGED_TRAFFIC = 32
 """Bytes read and written for each number of an attention output that is merged: both in float32 and as they
 were, counted in trainers/model/attention/two_part.py."""
 OVERLAP_LOSS = 0.1
+UNMEASURED_OFFLOADING = 0.5
+"""Share of the bus's rate that full offloading is taken to reach until `memtrain calibrate` has measured the
+machine: every tensor of a layer is copied alone, from and to tens of GiB of pinned memory. Taste."""
 WITH_A_PASS = ("copy", "adapter_off", "synced")
 """References that are computed in every step: one more forward pass."""
 
@@ -67,6 +71,8 @@ def step_time(
         num_micros * (_layer_operators(load) + _tile_operators(load)) + _optimizer_operators(settings, shape)
     )
     copy = num_micros * _copied(load) / rates.host_bytes_per_s
+    if settings.offload == "all" and settings.device == "cuda" and hardware.measured is None:
+        copy /= UNMEASURED_OFFLOADING
     gathering = num_micros * gathered_bytes(load) / rates.host_bytes_per_s
     states = _moved_states(settings, shape) / rates.host_bytes_per_s
     # A kernel is not done before its last block is: the shorter the kernels, the more of them is waiting.
@@ -280,5 +286,11 @@ def gathered_bytes(load: Workload) -> float:
 
 
 def _moved_states(settings: Settings, shape: ModelShape) -> float:
-    """Bytes that cross the bus in a step, there and back, for optimizer states that wait on the host."""
-    return 2.0 * offloaded_states(settings, shape)
+    """Bytes that cross the bus in a step, there and back, for optimizer states that wait on the host.
+
+    Paged ones too: the driver moves a page to the device when its states are stepped, and another one out.
+    """
+    paged = 0
+    if settings.device == "cuda" and OPTIMIZERS[settings.optimizer].is_paged:
+        paged = blockwise_states(settings, shape).host
+    return 2.0 * (offloaded_states(settings, shape) + paged)

@@ -1,6 +1,7 @@
 """The arithmetic prediction: figures by hand, figures traced earlier, and what must always hold."""
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from memtrain.memory.estimate.activations import layer_kept
 from memtrain.memory.estimate.peaks import PHASES, estimate, step_moments
 from memtrain.memory.estimate.static import (
+    COMMUNICATION_BYTES,
     needed,
     offloaded_states,
+    overhead,
     reference_bytes,
     static_bytes,
     usable,
@@ -104,6 +107,19 @@ def test_the_step_of_transformers_holds_fourteen_bytes_a_logit_and_the_roots_of_
     assert theirs - own == 2 * logits + rows
     at_the_step = peak(TRANSFORMERS, 1)
     assert at_the_step == pytest.approx(5 * 2 * LLAMA8.num_parameters, rel=0.001)
+
+
+def test_every_communicator_is_counted_and_the_allocator_without_segments_keeps_more():
+    def beside(**changes: Any) -> float:
+        return overhead(make(**changes)).communication / COMMUNICATION_BYTES
+
+    assert beside() == 0
+    assert beside(num_processes=8) == 1
+    assert beside(num_processes=8, engine="fsdp2", context_parallel=4) == 2
+    assert beside(num_processes=8, engine="zero3") == 2
+    assert beside(num_processes=8, device="cpu") == 0
+    assert 0.544e9 <= COMMUNICATION_BYTES <= 0.689e9
+    assert overhead(make(expandable_segments=False)).slack >= 2 * overhead(make()).slack
 
 
 def test_what_a_plain_llama_layer_keeps_is_the_sum_written_out_by_hand():

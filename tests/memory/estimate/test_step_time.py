@@ -1,9 +1,12 @@
 """Predicted times: orders that must hold, and operations counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from memtrain.memory.estimate.step_time import _head_operations, _layer_operations, step_time
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.hardware.calibration import Measured
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
@@ -47,6 +50,39 @@ BATCH = HeaviestBatch(rows=8, tokens=16384, scored_tokens=16384, longest=2048)
 
 def seconds(hardware=H100, batch=BATCH, num_micros=1, **changes):
     return step_time(Settings(**(BASE | changes)), LLAMA8, batch, hardware, num_micros=num_micros).seconds
+
+
+def test_paged_states_cross_the_bus_in_every_step():
+    """8B of float32 states are 64 GB: there and back over 25.6 GB/s they take 5 s, which AdamW on the device
+    does not."""
+    card = Hardware.named("4090")
+    one = HeaviestBatch(rows=1, tokens=512, scored_tokens=512, longest=512)
+    on_device, paged = (
+        seconds(card, one, optimizer=kind, in_backward=True) for kind in ("adamw", "paged_adamw")
+    )
+    assert paged - on_device == pytest.approx(2 * 8 * LLAMA8.num_parameters / 25.6e9, rel=0.1)
+    eight_bit = seconds(card, one, optimizer="paged_adamw_8bit", in_backward=True)
+    assert eight_bit - on_device == pytest.approx(2 * 2 * LLAMA8.num_parameters / 25.6e9, rel=0.2)
+
+
+def test_full_offloading_is_taken_to_be_slow_until_the_machine_was_measured():
+    unmeasured = seconds(offload="all")
+    rates = H100.rates
+    found = Measured(
+        device="H100",
+        made="2026-11-22",
+        versions={},
+        beside_bytes=0,
+        half_matmul_per_s=rates.half_matmul_per_s,
+        single_matmul_per_s=rates.single_matmul_per_s,
+        bytes_per_s=rates.bytes_per_s,
+        host_bytes_per_s=rates.host_bytes_per_s,
+        launch_s=rates.launch_s,
+        granularity_bytes=512,
+    )
+    measured = seconds(replace(H100, measured=found), offload="all")
+    assert measured < unmeasured
+    assert unmeasured - seconds() == pytest.approx(2 * (measured - seconds()), rel=0.35)
 
 
 def test_operations_of_a_plain_step_are_six_a_weight_and_token_and_attention():
