@@ -114,6 +114,16 @@ def time_words(share: float) -> str:
     return f"{share - 1:.0%} slower" if share > 1 else f"{1 - share:.0%} faster"
 
 
+def explain_headroom(ledger: DecisionLog, chosen: Priced, fullest: Priced | None) -> None:
+    """Note that a faster plan was left for one with room, where it was."""
+    headroom = ledger.asked.recipe.memory.headroom
+    if fullest is None or fullest.settings == chosen.settings or fullest.need_bytes <= chosen.need_bytes:
+        return
+    faster = time_words(fullest.token_s / chosen.token_s)
+    words = f"the fastest plan needs {gib(fullest.need_bytes)}, {faster}"
+    ledger.decide("headroom", f"{headroom:.0%}", words, "memory.headroom")
+
+
 def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: int) -> None:
     """Note the decisions that depend on memory, each with what it buys."""
     settings = chosen.settings

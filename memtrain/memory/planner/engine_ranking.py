@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memtrain.memory.estimate.pricing import PlannerInputs, Priced, fits_host
+from memtrain.memory.estimate.pricing import Priced, fits_host
 from memtrain.memory.explain.reasons import time_words
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.search import SIMPLEST, fastest
@@ -45,7 +45,7 @@ def weighed_engines(
     for one in sorted(tried, key=_order):
         forms.setdefault(form_words(one.settings), []).append(one)
     own = form_words(chosen.settings)
-    found = [_weighed(name, of_form, own, chosen, budget, case.facts) for name, of_form in forms.items()]
+    found = [_weighed(name, of_form, own, chosen, budget, case) for name, of_form in forms.items()]
     closed = closed_engines(case.recipe, chosen.settings, case.facts.has)
     return (*found, *(Weighed(engine, None, f"not weighed: {why}") for engine, why in closed))
 
@@ -56,9 +56,10 @@ def _order(one: Priced) -> tuple[int, int, str]:
 
 
 def _weighed(
-    name: str, of_form: Sequence[Priced], own: str, chosen: Priced, budget: int, facts: PlannerInputs
+    name: str, of_form: Sequence[Priced], own: str, chosen: Priced, budget: int, case: StrategyContext
 ) -> Weighed:
-    best = fastest(of_form, budget, facts)
+    facts = case.facts
+    best = fastest(of_form, budget, facts, case.recipe.memory.headroom)
     if name == own:
         return Weighed(name, chosen, "taken")
     if best is not None:

@@ -11,7 +11,7 @@ from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, Priced, 
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.estimate.static import measured_beside
 from memtrain.memory.explain.nothing_fits import NoPlan, nothing_fits
-from memtrain.memory.explain.reasons import explain
+from memtrain.memory.explain.reasons import explain, explain_headroom
 from memtrain.memory.generation.generation import with_generation
 from memtrain.memory.generation.vllm import leaves_room, refuse_vllm, training_budget
 from memtrain.memory.hardware.peak_history import kind_of_run
@@ -101,6 +101,8 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     decide_loading(ledger, settings)
     explain(ledger, chosen, facts, budget)
     explain_tile(ledger, chosen)
+    roomy = [one for one in tried if leaves_room(case.recipe, case.facts, one)]
+    explain_headroom(ledger, chosen, fastest(roomy, budget, case.facts))
     settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(
         settings=settings,
@@ -210,12 +212,15 @@ def _first_that_fits(
         priced += with_small_tiles(priced, case.facts, budget, case.recipe)
         tried += priced
         roomy = [one for one in priced if leaves_room(case.recipe, case.facts, one)]
-        chosen = fastest(roomy, budget, case.facts)
+        headroom = case.recipe.memory.headroom
+        chosen = fastest(roomy, budget, case.facts, headroom)
         if chosen is None:
             continue
         if case.recipe.memory.loss_chunk_size == "auto":
             has_room = partial(leaves_room, case.recipe, case.facts)
-            chosen = with_larger_tile(chosen, case.facts, budget, has_room)
+            free = int(budget * (1 - headroom))
+            most = free if chosen.need_bytes <= free else budget
+            chosen = with_larger_tile(chosen, case.facts, most, has_room)
         return chosen
     return None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, fits_host, price
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.engines import OFFLOADS, open_forms, under_engine
@@ -21,6 +22,10 @@ The one that needs less memory is then chosen. Source: the design's rule; half o
 
 ENGINE_TIE = 0.1
 """The same for engines: what travels between devices is priced by a guess. Taste."""
+
+ROOM_COST = 0.1
+"""Share of its speed that a plan may lose to leave `memory.headroom` free: a card that is filled to its last
+0.1 % for 8 % of speed fails at the first batch that fragments it. Taste."""
 
 SIMPLEST = tuple(OFFLOADS)
 """Engines in the order in which equally fast ones are taken."""
@@ -123,11 +128,23 @@ def price_all(choices: Iterable[Settings], facts: PlannerInputs) -> list[Priced]
     return [price(settings, facts) for settings in choices]
 
 
-def fastest(priced: Sequence[Priced], budget: int, facts: PlannerInputs) -> Priced | None:
+def fastest(
+    priced: Sequence[Priced], budget: int, facts: PlannerInputs, headroom: float = 0.0
+) -> Priced | None:
     """The fastest that fits budget and host; of equally fast ones the least moved, then whole layers, then
-    the simplest engine, then the smallest. A simpler engine goes before one that is a little faster
-    (ENGINE_TIE).
+    the simplest engine, chunked logits, then the smallest. A simpler engine goes before one that is a little
+    faster (ENGINE_TIE), and one that leaves `headroom` of the budget free before one that does not (ROOM_COST).
     """
+    best = _fastest(priced, budget, facts)
+    if best is None or best.need_bytes <= budget * (1 - headroom):
+        return best
+    least_moved = [one for one in priced if _moved(one) <= _moved(best)]
+    roomy = _fastest(least_moved, int(budget * (1 - headroom)), facts)
+    return roomy if roomy is not None and roomy.token_s < best.token_s * (1 + ROOM_COST) else best
+
+
+def _fastest(priced: Sequence[Priced], budget: int, facts: PlannerInputs) -> Priced | None:
+    """The same, however full the device becomes."""
     fitting = [one for one in priced if one.need_bytes <= budget]
     if facts.hardware.device == "cuda":
         fitting = [one for one in fitting if _moved(one) == 0 or fits_host(one, facts)]
@@ -152,6 +169,7 @@ def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:
             _moved(one),
             one.settings.slice_tokens > 0,
             SIMPLEST.index(one.settings.engine),
+            one.settings.loss == "full",
             one.need_bytes,
             one.token_s,
         ),
@@ -167,6 +185,7 @@ def _moved(one: Priced) -> int:
             settings.optimizer_offload,
             settings.shard_offload != "none",
             settings.weights_offload,
+            settings.device == "cuda" and OPTIMIZERS[settings.optimizer].is_paged,
         )
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from memtrain.recipes.sections.base import Bytes, NonNegativeInt, PositiveInt, Section, one_or_many
 
@@ -61,6 +61,10 @@ class Memory(Section):
 
     budget: Bytes | Literal["auto"] = "auto"
     """Memory of one device that the run may use. `auto`: what is free on the device at the start."""
+
+    headroom: Annotated[float, Field(ge=0.0, le=0.5)] = 0.05
+    """Share of the budget that a plan leaves free where that costs less than 10 % of its speed. 0: the
+    fastest plan that fits, however full."""
 
     use: Annotated[tuple[StrategyName, ...], BeforeValidator(one_or_many)] = ()
     """Strategies that must be used, by name (`memtrain methods --strategies` lists them)."""

@@ -77,7 +77,7 @@ SHAPES = [
 def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, engine, offload, monkeypatch):
     monkeypatch.setattr("memtrain.memory.estimate.pricing.fits_host", lambda priced, facts: True)
     monkeypatch.setattr("memtrain.memory.planner.search.fits_host", lambda priced, facts: True)
-    made = plan(model, card, count, **said)
+    made = plan(model, card, count, **said, memory__headroom=0)
     assert (made.settings.engine, made.settings.shard_offload) == (engine, offload)
     words = told(made)
     assert words[form_words(made.settings)] == "taken"

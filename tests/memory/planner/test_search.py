@@ -14,7 +14,7 @@ from memtrain.memory.explain.nothing_fits import nearest_ways
 from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
-from memtrain.memory.plan.units import GIB
+from memtrain.memory.plan.units import GIB, gib
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.planner.resolve import Resolved, longest_that_fits, resolved_if_it_fits
 from memtrain.memory.planner.search import TIE, fastest, frontier
@@ -65,7 +65,8 @@ def test_more_memory_never_gives_a_slower_plan_and_what_fits_keeps_its_margin(
     fitted: dict[tuple[int, bool], list[float]] = {}
     for budget in BUDGETS:
         try:
-            resolved = ask(known, resolved_if_it_fits, **said, memory__budget=f"{budget}GiB")
+            full = {"memory__budget": f"{budget}GiB", "memory__headroom": 0}
+            resolved = ask(known, resolved_if_it_fits, **said, **full)
         except DoesNotFit:
             assert not fitted, "a smaller budget was enough"
             continue
@@ -81,7 +82,7 @@ def test_more_memory_never_gives_a_slower_plan_and_what_fits_keeps_its_margin(
 
 def test_nothing_that_was_weighed_and_fits_is_faster_than_the_plan(ask: Ask, facts_of: Any, profile_of: Any):
     known = facts(facts_of, profile_of, "llama-3.1-8b")
-    resolved = ask(known, memory__budget="100GiB")
+    resolved = ask(known, memory__budget="100GiB", memory__headroom=0)
     fitting = [one for one in resolved.tried if one.need_bytes <= 100 * GIB]
     assert len(resolved.tried) > 50
     assert resolved.chosen.token_s <= min(one.token_s for one in fitting) * (1 + TIE)
@@ -103,6 +104,38 @@ def test_of_equally_fast_plans_the_smaller_is_taken_and_of_those_the_one_that_mo
     assert fastest([large, small, slow], 4 * GIB, known) is None
     moved = like(5, 1.0, optimizer_offload=True)
     assert fastest([moved, small], 40 * GIB, known) is small
+
+
+def test_a_plan_with_room_goes_before_a_faster_one_that_fills_the_card(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    known = facts(facts_of, profile_of, "qwen3-0.6b")
+    plan = ask(known).chosen
+
+    def like(need_gib: float, token_s: float, **settings: Any) -> Priced:
+        changed = plan.settings.model_copy(update=settings)
+        return Priced(changed, plan.prediction, int(need_gib * GIB), token_s, token_s)
+
+    full, roomy, slow = like(79.6, 1.0), like(46.9, 1.08), like(40, 1.2)
+    assert fastest([full, roomy, slow], 80 * GIB, known, headroom=0.05) is roomy
+    assert fastest([full, roomy, slow], 80 * GIB, known) is full
+    assert fastest([full, slow], 80 * GIB, known, headroom=0.05) is full
+    assert fastest([full, like(46.9, 1.08, optimizer_offload=True)], 80 * GIB, known, headroom=0.05) is full
+
+
+def test_a_plan_that_leaves_room_says_what_the_fullest_would_need(ask: Ask, facts_of: Any, profile_of: Any):
+    known = facts(facts_of, profile_of, "qwen3-0.6b")
+    fullest = ask(known, memory__headroom=0).chosen
+    budget = round(fullest.need_bytes / GIB * 1.01, 2)
+    said = {"memory__budget": f"{budget}GiB"}
+    resolved = ask(known, **said)
+    told = {one.setting: one for one in resolved.decisions}
+    if resolved.chosen.need_bytes == fullest.need_bytes:
+        assert "headroom" not in told
+    else:
+        assert resolved.chosen.need_bytes <= 0.95 * budget * GIB
+        assert resolved.chosen.token_s < 1.1 * fullest.token_s
+        assert gib(fullest.need_bytes) in told["headroom"].reason
 
 
 @pytest.mark.parametrize("layout", ["auto", "full"])
