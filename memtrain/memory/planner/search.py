@@ -133,7 +133,7 @@ def fastest(
 ) -> Priced | None:
     """The fastest that fits budget and host; of equally fast ones the least moved, then whole layers, then
     the simplest engine, chunked logits, then the smallest. A simpler engine goes before one that is a little
-    faster (ENGINE_TIE), and one that leaves `headroom` of the budget free before one that does not (ROOM_COST).
+    faster (ENGINE_TIE); one that leaves `headroom` of the budget free before one that does not (ROOM_COST).
     """
     best = _fastest(priced, budget, facts)
     if best is None or best.need_bytes <= budget * (1 - headroom):

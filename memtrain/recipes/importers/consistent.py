@@ -99,13 +99,21 @@ def make_consistent(made: Translation) -> None:
         made.notes.append("no rows are named: write them into data.train")
 
 
+EPSILON = 0.2
+"""TRL's default of `epsilon`, which is `epsilon_high` too where that is not set."""
+
+
 def _policy_knobs(made: Translation) -> None:
     """Knobs that the loss does not read; `epsilon_high` of CISPO is its highest weight."""
     if made.method != "grpo":
         return
     loss = str(made.said.get("grpo.loss", ("dapo", ""))[0])
-    if loss == "cispo" and "grpo.clip_high" in made.said:
-        made.said["grpo.cispo_max_weight"] = made.said.pop("grpo.clip_high")
+    if loss == "cispo":
+        highest = made.said.pop("grpo.clip_high", None)
+        if highest is None or highest[0] is None:
+            epsilon = made.said.get("grpo.clip_low", (EPSILON, ""))[0]
+            highest = (epsilon, "epsilon, where epsilon_high is not set; 5.0 is usual for this loss")
+        made.said.setdefault("grpo.cispo_max_weight", highest)
     for knob, losses in KNOBS_OF.items():
         key = f"grpo.{knob}"
         if key in made.said and loss not in losses:

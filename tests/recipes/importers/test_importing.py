@@ -218,6 +218,14 @@ def test_the_highest_weight_of_cispo_is_no_clip(tmp_path: Path):
     assert (recipe.grpo.cispo_max_weight, recipe.grpo.clip_high) == (3.0, None)
 
 
+@pytest.mark.parametrize(("more", "highest"), [("", 0.2), ("epsilon: 0.3\n", 0.3)])
+def test_cispo_without_a_highest_weight_keeps_what_trl_takes_for_it(more, highest, tmp_path: Path):
+    text = WHOLE["grpo"] + "loss_type: cispo\n" + more
+    recipe, _ = of_file(tmp_path, "run.yaml", text, tool="trl", method="grpo")
+    assert recipe.grpo is not None
+    assert recipe.grpo.cispo_max_weight == highest
+
+
 def test_the_schema_that_a_recipe_names_is_there(tmp_path: Path):
     _, made = of_file(tmp_path, "run.yaml", WHOLE["sft"], tool="trl", method="sft")
     line = next(line for line in made.text.splitlines() if "$schema=" in line)
