@@ -118,7 +118,7 @@ def test_scores_of_final_are_the_same_where_the_tokenizer_pads_with_its_end_toke
         alone = [plain(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
     assert rewards(final, folder) == pytest.approx(alone, abs=1e-5)
     if pad is None:
-        assert "scores one row at a time" in said.out + said.err
+        assert "score one row at a time" in said.out + said.err
         return
     with torch.no_grad():
         batch = plain(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0].tolist()

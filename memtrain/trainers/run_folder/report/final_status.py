@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from contextlib import suppress
 
-from memtrain.errors import MemtrainError, sayable
+from memtrain.errors import sayable, words_of
 from memtrain.trainers.run_folder.folder import RunFolder, RunState, Status
 from memtrain.trainers.run_folder.report.report_html import write_report
 
@@ -13,7 +13,8 @@ from memtrain.trainers.run_folder.report.report_html import write_report
 def tell_end(folder: RunFolder, state: RunState, step: int, message: str = "") -> None:
     """Write the status of a run that has ended, and its report.
 
-    Raises: LaunchError when the disk refuses.
+    Raises: LaunchError when the disk refuses those of a run that is done. What ended any other run is about
+    to be told: a disk or a page that refuses must not stand in its place, and is told beside it.
     """
     ended = Status(state=state, step=step, time=time.time(), message=sayable(message))
     if state is RunState.DONE:
@@ -21,7 +22,8 @@ def tell_end(folder: RunFolder, state: RunState, step: int, message: str = "") -
         write_report(folder, ended)
         folder.write_status(state, step, message)
         return
-    folder.write_status(state, step, message)
-    # What ended the run is about to be told: a report that cannot be written must not stand in its place.
-    with suppress(MemtrainError):
-        write_report(folder, ended)
+    for write in (lambda: folder.write_status(state, step, message), lambda: write_report(folder, ended)):
+        try:
+            write()
+        except Exception as error:
+            print(f"note: the end of the run could not be recorded: {words_of(error)}", file=sys.stderr)
