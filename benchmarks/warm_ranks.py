@@ -153,6 +153,7 @@ def _fork(run: Path, number: int, num_ranks: int, port: int, prepare: Callable[[
         from accelerate.state import AcceleratorState
 
         from memtrain.trainers.loop import worker
+        from memtrain.trainers.run_folder.folder import RunFolder
 
         AcceleratorState._reset_state(True)
         if num_ranks > 1:
@@ -162,7 +163,7 @@ def _fork(run: Path, number: int, num_ranks: int, port: int, prepare: Callable[[
         sys.argv = ["worker", str(run / "plan.json")]
         tell = worker._told
 
-        def told(folder: Path, rank: int, error: Exception) -> int:
+        def told(folder: RunFolder, rank: int, error: Exception) -> int:
             traceback.print_exception(error)
             return tell(folder, rank, error)
 
