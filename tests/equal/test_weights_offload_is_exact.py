@@ -11,14 +11,18 @@ from torch import Tensor
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter
 from memtrain.recipes.sections.optim import Optim
+from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.step import DistributedStep, update
+from memtrain.trainers.reference.build import frozen_scorer
+from memtrain.trainers.reference.reference import FrozenReference, evaluating, without_adapter
 
 TinyModel = Callable[..., Any]
 LENGTHS = (5, 9, 2, 8)
@@ -92,6 +96,35 @@ def test_training_is_the_same(
     )
     assert weights is not None
     assert (weights.out_bytes > 0) == (adapter is None)
+
+
+@pytest.mark.parametrize("kind", ["adapter off", "copy"])
+def test_a_reference_from_the_host_answers_as_one_on_the_device(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings], kind: str
+):
+    """The policy without its adapter, over weights on the host; a frozen copy with buffers of its own."""
+    plain, treated = pair(tiny_model, ADAPTER if kind == "adapter off" else None)
+    adapter = ADAPTER if kind == "adapter off" else None
+    settings = make_settings(checkpoint_every=1, adapter=adapter, weights_offload=True)
+    models: list[Any] = [plain, treated]
+    if kind == "adapter off":
+        apply_checkpointing_and_offload(treated, settings, LazyEngine())
+        scorers = [scorer_of(model, "lm", settings) for model in models]
+        asked = [without_adapter(scorer, scorer.model) for scorer in scorers]
+    else:
+        bare = settings.model_copy(update={"weights_offload": False})
+        asked = [
+            FrozenReference(frozen_scorer(model, one, LazyEngine()))
+            for model, one in zip(models, (bare, settings), strict=True)
+        ]
+    layout = packed_layout(LENGTHS)
+    ids = torch.randint(1, 128, (1, sum(LENGTHS)))
+    inputs = {"input_ids": ids, "position_ids": layout.position_ids, "layout": layout}
+    request = LogprobRequest(ids[0, layout.predicted_rows])
+    with torch.no_grad(), evaluating(asked[0].scorer), evaluating(asked[1].scorer):
+        for _ in range(2):
+            answers = [one.scorer(inputs, layout.predicting_rows, request).logp_N for one in asked]
+            assert torch.equal(*answers)
 
 
 def test_bfloat16_weights_are_stepped_by_their_float32_copies(

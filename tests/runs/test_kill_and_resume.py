@@ -121,6 +121,31 @@ def test_a_kill_at_a_delicate_moment_moves_no_bit(runs, metrics, curve_of, monke
     assert len(metrics(folder, "final")) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "memory",
+    [
+        ("memory.weights_offload=on", "memory.activation_checkpointing=on"),
+        ("memory.weights_offload=on", "memory.streamed_layers=on", "memory.slice_tokens=16"),
+        ("memory.weights_offload=on", "model.adapter=null", "optim.neftune_alpha=null"),
+    ],
+    ids=["adapter", "in slices", "full"],
+)
+def test_weights_on_the_host_killed_in_mid_run_move_no_bit(runs, metrics, curve_of, memory):
+    """Killed after step 7 of 18, with a checkpoint of step 6; the plain run goes on from it as well."""
+    asked = (*HARD, *memory)
+    whole = runs.done("whole", *asked)
+    process = runs.fork("killed", *asked)
+    while len(metrics(runs.folder / "killed", "step")) < 7:
+        time.sleep(0.002)
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert curve_of(runs.done("killed", *asked)) == curve_of(whole)
+    if "memory.streamed_layers=on" not in memory:
+        plain = (*asked, "memory.weights_offload=off", "memory.activation_checkpointing=on")
+        assert curve_of(runs.done("plain", *plain)) == curve_of(whole)
+
+
 def test_a_torn_last_line_and_a_broken_checkpoint_are_passed_over(runs, metrics, curve_of, whole):
     with_stop = (*HARD, "save.keep=4")
     process = runs.fork("torn", *with_stop)

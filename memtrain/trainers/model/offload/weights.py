@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,9 @@ from memtrain.trainers.model.streamed.apply import layers_of
 from memtrain.trainers.model.streamed.end_weights import EndWeights
 from memtrain.trainers.model.streamed.layer_weights import LayerWeights
 
-_HOMES: WeakKeyDictionary[nn.Module, LayerWeights] = WeakKeyDictionary()
-"""The weights of a model's layers, by its first layer: a model that is treated again has them there."""
+HOME = "_layer_weights"
+"""Attribute of a model's first layer with the weights of all: a model that is treated again has them there,
+and they go with it."""
 
 
 def weights_on_host(model: nn.Module, settings: Settings, engine: CopyEngine) -> LayerWeights | None:
@@ -45,14 +45,14 @@ def weights_on_host(model: nn.Module, settings: Settings, engine: CopyEngine) ->
     if takes_all:
         EndWeights(_ends(model), made)
     _move_rest(model, made, device)
-    _HOMES[layers[0]] = made
+    vars(layers[0])[HOME] = made
     return made
 
 
 def weights_of(model: nn.Module) -> LayerWeights | None:
     """The weights of a model's layers that live on the host; None where they are on the device."""
     layers = layers_of(model)
-    return _HOMES.get(layers[0]) if layers else None
+    return vars(layers[0]).get(HOME) if layers else None
 
 
 def chosen(model: nn.Module, settings: Settings) -> list[nn.Parameter]:
