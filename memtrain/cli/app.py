@@ -72,6 +72,10 @@ COMMANDS: tuple[Command, ...] = (
     Command("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
     Command("merge", "merge:merge", "Fold the adapter of a run into its base model."),
     Command("export", "export:export", "Write the model of a checkpoint in the Hugging Face format."),
+    Command("chat", "chat:chat", "Talk with the model of a finished run."),
+    Command("serve", "serve:serve", "The `vllm serve` command for a trained model."),
+    Command("gguf", "gguf:gguf", "A trained model as a GGUF file, with a Modelfile for Ollama."),
+    Command("push", "push:push", "Upload a trained model and its card to the Hugging Face hub."),
     Command("clean", "clean:clean", "Remove half-written files of killed processes from a run folder."),
     Command("doctor", "doctor:doctor", "Test which installed packages and devices really work here."),
 )

@@ -21,6 +21,7 @@ from memtrain.errors import RecipeError, printable
 if TYPE_CHECKING:
     from memtrain.cli.plan.price_lengths import Pricing
     from memtrain.recipes.reading.load import LoadedRecipe
+    from memtrain.trainers.data.length_report.result import Inspection
 
 EXIT_INTERRUPTED = 130
 RECIPE_ENDINGS = (".yaml", ".yml")
@@ -91,7 +92,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON (docs/inspe
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class Words:
     """The command line."""
 
     dataset: str | None
@@ -117,14 +118,33 @@ def inspect_lengths(
 ) -> None:
     """Length distribution of the rows, and losses and costs of each max_length: choose length.max_length by
     it."""
-    words = _sorted_words(_Words(dataset, tuple(overrides or ()), model, tokenizer, method, recipe))
-    lengths = read_lengths(max_length)
-    words, counted_by = _with_tokenizer(words)
+    given = Words(dataset, tuple(overrides or ()), model, tokenizer, method, recipe)
+    from memtrain.cli.output.length_report import screen_lines
+    from memtrain.trainers.data.length_report.html import page
+
+    found = inspected(given, read_lengths(max_length), budget, sample)
+    if as_json:
+        typer.echo(printable(json.dumps(found.model_dump(mode="json"), indent=1, ensure_ascii=False)))
+    else:
+        can_draw = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+        for line, is_heading in screen_lines(found, columns(), block="\u2588" if can_draw else "#"):
+            shown = printable(line)
+            typer.echo(typer.style(shown, bold=True) if is_heading else shown)
+    if html is not None:
+        write_text(page(found), html, says_aside=as_json)
+    if found.extent.is_partial:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def inspected(given: Words, lengths: tuple[int, ...], budget: str | None, sample: int | None) -> Inspection:
+    """The lengths of the rows that the words name, as the command shows them.
+
+    Raises: RecipeError, DataError.
+    """
+    words, counted_by = _with_tokenizer(_sorted_words(given))
     loaded = _loaded(words)
 
-    from memtrain.cli.output.length_report import screen_lines
     from memtrain.cli.plan.usual_tokenizer import keep_last
-    from memtrain.trainers.data.length_report.html import page
     from memtrain.trainers.data.length_report.inspect import Question, inspect
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
@@ -146,17 +166,7 @@ def inspect_lengths(
     with _progress() as progress:
         found = inspect(question, tokenizer_of(written.model), price=price, progress=progress)
     keep_last(question.tokenizer_name)
-    if as_json:
-        typer.echo(printable(json.dumps(found.model_dump(mode="json"), indent=1, ensure_ascii=False)))
-    else:
-        can_draw = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        for line, is_heading in screen_lines(found, columns(), block="\u2588" if can_draw else "#"):
-            shown = printable(line)
-            typer.echo(typer.style(shown, bold=True) if is_heading else shown)
-    if html is not None:
-        write_text(page(found), html, says_aside=as_json)
-    if found.extent.is_partial:
-        raise typer.Exit(EXIT_INTERRUPTED)
+    return found
 
 
 def read_lengths(text: str | None) -> tuple[int, ...]:
@@ -176,7 +186,7 @@ def read_lengths(text: str | None) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def _sorted_words(words: _Words) -> _Words:
+def _sorted_words(words: Words) -> Words:
     """The words where they belong: `key=value` is no dataset, and a recipe as a dataset is a recipe."""
     dataset, overrides, recipe = words.dataset, words.overrides, words.recipe
     if dataset is not None and re.match(r"[a-z_]+(\.[\w.\[\]]+)+=", dataset) and not Path(dataset).exists():
@@ -189,10 +199,10 @@ def _sorted_words(words: _Words) -> _Words:
                 "give one of them",
             )
         dataset, recipe = None, dataset
-    return _Words(dataset, overrides, words.model, words.tokenizer, words.method, recipe)
+    return Words(dataset, overrides, words.model, words.tokenizer, words.method, recipe)
 
 
-def _with_tokenizer(words: _Words) -> tuple[_Words, str]:
+def _with_tokenizer(words: Words) -> tuple[Words, str]:
     """The words with a tokenizer, and the sentence about it; empty where the words or a recipe name one."""
     has_own = any(word.startswith(("model.path=", "model.tokenizer=")) for word in words.overrides)
     if words.dataset is None or words.recipe or words.model or words.tokenizer or has_own:
@@ -203,7 +213,7 @@ def _with_tokenizer(words: _Words) -> tuple[_Words, str]:
     return replace(words, tokenizer=usual.name), usual.says
 
 
-def _loaded(words: _Words) -> LoadedRecipe:
+def _loaded(words: Words) -> LoadedRecipe:
     """The recipe that is asked about; without one, a recipe made of the words.
 
     Raises: RecipeError when no data is named, or a key is wrong.
@@ -243,7 +253,7 @@ def _loaded(words: _Words) -> LoadedRecipe:
     return loaded
 
 
-def _pricing(loaded: LoadedRecipe, words: _Words, budget: str | None) -> Pricing | None:
+def _pricing(loaded: LoadedRecipe, words: Words, budget: str | None) -> Pricing | None:
     """The planner, where there is a model to plan for and a method that is planned.
 
     Raises: RecipeError for a budget that nothing can be held against.

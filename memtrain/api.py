@@ -1,0 +1,179 @@
+"""Python API: recipes, plans, runs and lengths for notebooks, with the errors of the command line.
+
+    import memtrain
+
+    recipe = memtrain.load_recipe("my.yaml", {"optim.lr": 1e-4})
+    plan = memtrain.plan(recipe, gpu="4090")
+    run = memtrain.train(recipe)
+    lengths = memtrain.inspect_lengths("rows.jsonl", model="Qwen/Qwen3-0.6B")
+
+Every fault is a `memtrain.errors.MemtrainError` with `.faults` (what, where, fix). No torch at import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memtrain.recipes.reading.load import LoadedRecipe
+from memtrain.recipes.reading.load import load_recipe as read_recipe
+
+if TYPE_CHECKING:
+    from memtrain.cli.plan.answer import Answer
+    from memtrain.trainers.data.length_report.result import Inspection
+    from memtrain.trainers.run_folder.folder import RunFolder
+    from memtrain.trainers.run_folder.report.report import Figures, Report
+
+Overrides = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A run that is over: its folder, its model, and its figures."""
+
+    folder: RunFolder
+
+    @property
+    def model(self) -> Path:
+        """Folder of the trained model, in the Hugging Face format."""
+        return self.folder.final
+
+    @property
+    def report(self) -> Report:
+        """Steps, evaluations, memory and notes, as report.html has them."""
+        from memtrain.trainers.run_folder.report.report import load_report
+
+        return load_report(self.folder)
+
+    @property
+    def figures(self) -> Figures:
+        """The run in a few numbers: first and last loss, speed, peaks."""
+        from memtrain.trainers.run_folder.report.report import figures_of
+
+        return figures_of(self.report)
+
+    def _repr_html_(self) -> str:
+        from memtrain.trainers.run_folder.report.report_html import render_report
+
+        page = render_report(self.report).replace("&", "&amp;").replace('"', "&quot;")
+        return f'<iframe srcdoc="{page}" width="100%" height="700" style="border:0"></iframe>'
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A plan that fits, as `memtrain plan` shows it."""
+
+    answer: Answer
+
+    @property
+    def need_bytes(self) -> int:
+        """Memory of one device that the run needs, margin included."""
+        return self.answer.chosen.need_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted speed of all processes together; computed, not measured."""
+        return self.answer.tokens_per_s
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting of the run."""
+        return self.answer.resolved.settings.model_dump(mode="json")
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as `memtrain plan --json` prints it."""
+        from memtrain.cli.plan.answer import as_json
+
+        return as_json(self.answer, None, "")
+
+    def __repr__(self) -> str:
+        from memtrain.cli.plan.tables import settings_words
+        from memtrain.memory.plan.units import gib
+
+        how = settings_words(self.answer.resolved.settings)
+        return f"RunPlan(needs {gib(self.need_bytes)}, {self.tokens_per_s:,.0f} tokens/s predicted: {how})"
+
+    def _repr_html_(self) -> str:
+        from memtrain.cli.plan.html import page
+
+        text = page(self.answer, None).replace("&", "&amp;").replace('"', "&quot;")
+        return f'<iframe srcdoc="{text}" width="100%" height="700" style="border:0"></iframe>'
+
+
+def load_recipe(recipe: str | Path, overrides: Overrides | None = None) -> LoadedRecipe:
+    """The recipe of a file, or of a shipped name, with values laid over it by dotted key.
+
+    Raises: RecipeError with every fault, each with its line.
+    """
+    return read_recipe(str(recipe), _words(overrides))
+
+
+def plan(
+    recipe: LoadedRecipe | str | Path,
+    *,
+    gpu: str | None = None,
+    num_gpus: int | None = None,
+    budget: str | None = None,
+    reads_data: bool = True,
+) -> RunPlan:
+    """The fastest plan that fits this machine, a named card, or a budget such as `24GiB`.
+
+    `reads_data`: tokenize the rows, else every row is taken to have `length.max_length` tokens.
+    Raises: RecipeError, DataError, LaunchError; DoesNotFit when no plan fits.
+    """
+    from memtrain.cli.plan.answer import answer, ask, facts_of_question
+    from memtrain.memory.plan.units import read_size
+
+    loaded = _loaded(recipe)
+    num_bytes = None if budget is None else read_size(budget, "budget")
+    if budget is not None:
+        loaded = read_recipe(str(loaded.path), (*loaded.overrides, f"memory.budget={budget}"))
+    question = ask(loaded, gpu, num_gpus, num_bytes)
+    facts, note = facts_of_question(question, reads_data=reads_data, progress=None)
+    return RunPlan(answer(question, facts, note))
+
+
+def train(
+    recipe: LoadedRecipe | str | Path, *, run_dir: str | Path | None = None, resume: bool = True
+) -> FinishedRun:
+    """Plan and run a recipe to its end, or go on where its run folder stopped.
+
+    Raises: MemtrainError of every kind.
+    """
+    from memtrain.cli.commands.train import run_recipe
+    from memtrain.trainers.run_folder.folder import RunFolder
+
+    loaded = _loaded(recipe)
+    folder = run_recipe(
+        None,
+        str(loaded.path),
+        list(loaded.overrides),
+        run_dir=None if run_dir is None else str(run_dir),
+        resume=resume,
+    )
+    return FinishedRun(RunFolder(folder))
+
+
+def inspect_lengths(
+    dataset: str | Path, *, model: str | None = None, overrides: Overrides | None = None
+) -> Inspection:
+    """Length distribution of a dataset, and what each `max_length` loses; `model` names the tokenizer.
+
+    Raises: RecipeError, DataError.
+    """
+    from memtrain.cli.commands.inspect_lengths import Words, inspected
+
+    words = Words(str(dataset), tuple(_words(overrides)), model, None, None, None)
+    return inspected(words, (), None, None)
+
+
+def _loaded(recipe: LoadedRecipe | str | Path) -> LoadedRecipe:
+    return recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+
+
+def _words(overrides: Overrides | None) -> list[str]:
+    """Overrides as the words of a command line; JSON is YAML."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (overrides or {}).items()]

@@ -1,0 +1,61 @@
+"""`memtrain chat RUN`: a prompt at the terminal with the trained model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memtrain.cli.output.terminal import say
+
+
+def chat(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run, or of a model.")],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Answer this one prompt, and end.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.7,
+) -> None:
+    """Talk with the model of a finished run; /reset forgets the turns, /quit or Ctrl-D ends.
+
+    Example: memtrain chat runs/my --temperature 0
+    """
+    from memtrain.errors import printable
+    from memtrain.trainers.tools.trained_model import text_model
+
+    trained = text_model(run)
+    from memtrain.trainers.tools.chat import Chat
+
+    talk = Chat(trained, system)
+    if not talk.has_template:
+        say("The tokenizer has no chat template: each text is continued as it stands.")
+    for text in [prompt] if prompt is not None else _turns():
+        if text == "/reset":
+            talk.reset()
+            continue
+        talk.answer(
+            text,
+            lambda piece: typer.echo(printable(piece), nl=False),
+            max_tokens=max_tokens,
+            temperature=temperature,
+        )
+        typer.echo()
+
+
+def _turns() -> Iterator[str]:
+    """Lines of the user, until /quit or the end of the input; empty ones are passed over."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        if line == "/quit":
+            return
+        if line:
+            yield line

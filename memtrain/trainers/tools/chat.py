@@ -1,0 +1,112 @@
+"""Conversation with the model of a run, turn by turn, on the device that is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.generation.streamers import TextStreamer
+
+from memtrain.errors import LaunchError, words_of
+from memtrain.memory.plan.plan import PLAN_FILE, read_plan
+from memtrain.recipes.registry import METHODS
+from memtrain.trainers.data.tokenize.chat import template_of
+from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
+from memtrain.trainers.model.loading.adapters import load_adapter
+from memtrain.trainers.model.loading.load import load_model
+from memtrain.trainers.tools.trained_model import TrainedModel
+
+
+class _Written(TextStreamer):
+    """Gives finished text to a function in place of stdout."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, emit: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.emit = emit
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.emit(text)
+
+
+class Chat:
+    """A trained model, and the messages so far."""
+
+    def __init__(self, trained: TrainedModel, system: str | None = None) -> None:
+        """Load the model. Raises: LaunchError when it cannot be loaded."""
+        self.tokenizer = load_tokenizer(str(trained.folder))
+        self.model = load_trained(trained, len(self.tokenizer))
+        self.has_template = template_of(self.tokenizer) is not None
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the turns."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    @torch.no_grad()
+    def answer(self, text: str, emit: Callable[[str], object], *, max_tokens: int, temperature: float) -> str:
+        """The model's answer to a turn, given to `emit` as it is written; greedy at temperature 0.
+
+        Without a chat template the text is continued as it stands, and nothing is remembered.
+        """
+        prompt = text
+        if self.has_template:
+            self.messages.append({"role": "user", "content": text})
+            prompt = str(
+                self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+            )
+        encoded = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not self.has_template)
+        ids = encoded["input_ids"].to(self.model.device)  # pyright: ignore[reportAttributeAccessIssue]
+        samples: dict[str, Any] = {"do_sample": temperature > 0}
+        if temperature > 0:
+            samples["temperature"] = temperature
+        made = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            streamer=_Written(self.tokenizer, emit),
+            pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+            **samples,
+        )
+        said = str(self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+        if self.has_template:
+            self.messages.append({"role": "assistant", "content": said})
+        return said
+
+
+def load_trained(trained: TrainedModel, vocab_size: int) -> Any:
+    """The model of a run in evaluation mode, an adapter on its base.
+
+    Raises: LaunchError when it cannot be loaded.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not trained.is_adapter:
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(trained.folder), trust_remote_code=False, use_safetensors=True, dtype="auto"
+            )
+        except Exception as error:  # each model class has faults of its own
+            raise LaunchError(
+                f"{trained.folder} cannot be loaded: {words_of(error)}",
+                str(trained.folder),
+                "export the model again: memtrain export RUN",
+            ) from None
+        return model.to(device).eval()
+    path = Path(trained.run) / PLAN_FILE
+    plan = read_plan(path)
+    settings = plan.settings.model_copy(
+        update={"device": device, "quantize": "none", "attention": "transformers"}
+    )
+    base = load_model(
+        plan.recipe.model,
+        settings,
+        seed=plan.recipe.train.seed,
+        vocab_size=vocab_size,
+        head=METHODS[plan.recipe.method].head,
+        drawn_on=plan.settings.device,
+    )
+    return load_adapter(base, str(trained.folder)).to(device).eval()

@@ -1,0 +1,163 @@
+"""The finished model of a run, and the commands of vLLM, llama.cpp and Ollama for it; no torch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memtrain.errors import LaunchError
+from memtrain.trainers.run_folder.folder import RunFolder
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that `--max-lora-rank` takes. Source: vllm/config/lora.py, vLLM 0.20."""
+CONVERTER = "convert_hf_to_gguf.py"
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+"""Types that llama.cpp's converter writes; smaller ones are made of these by llama-quantize."""
+CHATML = "<|im_start|>"
+CHATML_TEMPLATE = (
+    'TEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n'
+    '{{ end }}<|im_start|>assistant\n"""'
+)
+"""ChatML in the template language of Ollama."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model folder in the Hugging Face format, or an adapter's."""
+
+    run: Path
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    """config.json, or adapter_config.json."""
+    is_adapter: bool
+
+    @property
+    def base(self) -> str:
+        """Model that an adapter belongs to."""
+        return str(self.config.get("base_model_name_or_path") or "")
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether it scores text, and writes none."""
+        kinds = self.config.get("architectures") or []
+        return self.config.get("task_type") == "SEQ_CLS" or any("Classification" in kind for kind in kinds)
+
+
+def trained_model(run: Path) -> TrainedModel:
+    """The finished model of a run folder, or of a model folder itself.
+
+    Raises: LaunchError when there is none, or it is not a folder.
+    """
+    if not run.is_dir():
+        raise LaunchError(f"there is no folder {run}", str(run), "give the folder of a run")
+    final = RunFolder(run).final
+    for folder in (final, run):
+        for file in (ADAPTER, CONFIG):
+            if (folder / file).is_file():
+                config = json.loads((folder / file).read_text(encoding="utf-8"))
+                return TrainedModel(run, folder, run.resolve().name, config, file == ADAPTER)
+    raise LaunchError(
+        f"{run} has no finished model",
+        str(run),
+        "let the run finish, or write the model of a checkpoint: memtrain export",
+    )
+
+
+def text_model(run: Path) -> TrainedModel:
+    """The finished model of a run that writes text. Raises: LaunchError for a reward model too."""
+    model = trained_model(run)
+    if model.is_reward_model:
+        raise LaunchError(
+            f"{model.folder} is a reward model, which writes no text",
+            str(run),
+            "score answers with it: memtrain score",
+        )
+    return model
+
+
+def whole_model(model: TrainedModel, purpose: str) -> Path:
+    """Folder of the full model: the run's own, or the one that `memtrain merge` wrote.
+
+    Raises: LaunchError when an adapter was not merged yet.
+    """
+    merged = model.run / "merged"
+    if not model.is_adapter:
+        return model.folder
+    if (merged / CONFIG).is_file():
+        return merged
+    raise LaunchError(
+        f"{model.folder} is an adapter, and {purpose} needs the full model",
+        str(model.run),
+        f"memtrain merge {shlex.quote(str(model.run))}, then the same command again",
+    )
+
+
+def serve_words(model: TrainedModel, *, port: int = 8000) -> list[str]:
+    """The command that serves the model with vLLM, an adapter beside its base.
+
+    Raises: LaunchError for an adapter that vLLM cannot load beside its base.
+    """
+    words = ["vllm", "serve"]
+    if not model.is_adapter:
+        return [*words, str(model.folder), "--served-model-name", model.name, "--port", str(port)]
+    config = model.config
+    why = "weight-decomposed (DoRA)" if config.get("use_dora") else ""
+    why = why or ("with whole modules beside the factors" if config.get("modules_to_save") else "")
+    rank = next((one for one in VLLM_RANKS if one >= int(config.get("r", 0))), None)
+    if why or rank is None or not model.base:
+        kind = why or f"of rank {config.get('r')}"
+        whole = whole_model(model, f"vLLM, which takes no adapter {kind},")
+        return [*words, str(whole), "--served-model-name", model.name, "--port", str(port)]
+    return [
+        *(*words, model.base, "--enable-lora", "--max-lora-rank", str(rank)),
+        *("--lora-modules", f"{model.name}={model.folder}", "--port", str(port)),
+    ]
+
+
+def convert_words(folder: Path, output: Path, kind: str) -> tuple[list[str], bool]:
+    """(the command that writes a GGUF file, whether its program is installed here).
+
+    Source: llama.cpp, convert_hf_to_gguf.py.
+    """
+    found = shutil.which(CONVERTER)
+    program = [found] if found else ["python", f"llama.cpp/{CONVERTER}"]
+    return [*program, str(folder), "--outfile", str(output), "--outtype", kind], found is not None
+
+
+def get_converter() -> list[str]:
+    """The commands that bring llama.cpp's converter."""
+    return [
+        "git clone --depth 1 https://github.com/ggml-org/llama.cpp",
+        "pip install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt",
+    ]
+
+
+def modelfile(folder: Path, gguf: Path, system: str | None) -> str:
+    """The Ollama Modelfile for a GGUF file, with the model's own end of turns.
+
+    Ollama reads most chat templates from the GGUF file; ChatML is written out.
+    Source: https://github.com/ollama/ollama/blob/main/docs/modelfile.mdx
+    """
+    lines = [f"FROM ./{gguf.name}"]
+    template = _template(folder)
+    if CHATML in template:
+        lines += [CHATML_TEMPLATE, 'PARAMETER stop "<|im_end|>"']
+    if system:
+        lines.append('SYSTEM """' + system.replace('"""', "'''") + '"""')
+    return "\n".join(lines) + "\n"
+
+
+def _template(folder: Path) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        return str(json.loads(settings.read_text(encoding="utf-8")).get("chat_template") or "")
+    return ""

@@ -1,0 +1,86 @@
+"""The Python API: errors of the command line, no torch at import, and the example notebook as it stands."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memtrain
+from memtrain.__main__ import main
+from memtrain.errors import RecipeError
+from memtrain.trainers.tools.chat import Chat
+from memtrain.trainers.tools.trained_model import text_model
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "memtrain.ipynb"
+
+
+def test_importing_the_api_and_loading_a_recipe_needs_no_torch():
+    code = (
+        "import sys, memtrain; memtrain.load_recipe('quickstart'); memtrain.plan; memtrain.train\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_errors_are_those_of_the_command_line():
+    with pytest.raises(RecipeError) as caught:
+        memtrain.load_recipe("quickstart", {"optim.lrr": 1e-4})
+    fault = caught.value.faults[0]
+    assert fault.what == "optim.lrr: unknown key"
+    assert fault.where == "from the command line: `optim.lrr=0.0001`"
+    with pytest.raises(AttributeError, match="no attribute 'plann'"):
+        _ = memtrain.plann  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_plan_for_a_card_is_that_of_the_command():
+    recipe = memtrain.load_recipe("quickstart", {"cluster.device": "auto"})
+    plan = memtrain.plan(recipe, gpu="t4", reads_data=False)
+    assert plan.as_json()["with_margin_bytes"] == plan.need_bytes
+    assert repr(plan).startswith("RunPlan(needs ")
+    assert "<iframe" in plan._repr_html_()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Takes one tiny run: three steps of the quickstart."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)  # noqa: S102
+    run = names["run"]
+    assert isinstance(run, memtrain.api.FinishedRun)  # pyright: ignore[reportAttributeAccessIssue]
+    assert run.figures.num_steps == 3
+    assert (run.model / "config.json").is_file()
+    capsys.readouterr()
+    assert (
+        main(["chat", str(run.folder.path), "-p", "How many?", "--temperature", "0", "--max-tokens", "8"])
+        == 0
+    )
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+def test_the_adapter_of_a_run_is_talked_with_turn_by_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Takes one tiny run; the second turn sees the first, until it is reset."""
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "train.max_steps": 1,
+        "model.adapter": {},
+        "data.train": {"source": "builtin:arithmetic", "limit": 32},
+    }
+    run = memtrain.train(memtrain.load_recipe("quickstart", given), run_dir="runs/adapter")
+    talk = Chat(text_model(run.folder.path), system="Count.")
+    said = talk.answer("One?", lambda _: None, max_tokens=4, temperature=0)
+    talk.answer("Two?", lambda _: None, max_tokens=4, temperature=0)
+    assert [one["role"] for one in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert talk.messages[2]["content"] == said
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "Count."}]
+    assert talk.answer("One?", lambda _: None, max_tokens=4, temperature=0) == said

@@ -1,0 +1,127 @@
+"""Commands of other programs for a trained model, by what its folder says."""
+
+import json
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from memtrain.__main__ import main
+from memtrain.errors import LaunchError
+from memtrain.trainers.tools.trained_model import modelfile, serve_words, text_model, trained_model
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+LORA = {"base_model_name_or_path": "me/base", "r": 20, "task_type": "CAUSAL_LM", "use_dora": False}
+
+
+def run_of(folder: Path, config: dict[str, object], file: str = "config.json") -> Path:
+    run = folder / "my run"
+    (run / "final").mkdir(parents=True)
+    (run / "final" / file).write_text(json.dumps(config))
+    (run / "final" / "chat_template.jinja").write_text("<|im_start|>{{ role }}")
+    return run
+
+
+def test_a_full_model_is_served_by_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = run_of(tmp_path, LLAMA)
+    assert main(["serve", str(run), "--port", "9000"]) == 0
+    line = capsys.readouterr().out.strip()
+    expected = ["vllm", "serve", str(run / "final"), "--served-model-name", "my run", "--port", "9000"]
+    assert shlex.split(line) == expected
+
+
+def test_an_adapter_is_served_beside_its_base_with_a_rank_that_vllm_takes(tmp_path: Path):
+    run = run_of(tmp_path, LORA, "adapter_config.json")
+    words = serve_words(text_model(run))
+    assert words[:6] == ["vllm", "serve", "me/base", "--enable-lora", "--max-lora-rank", "32"]
+    assert f"my run={run / 'final'}" in words
+
+
+@pytest.mark.parametrize("change", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"r": 1000}])
+def test_an_adapter_that_vllm_cannot_load_is_served_merged(tmp_path: Path, change: dict[str, object]):
+    run = run_of(tmp_path, LORA | change, "adapter_config.json")
+    with pytest.raises(LaunchError, match="needs the full model") as caught:
+        serve_words(text_model(run))
+    assert caught.value.faults[0].fix.startswith("memtrain merge ")
+    (run / "merged").mkdir()
+    (run / "merged" / "config.json").write_text("{}")
+    assert serve_words(text_model(run))[2] == str(run / "merged")
+
+
+def test_a_run_without_a_model_and_a_reward_model_are_refused(tmp_path: Path):
+    with pytest.raises(LaunchError, match="has no finished model"):
+        trained_model(tmp_path)
+    run = run_of(tmp_path, {"architectures": ["LlamaForSequenceClassification"]})
+    with pytest.raises(LaunchError, match="is a reward model"):
+        text_model(run)
+
+
+def test_gguf_prints_the_exact_commands_where_the_converter_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run = run_of(tmp_path, LLAMA)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main(["gguf", str(run), "--type", "q8_0", "--system", "Be brief."]) == 0
+    told = capsys.readouterr().out
+    line = next(one for one in told.splitlines() if "--outtype" in one)
+    words = ["python", "llama.cpp/convert_hf_to_gguf.py", str(run / "final"), "--outfile"]
+    assert shlex.split(line) == [*words, str(run / "my run.gguf"), "--outtype", "q8_0"]
+    text = (run / "Modelfile").read_text()
+    assert text.startswith("FROM ./my run.gguf\nTEMPLATE ")
+    assert 'PARAMETER stop "<|im_end|>"' in text
+    assert text.endswith('SYSTEM """Be brief."""\n')
+    assert main(["gguf", str(run), "--type", "q3"]) == 5
+
+
+def test_gguf_runs_the_converter_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = run_of(tmp_path, LLAMA)
+    ran: list[list[str]] = []
+
+    def fake(words: list[str], check: bool) -> SimpleNamespace:
+        ran.append(words)
+        return SimpleNamespace(returncode=len(ran) - 1)
+
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("subprocess.run", fake)
+    out = tmp_path / "out.gguf"
+    assert main(["gguf", str(run), "-o", str(out)]) == 0
+    assert ran[0] == [
+        *("/bin/convert_hf_to_gguf.py", str(run / "final")),
+        *("--outfile", str(out), "--outtype", "f16"),
+    ]
+    assert main(["gguf", str(run), "-o", str(out)]) == 5
+
+
+def test_a_template_that_is_not_chatml_is_left_to_the_gguf_file(tmp_path: Path):
+    assert modelfile(tmp_path, tmp_path / "a.gguf", None) == "FROM ./a.gguf\n"
+
+
+def test_push_is_dry_without_a_network_and_uploads_the_folder_with_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run = run_of(tmp_path, LLAMA)
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    class Api:
+        def create_repo(self, name: str, **given: object) -> str:
+            calls.append((name, given))
+            return f"https://huggingface.co/{name}"
+
+        def upload_folder(self, **given: object) -> None:
+            if given["repo_id"] == "me/gone":
+                raise OSError("no route")
+            calls.append(("upload", given))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    assert main(["push", str(run), "me/model", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "config.json" in told
+    assert "Nothing was uploaded." in told
+    assert calls == []
+    assert main(["push", str(run), "me/model", "--private"]) == 0
+    assert calls[0] == ("me/model", {"private": True, "exist_ok": True})
+    assert calls[1][1]["folder_path"] == str(run / "final")
+    assert main(["push", str(run), "me/gone"]) == 5
+    assert "me/gone was not uploaded: no route" in capsys.readouterr().err
+    assert main(["push", str(run), "model"]) == 2
