@@ -106,7 +106,7 @@ class _Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Verbs"):
+        with formatter.section("Commands"):
             formatter.write_dl([(verb.name, verb.says) for verb in COMMANDS])
 
 
@@ -129,8 +129,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
-    epilog="`memtrain COMMAND --help` explains a command. Every key of a recipe: `memtrain schema "
-    "--reference`.",
+    epilog="Examples: memtrain quickstart; memtrain plan Qwen/Qwen3-8B; memtrain sft rows.jsonl --model "
+    "Qwen/Qwen3-0.6B; memtrain init dpo -o my.yaml; memtrain check my.yaml; memtrain train my.yaml. "
+    "`memtrain COMMAND --help` explains a command. Every key of a recipe: `memtrain schema --reference`.",
 )
 
 

@@ -46,3 +46,9 @@ def test_an_unknown_method_names_the_nearest(capsys: pytest.CaptureFixture[str])
 def test_a_folder_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]):
     assert main(["init", "sft", "-o", "nowhere/my.yaml"]) == 2
     assert "nowhere/my.yaml cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", ["online-dpo", "online_dpo", "Online DPO", "ONLINE-DPO"])
+def test_every_spelling_of_a_method_is_known(spelling: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["init", spelling]) == 0
+    assert "method: online_dpo" in capsys.readouterr().out

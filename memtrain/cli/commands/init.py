@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +28,15 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Write a commented recipe that runs as it is, on data and a model that are made on the spot."""
+    """Write a commented recipe that runs as it is, on data and a model that are made on the spot.
+
+    Every spelling of a method works: online-dpo, online_dpo, Online DPO.
+
+    Example: memtrain init dpo -o my.yaml
+    """
     from memtrain.recipes.reference.starter import starter_recipe
 
+    method = re.sub(r"[\s-]+", "_", method.strip().lower())
     if method not in METHODS:
         near = difflib.get_close_matches(method.lower(), METHODS, n=1)
         fix = f"did you mean {near[0]}?" if near else f"the methods are {', '.join(METHODS)}"

@@ -90,6 +90,8 @@ class Progress:
         told = f"loss {decimal(event.loss)}"
         if event.extra and "reward" in event.extra:
             told = f"reward {decimal(event.extra['reward'])}"
+        if pairs := pair_words(event):
+            told += f"  {pairs}"
         self.say(f"step {event.step}  held-out {told}")
 
     def say(self, text: str) -> None:
@@ -123,6 +125,16 @@ class Progress:
             yield
         except OSError:
             self.is_shown = False
+
+
+def pair_words(event: EvalEvent) -> str:
+    """Accuracy and margin of held-out pairs; empty where there are none."""
+    told = [
+        f"{name} {decimal(event.extra[key])}"
+        for key, name in (("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"))
+        if key in event.extra
+    ]
+    return "  ".join(told)
 
 
 def decimal(value: float) -> str:

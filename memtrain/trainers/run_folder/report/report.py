@@ -234,6 +234,17 @@ def eval_words(figures: Figures) -> str:
     return f"{words} (best {decimal(sign * best.loss)} at step {best.step})"
 
 
+def pair_rows(report: Report) -> list[tuple[str, str]]:
+    """(name, first -> last value) of the held-out accuracy and margin of pairs; nothing for other methods."""
+    rows: list[tuple[str, str]] = []
+    for key, name in (("rewards/accuracies", "held-out accuracy"), ("rewards/margins", "held-out margin")):
+        values = [event.extra[key] for event in report.evals if key in event.extra]
+        if values:
+            ends = [values[0], values[-1]] if len(values) > 1 else values
+            rows.append((name, " -> ".join(decimal(value) for value in ends)))
+    return rows
+
+
 def reward_words(figures: Figures) -> str:
     """First and last mean reward of a rollout; empty for methods without."""
     known = [reward for reward in figures.rewards if not math.isnan(reward)]
@@ -304,6 +315,8 @@ def _figures_table(report: Report) -> Table:
         table.add_row("reward", words)
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
+    for row in pair_rows(report):
+        table.add_row(*row)
     if figures.tokens_per_s is not None:
         counted = f"{figures.tokens:,} tokens, {figures.learnt:,} loss tokens"
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")

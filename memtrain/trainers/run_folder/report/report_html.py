@@ -32,6 +32,7 @@ from memtrain.trainers.run_folder.report.report import (
     load_report,
     loss_words,
     lost_words,
+    pair_rows,
     phases_of,
     reward_words,
     source_words,
@@ -93,6 +94,7 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("reward", *_value_and_remark(words)))
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
+    tiles += [(name, *_value_and_remark(words)) for name, words in pair_rows(report)]
     if figures.tokens_per_s is not None:
         counted = f"{figures.tokens:,} tokens, {figures.learnt:,} loss tokens"
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))

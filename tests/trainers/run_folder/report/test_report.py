@@ -23,6 +23,7 @@ from memtrain.trainers.protocols.events import (
 )
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.metrics import MetricsWriter
+from memtrain.trainers.run_folder.progress import pair_words
 from memtrain.trainers.run_folder.report.report import (
     figures_of,
     load_report,
@@ -248,6 +249,20 @@ def test_a_mixture_is_told_by_source(tmp_path: Path, make_plan: Callable[..., Pl
     assert all(one in " ".join(text_of(folder).split()) for one in words)
     page = write_report(folder).read_text()
     assert all(one in page for one in words)
+
+
+def test_held_out_accuracy_and_margin_of_pairs_are_told(tmp_path: Path, make_plan: Callable[..., Plan]):
+    evals = [
+        EvalEvent(step=at, loss=0.6, tokens=9, extra={"rewards/accuracies": share, "rewards/margins": gap})
+        for at, share, gap in ((2, 0.5, -0.00001), (4, 0.75, 0.5))
+    ]
+    folder = run_folder(tmp_path, make_plan(), evals)
+    shown = re.sub(r" +", " ", text_of(folder))
+    assert "held-out accuracy 0.5000 -> 0.7500" in shown
+    assert "held-out margin 0.0000 -> 0.5000" in shown
+    assert "held-out accuracy" in write_report(folder).read_text()
+    assert pair_words(evals[1]) == "accuracy 0.7500  margin 0.5000"
+    assert pair_words(EvalEvent(step=1, loss=1.0, tokens=1)) == ""
 
 
 def test_the_first_row_stands_in_the_page(tmp_path: Path, make_plan: Callable[..., Plan]):
