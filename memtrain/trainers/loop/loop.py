@@ -77,8 +77,10 @@ def _steps_left(run: Run) -> None:
     if run.plan.recipe.eval.at_start and run.position.step == 0:
         evaluate(run)
     while run.position.step < run.plan.settings.max_steps:
+        started = time.perf_counter()
         work = run.steps.work(run.position.step, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
-        one_step(run, work)
+        # Only where completions are judged is something written for a step.
+        one_step(run, work, 0.0 if run.judge is None else time.perf_counter() - started)
         run.position.step += 1
         run.position.eval_loss = None
         if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
@@ -104,8 +106,11 @@ def _agreed_to_stop(run: Run) -> bool:
     return told["stop"] > 0
 
 
-def one_step(run: Run, work: StepWork) -> None:
-    """Forward, backward and update of one optimizer step, and its line in the metrics."""
+def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
+    """Forward, backward and update of one optimizer step, and its line in the metrics.
+
+    `rollout_s`: wall time of the rollout that was made for it.
+    """
     started = time.perf_counter()
     skipped = run.position.skipped_steps
     lr = run.lr_at(work.step)
@@ -116,7 +121,7 @@ def one_step(run: Run, work: StepWork) -> None:
         norm = run.step.update(lr=lr, num_steps=work.step + 1)
         told = _to_host(sums | {"grad_norm": norm / run.ranks.world})
     totals = run.ranks.sum(told)
-    _emit(run, work, totals, lr, time.perf_counter() - started)
+    _emit(run, work, totals, lr, time.perf_counter() - started, rollout_s)
     if run.position.skipped_steps > skipped:
         run.emit(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
@@ -257,7 +262,9 @@ def _to_host(sums: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(sums, values, strict=True))
 
 
-def _emit(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds: float) -> None:
+def _emit(
+    run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds: float, rollout_s: float
+) -> None:
     peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
     sums = {name: value for name, value in totals.items() if name not in ("loss", "grad_norm")}
     run.emit(
@@ -269,6 +276,7 @@ def _emit(run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds
             tokens=work.num_tokens,
             learnt=int(work.denominator) if work.num_loss_tokens is None else work.num_loss_tokens,
             seconds=seconds,
+            rollout_s=rollout_s,
             peak_bytes=peak or None,
             epoch=work.epoch,
             sequences=work.num_sequences,

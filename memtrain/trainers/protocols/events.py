@@ -30,6 +30,8 @@ class StepEvent:
     """Tokens that were learnt."""
     seconds: float
     """Wall time of the step, evaluation and saving not counted."""
+    rollout_s: float = 0.0
+    """Online methods: wall time of the rollout that was made for this step and those after it."""
     peak_bytes: int | None = None
     """Highest peak of a rank during the step: CUDA allocator, or resident memory on a CPU."""
     epoch: float = 0.0
@@ -38,6 +40,11 @@ class StepEvent:
     """Sequences (rows, or packed ones) of the step."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further metrics of the method (accuracy, entropy, ...); in the line, each is a field of its own."""
+
+    @property
+    def wall_s(self) -> float:
+        """Wall time of the step with its rollout."""
+        return self.seconds + self.rollout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

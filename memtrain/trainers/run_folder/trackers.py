@@ -95,7 +95,7 @@ def numbers_of(event: Event) -> dict[str, float]:
             "lr": event.lr,
             "grad_norm": event.grad_norm,
             "epoch": event.epoch,
-            "tokens_per_s": event.tokens / event.seconds if event.seconds else None,
+            "tokens_per_s": event.tokens / event.wall_s if event.wall_s else None,
             "peak_bytes": event.peak_bytes,
             **event.extra,
         }

@@ -98,7 +98,8 @@ class Figures:
     seconds: float
     """Of a run that was continued: of all its steps and evaluations; else from start to end."""
     tokens_per_s: float | None
-    """Without the first step, which also warms up."""
+    """Tokens of the steps by their wall time, rollouts included; of rows that are read, without the first
+    step, which also warms up."""
     measured_bytes: int | None
     predicted_bytes: int | None
     plain_bytes: int | None
@@ -138,9 +139,11 @@ def figures_of(report: Report) -> Figures:
     """The run in a few numbers."""
     steps = report.steps
     averaged = max(1, min(MOST_AVERAGED_STEPS, len(steps) // 10))
-    timed = steps[1:] or steps
-    timed_s = sum(step.seconds for step in timed)
-    counted_s = sum(event.seconds for event in (*steps, *report.evals))
+    # A rollout is made for several steps: leaving its first step out would leave out its time.
+    has_rollouts = any(step.rollout_s for step in steps)
+    timed = steps if has_rollouts else steps[1:] or steps
+    timed_s = sum(step.wall_s for step in timed)
+    counted_s = sum(step.wall_s for step in steps) + sum(event.seconds for event in report.evals)
     peaks = [event.allocated for event in report.memory] + [step.peak_bytes or 0 for step in steps]
     plan = report.plan
     return Figures(

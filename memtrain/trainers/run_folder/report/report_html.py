@@ -123,7 +123,7 @@ def _curves(report: Report) -> list[Figure]:
     is_judged = any("reward" in step.extra for step in report.steps)
     held_out = [(float(event.step), event.loss) for event in report.evals if not is_judged]
     loss_lines = [*train, Line("held out", held_out, "c2", has_dots=True)]
-    speed = line(lambda step: step.tokens / step.seconds if step.seconds else None)
+    speed = line(lambda step: step.tokens / step.wall_s if step.wall_s else None)
     peaks = line(lambda step: step.peak_bytes / GIB if step.peak_bytes else None)
 
     def single(title: str, points: list[Point], from_zero: bool) -> Figure:

@@ -265,6 +265,17 @@ def test_held_out_accuracy_and_margin_of_pairs_are_told(tmp_path: Path, make_pla
     assert pair_words(EvalEvent(step=1, loss=1.0, tokens=1)) == ""
 
 
+def test_the_speed_of_an_online_run_counts_its_rollouts(tmp_path: Path, make_plan: Callable[..., Plan]):
+    """300 tokens in 3 steps of 1 s and one rollout of 7 s: 30 tokens/s, not 100."""
+    steps = [
+        StepEvent(step=at, loss=0.0, lr=1e-4, tokens=100, learnt=50, seconds=1.0, rollout_s=waited)
+        for at, waited in ((1, 7.0), (2, 0.0), (3, 0.0))
+    ]
+    figures = figures_of(load_report(run_folder(tmp_path, make_plan(), steps)))
+    assert figures.tokens_per_s == 30.0
+    assert figures.seconds == 10.0
+
+
 def test_the_first_row_stands_in_the_page(tmp_path: Path, make_plan: Callable[..., Plan]):
     plan = make_plan()
     train = plan.data.train.model_copy(update={"example": (("<|user|>ask", False), ("say<eos>", True))})
