@@ -63,6 +63,9 @@ def forward_backward(
             engine.backward(loss.value)
         for name, value in {"loss": loss.value.detach(), **loss.sums}.items():
             totals[name] = totals[name] + value if name in totals else value
+        # Some operators hold tensors that no backward pass frees as long as the graph is there (8-bit
+        # products their inputs): it goes before the next micro-batch makes its own.
+        del loss
     return totals
 
 
