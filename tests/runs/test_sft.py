@@ -264,6 +264,16 @@ def test_a_sample_that_cannot_be_written_costs_no_model(runs, metrics, monkeypat
     assert AutoModelForCausalLM.from_pretrained(folder / "final") is not None
 
 
+def test_a_run_without_a_sample_writes_nothing_and_ends_the_same(runs, metrics, monkeypatch):
+    def generate(*args: object, **kwargs: object) -> None:
+        raise AssertionError("A sample was written.")
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
+    folder = runs.done("run", "train.max_steps=1", "log.final_sample=false")
+    assert [(line["state"], line["sample"]) for line in metrics(folder, "final")] == [("done", "")]
+    assert (folder / "final" / "model.safetensors").is_file()
+
+
 def test_a_plan_that_the_disk_refuses_is_one_error(runs):
     (runs.folder / "run" / "recipe.yaml").mkdir(parents=True)
     ended = runs.run("run")

@@ -101,6 +101,10 @@ class Log(Section):
     every_steps: PositiveInt = 10
     """Print a line every n optimizer steps (a file or a pipe; a terminal shows every step)."""
 
+    final_sample: bool = True
+    """Let the trained model write 48 tokens at the end of the run, for the report. It takes seconds of a
+    short run."""
+
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], BeforeValidator(one_or_many)
     ] = ()

@@ -53,7 +53,8 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         if isinstance(scorer, ValueScorer):
             save_value(scorer, built.tokenizer, folder.final, value_state)
     # Every rank writes the same words: with weights in shards no rank can do it alone.
-    written = sample(run, built) if run.ranks.is_main or built.spread.is_sharded else ""
+    writes = run.plan.recipe.log.final_sample and (run.ranks.is_main or built.spread.is_sharded)
+    written = sample(run, built) if writes else ""
     other_scores = _other_scores(run, built)
     if not run.ranks.is_main:
         return
