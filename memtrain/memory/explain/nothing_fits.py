@@ -10,7 +10,7 @@ from memtrain.errors import OR, DoesNotFit, Fault
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, PlannerInputs, Priced, heaviest
 from memtrain.memory.estimate.static import usable
-from memtrain.memory.explain.suggestions import Change, Suggestion, suggestions
+from memtrain.memory.explain.suggestions import LEAST_LENGTH, Change, Suggestion, suggestions
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
@@ -31,6 +31,16 @@ TRIED = {
 }
 NODE = 8
 """GPUs of a node where more are counted."""
+FULL = (
+    Change("optim.max_grad_norm: null", {}, {"optim.max_grad_norm": None}),
+    Change(
+        "optim.kind: paged_adamw_8bit", {"optimizer": "paged_adamw_8bit"}, {"optim.kind": "paged_adamw_8bit"}
+    ),
+    Change("optim.master_weights: false", {"master_weights": False}, {"optim.master_weights": False}),
+    Change("train.batch_size: 1", {"micro_batch_size": 1}, {"train.batch_size": 1}),
+)
+"""Changes by which all weights are trained on one small card: each is stepped in the backward pass, which no
+norm of all gradients and no second micro-batch waits for."""
 LORA = Change("model.adapter: {kind: lora}", {"adapter": Adapter()}, {"model.adapter": Adapter()})
 
 Plan = Callable[[SourcedRecipe, PlannerInputs], Priced | None]
@@ -40,17 +50,19 @@ Plan = Callable[[SourcedRecipe, PlannerInputs], Priced | None]
 class NoPlan(DoesNotFit):
     """No plan fits, and nobody has looked for ways out yet."""
 
-    def __init__(self, closest: Priced, budget: int, asked: SourcedRecipe, facts: PlannerInputs) -> None:
+    def __init__(
+        self,
+        closest: Priced,
+        budget: int,
+        asked: SourcedRecipe,
+        facts: PlannerInputs,
+        shortage: DoesNotFit | None = None,
+    ) -> None:
+        """`shortage`: the refusal of plans that would fit the device, and not the host."""
         self.closest, self.budget, self.asked, self.facts = closest, budget, asked, facts
-        super().__init__(
-            [
-                Fault(
-                    _what(closest, budget),
-                    _where(asked),
-                    "memtrain plan --gpu NAME",
-                )
-            ]
-        )
+        self.shortage = "" if shortage is None else f"; beyond it in host memory: {shortage.faults[0].what}"
+        what = _what(closest, budget) + self.shortage
+        super().__init__([Fault(what, _where(asked), "memtrain plan --gpu NAME")])
 
 
 def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
@@ -58,14 +70,15 @@ def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
     closest, budget, asked, facts = found.closest, found.budget, found.asked, found.facts
     search = _Search(closest, budget, asked, facts, plan)
     ways = search.nearest()
-    fix = OR.join(way.words() for way in ways)
+    whole = search.all_weights()
+    fix = OR.join(way.words() for way in (*ways, *(() if whole is None else (whole,))))
     if not ways:
         (lowest,) = search.arithmetic[:1]
         fix = f"a larger device; the furthest that changes of the recipe go is {lowest.words()}"
     elif len(ways) < MOST:
         fix += f"\n       nothing else was found to fit: {TRIED[closest.settings.device]}"
 
-    return DoesNotFit([Fault(_what(closest, budget), _where(asked), fix)])
+    return DoesNotFit([Fault(_what(closest, budget) + found.shortage, _where(asked), fix)])
 
 
 def nearest_ways(
@@ -119,6 +132,27 @@ class _Search:
             yield self._gpus(LORA)
             yield self._card(LORA)
         yield from changes
+
+    def all_weights(self) -> Suggestion | None:
+        """The run with all its weights trained still, on one GPU; rows of full length, of a half, of a
+        quarter. None where adapters are trained, or no such plan fits."""
+        hardware, closest = self.facts.hardware, self.closest
+        several = hardware.num_devices * hardware.num_nodes > 1
+        if hardware.device != "cuda" or several or closest.settings.adapter is not None:
+            return None
+        longest = heaviest(closest.settings, self.facts).longest
+        for length in (longest, longest // 2, longest // 4):
+            changes, facts = FULL, self.facts
+            if length < longest:
+                if facts.at_length is None or length < LEAST_LENGTH:
+                    return None
+                key = "length.max_length"
+                changes = (*FULL, Change(f"{key}: {length}", {"max_length": length}, {key: length}, length))
+                facts = facts.at_length(length)
+            made = self._planned(changes, {}, facts)
+            if made is not None:
+                return made
+        return None
 
     def _changes(self) -> Iterator[Suggestion]:
         for way in self.arithmetic:

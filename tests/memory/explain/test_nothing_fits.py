@@ -1,6 +1,7 @@
 """Where nothing fits: the largest owners, and three ways out that the planner itself has planned."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,26 @@ def test_the_peak_of_a_way_out_is_that_of_the_plan_one_gets(ask: Ask, facts_of: 
     assert told[0] == f"model.adapter: {{kind: lora}} (peak {gib(lora.prediction.peak.num_bytes)})"
     card = ask(facts(facts_of, profile_of, "llama-3.1-8b", "h100"))
     assert f"H100 of 79.10 GiB (peak {gib(card.prediction.peak.num_bytes)})" in told[2]
+
+
+def test_all_weights_of_8b_on_24_gib_have_a_way_out_that_people_take(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    """Each weight stepped in the backward pass, 8-bit states on the host: 15 GiB of weights and a row."""
+    known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
+    _, told = ways(ask, known)
+    way = "optim.max_grad_norm: null and optim.kind: paged_adamw_8bit and optim.master_weights: false"
+    assert told[-1].startswith(f"{way} and train.batch_size: 1")
+    full = {"optim__max_grad_norm": None, "optim__kind": "paged_adamw_8bit"}
+    made = ask(
+        replace(known, presumed=frozenset({"bitsandbytes"})),
+        **full,
+        optim__master_weights=False,
+        train__batch_size=1,
+    )
+    assert made.settings.in_backward
+    assert made.settings.adapter is None
+    assert told[-1].endswith(f"(peak {gib(made.prediction.peak.num_bytes)})")
 
 
 def test_ways_out_keep_to_what_must_not_be_used(ask: Ask, facts_of: Any, profile_of: Any):
