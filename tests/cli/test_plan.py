@@ -96,8 +96,8 @@ def test_a_plan_as_a_page_is_written_and_loads_nothing(recipe, tmp_path, capsys)
 
 
 def test_a_budget_limits_the_plan_and_what_does_not_fit_is_refused_with_ways_out(recipe):
+    away = "memory.weights_offload=off"
     with pytest.raises(DoesNotFit, match=r"24\.00 GiB[\s\S]*lora"):
-        away = "memory.weights_offload=off"
         run(["plan", recipe, "--gpu", "h100", "--budget", "24GiB", "--without-data", away])
 
 
