@@ -18,6 +18,7 @@ from memtrain.trainers.build.balanced import AUX_LOSS, micro_of
 from memtrain.trainers.build.bare_steps import Stepper
 from memtrain.trainers.build.components import build
 from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.tools.verify.fixed_rollout import Rollouts, online_source
 
 SIZE = "hidden_size: 32, num_hidden_layers: 3, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8"
 MODELS = {
@@ -44,9 +45,12 @@ def plan_of_experts(plan_of: Callable[..., Plan]) -> Callable[..., Plan]:
     return make
 
 
-def stepped(plan: Plan) -> tuple[Stepper, dict[str, Tensor], dict[str, Tensor]]:
-    """(who made it, gradients, sums) of the first step."""
-    stepper = Stepper(plan, build(plan))
+def stepped(
+    plan: Plan, rollouts: Rollouts | None = None
+) -> tuple[Stepper, dict[str, Tensor], dict[str, Tensor]]:
+    """(who made it, gradients, sums) of the first step; an online method learns from fixed `rollouts`."""
+    built = build(plan)
+    stepper = Stepper(plan, built, online_source(plan, built, rollouts or Rollouts()))
     sums = stepper.gradients(stepper.work(0), want_stats=True)
     named = dict(stepper.built.model.named_parameters())
     return stepper, {name: p.grad.clone() for name, p in named.items() if p.grad is not None}, sums
@@ -143,6 +147,25 @@ def test_a_shared_prompt_counts_for_each_of_its_answers(plan_of_experts: Any, me
     _, found, others = stepped(plan_of_experts(method, "mixtral", WEIGHT, *shared))
     assert float(others[AUX_LOSS]) == pytest.approx(float(sums[AUX_LOSS]), rel=1e-6)
     assert_close(found, wanted, 5e-6)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_answers_of_a_rollout_are_counted_as_rows_are(plan_of_experts: Any, method: str):
+    """What the weight adds is derived of every answer in a padded row with its prompt; prompts once,
+    in micro-batches of two, add the same."""
+    rollouts = Rollouts()
+    apart = ("length.shared_prompts=false", *PADDED)
+    shared = ("length.shared_prompts=true", "length.padding_free=true", "train.micro_batch_size=2")
+    stepper, evened, sums = stepped(plan_of_experts(method, "mixtral", WEIGHT, *apart), rollouts)
+    _, plain, _ = stepped(plan_of_experts(method, "mixtral", 0, *apart), rollouts)
+    loss, gradients, theirs = derived(stepper)
+    assert float(sums[AUX_LOSS] / stepper.work(0).denominator) == pytest.approx(float(loss), rel=1e-6)
+    assert float(theirs) == pytest.approx(float(loss), rel=1e-6)
+    added = {name: evened[name].double() - plain[name].double() for name in gradients}
+    assert_close(added, {name: WEIGHT * one for name, one in gradients.items()}, 1e-4)
+    _, found, others = stepped(plan_of_experts(method, "mixtral", WEIGHT, *shared), rollouts)
+    assert float(others[AUX_LOSS]) == pytest.approx(float(sums[AUX_LOSS]), rel=1e-6)
+    assert_close(found, evened, 5e-6)
 
 
 def test_an_evened_step_is_verified(plan_of_experts: Any):

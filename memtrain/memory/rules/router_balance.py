@@ -63,10 +63,6 @@ def _faults(ledger: DecisionLog, config: Mapping[str, Any]) -> list[tuple[str, s
     kind = text.get("model_type")
     if kind not in BALANCED:
         found.append((f"for {kind}: its routers are untested (tested: {', '.join(BALANCED)})", off))
-    if recipe.online is not None:
-        found.append(
-            (f"with {recipe.method}: a rollout is trained on in several steps, each counted by itself", off)
-        )
     if recipe.cluster.sharing > 1:
         found.append(("with rows in slices over several devices", "set cluster.context_parallel: 1"))
     if recipe.cluster.engine in ("zero1", "zero2", "zero3"):

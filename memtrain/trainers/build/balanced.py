@@ -69,9 +69,15 @@ def balanced(method: Method, scorer: nn.Module, settings: Settings) -> Method:
     return Balanced(method, LoadBalance(model.model, settings.router_aux_loss_coef))
 
 
+def own_method(method: Method) -> Method:
+    """The method itself, without what is added to its loss."""
+    return method.inner if isinstance(method, Balanced) else method
+
+
 def micro_of(batch: Any) -> MicroBatch:
     """The policy's own rows of a batch of any method."""
-    return batch if isinstance(batch, MicroBatch) else batch.micro
+    inside = getattr(batch, "answers", batch)
+    return inside if isinstance(inside, MicroBatch) else inside.micro
 
 
 def _pass_through(scorer: nn.Module, micro: MicroBatch) -> None:

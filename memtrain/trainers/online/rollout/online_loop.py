@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.build.balanced import own_method
 from memtrain.trainers.build.components import Built, has_dropout
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint
 from memtrain.trainers.checkpoints.state_io import load_state
@@ -99,8 +100,9 @@ class OnlineSteps:
     @property
     def method(self) -> OnlineMethod:
         """The method, as this loop sees it."""
-        assert isinstance(self.built.method, OnlineMethod), "The registry calls it online."
-        return self.built.method
+        method = own_method(self.built.method)
+        assert isinstance(method, OnlineMethod), "The registry calls it online."
+        return method
 
     def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
         """Work of `rank` in optimizer step number `step`; a rollout is made where the step needs a new one.

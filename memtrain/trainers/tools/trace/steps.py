@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from memtrain.trainers.build.balanced import own_method
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.rollout.protocol import OnlineMethod
@@ -69,7 +70,7 @@ def one_evaluation(stage: Stage) -> None:
 
 def one_pass(stage: Stage, micro: Any) -> None:
     """The passes of an online method over answers that are written and not yet learnt from."""
-    method = stage.method
+    method = own_method(stage.method)
     assert isinstance(method, OnlineMethod), "Only these methods score answers before they learn."
     needs = method.section.needs
     if needs.asks_policy:
