@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,19 @@ def test_a_shared_prompt_counts_for_each_of_its_answers(plan_of_experts: Any, me
     _, found, others = stepped(plan_of_experts(method, "mixtral", WEIGHT, *shared))
     assert float(others[AUX_LOSS]) == pytest.approx(float(sums[AUX_LOSS]), rel=1e-6)
     assert_close(found, wanted, 5e-6)
+
+
+def test_an_engine_that_scales_the_loss_scales_what_is_beside_it(plan_of_experts: Any):
+    """As the scaler of float16 does, and DeepSpeed, which averages over ranks what is to be summed."""
+    plan = plan_of_experts("sft", "mixtral", WEIGHT, *PADDED)
+    _, wanted, _ = stepped(plan)
+    stepper = Stepper(plan, build(plan))
+    engine = replace(stepper.training.engine, backward=lambda loss: (1024 * loss).backward())
+    stepper.training = replace(stepper.training, engine=engine)
+    stepper.gradients(stepper.work(0))
+    named = stepper.built.model.named_parameters()
+    found = {name: p.grad / 1024 for name, p in named if p.grad is not None}
+    assert_close(found, wanted, 1e-6)
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])

@@ -1,5 +1,7 @@
 """The load-balance loss of routers over two processes: that of one, whichever rank has which row."""
 
+from importlib.util import find_spec
+
 import pytest
 from shared_out import assert_same_curve
 
@@ -10,6 +12,8 @@ MIXTURE = (
     "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, num_local_experts: 4, "
     "num_experts_per_tok: 2, tie_word_embeddings: false}"
 )
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+ZERO = [pytest.param(f"zero{stage}", marks=[needs_deepspeed, pytest.mark.slow]) for stage in (1, 2, 3)]
 EVENED = (
     MIXTURE,
     "train.router_aux_loss_coef=0.5",
@@ -19,8 +23,11 @@ EVENED = (
 )
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_two_ranks_are_one(runs, curve_of, metrics, engine: str):
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", *ZERO])
+def test_two_ranks_are_one(runs, curve_of, metrics, monkeypatch, engine: str):
+    if engine.startswith("zero"):
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+        import deepspeed  # noqa: F401 (once, before the ranks are forked)
     one = runs.done("one", *EVENED)
     ranks = runs.fork_ranks("two", 2, *EVENED, f"cluster.engine={engine}")
     assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)

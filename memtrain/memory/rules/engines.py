@@ -74,8 +74,6 @@ def closed_engines(
         faults = zero_faults(recipe, base.dtype, engine)
         if base.context_parallel > 1:
             found.append((engine, "slices of rows are untested with DeepSpeed's shards"))
-        elif base.router_aux_loss_coef:
-            found.append((engine, "balancing experts is untested there"))
         elif faults:
             found.append((engine, f"{faults[0][0]} ({faults[0][1]}: {faults[0][2]})"))
         elif not has(PACKAGE):

@@ -65,6 +65,4 @@ def _faults(ledger: DecisionLog, config: Mapping[str, Any]) -> list[tuple[str, s
         found.append((f"for {kind}: its routers are untested (tested: {', '.join(BALANCED)})", off))
     if recipe.cluster.sharing > 1:
         found.append(("with rows in slices over several devices", "set cluster.context_parallel: 1"))
-    if recipe.cluster.engine in ("zero1", "zero2", "zero3"):
-        found.append(("under DeepSpeed's ZeRO, which is untested", "set cluster.engine: fsdp2"))
     return found

@@ -49,6 +49,7 @@ class Balanced:
         """The method's own loss; its backward pass adds the gradient of the load-balance loss."""
         self.balance.of_tokens(micro_of(micro).token_weights())
         found = self.inner.loss(model, micro, denominator=denominator, want_stats=want_stats)
+        self.balance.beside(found.value)
         if not (want_stats and torch.is_grad_enabled()):
             return found
         share = self.balance.value * denominator / self.num_parts

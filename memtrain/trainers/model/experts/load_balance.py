@@ -40,6 +40,8 @@ class LoadBalance:
         """float32: a probability of each expert adds so much to the loss of the step; None outside steps."""
         self.value = torch.zeros(())
         """Scalar on the device: the loss of the last step that was counted, without its coefficient."""
+        self._begins_with = torch.ones(())
+        """Gradient that the backward pass began with: engines scale the loss (float16, DeepSpeed)."""
         self._was_seen = False
         routers = routers_of(model)
         self._num_experts: int = routers[0].num_experts  # pyright: ignore
@@ -49,6 +51,14 @@ class LoadBalance:
     def of_tokens(self, weight_T: Tensor) -> None:
         """Take the coming pass's tokens: how many tokens of rows each stands for, 0 for padding."""
         self._weight_T = weight_T
+
+    def beside(self, loss: Tensor) -> None:
+        """Let the coming backward pass add to the gradients of `loss`, on its scale."""
+        if loss.requires_grad:
+            loss.register_hook(self._began)
+
+    def _began(self, grad: Tensor) -> None:
+        self._begins_with = grad.detach().float()
 
     @contextmanager
     def counting(self, device: torch.device, *, num_ranks: int) -> Iterator[None]:
@@ -90,7 +100,7 @@ class LoadBalance:
             return None
         probability_TE = logits_TE.float().softmax(-1)
         loss = (probability_TE @ self._pull_E) @ self._weights(logits_TE)
-        return (logits_TE, _Carry.apply(scores_TK, loss), chosen_TK, *output[3:])
+        return (logits_TE, _Carry.apply(scores_TK, loss, self), chosen_TK, *output[3:])
 
     def _count(self, logits_TE: Tensor, chosen_TK: Tensor) -> None:
         assert self._sums is not None, "Called while counting."
@@ -126,12 +136,13 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 class _Carry(torch.autograd.Function):
-    """Scores as they are; their backward pass begins that of a loss beside them, at 1."""
+    """Scores as they are; their backward pass begins that of a loss beside them, as the step's own began."""
 
     @staticmethod
-    def forward(ctx: Any, scores_TK: Tensor, loss: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, scores_TK: Tensor, loss: Tensor, balance: LoadBalance) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.balance = balance
         return scores_TK.view_as(scores_TK)
 
     @staticmethod
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad_TK, torch.ones((), dtype=torch.float32, device=grad_TK.device)
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_TK, ctx.balance._begins_with.to(grad_TK.device), None
