@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
@@ -22,7 +23,7 @@ def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     if recipe.model.quantize == "8bit":
         return "8-bit weights keep copies of their own on the device"
     text = config.get("text_config", config)
-    known = text if isinstance(text, Mapping) else config
+    known = cast(Mapping[str, object], text) if isinstance(text, Mapping) else config
     return SHARED_KEYS if known.get("num_kv_shared_layers") else None
 
 
