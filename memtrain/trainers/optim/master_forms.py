@@ -7,7 +7,7 @@ bits wait beside the weights, or in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memtrain.trainers.optim.offload import to_device, to_host
 from memtrain.trainers.runtime.seed import derive_seed
+from memtrain.trainers.runtime.weight_layout import local_of
 
 MASTER, LOW_BITS = "master", "low_bits"
 """Names in a parameter's saved state: its float32 copy; the bits that the weight has not."""
@@ -188,6 +189,15 @@ def form_of(name: str, parameters: list[Tensor], *, seed: int, away: bool) -> Fo
         "stochastic": lambda given: Stochastic(given, seed),
     }
     return makers[name](parameters)
+
+
+def give_all(form: Form, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """`give` for (parameter, copy) pairs; copies that stay are rounded in one call."""
+    if pairs and form.name == Float32.name and form.stays:
+        torch._foreach_copy_([local_of(one) for one, _ in pairs], [local_of(copy) for _, copy in pairs])
+        return
+    for parameter, copy in pairs:
+        form.give(parameter, copy)
 
 
 def _beside(parameter: Tensor, made: Tensor, *, away: bool) -> Tensor:

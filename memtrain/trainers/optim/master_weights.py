@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from memtrain.memory.estimate.static import MASTER_BUCKET
 from memtrain.trainers.optim.buckets import buckets_of
-from memtrain.trainers.optim.master_forms import form_of
+from memtrain.trainers.optim.master_forms import form_of, give_all
+from memtrain.trainers.runtime.weight_layout import local_of
 
 Group = dict[str, Any]
 
@@ -110,23 +111,28 @@ class MasterWeights(Optimizer):
         is_done = False
         try:
             for parameter, master in pairs:
-                gradient = gradients[parameter]
-                assert gradient is not None, "The others were left out."
                 if parameter is not master and not self.form.stays:
                     master.data = self.form.take(parameter)
-                master.grad = gradient.float()
+            for (_, master), gradient in zip(pairs, _widened([gradients[p] for p, _ in pairs]), strict=True):
+                master.grad = gradient
             versions = {master: master._version for _, master in pairs}
             if pairs:
                 self._inner.step()
             is_done = True
         finally:
+            # An inner step by bucket or by tensor may have done a part before it broke off.
+            stepped = [
+                (parameter, master)
+                for parameter, master in pairs
+                if is_done
+                or (master in versions and (master._version != versions[master] or master.grad is None))
+            ]
+            give_all(
+                self.form, [(parameter, master) for parameter, master in stepped if parameter is not master]
+            )
+            for parameter, _ in stepped:
+                del left[parameter]
             for parameter, master in pairs:
-                # An inner step by bucket or by tensor may have done a part before it broke off.
-                is_written = master in versions and master._version != versions[master]
-                if is_done or is_written or (master in versions and master.grad is None):
-                    if parameter is not master:
-                        self.form.give(parameter, master)
-                    del left[parameter]
                 master.grad = None
                 if parameter is not master and not self.form.stays:
                     master.data = self._blank.expand(parameter.shape)
@@ -173,3 +179,14 @@ class MasterWeights(Optimizer):
 
     def _buckets(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         return buckets_of(self.pairs(), MASTER_BUCKET, lambda pair: 4 * pair[0].numel())
+
+
+def _widened(gradients: list[Tensor | None]) -> list[Tensor]:
+    """Float32 gradients: those that are float32 as they are, all others in one call."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    halves = [gradient for gradient in given if gradient.dtype != torch.float32]
+    made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in halves]
+    if halves:
+        torch._foreach_copy_([local_of(one) for one in made], [local_of(one) for one in halves])
+    wide = iter(made)
+    return [gradient if gradient.dtype == torch.float32 else next(wide) for gradient in given]

@@ -192,3 +192,22 @@ def draw_gradients(parameters: list[nn.Parameter], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_a_bucket_is_widened_and_rounded_in_one_call_each(monkeypatch: pytest.MonkeyPatch):
+    """Two weights, three steps: gradients and copies in one call each, and the bits of weights alone."""
+    together, apart = weights(), weights()
+    sizes: list[int] = []
+    plain = torch._foreach_copy_
+
+    def counted(into: list[Tensor], given: list[Tensor]) -> None:
+        sizes.append(len(into))
+        plain(into, given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_foreach_copy_", counted)
+        train(together, stepping(together, "float32"), range(3))
+    assert sizes == [2, 2] * 3
+    monkeypatch.setattr(master_weights, "MASTER_BUCKET", 1)
+    train(apart, stepping(apart, "float32"), range(3))
+    assert all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
