@@ -279,12 +279,12 @@ def main() -> None:
         if "liger" in name and find_spec("triton") is None:
             print(f"{name}: not counted, liger-kernel and triton are not installed")
             continue
-        result["cases"][name] = made = micro_batch(form)
+        result["cases"][name] = made = micro_batch(form) | {"commit": result["commit"]}
         print(f"{name}: {made['micro_batch']:,} a micro-batch, {made['update']:,} an update", flush=True)
         for row in made["by_source"]:
             print(f"  {row['phase']:<12}{row['source']:<16}{row['kernels']:>6,}")
     if not asked.only or "decode" in asked.only:
-        result["cases"]["decode"] = decoded_token()
+        result["cases"]["decode"] = decoded_token() | {"commit": result["commit"]}
         print("decode", json.dumps(result["cases"]["decode"]))
     if asked.before:
         result["before"] = {"at": result["commit"]} | {

@@ -343,10 +343,10 @@ def kernels(result: Result) -> list[str]:
         if name == "decode":
             continue
         was = before.get(name, {}).get("micro_batch")
-        rows.append(
-            [name, "" if was is None else f"{was:,}", f"{case['micro_batch']:,}", f"{case['update']:,}"]
-        )
-    lines = table(["case", f"a micro-batch at {before['at']}", "now", "an update"], rows)
+        told = "" if was is None else f"{was:,}"
+        now = [f"{case[key]:,}" for key in ("micro_batch", "update")]
+        rows.append([name, told, *now, case["commit"]])
+    lines = table(["case", f"a micro-batch at {before['at']}", "now", "an update", "counted at"], rows)
     decode = result["cases"].get("decode")
     if decode is None:
         return lines

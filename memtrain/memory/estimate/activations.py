@@ -9,6 +9,7 @@ a bytes of an activation (2 in half precision, 4 in float32).
 
 from __future__ import annotations
 
+from memtrain.memory.estimate.adapters import adapter_kept
 from memtrain.memory.estimate.context_parallel import (
     dealt_kept,
     gathered_backward,
@@ -92,29 +93,6 @@ def experts_kept(load: Workload) -> int:
     # The load-balance loss keeps probabilities, the tokens' weights, and what both come to.
     evened = load.N * (4 * experts.num_experts + 8) if load.settings.router_aux_loss_coef else 0
     return rows + summed + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
-
-
-def adapter_kept(load: Workload) -> int:
-    """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout.
-
-    The mask of what was dropped is a byte a number on CUDA, and a number on a CPU. In half precision also
-    the float32 adapter weights as they are multiplied: rounded.
-    """
-    adapter = load.settings.adapter
-    if adapter is None:
-        return 0
-    parts = load.shape.adapted(adapter)
-    kept = load.a * load.N * adapter.r * len(parts)
-    if load.is_half:
-        kept += load.a * load.shape.num_adapter_per_layer(adapter)
-    if adapter.dropout:
-        mask = 1 if load.settings.device == "cuda" else load.a
-        kept += (load.a + mask) * load.N * sum(part.num_inputs for part in parts)
-    if adapter.kind == "dora":
-        # The outputs of the frozen map and of the adapter, for the gradient of the magnitudes.
-        outputs = sum(part.num_outputs for part in parts)
-        kept += load.a * load.N * max(0, 2 * outputs - load.shape.mlp_width)
-    return kept
 
 
 def layer_kept(load: Workload) -> int:

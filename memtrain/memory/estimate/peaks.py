@@ -17,6 +17,7 @@ from memtrain.memory.estimate.activations import (
     positions_and_mask,
     scratch_at_peak,
 )
+from memtrain.memory.estimate.adapters import rounded_adapters
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
@@ -264,7 +265,7 @@ def _resting(load: Workload, *, has_state: bool) -> Moment:
     """Bytes held from the start of a step: weights, master copies, batch, and states but for the first."""
     static = static_bytes(load.settings, load.shape)
     return {
-        "weights": static.weights,
+        "weights": static.weights + rounded_adapters(load),
         "reference": reference_bytes(load.settings, load.shape),
         "layer buffers": device_bytes(load.settings, load.shape) + staged_here(load.settings, load.shape),
         "master copies": static.master,

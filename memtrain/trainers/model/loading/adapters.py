@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.model.loading.lora_layers import in_few_kernels
 from memtrain.trainers.model.loading.sharded_init import is_keeping
 
 ALL_LINEAR = "all-linear"
@@ -117,6 +118,8 @@ def compute_in_input_dtype(model: nn.Module) -> None:
             for low_rank in (*module.lora_A.values(), *module.lora_B.values()):
                 if isinstance(low_rank, nn.Linear):
                     low_rank.forward = MethodType(_linear_in_input_dtype, low_rank)
+    if isinstance(model, PeftModel):
+        in_few_kernels(model)
 
 
 def _linear_in_input_dtype(self: nn.Linear, x: Tensor) -> Tensor:

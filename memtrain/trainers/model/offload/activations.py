@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.model.loading.lora_layers import round_together
 from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpoint_layers, recomputing
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, SyncEngine
 from memtrain.trainers.model.offload.host_pool import DiskTier
@@ -57,6 +58,7 @@ def apply_checkpointing_and_offload(
     stream_layers(model, 0)
     weights = weights_on_host(model, settings, engine or engine_for(settings))
     is_passed = bool(slice_tokens) or weights is not None
+    round_together(model, not is_passed)
     if settings.offload == "none":
         if is_passed:
             stream_layers(model, slice_tokens, weights=weights)

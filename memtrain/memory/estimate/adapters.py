@@ -1,0 +1,63 @@
+"""Memory of adapters beside their weights: what a layer keeps for them, and copies in half precision."""
+
+from __future__ import annotations
+
+import math
+
+from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import shards_weights
+from memtrain.recipes.sections.model import Adapter
+
+
+def adapter_kept(load: Workload) -> int:
+    """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout.
+
+    The mask of what was dropped is a byte a number on CUDA, and a number on a CPU. In half precision also
+    the float32 adapter weights as they are multiplied, where each map rounds its own.
+    """
+    adapter = load.settings.adapter
+    if adapter is None:
+        return 0
+    parts = load.shape.adapted(adapter)
+    kept = load.a * load.N * adapter.r * len(parts)
+    if load.is_half and not rounded_adapters(load):
+        kept += load.a * load.shape.num_adapter_per_layer(adapter)
+    if adapter.dropout:
+        mask = 1 if load.settings.device == "cuda" else load.a
+        kept += (load.a + mask) * load.N * sum(part.num_inputs for part in parts)
+    if adapter.kind == "dora":
+        # The outputs of the frozen map and of the adapter, for the gradient of the magnitudes.
+        outputs = sum(part.num_outputs for part in parts)
+        kept += load.a * load.N * max(0, 2 * outputs - load.shape.mlp_width)
+    return kept
+
+
+def rounded_adapters(load: Workload) -> int:
+    """Bytes of all adapters in half precision, where they are rounded together and kept from pass to pass.
+
+    Plain LoRA on weights that are whole and not quantized, in layers that are not streamed
+    (trainers/model/loading/lora_layers.py).
+    """
+    settings, adapter = load.settings, load.settings.adapter
+    is_passed = settings.slice_tokens or settings.weights_offload
+    if adapter is None or not load.is_half or is_passed or settings.quantize != "none":
+        return 0
+    if load.batch.foreign is not None:  # Other tools' adapters are PEFT's.
+        return 0
+    scale = adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
+    is_plain = adapter.kind == "lora" and not adapter.dropout and math.frexp(scale)[0] == 0.5
+    if not is_plain or shards_weights(settings):
+        return 0
+    return load.a * (load.shape.num_adapter(adapter) - _num_stacked(load.shape, adapter))
+
+
+def _num_stacked(shape: ModelShape, adapter: Adapter) -> int:
+    """Parameters of adapters on stacked experts, which PEFT adds to their weights."""
+    if "all-linear" not in adapter.target_modules:
+        return 0
+    if shape.counts is not None:
+        return sum(2 * adapter.r * number * (rows + columns) for number, rows, columns in shape.counts.stacks)
+    if shape.experts is None:
+        return 0
+    return shape.num_expert_layers * shape.experts.num_adapter(shape.width, adapter.r)
