@@ -120,16 +120,13 @@ class MasterWeights(Optimizer):
                 self._inner.step()
             is_done = True
         finally:
-            # An inner step by bucket or by tensor may have done a part before it broke off.
-            stepped = [
-                (parameter, master)
-                for parameter, master in pairs
-                if is_done
-                or (master in versions and (master._version != versions[master] or master.grad is None))
-            ]
-            give_all(
-                self.form, [(parameter, master) for parameter, master in stepped if parameter is not master]
-            )
+            stepped: list[tuple[Tensor, Tensor]] = []
+            for parameter, master in pairs:
+                # An inner step by bucket or by tensor may have done a part before it broke off.
+                is_written = master in versions and master._version != versions[master]
+                if is_done or is_written or (master in versions and master.grad is None):
+                    stepped.append((parameter, master))
+            give_all(self.form, [(weight, copy) for weight, copy in stepped if weight is not copy])
             for parameter, _ in stepped:
                 del left[parameter]
             for parameter, master in pairs:
