@@ -46,7 +46,7 @@ def rounded_adapters(load: Workload) -> int:
     if load.batch.foreign is not None:  # Other tools' adapters are PEFT's.
         return 0
     scale = adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
-    is_plain = adapter.kind == "lora" and not adapter.dropout and math.frexp(scale)[0] == 0.5
+    is_plain = adapter.kind != "dora" and not adapter.dropout and math.frexp(scale)[0] == 0.5
     if not is_plain or shards_weights(settings):
         return 0
     return load.a * (load.shape.num_adapter(adapter) - _num_stacked(load.shape, adapter))
