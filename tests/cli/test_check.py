@@ -44,7 +44,7 @@ def test_all_shows_the_defaults_too(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "my.yaml", "--all"]) == 0
     told = capsys.readouterr().out
     assert "memory.loss_chunk_size " in told
-    assert "64MiB" in told
+    assert told.count(" default\n") > 50
     assert "default\n" in told
 
 

@@ -14,7 +14,7 @@ from memtrain.memory.hardware.packages import installed
 from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, used_columns
-from memtrain.recipes.formats.fields import BadRow
+from memtrain.recipes.formats.fields import BadRow, Row
 from memtrain.recipes.formats.media import refuse_media
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import Recipe
@@ -189,7 +189,7 @@ def first_rows(found: Found) -> tuple[int, list[Fault]]:
     return num_good, bad
 
 
-def _rows(found: Found) -> Iterator[tuple[str, object]]:
+def _rows(found: Found) -> Iterator[tuple[str, Row | BadRow]]:
     for stream in found.streams:
         for line, row in stream.read():
             yield f"{stream.name}:{line}", row

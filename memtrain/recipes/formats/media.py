@@ -27,8 +27,9 @@ def refuse_media(row: Row, used: Collection[str]) -> None:
             raise BadRow(f"the row has {kind} (column '{column}')", NO_MEDIA)
 
 
-def _kind_of_file(value: object) -> str:
-    first: Any = cast(list[object], value)[0] if isinstance(value, list) and value else value
+def _kind_of_file(value: Any) -> str:
+    held: Any = value
+    first: Any = held[0] if isinstance(value, list) and held else held
     if not isinstance(first, Mapping):
         return ""
     given = set(cast(Mapping[str, Any], first))
