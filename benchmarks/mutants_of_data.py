@@ -519,9 +519,18 @@ def losses(made: Mutant, store: TokenStore, notes: str) -> str:
         return ""
     for name in made.added:
         is_column = made.form == "prompt" and any(name in store.columns(i) for i in range(store.num_rows))
-        if name.split("\x1b")[0] not in notes and not is_column and not all_bad(made, store):
+        is_told = name.split("\x1b")[0] in notes or is_column or all_bad(made, store)
+        if not is_told and not (name == "system" and is_spoken(made, store)):
             return f"the field {name!r} is in no text and not named: {notes}"
     return missing_words(made, store, notes)
+
+
+def is_spoken(made: Mutant, store: TokenStore) -> bool:
+    """Whether the column `system` is in the text of each row that has one (ShareGPT's conversations)."""
+    said = [(at, row["system"]) for at, row in enumerate(made.rows) if "system" in row]
+    return made.form == "messages" and all(
+        str(text) in tokenizer().decode(store.row(at)) for at, text in said if at < store.num_rows
+    )
 
 
 def all_bad(made: Mutant, store: TokenStore) -> bool:

@@ -133,11 +133,11 @@ def check_numbers(config: Mapping[str, Any], where: str) -> None:
             for number in _each(known.get(name)):
                 _check(name, number, limits, where, is_whole=False)
         for name, (kind, item, said) in KINDS.items():
-            value = cast(object, known.get(name))
+            value: object = known.get(name)
             items = cast(list[object], value) if item is not None and isinstance(value, list) else []
             is_kind = value is None or isinstance(value, kind)
             if not is_kind or not all(isinstance(one, item or object) for one in items):
-                raise _refused(name, value, where, f"it must be {said}")
+                raise _refused(name, cast(object, value), where, f"it must be {said}")
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
