@@ -124,12 +124,17 @@ def _round_all(layers: Sequence[LoraLinear], dtype: torch.dtype) -> None:
     found = [(layer, name) for layer in layers if (name := _plain_adapter(layer)) is not None]
     if dtype not in HALF or not found:
         return
-    pairs = [(layer.lora_A[name].weight, layer.lora_B[name].weight) for layer, name in found]
+    pairs = [_adapter_of(layer, name) for layer, name in found]
     scales = [scale for layer, name in found for scale in (1.0, layer.scaling[name])]
     made = _RoundTogether.apply(dtype, scales, *(weight for pair in pairs for weight in pair))
     for (layer, _), (a, b), a_rI, b_Or in zip(found, pairs, made[0::2], made[1::2], strict=True):
         vars(layer)["_rounded"] = Rounded(a_rI, b_Or, (a, b), (a._version, b._version))
         vars(layer)["_is_used"] = False
+
+
+def _adapter_of(layer: Any, name: str) -> tuple[Tensor, Tensor]:
+    """A and B of an adapter."""
+    return layer.lora_A[name].weight, layer.lora_B[name].weight
 
 
 def _plain_adapter(layer: Any) -> str | None:
@@ -166,7 +171,7 @@ def _rounded_pair(layer: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, Te
     a layer that is computed again in the backward pass wants the same numbers and no gradient. Passes without
     gradients round in place: a captured pass reads the weights as they are when it is started.
     """
-    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    a, b = _adapter_of(layer, name)
     held: Rounded | None = vars(layer).get("_rounded")
     if vars(layer).get("_rounds_apart", False):
         held = None
