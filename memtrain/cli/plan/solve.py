@@ -133,7 +133,8 @@ def _micro_batch(question: Question, facts: PlannerInputs) -> Solution:
 
 def _budget(question: Question, facts: PlannerInputs) -> Solution:
     _, case, choices = open_space(question.asked, facts)
-    priced = price_all(choices.groups[0], case.facts)
+    exact = (*choices.exact, *choices.stepping, *choices.waiting)
+    priced = price_all(exact or choices.groups[0], case.facts)
     smallest = min(priced, key=lambda one: (one.need_bytes // SIZE_STEP, one.token_s))
     size = gib(smallest.need_bytes)
     words = [f"The smallest device that this recipe fits, as it is, has {size}{_plan(smallest)}."]
