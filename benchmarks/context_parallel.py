@@ -111,7 +111,7 @@ def compared(folder: Path, kind: str, dtype: str, *, by_heads: bool) -> dict[str
     def learn(context: ContextRanks | None) -> dict[str, Any]:
         scorer = scorer_of(kind, dtype, context)
         batch = row(DOCUMENTS)
-        return {"logits": logits_of(scorer, batch, context), "step": learnt(scorer, batch, context)}
+        return {"logits": logits_of(scorer, batch, context), "step": loss_tokens(scorer, batch, context)}
 
     whole = on_processes(1, folder, learn)[0]
     found: dict[str, dict[str, float]] = {}
@@ -142,7 +142,7 @@ def peaks_of(folder: Path, lengths: list[int], *, is_checkpointed: bool, by_head
             scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
         weights = sum(parameter.nbytes for parameter in scorer.parameters())
         with TensorPeak() as counted:
-            learnt(scorer, row(lengths), context)
+            loss_tokens(scorer, row(lengths), context)
         return {"peak": (weights + counted.peak_bytes) / MIB, "weights_and_gradients": 2 * weights / MIB}
 
     found: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def logits_of(scorer: Scorer, batch: MicroBatch, context: ContextRanks | None) -
         return scorer.model(**inputs, use_cache=False).logits[0].float(), index
 
 
-def learnt(
+def loss_tokens(
     scorer: Scorer, batch: MicroBatch, context: ContextRanks | None
 ) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradients), summed over the processes."""

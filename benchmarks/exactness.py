@@ -279,7 +279,7 @@ def proven(plan: Plan, plain_runs: PlainRuns) -> tuple[str, str, float | None]:
     named = [(name, one) for step in found.steps for name, one in step.named().items()]
     worst = max(one.value / one.limit for _, one in named)
     faults = [f"{name} {one.value:.1e} at {one.where}" for name, one in named if not one.is_within]
-    seen = probe_contamination(pair.planned, pair.plain, np.concatenate(found.work.micros))
+    seen = probe_contamination(pair.planned, pair.plain, np.concatenate(found.work.micro_batches))
     faults += [seen.fault] if seen is not None and seen.fault else []
     faults += [
         f"{name} did not act"

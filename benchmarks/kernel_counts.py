@@ -199,8 +199,11 @@ def micro_batch(form: dict[str, Any]) -> dict[str, Any]:
             cast = bare_cast(job, "meta")
         for model in cast.models:
             fakeify(model)
-        cast = replace(cast, micros=[without_data(micro, mode.from_tensor) for micro in cast.micros])
-        stage = build_step(cast.model, cast.copy, recipe, settings, cast.micros, is_fake=True)
+        cast = replace(
+            cast,
+            micro_batches=[without_data(micro_batch, mode.from_tensor) for micro_batch in cast.micro_batches],
+        )
+        stage = build_step(cast.model, cast.copy, recipe, settings, cast.micro_batches, is_fake=True)
         watch(cast.model, counter)
         one_step(stage, want_stats=False)
         counter.counts.clear()

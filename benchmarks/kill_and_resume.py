@@ -46,7 +46,7 @@ eval: {{every_steps: 10}}
 save: {{every_steps: 4, keep_best: true}}
 cluster: {{device: cpu, processes: 1, threads: 1}}
 """
-SAME = ("step", "loss", "grad_norm", "lr", "tokens", "learnt", "extra")
+SAME = ("step", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "extra")
 
 
 def begin(recipe: Path, folder: Path) -> subprocess.Popen[bytes]:

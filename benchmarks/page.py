@@ -203,7 +203,7 @@ def methods_vs_trl(result: Result) -> list[str]:
     return table(headers, rows)
 
 
-def learnt(result: Result) -> list[str]:
+def loss_tokens(result: Result) -> list[str]:
     """A row for each method and held-out metric: before and after, mean over seeds and deviation."""
     names = {
         "loss": "loss",
@@ -544,7 +544,7 @@ SECTIONS = (
         "preferences_learn",
         "Right and wrong solutions of GSM8K problems, held out by problem: a small random model after `sft`, "
         "then each method from it, three seeds.",
-        learnt,
+        loss_tokens,
     ),
     Section(
         "What the online methods learn",

@@ -183,7 +183,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
             [feed.micro_batch(answers)],
             denominator=float(tokens),
             engine=DistributedStep(),
-            num_micros=1,
+            num_micro_batches=1,
             want_stats=False,
         )
     assert float(made["loss"]) < 1, "The update went through."

@@ -212,7 +212,7 @@ class Float32:
     move: Tensor
 
 
-def learnt(
+def loss_tokens(
     step: int,
     model: nn.Module,
     numbers: nn.Module,
@@ -264,7 +264,7 @@ def measured(data: Path, steps: int, lr: float, ways: tuple[Way, ...]) -> Iterat
             if way.dtype == torch.float32:
                 float32[step] = Float32(loss_of(model, held_out), flat(model) - began)
             numbers = numbers_of(model, optimizer)
-            found = learnt(step, model, numbers, began, before, held_out, float32[step])
+            found = loss_tokens(step, model, numbers, began, before, held_out, float32[step])
             one["after"].append(asdict(found))
             yield {
                 "what": "held-out loss after equal steps of AdamW",

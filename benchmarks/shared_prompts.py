@@ -124,7 +124,7 @@ def one_form(folder: Path, overrides: list[str]) -> dict[str, float]:
             [batch],
             denominator=work.denominator,
             engine=DistributedStep(),
-            num_micros=1,
+            num_micro_batches=1,
             want_stats=False,
         )
         built.scorer.zero_grad()

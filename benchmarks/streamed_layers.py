@@ -106,7 +106,7 @@ def layer_memory(length: int) -> dict[str, float]:
         {"method": "sft", "model": {"config": {"model_type": "llama"}, "tokenizer": "builtin:tiny"}}
         | {"data": {"train": ("rows.jsonl",)}}
     )
-    found = trace(Job(recipe, settings, CONFIG, batch, num_micros=1, want_stats=False)).recorder
+    found = trace(Job(recipe, settings, CONFIG, batch, num_micro_batches=1, want_stats=False)).recorder
     held = named_owners(found)["steady step.backward.last"]
     load = Workload(settings, shape_of(CONFIG), batch)
     by_design = streamed_backward(load)
@@ -197,7 +197,7 @@ def host_of(chars: int) -> dict[str, int]:
         store = store_of(long, folder)
         read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         tracemalloc.start()
-        made = lay_end_to_end([Piece(store.row(0), store.learnt_mask(0))], pad_id=0)
+        made = lay_end_to_end([Piece(store.row(0), store.loss_mask(0))], pad_id=0)
         _, laid = tracemalloc.get_traced_memory()
         held = (made.input_ids, made.position_ids, made.scored_index, made.targets)
         assert made.layout is not None, "Rows lie end to end."

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.build.balanced import AUX_LOSS, micro_of
+from memtrain.trainers.build.balanced import AUX_LOSS, micro_batch_of
 from memtrain.trainers.build.bare_steps import Stepper
 from memtrain.trainers.build.components import build
 from memtrain.trainers.model.heads.lm_head import base_model
@@ -63,15 +63,15 @@ def derived(stepper: Stepper) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     Expert by expert, from the logits that transformers records:
     E * sum_e (share of tokens sent to e) * (mean probability of e).
     """
-    micro = micro_of(stepper.steps.feed.micro_batch(stepper.work(0).sequences))
+    micro_batch = micro_batch_of(stepper.steps.feed.micro_batch(stepper.work(0).sequences))
     model: Any = copy.deepcopy(base_model(stepper.built.model)).double().eval()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
     for module in model.modules():
         module._forward_hooks.clear()
-    is_token = torch.cat([torch.full((count,), bool(rows)) for count, rows in micro.runs])
-    mask_BT = is_token.view_as(micro.input_ids).long()
-    out = model.model(input_ids=micro.input_ids, attention_mask=mask_BT, output_router_logits=True)
+    is_token = torch.cat([torch.full((count,), bool(rows)) for count, rows in micro_batch.runs])
+    mask_BT = is_token.view_as(micro_batch.input_ids).long()
+    out = model.model(input_ids=micro_batch.input_ids, attention_mask=mask_BT, output_router_logits=True)
     config = model.config
     num_experts, num_chosen = out.router_logits[0].shape[-1], config.num_experts_per_tok
     logits_TE = torch.cat([layer[is_token] for layer in out.router_logits])

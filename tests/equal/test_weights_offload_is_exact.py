@@ -30,7 +30,7 @@ ADAPTER = Adapter(r=4, dropout=0.1)
 
 
 def train(
-    model: Any, settings: Settings, *, num_micros: int = 2, num_steps: int = 3
+    model: Any, settings: Settings, *, num_micro_batches: int = 2, num_steps: int = 3
 ) -> tuple[list[float], list[Tensor]]:
     """Losses and norms of steps of packed micro-batches, and the weights after them."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -40,8 +40,8 @@ def train(
     found: list[float] = []
     torch.manual_seed(0)
     for _ in range(num_steps):
-        engine.begin(model, num_micros)
-        for _ in range(num_micros):
+        engine.begin(model, num_micro_batches)
+        for _ in range(num_micro_batches):
             ids = torch.randint(1, 128, (1, sum(LENGTHS)))
             logits = model(
                 input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False
@@ -89,10 +89,11 @@ def test_training_is_the_same(
     settings = make_settings(checkpoint_every=1, adapter=adapter, weights_offload=True).model_copy(
         update=FORMS[form]
     )
-    num_micros = 1 if settings.in_backward else 2
+    num_micro_batches = 1 if settings.in_backward else 2
     weights = apply_checkpointing_and_offload(treated, settings, LazyEngine()).weights
     assert equal(
-        train(plain, settings, num_micros=num_micros), train(treated, settings, num_micros=num_micros)
+        train(plain, settings, num_micro_batches=num_micro_batches),
+        train(treated, settings, num_micro_batches=num_micro_batches),
     )
     assert weights is not None
     assert (weights.out_bytes > 0) == (adapter is None)
@@ -144,7 +145,7 @@ def test_each_layer_travels_three_times_a_micro_batch_but_those_that_wait_in_a_b
     settings = make_settings(checkpoint_every=1, weights_offload=True)
     weights = apply_checkpointing_and_offload(treated, settings, LazyEngine()).weights
     assert weights is not None
-    train(treated, settings, num_micros=1, num_steps=1)
+    train(treated, settings, num_micro_batches=1, num_steps=1)
     ends = sum(
         {id(w): w.nbytes for w in (treated.lm_head.weight, treated.model.embed_tokens.weight)}.values()
     )
@@ -153,18 +154,19 @@ def test_each_layer_travels_three_times_a_micro_batch_but_those_that_wait_in_a_b
     assert weights.host_bytes == 3 * weights.device_bytes + ends
 
 
-@pytest.mark.parametrize("num_micros", [1, 2])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_a_weight_that_embedding_and_head_share_gets_both_gradients(
-    tiny_model: TinyModel, make_settings: Callable[..., Settings], num_micros: int
+    tiny_model: TinyModel, make_settings: Callable[..., Settings], num_micro_batches: int
 ):
     plain = tiny_model(num_hidden_layers=2, tie_word_embeddings=True)
     set_attention(plain, "torch_cpu")
     treated = copy.deepcopy(plain)
     assert treated.lm_head.weight is treated.model.embed_tokens.weight
-    settings = make_settings(checkpoint_every=1, weights_offload=True, in_backward=num_micros == 1)
+    settings = make_settings(checkpoint_every=1, weights_offload=True, in_backward=num_micro_batches == 1)
     apply_checkpointing_and_offload(treated, settings, LazyEngine())
     assert equal(
-        train(plain, settings, num_micros=num_micros), train(treated, settings, num_micros=num_micros)
+        train(plain, settings, num_micro_batches=num_micro_batches),
+        train(treated, settings, num_micro_batches=num_micro_batches),
     )
 
 

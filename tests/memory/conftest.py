@@ -40,8 +40,8 @@ def made_profile(*tokens: int) -> LengthProfile:
         tokens_cut=0,
         tokens_dropped=0,
         tokens_idle=0,
-        learnt_cut=0,
-        learnt_dropped=0,
+        loss_tokens_cut=0,
+        loss_tokens_dropped=0,
         num_sequences=len(tokens),
         fill=1.0,
     )

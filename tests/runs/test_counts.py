@@ -52,18 +52,20 @@ def test_what_is_cut_and_dropped_is_counted(runs, metrics, tmp_path: Path, trunc
     # A first token is predicted by nothing; a row whose learnt tokens are all cut teaches nothing.
     is_dropped = [sum(row[1:]) == 0 for row in kept]
     lost = [len(row) - len(part) for row, part in zip(rows, kept, strict=True)]
-    learnt_lost = [sum(row[1:]) - sum(part[1:]) for row, part in zip(rows, kept, strict=True)]
+    loss_tokens_lost = [sum(row[1:]) - sum(part[1:]) for row, part in zip(rows, kept, strict=True)]
     told = metrics(folder, "data")[0]
     assert told["rows"] == 20
     assert told["tokens"] == sum(map(len, rows))
-    assert told["learnt"] == sum(map(sum, rows))
+    assert told["loss_tokens"] == sum(map(sum, rows))
     assert told["rows_dropped"] == sum(is_dropped)
     assert told["tokens_dropped"] == sum(len(row) for row, out in zip(rows, is_dropped, strict=True) if out)
     assert told["rows_cut"] == sum(one > 0 and not out for one, out in zip(lost, is_dropped, strict=True))
     assert told["tokens_cut"] == sum(one for one, out in zip(lost, is_dropped, strict=True) if not out)
-    assert told["learnt_cut"] == sum(one for one, out in zip(learnt_lost, is_dropped, strict=True) if not out)
+    assert told["loss_tokens_cut"] == sum(
+        one for one, out in zip(loss_tokens_lost, is_dropped, strict=True) if not out
+    )
     steps = metrics(folder, "step")
-    assert sum(step["learnt"] for step in steps) == sum(sum(row[1:]) for row in kept)
+    assert sum(step["loss_tokens"] for step in steps) == sum(sum(row[1:]) for row in kept)
     used = sum(len(row) for row, out in zip(kept, is_dropped, strict=True) if not out)
     assert sum(step["tokens"] for step in steps) == used
 
@@ -80,13 +82,13 @@ def test_splitting_loses_no_learnt_token(runs, metrics, tmp_path: Path):
         "train.max_steps=null",
     )
     told = metrics(folder, "data")[0]
-    assert (told["learnt_cut"], told["learnt_dropped"], told["rows_cut"], told["rows_dropped"]) == (
+    assert (told["loss_tokens_cut"], told["loss_tokens_dropped"], told["rows_cut"], told["rows_dropped"]) == (
         0,
         0,
         0,
         0,
     )
-    assert sum(step["learnt"] for step in metrics(folder, "step")) == sum(sum(row) for row in rows)
+    assert sum(step["loss_tokens"] for step in metrics(folder, "step")) == sum(sum(row) for row in rows)
     # A piece repeats the last token of the one before it, if that one is there.
     seen = sum(step["tokens"] for step in metrics(folder, "step"))
     num_whole = told["rows"] - told["rows_split"]

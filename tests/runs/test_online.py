@@ -134,8 +134,8 @@ def test_a_shared_prompt_is_forwarded_once(tmp_path: Path, cache: Path):
     )
     for one, other in zip(shared, steps(apart), strict=True):
         assert one["tokens"] == one["rollout_tokens"]
-        prompts = one["tokens"] - one["learnt"]
-        assert other["tokens"] == 4 * prompts + one["learnt"]
+        prompts = one["tokens"] - one["loss_tokens"]
+        assert other["tokens"] == 4 * prompts + one["loss_tokens"]
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
@@ -146,7 +146,7 @@ def test_answers_without_signal_may_be_left_out(loss: str, tmp_path: Path, cache
     kept = run(tmp_path, "grpo", cache, *only_k, "grpo.entropy_coef=1e-12", name="in")
     assert_same_curve(left_out, kept)
     assert sum(line["tokens"] for line in steps(left_out)) < sum(line["tokens"] for line in steps(kept))
-    assert steps(left_out)[0]["completions_learnt"] < 1
+    assert steps(left_out)[0]["completions_trained"] < 1
 
 
 WINDOW = ("grpo.steps_per_rollout=2", "grpo.updates_per_rollout=2", "train.max_steps=8", "grpo.beta=0.1")

@@ -56,7 +56,7 @@ def test_online_dpo_begins_at_log_2_and_tells_its_pairs(tmp_path: Path, cache: P
     first = steps(told)[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert first["pairs"] == pytest.approx(4 * (1 - first["groups_without_signal"]))
-    assert first["completions_learnt"] == pytest.approx(first["pairs"] * 2 / 16)
+    assert first["completions_trained"] == pytest.approx(first["pairs"] * 2 / 16)
     assert first["pairs/margin"] == pytest.approx(0, abs=1e-4)
     assert steps(told)[-1]["pairs/margin"] != 0
     assert [line["step"] for line in told if line["kind"] == "eval"] == [2, 4]
@@ -141,8 +141,8 @@ def test_an_update_on_pairs_forwards_each_prompt_once(tmp_path: Path, cache: Pat
     apart = steps(
         run(tmp_path, "online_dpo", cache, "train.max_steps=1", "length.shared_prompts=false", name="apart")
     )[0]
-    prompts = shared["tokens"] - shared["learnt"]
-    assert apart["tokens"] == 2 * prompts + apart["learnt"]
+    prompts = shared["tokens"] - shared["loss_tokens"]
+    assert apart["tokens"] == 2 * prompts + apart["loss_tokens"]
 
 
 WINDOW = ("steps_per_rollout=2", "updates_per_rollout=2")

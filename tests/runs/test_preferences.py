@@ -209,8 +209,8 @@ def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
     overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
     told = run(tmp_path, "dpo", cache, *overrides, "length.max_length=40", "train.max_steps=1")
     data = next(line for line in told if line["kind"] == "data")
-    assert data["learnt_cut_by_answer"] == [0, data["learnt_cut"]]
-    words = f": 0 of chosen, {data['learnt_cut']} of rejected answers"
+    assert data["loss_tokens_cut_by_answer"] == [0, data["loss_tokens_cut"]]
+    words = f": 0 of chosen, {data['loss_tokens_cut']} of rejected answers"
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count(words) == 2
 

@@ -111,7 +111,7 @@ def test_what_the_rehearsal_learns_is_kept(runs, monkeypatch):
     monkeypatch.setattr(recover, "attempt", attempt)
     folder = runs.done("run", *SMALL, "memory.preflight=on", "save.every_steps=3")
     state = load_state(next(folder.glob("checkpoints/step-*")) / "loop")
-    assert state["micro_limit"] > 0
+    assert state["micro_batch_limit"] > 0
     assert state["num_recoveries"] == 1
 
 

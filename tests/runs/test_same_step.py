@@ -73,7 +73,7 @@ def begin(shared_runs) -> dict[str, torch.Tensor]:
 def assert_same_step(one_batch: Path, begin, metrics) -> Callable[[Path], None]:
     def compare(folder: Path) -> None:
         expected, found = metrics(one_batch, "step")[0], metrics(folder, "step")[0]
-        assert (found["tokens"], found["learnt"]) == (expected["tokens"], expected["learnt"])
+        assert (found["tokens"], found["loss_tokens"]) == (expected["tokens"], expected["loss_tokens"])
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-6)
         wanted = gradient(one_batch, begin)

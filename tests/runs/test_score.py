@@ -182,8 +182,8 @@ def test_an_adapter_scores_as_the_merged_model_does(adapter: str, folder: Path):
     assert found == pytest.approx(wanted, abs=1e-5)
     assert rewards(str(folder / "lora"), folder) == found
     assert rewards(str(merged), folder) == pytest.approx(wanted, abs=1e-5)
-    learnt = load_file(f"{adapter}/adapter_model.safetensors")["base_model.model.score.weight"]
-    assert torch.equal(plain.score.weight, learnt)
+    loss_tokens = load_file(f"{adapter}/adapter_model.safetensors")["base_model.model.score.weight"]
+    assert torch.equal(plain.score.weight, loss_tokens)
 
 
 def test_a_run_folder_of_a_full_model_scores_as_its_model(model: str, folder: Path):

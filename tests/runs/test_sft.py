@@ -221,7 +221,8 @@ def test_an_epoch_of_grouped_rows_has_every_row_once(runs, metrics):
     data = metrics(folder, "data")[0]
     steps = metrics(folder, "step")
     assert (
-        sum(step["learnt"] for step in steps) == data["learnt"] - data["learnt_cut"] - data["learnt_dropped"]
+        sum(step["loss_tokens"] for step in steps)
+        == data["loss_tokens"] - data["loss_tokens_cut"] - data["loss_tokens_dropped"]
     )
     assert sum(step["sequences"] for step in steps) == data["sequences"]
     assert [step["tokens"] for step in steps] != [step["tokens"] for step in metrics(other, "step")]

@@ -88,7 +88,7 @@ class Case:
     method: str = "sft"
     config: dict[str, Any] = field(default_factory=lambda: LLAMA)
     changes: dict[str, Any] = field(default_factory=dict)
-    num_micros: int = 1
+    num_micro_batches: int = 1
     said: dict[str, Any] = field(default_factory=dict)
     """What the recipe says beside the settings."""
     batch: HeaviestBatch = BATCH
@@ -110,7 +110,7 @@ class Case:
             settings,
             self.config,
             self.batch,
-            num_micros=self.num_micros,
+            num_micro_batches=self.num_micro_batches,
             want_stats=True,
             passes=passes,
             judges=judged_of(self.rewards, LONGEST),
@@ -123,7 +123,7 @@ class Case:
         scored = 0 if head == "score" else self.batch.scored_tokens
         batch = self.batch._replace(asks=asks_of(self.method), scored_tokens=scored)
         load = Workload(self.settings, shape, batch)
-        told = estimate(self.settings, shape, batch, accumulates=self.num_micros > 1)
+        told = estimate(self.settings, shape, batch, accumulates=self.num_micro_batches > 1)
         told = with_beside(told, load, kept_bytes(load), self.rewards)
         if uses_zero(self.settings):
             # What is gathered to be written is not part of a step.
@@ -158,8 +158,8 @@ class Case:
 ONLINE = ("grpo", "rloo", "online_dpo", "ppo")
 
 
-def sft(config, changes=None, num_micros=1, **said):
-    return Case("sft", config, changes or {}, num_micros, said)
+def sft(config, changes=None, num_micro_batches=1, **said):
+    return Case("sft", config, changes or {}, num_micro_batches, said)
 
 
 def judge(config, dtype="auto", **more):

@@ -34,13 +34,13 @@ def kernels(bench: Bench, size: str, tokens: int, overrides: list[str]) -> dict[
         bench.device.wait()
     wall_s = time.perf_counter() - began
     found = told(profile.events() or [], on_device=bench.device.is_cuda)
-    num_micros = max(1, len(stepper.work(2).micros))
+    num_micro_batches = max(1, len(stepper.work(2).micro_batches))
     busy = found["busy_s"]
     idle = 1 - busy / stepped.seconds if bench.device.is_cuda else None
     waited = "" if idle is None else f", the GPU waited {idle:.0%} of the step"
     return {
-        "words": f"{found['count'] / num_micros:,.0f} kernels a micro-batch{waited}",
-        "kernels_per_micro_batch": found["count"] / num_micros,
+        "words": f"{found['count'] / num_micro_batches:,.0f} kernels a micro-batch{waited}",
+        "kernels_per_micro_batch": found["count"] / num_micro_batches,
         "idle_share": idle,
         "step_s": stepped.seconds,
         "wall_s": wall_s,

@@ -49,8 +49,8 @@ class Measured:
         self.rss.append(int(told["rss_bytes"]))
         self.speeds.append(told["tokens"] / max(1e-9, told["seconds"]))
         self.losses = tuple(told["losses"])
-        rows, tokens, learnt, longest = told["heaviest"]
-        self.heaviest = rows, tokens, learnt, longest
+        rows, tokens, loss_tokens, longest = told["heaviest"]
+        self.heaviest = rows, tokens, loss_tokens, longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,9 @@ def _marks(one: Distribution, bar: Bin) -> str:
 
 def _head(found: Inspection) -> str:
     about = "the first " if found.extent.is_partial else "about " if found.extent.is_estimate else ""
-    learnt = f", {found.learnt:,} loss tokens" if found.learnt else ""
+    loss_tokens = f", {found.loss_tokens:,} loss tokens" if found.loss_tokens else ""
     return (
-        f"{found.dataset}: {about}{count_of(found.rows, 'row')}, {found.tokens:,} tokens{learnt} "
+        f"{found.dataset}: {about}{count_of(found.rows, 'row')}, {found.tokens:,} tokens{loss_tokens} "
         f"({found.method}, rows of format {found.format}, tokenizer {found.tokenizer})"
     )
 
@@ -136,8 +136,9 @@ def _facts(found: Inspection) -> Iterator[str]:
     bad = found.faulty
     if bad.rows:
         yield (
-            f"{count_of(bad.rows, 'bad row')}: {bad.empty:,} empty, {bad.unlearnt:,} without a loss token, "
-            f"{bad.rows - bad.empty - bad.unlearnt:,} otherwise. Most often: {bad.kinds[0].what} "
+            f"{count_of(bad.rows, 'bad row')}: {bad.empty:,} empty, "
+            f"{bad.without_loss_tokens:,} without a loss token, "
+            f"{bad.rows - bad.empty - bad.without_loss_tokens:,} otherwise. Most often: {bad.kinds[0].what} "
             f"({count_of(bad.kinds[0].rows, 'time')}, first at {bad.kinds[0].where})."
         )
 
@@ -145,7 +146,7 @@ def _facts(found: Inspection) -> Iterator[str]:
 def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:
     own = found.candidates[0].losses[0].truncation
     other = [loss.truncation for loss in found.candidates[0].losses[1:]]
-    what = "loss tokens" if found.learnt else "tokens"
+    what = "loss tokens" if found.loss_tokens else "tokens"
     yield (
         f"Losses of each max_length ({what} lost, by truncation)",
         _lost(found, own, other),
@@ -180,7 +181,11 @@ def _refusal(found: Inspection) -> str | None:
 def _lost(found: Inspection, own: str, other: Sequence[str]) -> Table:
     def lost(one: Candidate, at: int) -> str:
         loss = one.losses[at]
-        pair = (loss.learnt_lost, found.learnt) if found.learnt else (loss.tokens_lost, found.tokens)
+        pair = (
+            (loss.loss_tokens_lost, found.loss_tokens)
+            if found.loss_tokens
+            else (loss.tokens_lost, found.tokens)
+        )
         if at or one.lost_interval is None:
             return share(*pair)
         low, high = one.lost_interval

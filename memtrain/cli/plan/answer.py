@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from memtrain.cli.plan.lookup import LookedAt, facts_without_data, look_at_devices, look_at_model
-from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, typical_micro
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, typical_micro_batch
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.reasons import gains, left_out
@@ -191,14 +191,14 @@ def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
     if why_not is not None:
         return None, why_not
     batch = heaviest(settings, resolved.case.facts)
-    _, num_micros = typical_micro(settings, resolved.case.facts)
+    _, num_micro_batches = typical_micro_batch(settings, resolved.case.facts)
     passes = passes_batch(resolved)
     job = job_of(
         recipe,
         settings,
         made.question.looked.config,
         batch,
-        accumulates=num_micros > 1,
+        accumulates=num_micro_batches > 1,
         is_whole=is_whole,
         passes=passes,
         judges=judges_of(resolved),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from memtrain.cli.plan.make_plan import model_config
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro
+from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro_batch
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.resolve import Resolved, resolve
@@ -79,7 +79,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
 def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:
     """The answer of the planner, with the time of a typical step."""
     settings = resolved.settings
-    batch, _ = typical_micro(settings, facts)
+    batch, _ = typical_micro_batch(settings, facts)
     said = [f"micro-batch of {batch.rows} rows"]
     if settings.checkpoint_every:
         said.append("activation checkpointing")

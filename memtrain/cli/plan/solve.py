@@ -103,7 +103,7 @@ def _beyond_training(question: Question, length: int) -> list[str]:
 
 def _micro_batch(question: Question, facts: PlannerInputs) -> Solution:
     asked = question.asked
-    _, _, choices = open_space(_with_open_micro(asked), facts)
+    _, _, choices = open_space(_with_open_micro_batch(asked), facts)
     flat = choices.groups[0][0].padding_free
     longest = facts.rows_of(choices.groups[0][0]).longest[0]
     replicas = choices.groups[0][0].num_replicas
@@ -113,7 +113,7 @@ def _micro_batch(question: Question, facts: PlannerInputs) -> Solution:
     # A step of one micro-batch keeps no float32 sums: the whole batch may fit where half of it does not.
     low, high, best, middle = 0, most, None, most
     while low < high:
-        recipe = with_key(_with_open_micro(asked).recipe, key, middle * longest if flat else middle)
+        recipe = with_key(_with_open_micro_batch(asked).recipe, key, middle * longest if flat else middle)
         try:
             best = resolved_if_it_fits(SourcedRecipe(recipe, asked.where), facts)
             low = middle
@@ -217,6 +217,6 @@ def _laid_out(facts: PlannerInputs, length: int) -> PlannerInputs:
     return facts.at_length(length)
 
 
-def _with_open_micro(asked: SourcedRecipe) -> SourcedRecipe:
+def _with_open_micro_batch(asked: SourcedRecipe) -> SourcedRecipe:
     recipe = with_key(with_key(asked.recipe, "train.micro_batch_size", "auto"), "train.micro_tokens", "auto")
     return SourcedRecipe(recipe, asked.where)

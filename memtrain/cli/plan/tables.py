@@ -89,10 +89,12 @@ def _print_sum(made: Answer) -> None:
     talks = settings.device == "cuda" and settings.num_processes > 1
     figures = figures_words(made.question.hardware)
     live, corrected = prediction.peak.num_bytes, prediction.corrected_bytes
-    learnt = [(signed_gib(corrected - live), "correction by the measured peaks of earlier runs of this kind")]
+    corrections = [
+        (signed_gib(corrected - live), "correction by the measured peaks of earlier runs of this kind")
+    ]
     rows = [
         (gib(live), f"live tensors, highest in the {peak.phase}"),
-        *(learnt if corrected != live else []),
+        *(corrections if corrected != live else []),
         (gib(round(corrected * extra.slack)), f"the allocator's slack ({extra.slack:.0%})"),
         (gib(extra.fixed), f"{own}{', NCCL' if talks else ''} ({figures})"),
         (
@@ -274,11 +276,11 @@ def rows_words(report: LengthReport) -> str:
     counted = _tokens(report.num_tokens, report.num_loss_tokens, report)
     said = [f"{count_of(report.num_rows, 'row')}, {counted}"]
     if report.rows_cut:
-        sides = by_answer_words(report.learnt_cut_by_answer)
-        lost = _tokens(report.tokens_cut, report.learnt_cut, report)
+        sides = by_answer_words(report.loss_tokens_cut_by_answer)
+        lost = _tokens(report.tokens_cut, report.loss_tokens_cut, report)
         said.append(f"{_were(report.rows_cut)} truncated ({lost}{sides})")
     if report.rows_dropped:
-        lost = _tokens(report.tokens_dropped, report.learnt_dropped, report)
+        lost = _tokens(report.tokens_dropped, report.loss_tokens_dropped, report)
         said.append(f"{_were(report.rows_dropped)} dropped ({lost})")
     if report.rows_split:
         said.append(f"{_were(report.rows_split)} split into pieces")

@@ -92,9 +92,11 @@ class Priced:
 def price(settings: Settings, facts: PlannerInputs) -> Priced:
     """Cost of settings in memory and in time, by arithmetic."""
     prediction = predict(settings, facts)
-    typical, num_micros = typical_micro(settings, facts)
-    seconds = step_time(settings, facts.shape, typical, facts.hardware, num_micros=num_micros).seconds
-    tokens = max(1, typical.tokens * num_micros) / settings.context_parallel
+    typical, num_micro_batches = typical_micro_batch(settings, facts)
+    seconds = step_time(
+        settings, facts.shape, typical, facts.hardware, num_micro_batches=num_micro_batches
+    ).seconds
+    tokens = max(1, typical.tokens * num_micro_batches) / settings.context_parallel
     return Priced(settings, prediction, need_of(prediction, settings), seconds, seconds / tokens)
 
 
@@ -152,7 +154,7 @@ def asks_of(method: str) -> Asks:
     return Asks.LOGPS if METHODS[method].num_answers else Asks.NLL
 
 
-def typical_micro(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBatch, int]:
+def typical_micro_batch(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBatch, int]:
     """(a micro-batch of mean sequences, how many make a step of one process)."""
     profile = facts.rows_of(settings)
     mean = max(profile.mean_tokens, 1.0)
@@ -161,12 +163,12 @@ def typical_micro(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBat
         rows = max(1, min(rows, int(settings.micro_tokens / mean)))
     step_rows = settings.batch_size or max(1, int((settings.batch_tokens or 0) / mean))
     own_rows = max(1, -(-step_rows // settings.num_replicas))
-    num_micros = max(1, -(-own_rows // rows))
+    num_micro_batches = max(1, -(-own_rows // rows))
     # The last micro-batch of a step may be smaller: all are taken to share the step's rows equally.
-    tokens = max(1, round(own_rows * mean / num_micros))
+    tokens = max(1, round(own_rows * mean / num_micro_batches))
     longest = profile.longest[0] if profile.longest else 1
-    rows = max(1, -(-own_rows // num_micros))
-    return HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1))), num_micros
+    rows = max(1, -(-own_rows // num_micro_batches))
+    return HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1))), num_micro_batches
 
 
 def budget_of(recipe: Recipe, hardware: Hardware) -> int:

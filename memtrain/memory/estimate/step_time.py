@@ -57,34 +57,40 @@ class StepTime(NamedTuple):
 
 
 def step_time(
-    settings: Settings, shape: ModelShape, batch: HeaviestBatch, hardware: Hardware, *, num_micros: int = 1
+    settings: Settings,
+    shape: ModelShape,
+    batch: HeaviestBatch,
+    hardware: Hardware,
+    *,
+    num_micro_batches: int = 1,
 ) -> StepTime:
     """Time of a step of `num_micros` micro-batches like `batch` (a typical one, not the heaviest)."""
     load = Workload(settings, shape, batch)
     rates = hardware.rates_of(settings.threads, settings.num_processes)
     half = settings.dtype == "float16" or (settings.dtype == "bfloat16" and hardware.has_bfloat16)
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
-    products = num_micros * (_layer_operations(load) + _head_operations(load)) / rate
-    traffic = num_micros * (_layer_traffic(load) + _head_traffic(load)) / rates.bytes_per_s
+    products = num_micro_batches * (_layer_operations(load) + _head_operations(load)) / rate
+    traffic = num_micro_batches * (_layer_traffic(load) + _head_traffic(load)) / rates.bytes_per_s
     optimizer = _optimizer_traffic(settings, shape) / rates.bytes_per_s
     launch = rates.launch_s * (
-        num_micros * (_layer_operators(load) + _tile_operators(load)) + _optimizer_operators(settings, shape)
+        num_micro_batches * (_layer_operators(load) + _tile_operators(load))
+        + _optimizer_operators(settings, shape)
     )
-    copy = num_micros * _copied(load) / rates.host_bytes_per_s
+    copy = num_micro_batches * _copied(load) / rates.host_bytes_per_s
     if settings.offload == "all" and settings.device == "cuda" and hardware.measured is None:
         copy /= UNMEASURED_OFFLOADING
-    gathering = num_micros * gathered_bytes(load) / rates.host_bytes_per_s
+    gathering = num_micro_batches * gathered_bytes(load) / rates.host_bytes_per_s
     states = _moved_states(settings, shape) / rates.host_bytes_per_s
     # A kernel is not done before its last block is: the shorter the kernels, the more of them is waiting.
-    tails = rates.kernel_s * num_micros * _layer_operators(load)
+    tails = rates.kernel_s * num_micro_batches * _layer_operators(load)
     computing = products + traffic + tails
     forward = computing / sum(_passes(load))
     again = forward * ((settings.reference in WITH_A_PASS) + bool(settings.router_aux_loss_coef))
     sent, waits = sending(settings, shape, rates), waiting(settings, shape, rates)
-    passes = _passes_time(forward, computing - forward, copy, sent, waits, num_micros)
+    passes = _passes_time(forward, computing - forward, copy, sent, waits, num_micro_batches)
     if settings.weights_offload:
-        passes = num_micros * _fetched_passes(
-            load, forward / num_micros, (computing - forward) / num_micros, hardware
+        passes = num_micro_batches * _fetched_passes(
+            load, forward / num_micro_batches, (computing - forward) / num_micro_batches, hardware
         )
         again *= 2
     if settings.slice_tokens:
@@ -99,19 +105,19 @@ def step_time(
 
 
 def _passes_time(
-    forward: float, backward: float, copy: float, sent: Sending, waits: Waiting, num_micros: int
+    forward: float, backward: float, copy: float, sent: Sending, waits: Waiting, num_micro_batches: int
 ) -> float:
     """Seconds of all passes of a step, with what is copied and sent meanwhile.
 
     What is sent once a step hides behind the backward pass of its last micro-batch.
     """
-    there, back = copy + num_micros * waits.forward, copy + num_micros * waits.backward
-    sending_there, sending_back = num_micros * sent.forward, num_micros * sent.backward
+    there, back = copy + num_micro_batches * waits.forward, copy + num_micro_batches * waits.backward
+    sending_there, sending_back = num_micro_batches * sent.forward, num_micro_batches * sent.backward
     if not sent.is_ahead:
         passes = _overlapped(forward, there) + _overlapped(backward, back) + sending_there + sending_back
     else:
         passes = _overlapped(forward, there + sending_there) + _overlapped(backward, back + sending_back)
-    of_last = backward / num_micros
+    of_last = backward / num_micro_batches
     return passes + _overlapped(of_last, sent.last) - of_last
 
 

@@ -144,10 +144,10 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
         ledger.decide("shard_offload", settings.shard_offload, words, "cluster.cpu_offload")
     if settings.context_parallel > 1:
         explain_sharing(ledger, settings, gain(held_by(1)))
-    micro = Micro(settings.micro_batch_size, settings.micro_tokens)
+    micro_batch = Micro(settings.micro_batch_size, settings.micro_tokens)
     batch = (settings.batch_size, settings.batch_tokens)
     sharing = settings.context_parallel
-    line = worked_line(batch, micro, settings.num_replicas, facts.profile, num_sharing=sharing)
+    line = worked_line(batch, micro_batch, settings.num_replicas, facts.profile, num_sharing=sharing)
     path = "train.micro_tokens" if settings.micro_tokens is not None else "train.micro_batch_size"
     ledger.decide("micro_batch", settings.micro_tokens or settings.micro_batch_size, line, path)
     length = "length.packing" if settings.packing != "none" else "length.padding_free"

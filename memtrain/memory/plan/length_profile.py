@@ -34,15 +34,15 @@ class LengthReport(Section):
     """Tokens of the rows that are left out."""
     tokens_idle: int
     """Tokens of split-off pieces (`wrapped`: of sequences) that are left out as nothing in them is learnt."""
-    learnt_cut: int
+    loss_tokens_cut: int
     """Learnt tokens lost by cutting rows."""
-    learnt_dropped: int
+    loss_tokens_dropped: int
     """Learnt tokens of the rows that are left out."""
     num_sequences: int
     """Sequences that enter the model: packed rows, or pieces."""
     fill: float
     """Tokens kept, divided by the room of the packed sequences; 1 without packing."""
-    learnt_cut_by_answer: tuple[int, ...] = ()
+    loss_tokens_cut_by_answer: tuple[int, ...] = ()
     """Of rows with answers, `learnt_cut` for each of them: of chosen and of rejected ones."""
 
     @property
@@ -51,9 +51,9 @@ class LengthReport(Section):
         return self.tokens_cut + self.tokens_dropped
 
     @property
-    def learnt_lost(self) -> int:
+    def loss_tokens_lost(self) -> int:
         """Learnt tokens cut or dropped."""
-        return self.learnt_cut + self.learnt_dropped
+        return self.loss_tokens_cut + self.loss_tokens_dropped
 
 
 class LengthProfile(Section):
@@ -66,9 +66,9 @@ class LengthProfile(Section):
     """Tokens of the longest sequences, longest first, at most NUM_LONGEST of them."""
     longest_piece: int
     """Tokens of the longest piece within a sequence: attention never looks back further."""
-    most_learnt: tuple[int, ...] = ()
+    most_loss_tokens: tuple[int, ...] = ()
     """Learnt tokens of the sequences that have most of them, most first; none where it is not known."""
-    learnt_share: float = 1.0
+    loss_token_share: float = 1.0
     """Highest share of learnt tokens in a sequence."""
     rows_per_sequence: int = 1
     """Most rows of a sequence where rows are padded: as many as it has answers."""
@@ -90,10 +90,10 @@ class LengthProfile(Section):
 
     def most_scored(self, sequences: int, tokens: int) -> int:
         """Most learnt tokens of a micro-batch of so many sequences and tokens: a bound on every real one."""
-        most = min(tokens, math.ceil(self.learnt_share * tokens))
-        if len(self.most_learnt) < min(sequences, self.report.num_sequences):
+        most = min(tokens, math.ceil(self.loss_token_share * tokens))
+        if len(self.most_loss_tokens) < min(sequences, self.report.num_sequences):
             return most
-        return min(most, sum(self.most_learnt[:sequences]))
+        return min(most, sum(self.most_loss_tokens[:sequences]))
 
 
 def joined_profile(profiles: Sequence[LengthProfile]) -> LengthProfile:
@@ -103,8 +103,8 @@ def joined_profile(profiles: Sequence[LengthProfile]) -> LengthProfile:
         update={
             "longest": longest_first(length for one in profiles for length in one.longest),
             "longest_piece": max(one.longest_piece for one in profiles),
-            "most_learnt": longest_first(length for one in profiles for length in one.most_learnt),
-            "learnt_share": max(one.learnt_share for one in profiles),
+            "most_loss_tokens": longest_first(length for one in profiles for length in one.most_loss_tokens),
+            "loss_token_share": max(one.loss_token_share for one in profiles),
             "rows_per_sequence": max(one.rows_per_sequence for one in profiles),
         }
     )
@@ -115,6 +115,10 @@ def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted((int(length) for length in lengths), reverse=True)[:NUM_LONGEST])
 
 
-def by_answer_words(learnt: Sequence[int]) -> str:
+def by_answer_words(loss_tokens: Sequence[int]) -> str:
     """Learnt tokens of chosen and of rejected answers, in words; empty where rows have no two answers."""
-    return f": {learnt[0]:,} of chosen, {learnt[1]:,} of rejected answers" if len(learnt) == 2 else ""
+    return (
+        f": {loss_tokens[0]:,} of chosen, {loss_tokens[1]:,} of rejected answers"
+        if len(loss_tokens) == 2
+        else ""
+    )

@@ -10,7 +10,7 @@ from typing import Literal, cast
 from pydantic import JsonValue
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan.previous_settings import renewed_recipe, renewed_settings
+from memtrain.memory.plan.previous_settings import renewed_counts, renewed_recipe, renewed_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.reading.environment import EnvironmentText, hidden, read_again, revealed
 from memtrain.recipes.recipe import Recipe
@@ -213,7 +213,7 @@ def _renewed(raw: bytes) -> str | bytes:
 
     Raises: ValueError when it is no JSON.
     """
-    said: object = json.loads(raw)
+    said: object = json.loads(raw, object_hook=renewed_counts)
     if not isinstance(said, dict):
         return raw
     plan = cast(dict[str, JsonValue], said)

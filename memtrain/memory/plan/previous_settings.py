@@ -17,6 +17,15 @@ PREVIOUS_SETTINGS: dict[str, str] = {
 }
 """Fields of the settings: the previous name, and today's."""
 
+PREVIOUS_COUNTS: dict[str, str] = {
+    "learnt_cut": "loss_tokens_cut",
+    "learnt_dropped": "loss_tokens_dropped",
+    "learnt_cut_by_answer": "loss_tokens_cut_by_answer",
+    "most_learnt": "most_loss_tokens",
+    "learnt_share": "loss_token_share",
+}
+"""Counts of a plan's data: the previous name, and today's."""
+
 HOLD_VALUES: dict[str, str] = {
     "attention": "model.attention",
     "context_by": "cluster.context_parallel_mode",
@@ -37,3 +46,8 @@ def renewed_settings(saved: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 def renewed_recipe(saved: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """A recipe as it was saved, with today's names."""
     return cast(dict[str, JsonValue], renewed_json(dict(saved)))
+
+
+def renewed_counts(saved: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """An object of a plan as it was saved, its counts under today's names."""
+    return {PREVIOUS_COUNTS.get(name, name): value for name, value in saved.items()}

@@ -125,7 +125,7 @@ def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog,
     asked = honoured(asked)
     case = StrategyContext(asked, facts)
     ledger = DecisionLog(asked, facts.presumed)
-    base, micros = decide_base(ledger, facts)
+    base, micro_batches = decide_base(ledger, facts)
     _refuse_used(ledger, case)
     if base is None:
         ledger.raise_refusals()
@@ -135,7 +135,7 @@ def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog,
     refuse_vllm(ledger, base)
     wholes = in_backward_choices(ledger, (base.batch_size, base.batch_tokens), base.num_processes)
     ledger.raise_refusals()
-    choices = space(base, case, micros, wholes)
+    choices = space(base, case, micro_batches, wholes)
     if not choices.groups:
         raise _excludes_all(case, base)
     return ledger, case, choices

@@ -55,7 +55,7 @@ class Space:
 
 
 def space(
-    base: Settings, case: StrategyContext, micros: Sequence[Micro], wholes: Sequence[Micro | None]
+    base: Settings, case: StrategyContext, micro_batches: Sequence[Micro], wholes: Sequence[Micro | None]
 ) -> Space:
     """Every combination that no rule excludes. `wholes`: see `in_backward_choices`."""
     forms = open_forms(case.recipe, base, case.facts.has)
@@ -71,11 +71,11 @@ def space(
     changing: dict[int, dict[Settings, None]] = {}
     for option in options:
         for whole in wholes:
-            for micro in micros if whole is None else (whole,):
+            for micro_batch in micro_batches if whole is None else (whole,):
                 settings = option.model_copy(
                     update={
-                        "micro_batch_size": micro.rows,
-                        "micro_tokens": micro.tokens,
+                        "micro_batch_size": micro_batch.rows,
+                        "micro_tokens": micro_batch.tokens,
                         "in_backward": whole is not None,
                     }
                 )

@@ -38,8 +38,8 @@ def unread_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfi
         tokens_cut=0,
         tokens_dropped=0,
         tokens_idle=0,
-        learnt_cut=0,
-        learnt_dropped=0,
+        loss_tokens_cut=0,
+        loss_tokens_dropped=0,
         num_sequences=NUM_LONGEST,
         fill=1.0,
     )
@@ -48,7 +48,7 @@ def unread_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfi
         total_tokens=NUM_LONGEST * tokens,
         longest=(tokens,) * NUM_LONGEST,
         longest_piece=longest,
-        most_learnt=(recipe.generation.max_tokens,) * NUM_LONGEST if recipe.online is not None else (),
+        most_loss_tokens=(recipe.generation.max_tokens,) * NUM_LONGEST if recipe.online is not None else (),
         rows_per_sequence=answers,
     )
 

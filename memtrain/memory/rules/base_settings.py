@@ -11,7 +11,7 @@ from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.row_form import RowForm
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionChoice
-from memtrain.memory.rules.batching import Micro, decide_batch, micro_candidates, refuse_uneven_groups
+from memtrain.memory.rules.batching import Micro, decide_batch, micro_batch_candidates, refuse_uneven_groups
 from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, sharing_settings
 from memtrain.memory.rules.engines import first_form, refuse_engine
 from memtrain.memory.rules.ledger import (
@@ -61,8 +61,8 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     form = _how_rows_lie(ledger, facts, attention)
     if facts.apart is not None and not form.shared_prompts:
         facts = facts.with_prompts_apart()
-    micros = _micros(ledger, facts, batch, replicas=replicas, padding_free=form.padding_free)
-    micros = one_row_a_time(ledger, micros) if form.positions_by_row else micros
+    micro_batches = _micro_batches(ledger, facts, batch, replicas=replicas, padding_free=form.padding_free)
+    micro_batches = one_row_a_time(ledger, micro_batches) if form.positions_by_row else micro_batches
     max_steps = _max_steps(ledger, facts, rows, tokens)
     passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
     settings = Settings.model_validate(
@@ -80,15 +80,15 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             "reference": decide_reference(ledger, passes=passes),
             "batch_size": rows,
             "batch_tokens": tokens,
-            "micro_batch_size": micros[0].rows,
-            "micro_tokens": micros[0].tokens,
+            "micro_batch_size": micro_batches[0].rows,
+            "micro_tokens": micro_batches[0].tokens,
             "max_steps": max_steps,
         }
     )
-    return settings, micros
+    return settings, micro_batches
 
 
-def _micros(
+def _micro_batches(
     ledger: DecisionLog,
     facts: PlannerInputs,
     batch: tuple[int | None, int | None],
@@ -97,7 +97,7 @@ def _micros(
     padding_free: bool,
 ) -> list[Micro]:
     """The micro-batches to try, largest first."""
-    return whole_batch(ledger, batch, replicas) or micro_candidates(
+    return whole_batch(ledger, batch, replicas) or micro_batch_candidates(
         ledger,
         facts.profile,
         batch,

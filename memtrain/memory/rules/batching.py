@@ -39,7 +39,7 @@ def decide_batch(
     return rows, None
 
 
-def micro_candidates(
+def micro_batch_candidates(
     ledger: DecisionLog,
     profile: LengthProfile,
     batch: tuple[int | None, int | None],
@@ -91,7 +91,7 @@ def who(num_replicas: int, num_sharing: int) -> str:
 
 def worked_line(
     batch: tuple[int | None, int | None],
-    micro: Micro,
+    micro_batch: Micro,
     num_replicas: int,
     profile: LengthProfile,
     *,
@@ -101,15 +101,19 @@ def worked_line(
     rows, tokens = batch
     step = f"{rows:,} rows" if rows is not None else f"up to {tokens:,} tokens"
     per_step = rows if rows is not None else (tokens or 0) / profile.mean_tokens
-    by_rows = per_step / num_replicas / micro.rows
-    by_tokens = per_step * profile.mean_tokens / num_replicas / micro.tokens if micro.tokens else 0.0
+    by_rows = per_step / num_replicas / micro_batch.rows
+    by_tokens = (
+        per_step * profile.mean_tokens / num_replicas / micro_batch.tokens if micro_batch.tokens else 0.0
+    )
     rounds = max(1, round(max(by_rows, by_tokens) + 0.49))
     limits = (
-        [f"{micro.rows} row{'s' if micro.rows > 1 else ''}"] if micro.rows < per_step / num_replicas else []
+        [f"{micro_batch.rows} row{'s' if micro_batch.rows > 1 else ''}"]
+        if micro_batch.rows < per_step / num_replicas
+        else []
     )
-    limits += [f"{micro.tokens:,} tokens"] if micro.tokens else []
+    limits += [f"{micro_batch.tokens:,} tokens"] if micro_batch.tokens else []
     limit = f" of up to {' and '.join(limits)}" if limits else ""
-    about = "about " if micro.tokens and rounds > 1 else ""
+    about = "about " if micro_batch.tokens and rounds > 1 else ""
     by = f"{who(num_replicas, num_sharing)} x " if num_replicas > 1 or num_sharing > 1 else ""
     return f"{step} = {by}{about}{rounds} accumulation step{'s' if rounds > 1 else ''}{limit}"
 

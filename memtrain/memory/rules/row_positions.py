@@ -50,10 +50,10 @@ def decide_scaling(ledger: DecisionLog, config: Mapping[str, Any], longest: int)
         )
 
 
-def one_row_a_time(ledger: DecisionLog, micros: list[Micro]) -> list[Micro]:
+def one_row_a_time(ledger: DecisionLog, micro_batches: list[Micro]) -> list[Micro]:
     """The smallest micro-batches alone, unless the recipe says how large they are: with a row beside it a
     padded row needs a mask of its length squared."""
-    return micros[-1:] if ledger.asked.recipe.train.micro_batch_size == "auto" else micros
+    return micro_batches[-1:] if ledger.asked.recipe.train.micro_batch_size == "auto" else micro_batches
 
 
 def _refuse_growing(ledger: DecisionLog, rule: LengthRule, longest: int) -> None:

@@ -75,7 +75,7 @@ MOST_MARGIN = 10_000
 no longer shows a thousandth of a reward in float32."""
 
 LONGEST_SHOWN = 60
-NOT_LEARNT = "memtrain:not_learnt"
+NO_LOSS = "memtrain:not_learnt"
 """Key of a message that its row switches off; templates never see it."""
 TEMPLATE_KWARGS = "chat_template_kwargs"
 """Column of a row's own arguments for the chat template."""
@@ -264,7 +264,7 @@ def message_of(item: object, place: str) -> Message:
     if content is None and not rest.get("tool_calls"):
         raise BadRow(f"{place} has no content", "give it a content (a string), or tool_calls")
     if not loss_mask(given, place):
-        rest[NOT_LEARNT] = True
+        rest[NO_LOSS] = True
     return {"role": ROLES[role], "content": content_of(content, place), **rest}
 
 
@@ -287,7 +287,7 @@ def refuse_switched_off(messages: str | Messages, column: str) -> None:
     if isinstance(messages, str):
         return
     for index, message in enumerate(messages):
-        if NOT_LEARNT in message:
+        if NO_LOSS in message:
             raise BadRow(
                 f"{column}[{index}] has weight 0, and preference methods use whole answers",
                 "remove the weight, or the message",

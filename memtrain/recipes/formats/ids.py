@@ -11,7 +11,7 @@ from memtrain.recipes.formats.fields import BadRow, Example, Names, Row, kind_of
 NEEDS = ("ids",)
 READS = ("ids", "labels")
 PARTS = ("ids",)
-NOT_LEARNT = -100
+NO_LOSS = -100
 MOST_ID = 2**31 - 1
 """Largest token id that a store holds."""
 
@@ -46,10 +46,10 @@ def parse(row: Row, names: Names) -> Ids:
             "give a label for each token id",
         )
     for position, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        if label not in (token, NOT_LEARNT):
+        if label not in (token, NO_LOSS):
             raise BadRow(
                 f"'{names.labels}'[{position}] is {shown(label)}, but the token there is {token}",
-                f"a label is the token's own id (not shifted), or {NOT_LEARNT} for a token outside the loss",
+                f"a label is the token's own id (not shifted), or {NO_LOSS} for a token outside the loss",
             )
     return Ids(ids, labels)
 

@@ -29,7 +29,7 @@ def as_it_was(tool: Tool, said: Said, made: Translation) -> dict[str, object]:
     """Dotted keys over those of the imported recipe. `made`: the recipe's keys, with the method."""
     trl = said.trl
     pins: dict[str, object] = dict(_OFF)
-    pins["train.micro_batch_size"] = _micro(trl)
+    pins["train.micro_batch_size"] = _micro_batch(trl)
     checkpoints = bool(trl.get("gradient_checkpointing", trl.get("activation_checkpointing", True)))
     pins["memory.activation_checkpointing"] = "on" if checkpoints else "off"
     if checkpoints:
@@ -67,7 +67,7 @@ def as_it_was(tool: Tool, said: Said, made: Translation) -> dict[str, object]:
     return pins
 
 
-def _micro(trl: Mapping[str, Any]) -> object:
+def _micro_batch(trl: Mapping[str, Any]) -> object:
     rows = trl.get("per_device_train_batch_size", 8)
     return rows if isinstance(rows, int) else "auto"
 

@@ -70,15 +70,15 @@ def _set(
     return edit
 
 
-def _fewer_rows(micro: str, accumulation: str, default: int, share: int) -> Edit:
+def _fewer_rows(micro_batch: str, accumulation: str, default: int, share: int) -> Edit:
     """Micro-batches of fewer rows, as many more of them: the same batch. `share` 0: one row."""
 
     def edit(config: Config) -> Mapping[str, object]:
-        rows, steps = config.get(micro, default), config.get(accumulation, 1)
+        rows, steps = config.get(micro_batch, default), config.get(accumulation, 1)
         if not isinstance(rows, int) or not isinstance(steps, int) or rows <= 1:
             return {}
         fewer = max(1, rows // share) if share else 1
-        return {micro: fewer, accumulation: steps * rows // fewer} if rows % fewer == 0 else {}
+        return {micro_batch: fewer, accumulation: steps * rows // fewer} if rows % fewer == 0 else {}
 
     return edit
 
@@ -93,8 +93,8 @@ def _shorter(key: str, default: int, divisor: int) -> Edit:
     return edit
 
 
-def _rows(micro: str, accumulation: str, default: int) -> list[OwnChange]:
-    return [OwnChange("rows", _fewer_rows(micro, accumulation, default, share)) for share in (2, 4, 0)]
+def _rows(micro_batch: str, accumulation: str, default: int) -> list[OwnChange]:
+    return [OwnChange("rows", _fewer_rows(micro_batch, accumulation, default, share)) for share in (2, 4, 0)]
 
 
 def _lengths(key: str, default: int) -> list[OwnChange]:
@@ -266,17 +266,17 @@ def _unsloth(method: str, processes: int) -> list[OwnChange]:
 
 def _verl(method: str, processes: int) -> list[OwnChange]:
     if method == "sft":
-        micro = "data.micro_batch_size_per_gpu"
+        micro_batch = "data.micro_batch_size_per_gpu"
         return [
-            OwnChange("rows", lambda config: {micro: 1} if config.get(micro, 4) != 1 else {}),
+            OwnChange("rows", lambda config: {micro_batch: 1} if config.get(micro_batch, 4) != 1 else {}),
             OwnChange("checkpointing", _set("model.enable_gradient_checkpointing", True, default=True)),
             OwnChange("away", _set("model.fsdp_config.cpu_offload", True)),
             *_lengths("data.max_length", 1024),
         ]
-    micro = f"{_AR}.actor.ppo_micro_batch_size_per_gpu"
+    micro_batch = f"{_AR}.actor.ppo_micro_batch_size_per_gpu"
     return [
         OwnChange("checkpointing", _set(f"{_AR}.model.enable_gradient_checkpointing", True, default=True)),
-        *(OwnChange("rows", _set(micro, rows)) for rows in (4, 2, 1)),
+        *(OwnChange("rows", _set(micro_batch, rows)) for rows in (4, 2, 1)),
         OwnChange("loss", _set(f"{_AR}.model.use_fused_kernels", True)),
         OwnChange("sleep", _set(f"{_AR}.rollout.free_cache_engine", True, default=True)),
         *(OwnChange("share", _set(f"{_AR}.rollout.gpu_memory_utilization", share)) for share in (0.5, 0.3)),

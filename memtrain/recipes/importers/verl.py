@@ -72,14 +72,14 @@ def _online(said: Said) -> None:
     prompts = int(said.get("data.train_batch_size", 1024))
     mini = min(prompts, int(said.get(f"{_AR}.actor.ppo_mini_batch_size", 256)))
     step = max(1, mini * group // said.processes)
-    micro = said.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu")
+    micro_batch = said.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu")
     whole = said.get(f"{_AR}.actor.ppo_micro_batch_size")
-    micro = micro or (max(1, int(whole) // said.processes) if whole else None)
+    micro_batch = micro_batch or (max(1, int(whole) // said.processes) if whole else None)
     if said.on(f"{_AR}.actor.use_dynamic_bsz"):
         tokens = int(said.get(f"{_AR}.actor.ppo_max_token_len_per_gpu", 16384))
         said.computed |= {"train.micro_tokens": tokens, "length.padding_free": True}
-        micro = None
-    rows = min(int(micro), step) if micro else 1
+        micro_batch = None
+    rows = min(int(micro_batch), step) if micro_batch else 1
     said.say("per_device_train_batch_size", rows, f"{_AR}.actor.ppo_mini_batch_size")
     said.say("gradient_accumulation_steps", max(1, step // rows))
     steps = max(1, prompts // mini)
@@ -132,10 +132,12 @@ def _loss(said: Said) -> None:
 def _sft_batch(said: Said) -> None:
     said.trl.setdefault("max_length", 1024)
     rows = int(said.get("data.train_batch_size", 256))
-    micro = int(said.get("data.micro_batch_size_per_gpu", said.get("data.micro_batch_size", 4)))
-    micro = max(1, min(micro, rows // said.processes or 1))
-    said.say("per_device_train_batch_size", micro, "data.micro_batch_size_per_gpu")
-    said.say("gradient_accumulation_steps", max(1, rows // (micro * said.processes)), "data.train_batch_size")
+    micro_batch = int(said.get("data.micro_batch_size_per_gpu", said.get("data.micro_batch_size", 4)))
+    micro_batch = max(1, min(micro_batch, rows // said.processes or 1))
+    said.say("per_device_train_batch_size", micro_batch, "data.micro_batch_size_per_gpu")
+    said.say(
+        "gradient_accumulation_steps", max(1, rows // (micro_batch * said.processes)), "data.train_batch_size"
+    )
 
 
 def _model(said: Said, *, is_online: bool) -> None:

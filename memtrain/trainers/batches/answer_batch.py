@@ -46,7 +46,7 @@ class AnswerBatch:
     reference_A: float32, the reference's log-probs where they were computed before training, else None.
     """
 
-    micro: MicroBatch
+    micro_batch: MicroBatch
     lengths_A: Tensor
     last_A: Tensor
     label_I: Tensor
@@ -60,12 +60,12 @@ class AnswerBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens that are not padding."""
-        return self.micro.num_tokens
+        return self.micro_batch.num_tokens
 
     def to(self, device: torch.device | str) -> AnswerBatch:
         """The same batch with its tensors on `device`."""
         return AnswerBatch(
-            micro=self.micro.to(device),
+            micro_batch=self.micro_batch.to(device),
             lengths_A=self.lengths_A.to(device, non_blocking=True),
             last_A=self.last_A.to(device, non_blocking=True),
             label_I=self.label_I.to(device, non_blocking=True),
@@ -89,20 +89,20 @@ def collate_answers(
     No groups give a batch that teaches nothing. `is_shared` needs `is_flat`. `by_row`: see `pad_right`.
     """
     if not groups:
-        micro, last = nothing(pad_id=pad_id, is_flat=is_flat, multiple=multiple), []
+        micro_batch, last = nothing(pad_id=pad_id, is_flat=is_flat, multiple=multiple), []
         lengths = []
     elif is_shared:
         groups = [apart for group in groups for apart in _with_prompt(group)]
-        micro, last = _shared(groups, pad_id, multiple)
+        micro_batch, last = _shared(groups, pad_id, multiple)
         lengths = [int(answer.loss_mask.sum()) for group in groups for answer in group.answers]
     else:
         pieces = [_piece(group.prompt, answer) for group in groups for answer in group.answers]
-        micro = (
+        micro_batch = (
             lay_end_to_end(pieces, pad_id=pad_id, multiple=multiple)
             if is_flat
             else pad_right(pieces, pad_id=pad_id, multiple=multiple, by_row=by_row)
         )
-        width = micro.input_ids.shape[1]
+        width = micro_batch.input_ids.shape[1]
         ends = list(accumulate(len(piece) for piece in pieces))
         last = [
             end - 1 if is_flat else row * width + len(piece) - 1
@@ -110,7 +110,7 @@ def collate_answers(
         ]
         lengths = [int(piece.loss_mask[1:].sum()) for piece in pieces]
     return AnswerBatch(
-        micro=micro,
+        micro_batch=micro_batch,
         lengths_A=torch.tensor(lengths, dtype=torch.int64),
         last_A=torch.tensor(last, dtype=torch.int64),
         label_I=torch.tensor(labels, dtype=torch.float32),
@@ -137,20 +137,20 @@ def _shared(groups: Sequence[Group], pad_id: int, multiple: int | None) -> tuple
     answers = [answer for group in groups for answer in group.answers]
     layout = shared_layout([(len(g.prompt), [len(a.ids) for a in g.answers]) for g in groups])
     ids = np.concatenate([*(group.prompt for group in groups), *(answer.ids for answer in answers)])
-    learnt_N = torch.from_numpy(np.concatenate([answer.loss_mask for answer in answers]))
+    is_loss_token_N = torch.from_numpy(np.concatenate([answer.loss_mask for answer in answers]))
     input_T = torch.from_numpy(ids.astype(np.int64))
-    micro = MicroBatch(
+    micro_batch = MicroBatch(
         input_ids=input_T[None],
         position_ids=layout.position_ids,
         layout=layout,
-        scored_index=layout.predicting_rows[learnt_N],
-        targets=input_T[layout.predicted_rows[learnt_N]],
+        scored_index=layout.predicting_rows[is_loss_token_N],
+        targets=input_T[layout.predicted_rows[is_loss_token_N]],
         num_tokens=len(ids) - padding,
         runs=_runs(groups, padding),
     )
     ends = accumulate((len(answer.ids) for answer in answers), initial=layout.num_prompt_tokens)
     last = [end - 1 for end in ends][1:]
-    return micro, last[:-1] if padding else last
+    return micro_batch, last[:-1] if padding else last
 
 
 def _runs(groups: Sequence[Group], padding: int) -> tuple[tuple[int, int], ...]:

@@ -51,10 +51,10 @@ class AnswerFeed:
         return self.sequences.weights
 
     @cached_property
-    def learnt(self) -> Ints:
+    def loss_tokens(self) -> Ints:
         """Learnt tokens of each sequence."""
         held = self.sequences
-        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(held.learnt.sum(axis=1))])
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(held.loss_tokens.sum(axis=1))])
         return np.diff(sums[held.item_ptr])
 
     @property
@@ -75,9 +75,9 @@ class AnswerFeed:
         spans = [np.arange(int(ptr[one]), int(ptr[one + 1])) for one in sequences.tolist()]
         return np.concatenate(spans) if spans else np.zeros(0, np.int64)
 
-    def learnt_of(self, sequences: Ints, answer: int) -> int:
+    def loss_tokens_of(self, sequences: Ints, answer: int) -> int:
         """Learnt tokens of the n-th answers of some sequences."""
-        return int(self.sequences.learnt[self.items_of(sequences), answer].sum())
+        return int(self.sequences.loss_tokens[self.items_of(sequences), answer].sum())
 
     def micro_batch(self, sequences: Ints) -> AnswerBatch:
         """The sequences' prompts with their own answers."""
@@ -154,7 +154,7 @@ class AnswerFeed:
         made: list[Answer] = []
         for item in items:
             row = int(held.row[item])
-            ids, mask = self.store.row(row), self.store.learnt_mask(row)
+            ids, mask = self.store.row(row), self.store.loss_mask(row)
             for k in range(of or held.num_answers):
                 start = int(held.answer_start[item, k])
                 end = start + int(held.answer[item, k])

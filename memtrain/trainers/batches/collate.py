@@ -81,16 +81,16 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
     Padding up to a multiple is one segment of its own, so that it costs no attention to anybody.
     """
     ids = np.concatenate([piece.ids for piece in pieces])
-    learnt = np.concatenate([piece.loss_mask for piece in pieces])
+    loss_tokens = np.concatenate([piece.loss_mask for piece in pieces])
     lengths = [len(piece) for piece in pieces]
     padding = -len(ids) % multiple if multiple else 0
     if padding:
         ids = np.concatenate([ids, np.full(padding, pad_id, ids.dtype)])
-        learnt = np.concatenate([learnt, np.zeros(padding, np.bool_)])
+        loss_tokens = np.concatenate([loss_tokens, np.zeros(padding, np.bool_)])
         lengths.append(padding)
     layout = packed_layout(lengths)
     input_T = torch.from_numpy(ids.astype(np.int64))
-    is_scored_N = torch.from_numpy(learnt)[layout.predicted_rows]
+    is_scored_N = torch.from_numpy(loss_tokens)[layout.predicted_rows]
     return MicroBatch(
         input_ids=input_T[None],
         position_ids=layout.position_ids,

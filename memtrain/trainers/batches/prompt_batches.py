@@ -39,7 +39,7 @@ class PromptFeed:
         return np.ones_like(self.prompts.length)
 
     @property
-    def learnt(self) -> Ints:
+    def loss_tokens(self) -> Ints:
         """Nothing: what is learnt is not written yet."""
         return np.zeros_like(self.prompts.length)
 

@@ -34,12 +34,12 @@ class TokenFeed:
     @property
     def weights(self) -> Ints:
         """Learnt tokens of each sequence."""
-        return self.sequences.learnt
+        return self.sequences.loss_tokens
 
     @property
-    def learnt(self) -> Ints:
+    def loss_tokens(self) -> Ints:
         """Learnt tokens of each sequence."""
-        return self.sequences.learnt
+        return self.sequences.loss_tokens
 
     def micro_batch(self, sequences: Ints) -> MicroBatch:
         """The sequences' pieces end to end, or one padded row each."""
@@ -77,7 +77,7 @@ class TokenFeed:
 
     def _piece(self, row: int, start: int, length: int) -> Piece:
         end = start + length
-        return Piece(self.store.row(row)[start:end], self.store.learnt_mask(row)[start:end])
+        return Piece(self.store.row(row)[start:end], self.store.loss_mask(row)[start:end])
 
 
 def spans_of(store: TokenStore) -> Spans:

@@ -36,19 +36,19 @@ class Balanced:
             self.inner.before_step(model, ahead)
         if not torch.is_grad_enabled():
             return
-        self.num_parts = len(ahead.micros) * ahead.num_ranks
+        self.num_parts = len(ahead.micro_batches) * ahead.num_ranks
         counting = self.balance.counting(ahead.device, num_ranks=ahead.num_ranks)
         # Without dropout: a draw of its own would send tokens elsewhere than the step's.
         with torch.no_grad(), evaluating(model), counting:
-            for sequences in ahead.micros:
-                micro = micro_of(ahead.feed.micro_batch(sequences).to(ahead.device))
-                self.balance.of_tokens(micro.token_weights())
-                _pass_through(model, micro)
+            for sequences in ahead.micro_batches:
+                micro_batch = micro_batch_of(ahead.feed.micro_batch(sequences).to(ahead.device))
+                self.balance.of_tokens(micro_batch.token_weights())
+                _pass_through(model, micro_batch)
 
-    def loss(self, model: nn.Module, micro: Any, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: float, want_stats: bool) -> Loss:
         """The method's own loss; its backward pass adds the gradient of the load-balance loss."""
-        self.balance.of_tokens(micro_of(micro).token_weights())
-        found = self.inner.loss(model, micro, denominator=denominator, want_stats=want_stats)
+        self.balance.of_tokens(micro_batch_of(micro_batch).token_weights())
+        found = self.inner.loss(model, micro_batch, denominator=denominator, want_stats=want_stats)
         self.balance.beside(found.value)
         if not (want_stats and torch.is_grad_enabled()):
             return found
@@ -75,16 +75,16 @@ def own_method(method: Method) -> Method:
     return method.inner if isinstance(method, Balanced) else method
 
 
-def micro_of(batch: Any) -> MicroBatch:
+def micro_batch_of(batch: Any) -> MicroBatch:
     """The policy's own rows of a batch of any method."""
     inside = getattr(batch, "answers", batch)
-    return inside if isinstance(inside, MicroBatch) else inside.micro
+    return inside if isinstance(inside, MicroBatch) else inside.micro_batch
 
 
-def _pass_through(scorer: nn.Module, micro: MicroBatch) -> None:
+def _pass_through(scorer: nn.Module, micro_batch: MicroBatch) -> None:
     """A pass of the backbone alone: the head is asked about no position."""
-    inputs, none = micro.model_inputs(), micro.scored_index[:0]
+    inputs, none = micro_batch.model_inputs(), micro_batch.scored_index[:0]
     if isinstance(scorer, RewardScorer):
         scorer(inputs, none)
     else:
-        scorer(inputs, none, LogprobRequest(micro.targets[:0]))
+        scorer(inputs, none, LogprobRequest(micro_batch.targets[:0]))

@@ -74,14 +74,14 @@ class Stepper:
         feed, seed = self.steps.feed, self.plan.recipe.train.seed
         set_rate(self.built.optimizer, self.plan.recipe.optim.lr)
         self.training.look_ahead(
-            StepPreview(feed, work.sequences, work.micros, self.device, 1, is_trial=is_trial)
+            StepPreview(feed, work.sequences, work.micro_batches, self.device, 1, is_trial=is_trial)
         )
         return self.training.gradients(
-            (feed.micro_batch(sequences).to(self.device) for sequences in work.micros),
+            (feed.micro_batch(sequences).to(self.device) for sequences in work.micro_batches),
             denominator=work.denominator,
-            num_micros=len(work.micros),
+            num_micro_batches=len(work.micro_batches),
             want_stats=want_stats,
-            seed_micro=lambda index: seed_step(seed, work.step, index),
+            seed_micro_batch=lambda index: seed_step(seed, work.step, index),
         )
 
     def update(self, work: StepWork) -> Tensor:

@@ -199,13 +199,13 @@ def _first_pass(scorer: AnyScorer, settings: Settings, pad_id: int) -> None:
     if not is_sharded(settings):
         return
     multiple = settings.pad_to_multiple_of
-    micro = nothing(pad_id=pad_id, is_flat=settings.padding_free, multiple=multiple)
-    micro = micro.to(local_device(settings))
+    micro_batch = nothing(pad_id=pad_id, is_flat=settings.padding_free, multiple=multiple)
+    micro_batch = micro_batch.to(local_device(settings))
     with torch.no_grad():
         if isinstance(scorer, Scorer):
-            scorer(micro.model_inputs(), micro.scored_index, LogprobRequest(micro.targets))
+            scorer(micro_batch.model_inputs(), micro_batch.scored_index, LogprobRequest(micro_batch.targets))
         else:
-            scorer(micro.model_inputs(), micro.scored_index)
+            scorer(micro_batch.model_inputs(), micro_batch.scored_index)
 
 
 def build_scorer(plan: Plan, *, vocab_size: int) -> AnyScorer:

@@ -73,23 +73,23 @@ class TrainingStep:
 
     def gradients(
         self,
-        micros: Iterable[Any],
+        micro_batches: Iterable[Any],
         *,
         denominator: float,
-        num_micros: int,
+        num_micro_batches: int,
         want_stats: bool,
-        seed_micro: Callable[[int], None] = lambda index: None,
+        seed_micro_batch: Callable[[int], None] = lambda index: None,
     ) -> dict[str, Tensor]:
         """Gradients of this rank's micro-batches; its sums, with `loss`. `engine.finish` makes them whole."""
         return forward_backward(
             self.model,
             self.method,
-            micros,
+            micro_batches,
             denominator=denominator,
             engine=self.engine,
-            num_micros=num_micros,
+            num_micro_batches=num_micro_batches,
             want_stats=want_stats,
-            seed_micro=seed_micro,
+            seed_micro_batch=seed_micro_batch,
         )
 
     def update(self, *, lr: float, num_steps: int) -> Tensor:

@@ -23,9 +23,9 @@ class Shared:
     inner: Method
     num_sharing: int
 
-    def loss(self, model: nn.Module, micro: Any, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: float, want_stats: bool) -> Loss:
         """Share of the loss, and of the sums, of this rank."""
-        whole = self.inner.loss(model, micro, denominator=denominator, want_stats=want_stats)
+        whole = self.inner.loss(model, micro_batch, denominator=denominator, want_stats=want_stats)
         sums = {name: value / self.num_sharing for name, value in whole.sums.items()}
         return Loss(whole.value / self.num_sharing, sums)
 

@@ -48,7 +48,7 @@ class GradientAllReduce:
         """Engine by which a step reaches the other ranks."""
         return DistributedStep(begin=self.begin, last_pass=self.sending, finish=self.finish)
 
-    def begin(self, model: nn.Module, num_micros: int) -> None:
+    def begin(self, model: nn.Module, num_micro_batches: int) -> None:
         """Gradients are summed over ranks even where a step has one micro-batch."""
         set_wide((*self._large, *self._small), is_wide=True)
 

@@ -167,9 +167,9 @@ class _Sums:
         for parameter in self._own:
             parameter.register_post_accumulate_grad_hook(self._made)
 
-    def begin(self, model: nn.Module, num_micros: int) -> None:
+    def begin(self, model: nn.Module, num_micro_batches: int) -> None:
         """A step of so many micro-batches follows."""
-        self._is_summing = num_micros > 1
+        self._is_summing = num_micro_batches > 1
         set_wide(self._own.values(), is_wide=self._is_summing)
 
     def hand_over(self) -> None:

@@ -60,7 +60,7 @@ def begin_zero(
     _BEGUN[scorer] = inner
     stepping = _Stepping(engine, inner, optimizer, settings.num_processes)
     return DistributedStep(
-        begin=lambda model, num_micros: None,
+        begin=lambda model, num_micro_batches: None,
         backward=stepping.backward,
         last_pass=stepping.last_pass,
         clip=stepping.clip,

@@ -82,19 +82,19 @@ def check_final_scores(built: Built, feed: AnswerFeed) -> FinalScores:
         pad_id = base.config.get_text_config().pad_token_id
     with torch.no_grad(), evaluating(scorer):
         batch = feed.micro_batch(sequences).to(device)
-        learnt_A = scorer(batch.micro.model_inputs(), batch.last_A).float().cpu()
+        is_trained_A = scorer(batch.micro_batch.model_inputs(), batch.last_A).float().cpu()
         plain = _Plain(base, pad_id, device)
         with plain.as_loaded():
             found = [torch.cat([plain.scores([row]) for row in rows])]
             if pad_id is not None:
                 found.append(plain.scores(rows))
-    largest = max(1.0, float(learnt_A.abs().max()))
-    worst = max(float((one - learnt_A).abs().max()) for one in found) / largest
-    is_exact = device.type == "cpu" and learnt_dtype(base) == torch.float32
+    largest = max(1.0, float(is_trained_A.abs().max()))
+    worst = max(float((one - is_trained_A).abs().max()) for one in found) / largest
+    is_exact = device.type == "cpu" and trained_dtype(base) == torch.float32
     return FinalScores(worst, NEAR if is_exact else ELSEWHERE, len(rows), len(found) > 1)
 
 
-def learnt_dtype(base: nn.Module) -> torch.dtype:
+def trained_dtype(base: nn.Module) -> torch.dtype:
     """The dtype of the layers."""
     embedding: Any = base.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     return embedding.weight.dtype

@@ -146,19 +146,19 @@ def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
 
         def seed_part(index: int) -> None:
             part = parts[index]
-            seed_step(seed, work.step, part.micro * run.ranks.world + run.ranks.rank, part.number)
+            seed_step(seed, work.step, part.micro_batch * run.ranks.world + run.ranks.rank, part.number)
 
         return run.step.gradients(
             _on_device(run, parts, cursor),
             denominator=work.denominator,
-            num_micros=len(parts),
+            num_micro_batches=len(parts),
             want_stats=_is_logged(run, work.step),
-            seed_micro=seed_part,
+            seed_micro_batch=seed_part,
         )
 
     return run.recovery.whole(
         feed,
-        work.micros,
+        work.micro_batches,
         act,
         finish=run.step.engine.finish,
         clear=lambda: run.step.optimizer.zero_grad(set_to_none=True),
@@ -177,10 +177,12 @@ def evaluate(run: Run) -> float:
     was_training = run.step.model.training
     run.step.model.eval()
     with run.watch.phase("evaluation"), torch.no_grad():
-        micros = eval_micro_batches(feed, settings, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
-        before_step(run, feed, eval_order(feed), micros)
+        micro_batches = eval_micro_batches(
+            feed, settings, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas
+        )
+        before_step(run, feed, eval_order(feed), micro_batches)
         for made in run.recovery.each(
-            feed, micros, lambda sequences: score(run, feed, sequences), ranks=run.ranks
+            feed, micro_batches, lambda sequences: score(run, feed, sequences), ranks=run.ranks
         ):
             for name, value in {"loss": made.value, **made.sums}.items():
                 sums[name] = sums[name] + value if name in sums else value
@@ -193,7 +195,11 @@ def evaluate(run: Run) -> float:
     seconds = time.perf_counter() - started
     run.emit(
         EvalEvent(
-            step=run.position.step, loss=loss, tokens=int(feed.learnt.sum()), seconds=seconds, extra=means
+            step=run.position.step,
+            loss=loss,
+            tokens=int(feed.loss_tokens.sum()),
+            seconds=seconds,
+            extra=means,
         )
     )
     return loss
@@ -210,19 +216,19 @@ def _noted(run: Run, loss: float) -> float:
 
 def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
     """The summed loss of some sequences, and what is told of them."""
-    micro = feed.micro_batch(sequences).to(run.device)
-    return run.step.method.loss(run.step.model, micro, denominator=1.0, want_stats=True)
+    micro_batch = feed.micro_batch(sequences).to(run.device)
+    return run.step.method.loss(run.step.model, micro_batch, denominator=1.0, want_stats=True)
 
 
 def before_step(
-    run: Run, feed: Feed, sequences: Ints, micros: Sequence[Ints], *, is_trial: bool = False
+    run: Run, feed: Feed, sequences: Ints, micro_batches: Sequence[Ints], *, is_trial: bool = False
 ) -> None:
     """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
     run.step.look_ahead(
         StepPreview(
             feed,
             sequences,
-            micros,
+            micro_batches,
             run.device,
             run.ranks.world,
             num_sharing=run.ranks.num_sharing,
@@ -274,7 +280,7 @@ def _emit(
             lr=lr,
             grad_norm=totals["grad_norm"],
             tokens=work.num_tokens,
-            learnt=int(work.denominator) if work.num_loss_tokens is None else work.num_loss_tokens,
+            loss_tokens=int(work.denominator) if work.num_loss_tokens is None else work.num_loss_tokens,
             seconds=seconds,
             rollout_s=rollout_s,
             peak_bytes=peak or None,

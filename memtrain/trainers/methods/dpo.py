@@ -86,16 +86,18 @@ class Dpo:
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Count the chosen tokens of the step."""
         pairs = int(ahead.feed.weights[ahead.sequences].sum())
-        self.chosen_tokens_per_pair = ahead.feed.learnt_of(ahead.sequences, 0) / max(1, pairs)
+        self.chosen_tokens_per_pair = ahead.feed.loss_tokens_of(ahead.sequences, 0) / max(1, pairs)
 
-    def loss(self, model: nn.Module, micro: AnswerBatch, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(
+        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: float, want_stats: bool
+    ) -> Loss:
         """Sum of the pairs' losses over `denominator`; sums: rewards, margin, accuracy, log-probs."""
         ld_alpha = self.recipe.ld_alpha
-        policy = answer_logps(model, micro, ld_alpha=ld_alpha, want_weights=self.recipe.use_weighting)
+        policy = answer_logps(model, micro_batch, ld_alpha=ld_alpha, want_weights=self.recipe.use_weighting)
         reference_A = None
         if self.reference is not None:
-            reference_A = self.reference.logps(micro, self.ask)
-        logps = _by_pair(policy, reference_A, micro, is_desensitised=ld_alpha is not None)
+            reference_A = self.reference.logps(micro_batch, self.ask)
+        logps = _by_pair(policy, reference_A, micro_batch, is_desensitised=ld_alpha is not None)
         weights_B = None if policy.weight_A is None else policy.weight_A.view(-1, 2).prod(1)
         value = preference_loss(
             logps,
@@ -109,10 +111,10 @@ class Dpo:
 
 
 def _by_pair(
-    policy: AnswerLogps, reference_A: Tensor | None, micro: AnswerBatch, *, is_desensitised: bool
+    policy: AnswerLogps, reference_A: Tensor | None, micro_batch: AnswerBatch, *, is_desensitised: bool
 ) -> PairLogps:
     chosen_B, rejected_B = policy.logp_A.view(-1, 2).unbind(1)
-    chosen_tokens_B, rejected_tokens_B = micro.lengths_A.view(-1, 2).unbind(1)
+    chosen_tokens_B, rejected_tokens_B = micro_batch.lengths_A.view(-1, 2).unbind(1)
     reference_B2 = None if reference_A is None else reference_A.view(-1, 2)
     return PairLogps(
         chosen_B,

@@ -80,23 +80,25 @@ class Grpo(PolicyMethod[GrpoRecipe]):
         zero_advantage_A = zero_std_groups(total_A, group_size).repeat_interleave(group_size)
         return advantage_A.masked_fill(zero_advantage_A, 0.0)
 
-    def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(
+        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
+    ) -> Loss:
         """The policy loss, divided as its name says (not by `denominator`); sums over tokens."""
         wants_entropy = want_stats or self.section.entropy_coef != 0
-        scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=wants_entropy)
-        _, outside = self.old_and_mismatch(scored.logp_N, micro)
+        scored = answer_scores(model, micro_batch, temperature=self.temperature, want_entropy=wants_entropy)
+        _, outside = self.old_and_mismatch(scored.logp_N, micro_batch)
         batch = PolicyBatch(
             logp_N=scored.logp_N,
-            lengths_A=micro.answers.lengths_A,
-            advantage_A=micro.advantage_A,
-            old_logp_N=micro.old_N,
-            sampler_logp_N=micro.sampler_N if self.mismatch != "none" else None,
-            reference_N=micro.reference_N,
+            lengths_A=micro_batch.answers.lengths_A,
+            advantage_A=micro_batch.advantage_A,
+            old_logp_N=micro_batch.old_N,
+            sampler_logp_N=micro_batch.sampler_N if self.mismatch != "none" else None,
+            reference_N=micro_batch.reference_N,
             entropy_N=scored.entropy_N,
             mismatch_N=outside.weight_N if self.mismatch != "none" else None,
-            is_kept_N=micro.is_kept_N,
+            is_kept_N=micro_batch.is_kept_N,
         )
-        made = policy_loss(batch, self.knobs, micro.norms)
+        made = policy_loss(batch, self.knobs, micro_batch.norms)
         if not want_stats:
             return Loss(made.value, {})
         return Loss(made.value, made.sums | token_sums(scored.logp_N, outside, self.mismatch))

@@ -101,7 +101,7 @@ class Kto:
         partner_of = dict(zip(items.tolist(), partners.tolist(), strict=True))
         total = torch.zeros((), device=ahead.device)
         with torch.no_grad(), evaluating(model):
-            for sequences in ahead.micros:
+            for sequences in ahead.micro_batches:
                 own = ahead.feed.items_of(sequences)
                 matched = np.array([partner_of[item] for item in own.tolist()], np.int64)
                 batch = ahead.feed.mismatched(own, matched, is_trial=ahead.is_trial).to(ahead.device)
@@ -110,10 +110,12 @@ class Kto:
             dist.all_reduce(total)
         self.baseline = kl_baseline(total / ahead.num_sharing, float(len(items)))
 
-    def loss(self, model: nn.Module, micro: AnswerBatch, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(
+        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: float, want_stats: bool
+    ) -> Loss:
         """Sum of the rows' losses over `denominator`; sums: rewards and log-probs by verdict, and z."""
-        ratio_A = self._log_ratios(model, micro)
-        is_desirable_A = micro.label_I > 0.5
+        ratio_A = self._log_ratios(model, micro_batch)
+        is_desirable_A = micro_batch.label_I > 0.5
         weights = {
             "num_rows": denominator,
             "beta": self.recipe.beta,

@@ -63,12 +63,14 @@ class OnlineDpo:
         """Count the pairs of the step."""
         self.num_pairs = max(1.0, float(len(ahead.sequences)))
 
-    def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(
+        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
+    ) -> Loss:
         """Sum of the pairs' losses over all pairs of the step (not over `denominator`); sums over pairs."""
-        scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=False)
-        assert micro.reference_N is not None, "The pass was made."
-        lengths_A = micro.answers.lengths_A
-        ratio_A = sum_per_answer(scored.logp_N - micro.reference_N, lengths_A)
+        scored = answer_scores(model, micro_batch, temperature=self.temperature, want_entropy=False)
+        assert micro_batch.reference_N is not None, "The pass was made."
+        lengths_A = micro_batch.answers.lengths_A
+        ratio_A = sum_per_answer(scored.logp_N - micro_batch.reference_N, lengths_A)
         chosen_B, rejected_B = ratio_A.view(-1, 2).unbind(1)
         margin_B = chosen_B - rejected_B
         value = online_pair_loss(

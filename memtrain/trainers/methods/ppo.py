@@ -88,8 +88,8 @@ class Ppo(PolicyMethod[PpoRecipe]):
             "value/explained": _explained(value_N, return_N),
         }
         if section.normalise_advantages:
-            learnt_N = torch.from_numpy(np.repeat(window.is_trained_A, window.length_A))
-            advantage_N = standardised(advantage_N, learnt_N)
+            is_loss_token_N = torch.from_numpy(np.repeat(window.is_trained_A, window.length_A))
+            advantage_N = standardised(advantage_N, is_loss_token_N)
         window.token_advantage_N = advantage_N.float().numpy()
         window.return_N = return_N.float().numpy()
         mean_A = sum_per_answer(advantage_N, lengths_A) / lengths_A
@@ -107,24 +107,26 @@ class Ppo(PolicyMethod[PpoRecipe]):
         """Take it up again."""
         self.beta = kept["beta"]
 
-    def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(
+        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
+    ) -> Loss:
         """Policy loss + value_coef * value loss - entropy_coef * entropy, means over the tokens of the step
         that may be learnt (not over `denominator`); sums over tokens."""
-        section, num_tokens = self.section, max(1.0, micro.norms.num_tokens)
+        section, num_tokens = self.section, max(1.0, micro_batch.norms.num_tokens)
         wants_entropy = want_stats or section.entropy_coef != 0
         scored, value_N = valued_scores(
-            model, micro, temperature=self.temperature, want_entropy=wants_entropy
+            model, micro_batch, temperature=self.temperature, want_entropy=wants_entropy
         )
-        assert micro.token_advantage_N is not None, "The tokens were weighed."
-        assert micro.return_N is not None, "The tokens were weighed."
-        assert micro.value_N is not None, "The pass was made."
-        old_N, outside = self.old_and_mismatch(scored.logp_N, micro)
+        assert micro_batch.token_advantage_N is not None, "The tokens were weighed."
+        assert micro_batch.return_N is not None, "The tokens were weighed."
+        assert micro_batch.value_N is not None, "The pass was made."
+        old_N, outside = self.old_and_mismatch(scored.logp_N, micro_batch)
         ratio_N = (scored.logp_N - old_N).exp()
-        loss_N = clipped_loss(ratio_N, micro.token_advantage_N, self.clip)
+        loss_N = clipped_loss(ratio_N, micro_batch.token_advantage_N, self.clip)
         if self.mismatch != "none":
             loss_N = loss_N * outside.weight_N
         value_loss = clipped_value_loss(
-            value_N, micro.value_N, micro.return_N, clip=section.value_clip, num_tokens=num_tokens
+            value_N, micro_batch.value_N, micro_batch.return_N, clip=section.value_clip, num_tokens=num_tokens
         )
         value = loss_N.sum() / num_tokens + section.value_coef * value_loss
         if section.entropy_coef:
@@ -133,7 +135,7 @@ class Ppo(PolicyMethod[PpoRecipe]):
         if not want_stats:
             return Loss(value, {})
         assert scored.entropy_N is not None
-        low_N, high_N = is_clipped(ratio_N.detach(), micro.token_advantage_N, self.clip)
+        low_N, high_N = is_clipped(ratio_N.detach(), micro_batch.token_advantage_N, self.clip)
         sums = {
             "ratio": ratio_N.detach().sum(),
             "clip_low": low_N.float().sum(),

@@ -43,12 +43,14 @@ class Reward:
 
     recipe: RewardRecipe
 
-    def loss(self, model: nn.Module, micro: AnswerBatch, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(
+        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: float, want_stats: bool
+    ) -> Loss:
         """Sum of the pairs' losses over `denominator`; sums: rewards, margin, accuracy, and calibration."""
-        reward_A: Tensor = model(micro.micro.model_inputs(), micro.last_A)
+        reward_A: Tensor = model(micro_batch.micro_batch.model_inputs(), micro_batch.last_A)
         chosen_B, rejected_B = reward_A.view(-1, 2).unbind(1)
         # A row without a margin asks for none.
-        margin_B = micro.label_I.nan_to_num(0.0) if self.recipe.use_margin else None
+        margin_B = micro_batch.label_I.nan_to_num(0.0) if self.recipe.use_margin else None
         value = bradley_terry_loss(
             chosen_B,
             rejected_B,

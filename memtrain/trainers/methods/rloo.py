@@ -73,23 +73,25 @@ class Rloo(PolicyMethod[RlooRecipe]):
         zero_advantage_A = zero_std_groups(total_A, group_size).repeat_interleave(group_size)
         return advantage_A.masked_fill(zero_advantage_A, 0.0)
 
-    def loss(self, model: nn.Module, micro: PolicyMicro, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(
+        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
+    ) -> Loss:
         """The mean over the completions of the step (not over `denominator`); sums over tokens."""
-        scored = answer_scores(model, micro, temperature=self.temperature, want_entropy=want_stats)
-        lengths_A = micro.answers.lengths_A
-        old_N, outside = self.old_and_mismatch(scored.logp_N, micro)
+        scored = answer_scores(model, micro_batch, temperature=self.temperature, want_entropy=want_stats)
+        lengths_A = micro_batch.answers.lengths_A
+        old_N, outside = self.old_and_mismatch(scored.logp_N, micro_batch)
         log_ratio_A = answer_log_ratio(scored.logp_N, old_N, lengths_A)
         value = sequence_clipped_loss(
             log_ratio_A,
-            micro.advantage_A,
+            micro_batch.advantage_A,
             self.clip,
-            num_answers=micro.norms.num_answers,
+            num_answers=micro_batch.norms.num_answers,
             mismatch_A=None if self.mismatch == "none" else mean_per_answer(outside.weight_N, lengths_A),
         )
         if not want_stats:
             return Loss(value, {})
         assert scored.entropy_N is not None
-        low_A, high_A = is_clipped(log_ratio_A.detach().exp(), micro.advantage_A, self.clip)
+        low_A, high_A = is_clipped(log_ratio_A.detach().exp(), micro_batch.advantage_A, self.clip)
         sums = {
             "entropy": scored.entropy_N.detach().sum(),
             # By tokens, as every sum is: an answer that is clipped counts all of its own.

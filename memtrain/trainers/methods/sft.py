@@ -36,18 +36,20 @@ class Sft:
 
     recipe: SftRecipe
 
-    def loss(self, model: nn.Module, micro: MicroBatch, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(
+        self, model: nn.Module, micro_batch: MicroBatch, *, denominator: float, want_stats: bool
+    ) -> Loss:
         """Sum of the tokens' losses over `denominator`; sums: entropy, accuracy, nll where it differs."""
         if self.recipe.loss == "dft":
-            return self._dynamic(model, micro, denominator, want_stats)
+            return self._dynamic(model, micro_batch, denominator, want_stats)
         request = sft_request(
-            micro.targets,
+            micro_batch.targets,
             num_tokens=denominator,
             label_smoothing=self.recipe.label_smoothing,
             z_loss=self.recipe.z_loss,
             want_stats=want_stats,
         )
-        result: NllResult = model(micro.model_inputs(), micro.scored_index, request)
+        result: NllResult = model(micro_batch.model_inputs(), micro_batch.scored_index, request)
         if not want_stats:
             return Loss(result.loss, {})
         assert result.logp_N is not None
@@ -59,9 +61,11 @@ class Sft:
             sums["nll"] = -result.logp_N.sum()
         return Loss(result.loss, sums)
 
-    def _dynamic(self, model: nn.Module, micro: MicroBatch, denominator: float, want_stats: bool) -> Loss:
-        request = LogprobRequest(micro.targets, want_entropy=want_stats)
-        result: LogprobResult = model(micro.model_inputs(), micro.scored_index, request)
+    def _dynamic(
+        self, model: nn.Module, micro_batch: MicroBatch, denominator: float, want_stats: bool
+    ) -> Loss:
+        request = LogprobRequest(micro_batch.targets, want_entropy=want_stats)
+        result: LogprobResult = model(micro_batch.model_inputs(), micro_batch.scored_index, request)
         loss = dft_loss(result.logp_N, num_tokens=denominator)
         if not want_stats:
             return Loss(loss, {})

@@ -34,7 +34,7 @@ class InBackward:
     def engine(self) -> DistributedStep:
         """Engine by which a step reaches the weights: all is done when the backward pass is."""
         return DistributedStep(
-            begin=lambda model, num_micros: None,
+            begin=lambda model, num_micro_batches: None,
             clip=self._norm,
             step=lambda optimizer: None,
             rehearsing=self._rehearsing,

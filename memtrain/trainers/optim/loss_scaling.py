@@ -96,8 +96,8 @@ def summed_wide(inner: DistributedStep) -> Callable[[nn.Module, int], None]:
     Scaled back, most are too small for float16.
     """
 
-    def begin(model: nn.Module, num_micros: int) -> None:
-        inner.begin(model, num_micros)
+    def begin(model: nn.Module, num_micro_batches: int) -> None:
+        inner.begin(model, num_micro_batches)
         set_wide(model.parameters(), is_wide=True)
 
     return begin

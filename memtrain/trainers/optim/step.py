@@ -40,13 +40,13 @@ class DistributedStep:
 def forward_backward(
     model: nn.Module,
     method: Method,
-    micros: Iterable[Any],
+    micro_batches: Iterable[Any],
     *,
     denominator: float,
     engine: DistributedStep,
-    num_micros: int,
+    num_micro_batches: int,
     want_stats: bool,
-    seed_micro: Callable[[int], None] = lambda index: None,
+    seed_micro_batch: Callable[[int], None] = lambda index: None,
 ) -> dict[str, Tensor]:
     """Accumulate the gradients of a step; the sums of this rank, with `loss`, on the device.
 
@@ -54,11 +54,11 @@ def forward_backward(
     mean of one large batch. The caller finishes the exchange. No host synchronisation happens here.
     """
     totals: dict[str, Tensor] = {}
-    engine.begin(model, num_micros)
-    for index, micro in enumerate(micros):
-        seed_micro(index)
-        is_last = index == num_micros - 1
-        loss = method.loss(model, micro, denominator=denominator, want_stats=want_stats)
+    engine.begin(model, num_micro_batches)
+    for index, micro_batch in enumerate(micro_batches):
+        seed_micro_batch(index)
+        is_last = index == num_micro_batches - 1
+        loss = method.loss(model, micro_batch, denominator=denominator, want_stats=want_stats)
         with engine.last_pass() if is_last else nullcontext():
             engine.backward(loss.value)
         for name, value in {"loss": loss.value.detach(), **loss.sums}.items():

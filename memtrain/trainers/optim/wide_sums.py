@@ -16,12 +16,12 @@ from torch import Tensor, nn
 HALF = (torch.bfloat16, torch.float16)
 
 
-def sum_wide(model: nn.Module, num_micros: int) -> None:
+def sum_wide(model: nn.Module, num_micro_batches: int) -> None:
     """From now on gradients of `model` are summed in float32 where a step has several micro-batches.
 
     A gradient that is alone stays as the backward pass makes it. Called when there are no gradients.
     """
-    set_wide(model.parameters(), is_wide=num_micros > 1)
+    set_wide(model.parameters(), is_wide=num_micro_batches > 1)
 
 
 def set_wide(parameters: Iterable[Tensor], *, is_wide: bool) -> None:

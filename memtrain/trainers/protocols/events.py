@@ -26,7 +26,7 @@ class StepEvent:
     """Norm of the gradients before clipping."""
     tokens: int
     """Tokens that entered the model, without padding."""
-    learnt: int
+    loss_tokens: int
     """Tokens that were learnt."""
     seconds: float
     """Wall time of the step, evaluation and saving not counted."""
@@ -70,7 +70,7 @@ class DataEvent:
     """Rows read."""
     tokens: int
     """Tokens of these rows."""
-    learnt: int
+    loss_tokens: int
     """Learnt tokens of these rows."""
     sequences: int
     """Sequences that enter the model in one pass."""
@@ -82,12 +82,12 @@ class DataEvent:
     rows_dropped: int = 0
     tokens_cut: int = 0
     """Tokens lost by cutting rows."""
-    learnt_cut: int = 0
-    learnt_cut_by_answer: tuple[int, ...] = ()
+    loss_tokens_cut: int = 0
+    loss_tokens_cut_by_answer: tuple[int, ...] = ()
     """Of pairs: `learnt_cut` of the chosen and of the rejected answers."""
     tokens_dropped: int = 0
     """Tokens lost by leaving rows out."""
-    learnt_dropped: int = 0
+    loss_tokens_dropped: int = 0
     tokens_idle: int = 0
     """Tokens left out with pieces of split rows in which nothing is learnt."""
     rows_split: int = 0
@@ -201,6 +201,15 @@ def from_line(line: str) -> Event:
     return from_values(values)
 
 
+PREVIOUS_FIELDS = {
+    "learnt": "loss_tokens",
+    "learnt_cut": "loss_tokens_cut",
+    "learnt_dropped": "loss_tokens_dropped",
+    "learnt_cut_by_answer": "loss_tokens_cut_by_answer",
+}
+"""Fields of events in runs that an earlier version began."""
+
+
 def from_values(values: Mapping[str, Any]) -> Event:
     """The event that is spelled out, with its `kind`; fields of a method's own are its `extra`.
 
@@ -210,14 +219,14 @@ def from_values(values: Mapping[str, Any]) -> Event:
         raise ValueError(f"there is no event of kind {values.get('kind')!r}")
     kind = KINDS[values["kind"]]
     known = {one.name for one in fields(kind)}
-    heard = {key: _heard(value) for key, value in values.items()}
+    heard = {PREVIOUS_FIELDS.get(key, key): _heard(value) for key, value in values.items()}
     taken = {key: value for key, value in heard.items() if key in known}
     if "lengths" in taken:
         taken["lengths"] = tuple((bound, count) for bound, count in taken["lengths"])
     if "sources" in taken:
         taken["sources"] = tuple(tuple(one) for one in taken["sources"])
-    if "learnt_cut_by_answer" in taken:
-        taken["learnt_cut_by_answer"] = tuple(taken["learnt_cut_by_answer"])
+    if "loss_tokens_cut_by_answer" in taken:
+        taken["loss_tokens_cut_by_answer"] = tuple(taken["loss_tokens_cut_by_answer"])
     unknown = {key: heard[key] for key in heard if key not in known and key not in COMMON}
     if "extra" in known:
         taken["extra"] = unknown

@@ -38,7 +38,7 @@ class Feed(Protocol):
         ...
 
     @property
-    def learnt(self) -> Ints:
+    def loss_tokens(self) -> Ints:
         """Learnt tokens of each sequence."""
         ...
 
@@ -64,7 +64,7 @@ class StepWork:
     is_last_of_epoch: bool
     sequences: Ints
     """Sequences of the whole step over all ranks, in their order."""
-    micros: tuple[Ints, ...]
+    micro_batches: tuple[Ints, ...]
     """Sequences of each micro-batch of this rank; as many as on any other rank."""
     denominator: float
     """Divisor of the losses of the whole step, over all ranks."""
@@ -117,10 +117,10 @@ class Steps:
             epoch=number,
             is_last_of_epoch=index == epoch.num_steps - 1,
             sequences=sequences,
-            micros=tuple(dealt[rank]),
+            micro_batches=tuple(dealt[rank]),
             denominator=float(self.feed.weights[sequences].sum()),
             num_tokens=int(self.feed.tokens[sequences].sum()),
-            num_loss_tokens=int(self.feed.learnt[sequences].sum()),
+            num_loss_tokens=int(self.feed.loss_tokens[sequences].sum()),
             num_sequences=len(sequences),
         )
 

@@ -44,7 +44,7 @@ class Loss(NamedTuple):
 class Method(Protocol):
     """A training method: how a micro-batch becomes a loss."""
 
-    def loss(self, model: nn.Module, micro: Any, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: float, want_stats: bool) -> Loss:
         """The loss of `micro`; with `want_stats` also the sums that the metrics need."""
         ...
 
@@ -57,7 +57,7 @@ class StepPreview:
     """The feed of the method."""
     sequences: Ints
     """Sequences of all ranks, in their order."""
-    micros: Sequence[Ints]
+    micro_batches: Sequence[Ints]
     """Sequences of this rank's micro-batches."""
     device: torch.device
     num_ranks: int

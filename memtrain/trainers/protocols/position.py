@@ -16,7 +16,7 @@ class TrainState:
     best_loss: float | None = None
     num_recoveries: int = 0
     """Times that memory ran out and the step was made all the same."""
-    micro_limit: int | None = None
+    micro_batch_limit: int | None = None
     """Tokens (padding included) of the lightest micro-batch that ran out: as heavy ones are split."""
     switched_on: list[str] = field(default_factory=list)
     """Strategies that were switched on because memory ran out, in their order (recover.py)."""

@@ -29,8 +29,8 @@ def answer_logps(
     model: nn.Module, batch: AnswerBatch, *, ld_alpha: float | None = None, want_weights: bool = False
 ) -> AnswerLogps:
     """Log-probs of the answers of `batch`; `ld_alpha` takes answers two by two, as pairs."""
-    request = LogprobRequest(batch.micro.targets, want_log_sum_squares=want_weights)
-    scored: LogprobResult = model(batch.micro.model_inputs(), batch.micro.scored_index, request)
+    request = LogprobRequest(batch.micro_batch.targets, want_log_sum_squares=want_weights)
+    scored: LogprobResult = model(batch.micro_batch.model_inputs(), batch.micro_batch.scored_index, request)
     plain_A = sum_per_answer(scored.logp_N, batch.lengths_A)
     logp_A = plain_A
     if ld_alpha is not None:

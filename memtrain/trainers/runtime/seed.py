@@ -45,13 +45,13 @@ def seed_everything(seed: int, *names: int | str) -> None:
     torch.manual_seed(derived)
 
 
-def seed_step(seed: int, step: int, micro_id: int, rank: int = 0) -> None:
+def seed_step(seed: int, step: int, micro_batch_id: int, rank: int = 0) -> None:
     """Seed torch's global generators for one micro-batch, so that dropout depends on nothing before it.
 
     Where `micro_id` counts the micro-batches of a step over all ranks, and `rank` is left out, two processes
     drop what one would.
     """
-    torch.manual_seed(derive_seed(seed, "micro-batch", step, micro_id, rank))
+    torch.manual_seed(derive_seed(seed, "micro-batch", step, micro_batch_id, rank))
 
 
 def random_state() -> dict[str, Any]:

@@ -98,7 +98,7 @@ def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
     Its rows, tokens, learnt tokens, and tokens of its longest row.
     """
     steps = stepper.steps
-    has_more = len(stepper.work(step - 1).micros) > 1
+    has_more = len(stepper.work(step - 1).micro_batches) > 1
     with ExitStack() as held:
         if isinstance(steps, OnlineSteps):
             sequences = held.enter_context(made_up_rollout(steps, writes=False))
@@ -107,9 +107,9 @@ def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
         work = step_of(steps.feed, sequences, step=step, has_more=has_more)
         stepper.gradients(work, is_trial=True)
         stepper.update(work)
-        micro = micro_of(steps.feed, sequences)
-    rows, longest = micro.input_ids.shape
-    return rows, micro.num_tokens, micro.num_loss_tokens, longest
+        micro_batch = micro_batch_of(steps.feed, sequences)
+    rows, longest = micro_batch.input_ids.shape
+    return rows, micro_batch.num_tokens, micro_batch.num_loss_tokens, longest
 
 
 def heaviest_sequences(stepper: Stepper, *, until: int) -> Ints:
@@ -118,17 +118,17 @@ def heaviest_sequences(stepper: Stepper, *, until: int) -> Ints:
     longest = longest_together(feed, settings)
     if settings.padding_free:
         return longest
-    met = [micro for step in range(until) for micro in stepper.work(step).micros]
-    return max([longest, *met], key=lambda sequences: micro_of(feed, sequences).input_ids.numel())
+    met = [micro_batch for step in range(until) for micro_batch in stepper.work(step).micro_batches]
+    return max([longest, *met], key=lambda sequences: micro_batch_of(feed, sequences).input_ids.numel())
 
 
-def micro_of(feed: Feed, sequences: Ints) -> MicroBatch:
+def micro_batch_of(feed: Feed, sequences: Ints) -> MicroBatch:
     """Micro-batch that the model is given of some sequences."""
     made = feed.micro_batch(sequences)
     answers = made.answers if isinstance(made, PolicyMicro) else made
-    micro = answers.micro if isinstance(answers, AnswerBatch) else answers
-    assert isinstance(micro, MicroBatch)
-    return micro
+    micro_batch = answers.micro_batch if isinstance(answers, AnswerBatch) else answers
+    assert isinstance(micro_batch, MicroBatch)
+    return micro_batch
 
 
 def main() -> int:

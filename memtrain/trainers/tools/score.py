@@ -64,7 +64,7 @@ def rewards_of(
     with torch.no_grad():
         for sequences in dealt[0]:
             batch = feed.micro_batch(sequences).to(device)
-            reward_A = scorer(batch.micro.model_inputs(), batch.last_A)
+            reward_A = scorer(batch.micro_batch.model_inputs(), batch.last_A)
             items = feed.items_of(sequences)
             rewards_IK[items] = reward_A.cpu().numpy().reshape(len(items), -1)
     names = ("reward",) if feed.sequences.num_answers == 1 else ("chosen", "rejected")

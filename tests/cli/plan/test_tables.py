@@ -16,8 +16,8 @@ NOTHING_LOST = LengthReport(
     tokens_cut=0,
     tokens_dropped=0,
     tokens_idle=0,
-    learnt_cut=0,
-    learnt_dropped=0,
+    loss_tokens_cut=0,
+    loss_tokens_dropped=0,
     num_sequences=300,
     fill=1.0,
 )
@@ -28,11 +28,11 @@ NOTHING_LOST = LengthReport(
     [
         ({}, "300 rows, 9,000 tokens, 4,000 loss tokens; no row was truncated or dropped."),
         (
-            {"rows_cut": 1, "tokens_cut": 50, "learnt_cut": 40},
+            {"rows_cut": 1, "tokens_cut": 50, "loss_tokens_cut": 40},
             "300 rows, 9,000 tokens, 4,000 loss tokens; 1 row was truncated (50 tokens, 40 loss tokens).",
         ),
         (
-            {"rows_cut": 2, "tokens_cut": 50, "learnt_cut": 9, "learnt_cut_by_answer": (4, 5)},
+            {"rows_cut": 2, "tokens_cut": 50, "loss_tokens_cut": 9, "loss_tokens_cut_by_answer": (4, 5)},
             "300 rows, 9,000 tokens, 4,000 loss tokens; 2 rows were truncated (50 tokens, 9 loss tokens: "
             "4 of "
             "chosen, 5 of rejected answers).",

@@ -48,8 +48,10 @@ H100 = Hardware.named("h100")
 BATCH = HeaviestBatch(rows=8, tokens=16384, scored_tokens=16384, longest=2048)
 
 
-def seconds(hardware=H100, batch=BATCH, num_micros=1, **changes):
-    return step_time(Settings(**(BASE | changes)), LLAMA8, batch, hardware, num_micros=num_micros).seconds
+def seconds(hardware=H100, batch=BATCH, num_micro_batches=1, **changes):
+    return step_time(
+        Settings(**(BASE | changes)), LLAMA8, batch, hardware, num_micro_batches=num_micro_batches
+    ).seconds
 
 
 def test_paged_states_cross_the_bus_in_every_step():
@@ -117,7 +119,7 @@ def test_padding_costs_what_it_computes():
 
 
 def test_twice_the_micro_batches_take_nearly_twice_as_long():
-    assert 1.8 < seconds(num_micros=2) / seconds() <= 2.0
+    assert 1.8 < seconds(num_micro_batches=2) / seconds() <= 2.0
 
 
 def test_a_faster_card_is_faster_and_a_cpu_is_not():

@@ -12,7 +12,7 @@ Rows = list[tuple[int, int]]
 
 def test_the_learnt_tokens_of_a_micro_batch_are_at_most_those_that_have_most(profile_of):
     """Of (10, 2), (8, 8) and (6, 1) the two longest hold 18 tokens, and no two hold more than 10 learnt."""
-    profile = profile_of(10, 8, 6).model_copy(update={"most_learnt": (8, 2, 1), "learnt_share": 1.0})
+    profile = profile_of(10, 8, 6).model_copy(update={"most_loss_tokens": (8, 2, 1), "loss_token_share": 1.0})
     assert profile.heaviest(2, None) == (2, 18)
     assert profile.most_scored(2, 18) == 10
     assert profile.most_scored(1, 10) == 8
@@ -23,7 +23,7 @@ def test_every_token_counts_where_the_learnt_ones_are_not_known(profile_of):
 
 
 def test_many_short_rows_within_a_limit_of_tokens_are_bounded_by_their_share(profile_of):
-    profile = profile_of(10, 10).model_copy(update={"most_learnt": (5, 5), "learnt_share": 0.5})
+    profile = profile_of(10, 10).model_copy(update={"most_loss_tokens": (5, 5), "loss_token_share": 0.5})
     assert profile.most_scored(2, 9) == 5
 
 
@@ -38,8 +38,8 @@ def test_many_short_rows_within_a_limit_of_tokens_are_bounded_by_their_share(pro
     st.randoms(use_true_random=False),
 )
 def test_no_micro_batch_has_more_learnt_tokens_than_the_bound(profile_of, rows: Rows, size: int, draw):
-    lengths, learnt = [row[0] for row in rows], [row[1] for row in rows]
-    update = {"most_learnt": longest_first(learnt), "learnt_share": max(b / a for a, b in rows)}
+    lengths, loss_tokens = [row[0] for row in rows], [row[1] for row in rows]
+    update = {"most_loss_tokens": longest_first(loss_tokens), "loss_token_share": max(b / a for a, b in rows)}
     profile = profile_of(*lengths).model_copy(update=update)
     sequences, tokens = profile.heaviest(size, None)
     some = draw.sample(rows, min(size, len(rows)))

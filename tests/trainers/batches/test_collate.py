@@ -4,8 +4,8 @@ import torch
 from memtrain.trainers.batches.collate import Piece, lay_end_to_end, nothing, pad_right
 
 
-def piece(ids: list[int], learnt: list[int]) -> Piece:
-    return Piece(np.array(ids, np.int32), np.array(learnt, np.bool_))
+def piece(ids: list[int], loss_tokens: list[int]) -> Piece:
+    return Piece(np.array(ids, np.int32), np.array(loss_tokens, np.bool_))
 
 
 FIRST = piece([11, 12, 13], [0, 0, 1])

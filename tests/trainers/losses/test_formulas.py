@@ -82,7 +82,7 @@ def logp(temperature: float = 1.0) -> list[float]:
 
 def answers() -> Any:
     inside = SimpleNamespace(targets=TARGETS, scored_index=None, model_inputs=dict)
-    return SimpleNamespace(micro=inside, lengths_A=torch.tensor(LENGTHS))
+    return SimpleNamespace(micro_batch=inside, lengths_A=torch.tensor(LENGTHS))
 
 
 ADVANTAGES = [1.0, -0.5, 2.0, -1.5]
@@ -91,7 +91,7 @@ SAMPLER = [x + 0.05 * n for n, x in enumerate(OLD)]
 REFERENCE = [x + 0.2 * math.sin(n) for n, x in enumerate(OLD)]
 
 
-def micro(**changes: Any) -> PolicyMicro:
+def micro_batch(**changes: Any) -> PolicyMicro:
     given: dict[str, Any] = {
         "answers": answers(),
         "advantage_A": torch.tensor(ADVANTAGES, dtype=torch.float64),
@@ -129,7 +129,7 @@ def test_grpo_divides_by_tokens_and_scores_at_the_sampling_temperature():
             d = logp(0.7)[n] - REFERENCE[n]
             ratio = math.exp(logp(0.7)[n] - OLD[n])
             expected += surrogate(ratio, advantage, 0.1, 0.2) + 0.3 * (math.exp(-d) + d - 1)
-    made = method.loss(Scorer(), micro(), denominator=1.0, want_stats=False).value
+    made = method.loss(Scorer(), micro_batch(), denominator=1.0, want_stats=False).value
     assert made.item() == pytest.approx(expected / 20, rel=1e-6)
 
 
@@ -137,7 +137,7 @@ def test_grpo_of_a_first_update_has_the_gradient_of_reinforce_at_that_temperatur
     """At ratio 1: d loss / d logit_v = -A (1[v = target] - p_v) / T over the rollout's tokens."""
     method = grpo.method(recipe("grpo", Grpo(), temperature=0.7))
     model = Scorer()
-    method.loss(model, micro(old_N=None), denominator=1.0, want_stats=True).value.backward()
+    method.loss(model, micro_batch(old_N=None), denominator=1.0, want_stats=True).value.backward()
     p_NV = (LOGITS / 0.7).softmax(-1)
     advantage_N1 = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))[
         :, None
@@ -161,7 +161,7 @@ def test_grpo_corrects_for_the_sampler_token_by_token():
         for n in span:
             weight = min(max(math.exp(OLD[n] - SAMPLER[n]), 0.9), 1.1)
             expected += weight * surrogate(math.exp(logp(0.7)[n] - OLD[n]), advantage, 0.2, 0.2)
-    made = method.loss(Scorer(), micro(), denominator=1.0, want_stats=False).value
+    made = method.loss(Scorer(), micro_batch(), denominator=1.0, want_stats=False).value
     assert made.item() == pytest.approx(expected / 20, rel=1e-6)
 
 
@@ -173,7 +173,7 @@ def test_rloo_weighs_whole_answers():
     for span, advantage in zip(SPANS, ADVANTAGES, strict=True):
         ratio = math.exp(sum(logp(0.7)[n] - OLD[n] for n in span))
         expected += surrogate(ratio, advantage, 0.1, 0.1)
-    made = method.loss(Scorer(), micro(), denominator=1.0, want_stats=True).value
+    made = method.loss(Scorer(), micro_batch(), denominator=1.0, want_stats=True).value
     assert made.item() == pytest.approx(expected / 6, rel=1e-6)
 
 
@@ -181,7 +181,7 @@ def test_ppo_scores_at_the_sampling_temperature_and_learns_values():
     """Mean clipped surrogate of tokens + 0.1 * half the larger squared error - 0.01 * mean entropy."""
     method = ppo.method(recipe("ppo", Ppo(entropy_coef=0.01), num_generations=1, temperature=0.7))
     token_advantages, returns, old_values = (numbers(seed, N) for seed in (1, 2, 3))
-    given = micro(value_N=old_values, token_advantage_N=token_advantages, return_N=returns)
+    given = micro_batch(value_N=old_values, token_advantage_N=token_advantages, return_N=returns)
     expected = 0.0
     p_NV = (LOGITS / 0.7).softmax(-1).tolist()
     for n in range(N):
@@ -200,7 +200,7 @@ def test_online_dpo_scores_at_the_temperature_that_its_completions_were_written_
     method.num_pairs = 3.0
     scores = [sum(logp(0.7)[n] - REFERENCE[n] for n in span) for span in SPANS]
     expected = sum(math.log1p(math.exp(-0.4 * (scores[i] - scores[i + 1]))) for i in (0, 2)) / 3
-    made = method.loss(Scorer(), micro(), denominator=1.0, want_stats=True).value
+    made = method.loss(Scorer(), micro_batch(), denominator=1.0, want_stats=True).value
     assert made.item() == pytest.approx(expected, rel=1e-6)
 
 

@@ -110,7 +110,7 @@ def test_a_sequence_is_a_pair_chosen_first():
     answers = np.flatnonzero(feed.window.is_trained_A)
     assert feed.sequences_of(answers).tolist() == [0, 2]
     assert feed.answers_of(np.array([0, 2])).tolist() == [2, 1, 6, 8]
-    assert feed.learnt.tolist() == [7, 0, 8]
+    assert feed.loss_tokens.tolist() == [7, 0, 8]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_pair_is_never_divided(rows: int, tokens: int | None, expected: list[l
     """The first costs 5 + 4 + 3 = 12 tokens, the second 4 + 5 + 3 = 12."""
     feed = OfPairs()
     made = feed.deal(np.flatnonzero(feed.window.is_trained_A), micro_batch_size=rows, micro_tokens=tokens)
-    assert [micro.tolist() for micro in made] == expected
+    assert [micro_batch.tolist() for micro_batch in made] == expected
     assert feed.tokens.tolist() == [12, 0, 12]
 
 

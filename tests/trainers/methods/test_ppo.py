@@ -121,9 +121,9 @@ def test_the_loss_by_hand():
     Values against returns 1, 1, 2, with old values 0, 1, 1 and clip 0.2: errors 1, 0 and max(0, (1.2 - 2)^2):
     0.5 * (1 + 0 + 0.64) / 3.
     """
-    micro = PolicyMicro(
+    micro_batch = PolicyMicro(
         answers=SimpleNamespace(  # type: ignore[arg-type]
-            micro=SimpleNamespace(targets=None, scored_index=None, model_inputs=dict),
+            micro_batch=SimpleNamespace(targets=None, scored_index=None, model_inputs=dict),
             lengths_A=torch.tensor([2, 1]),
         ),
         advantage_A=torch.zeros(2),
@@ -138,7 +138,7 @@ def test_the_loss_by_hand():
     )
     model = Answers()
     method = Ppo(PpoRecipe(value_coef=0.1), None, beta=0.05)
-    made = method.loss(model, micro, denominator=1.0, want_stats=True)
+    made = method.loss(model, micro_batch, denominator=1.0, want_stats=True)
     policy, value = -(1 + 2.4 - 1) / 3, 0.5 * (1 + 0 + 0.64) / 3
     assert made.value.item() == pytest.approx(policy + 0.1 * value, rel=1e-5)
     means = method.means({name: one.item() for name, one in made.sums.items()}, 3.0)

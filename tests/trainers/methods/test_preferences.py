@@ -73,7 +73,7 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(
     batch = built.train.micro_batch(work.sequences)
     with HostSyncs() as counted:
         if isinstance(built.method, LooksAhead):
-            ahead = StepPreview(built.train, work.sequences, work.micros, torch.device("cpu"), 1)
+            ahead = StepPreview(built.train, work.sequences, work.micro_batches, torch.device("cpu"), 1)
             built.method.before_step(built.scorer, ahead)
         made = built.method.loss(built.scorer, batch, denominator=6.0, want_stats=True)
         made.value.backward()

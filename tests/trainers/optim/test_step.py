@@ -32,22 +32,22 @@ class Held:
     def __init__(self) -> None:
         self.alive: list[int] = []
 
-    def loss(self, model: nn.Linear, micro: Tensor, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Linear, micro_batch: Tensor, *, denominator: float, want_stats: bool) -> Loss:
         self.alive.append(sum(one() is not None for one in HELD))
-        return Loss(Holding.apply(model(micro)).sum() / denominator, {})
+        return Loss(Holding.apply(model(micro_batch)).sum() / denominator, {})
 
 
 def test_the_graph_of_a_micro_batch_is_gone_before_the_next_is_computed():
     HELD.clear()
     model, method = nn.Linear(3, 2), Held()
-    micros = [torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)]
+    micro_batches = [torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)]
     told = forward_backward(
         model,
         method,  # pyright: ignore[reportArgumentType]
-        micros,
+        micro_batches,
         denominator=1.0,
         engine=DistributedStep(),
-        num_micros=3,
+        num_micro_batches=3,
         want_stats=False,
     )
     assert method.alive == [0, 0, 0]

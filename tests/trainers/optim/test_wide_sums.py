@@ -23,9 +23,9 @@ class Squares:
 
     name = "squares"
 
-    def loss(self, model: nn.Module, micro: Tensor, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro_batch: Tensor, *, denominator: float, want_stats: bool) -> Loss:
         """Its mean over the step."""
-        return Loss(model(micro).float().square().sum() / denominator, {})
+        return Loss(model(micro_batch).float().square().sum() / denominator, {})
 
 
 def small_model() -> nn.Module:
@@ -51,10 +51,17 @@ def gradients(model: nn.Module) -> Tensor:
     return found
 
 
-def summed(model: nn.Module, micros: list[Tensor], engine: DistributedStep, denominator: float) -> Tensor:
+def summed(
+    model: nn.Module, micro_batches: list[Tensor], engine: DistributedStep, denominator: float
+) -> Tensor:
     """The gradients of a step of `micros`."""
-    work: Any = {"denominator": denominator, "engine": engine, "num_micros": len(micros), "want_stats": False}
-    forward_backward(model, Squares(), micros, **work)
+    work: Any = {
+        "denominator": denominator,
+        "engine": engine,
+        "num_micro_batches": len(micro_batches),
+        "want_stats": False,
+    }
+    forward_backward(model, Squares(), micro_batches, **work)
     engine.finish()
     return gradients(model)
 
@@ -69,15 +76,15 @@ def large_batch(every: Tensor, dtype: torch.dtype) -> Tensor:
     return summed(small_model().to(dtype), [every.to(dtype)], DistributedStep(), float(len(every)))
 
 
-@pytest.mark.parametrize("num_micros", [64, 1024, 4096])
-def test_accumulation_in_bfloat16_is_one_large_batch(num_micros: int):
+@pytest.mark.parametrize("num_micro_batches", [64, 1024, 4096])
+def test_accumulation_in_bfloat16_is_one_large_batch(num_micro_batches: int):
     """4,096 rows in micro-batches, against all of them at once in float32; 2e-4 to 3e-4 were measured.
 
     One large batch in bfloat16 is 1.6e-3 off: its gradient is rounded at the end, and each product within.
     """
     every = rows(4096)
     truth = large_batch(every, torch.float32)
-    found = summed(small_model(), list(every.chunk(num_micros)), DistributedStep(), 4096.0)
+    found = summed(small_model(), list(every.chunk(num_micro_batches)), DistributedStep(), 4096.0)
     assert off(found, truth) < 1e-3
     assert off(found, truth) < off(large_batch(every, torch.bfloat16), truth) < 2e-3
 
@@ -92,7 +99,7 @@ def test_two_micro_batches_are_no_further_off_than_one():
 
 def test_a_sum_in_bfloat16_would_be_seen():
     """The same with the sums that torch makes of itself."""
-    every, plain = rows(4096), DistributedStep(begin=lambda model, num_micros: None)
+    every, plain = rows(4096), DistributedStep(begin=lambda model, num_micro_batches: None)
     found = summed(small_model(), list(every.chunk(4096)), plain, 4096.0)
     assert off(found, large_batch(every, torch.float32)) > 0.1
 
@@ -152,8 +159,8 @@ def test_ranks_with_one_micro_batch_each_send_float32(ranks: Ranks):
 
 def test_a_gradient_that_is_alone_stays_in_bfloat16():
     model = small_model()
-    for num_micros, dtype in ((3, torch.float32), (1, torch.bfloat16), (2, torch.float32)):
-        sum_wide(model, num_micros)
+    for num_micro_batches, dtype in ((3, torch.float32), (1, torch.bfloat16), (2, torch.float32)):
+        sum_wide(model, num_micro_batches)
         model(rows(4)).float().sum().backward()
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
         model.zero_grad(set_to_none=True)
@@ -181,7 +188,7 @@ def test_an_optimizer_of_bfloat16_weights_gets_each_sum_rounded_once():
         summing: Any = {
             "denominator": 16.0,
             "engine": DistributedStep(),
-            "num_micros": 4,
+            "num_micro_batches": 4,
             "want_stats": False,
         }
         forward_backward(model, Squares(), list(every.chunk(4)), **summing)

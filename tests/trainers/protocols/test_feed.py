@@ -18,14 +18,14 @@ class Lengths:
         self.epoch_ptr = np.array([0, len(tokens)])
 
     @property
-    def learnt(self) -> np.ndarray:
+    def loss_tokens(self) -> np.ndarray:
         return self.weights
 
     def micro_batch(self, sequences: np.ndarray) -> MicroBatch:
         return nothing(pad_id=0, is_flat=True)
 
     def told(self, split: str) -> DataEvent:
-        return DataEvent(split=split, rows=0, tokens=0, learnt=0, sequences=0)
+        return DataEvent(split=split, rows=0, tokens=0, loss_tokens=0, sequences=0)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def steps(make_settings):
 
 def sequences(steps: Steps, step: int, num_ranks: int = 1) -> list[int]:
     works = [steps.work(step, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
-    return sorted(int(i) for work in works for micro in work.micros for i in micro)
+    return sorted(int(i) for work in works for micro_batch in work.micro_batches for i in micro_batch)
 
 
 def test_an_epoch_sees_every_sequence_once_and_the_next_another_order(steps: Steps):
@@ -70,13 +70,13 @@ def test_ranks_share_a_step_and_its_denominator(steps: Steps):
 
 def test_evaluation_takes_every_sequence_once(steps: Steps):
     dealt = [eval_micro_batches(steps.feed, steps.settings, rank=rank, num_ranks=3) for rank in range(3)]
-    assert sorted(int(i) for rank in dealt for micro in rank for i in micro) == list(range(10))
+    assert sorted(int(i) for rank in dealt for micro_batch in rank for i in micro_batch) == list(range(10))
 
 
 def test_an_epoch_with_rows_of_its_own_takes_its_own_sequences():
     """Sequences 0 to 3 are the first epoch's, 4 to 6 the second's; the third begins again."""
     feed = SimpleNamespace(
-        tokens=np.full(7, 5), weights=np.full(7, 4), learnt=np.full(7, 4), epoch_ptr=np.array([0, 4, 7])
+        tokens=np.full(7, 5), weights=np.full(7, 4), loss_tokens=np.full(7, 4), epoch_ptr=np.array([0, 4, 7])
     )
     settings = SimpleNamespace(
         batch_size=2, batch_tokens=None, group_by_length=False, micro_batch_size=2, micro_tokens=None

@@ -22,7 +22,7 @@ from memtrain.trainers.run_folder.metrics import MetricsWriter, read_metrics
 
 
 def step(number: int, loss: float = 1.0) -> StepEvent:
-    return StepEvent(step=number, loss=loss, lr=1e-4, tokens=10, learnt=5, seconds=0.1)
+    return StepEvent(step=number, loss=loss, lr=1e-4, tokens=10, loss_tokens=5, seconds=0.1)
 
 
 EVENTS: list[Event] = [
@@ -32,15 +32,19 @@ EVENTS: list[Event] = [
         lr=1e-5,
         grad_norm=math.inf,
         tokens=10,
-        learnt=4,
+        loss_tokens=4,
         seconds=0.5,
         peak_bytes=2**33,
         epoch=0.5,
         extra={"accuracy": 0.25},
     ),
     EvalEvent(step=3, loss=2.0, tokens=7),
-    DataEvent(rows=10, tokens=100, learnt=50, sequences=3, fill=0.98, rows_cut=1, lengths=((16, 4), (32, 6))),
-    DataEvent(rows=1, tokens=9, learnt=5, sequences=1, learnt_cut=3, learnt_cut_by_answer=(1, 2)),
+    DataEvent(
+        rows=10, tokens=100, loss_tokens=50, sequences=3, fill=0.98, rows_cut=1, lengths=((16, 4), (32, 6))
+    ),
+    DataEvent(
+        rows=1, tokens=9, loss_tokens=5, sequences=1, loss_tokens_cut=3, loss_tokens_cut_by_answer=(1, 2)
+    ),
     MemoryEvent(step=1, phase="load", allocated=5, reserved=6, rss=7, owners={"weights": 5}),
     NoteEvent(step=0, text="resumed"),
     FinalEvent(step=9, state="done", seconds=1.5, model="final", best_step=6),

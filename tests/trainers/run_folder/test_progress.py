@@ -15,7 +15,13 @@ def emit(progress: Progress, steps: int) -> None:
         for number in range(1, steps + 1):
             progress.stepped(
                 StepEvent(
-                    step=number, loss=2.0, lr=1e-4, tokens=10, learnt=5, seconds=0.1, peak_bytes=3 * 2**30
+                    step=number,
+                    loss=2.0,
+                    lr=1e-4,
+                    tokens=10,
+                    loss_tokens=5,
+                    seconds=0.1,
+                    peak_bytes=3 * 2**30,
                 )
             )
         progress.evaluated(EvalEvent(step=steps, loss=1.5, tokens=10))

@@ -16,7 +16,7 @@ from memtrain.trainers.run_folder.trackers import check_trackers, flat_recipe, n
 MakePlan = Callable[..., Plan]
 
 STEP = StepEvent(
-    step=3, loss=1.5, lr=1e-4, tokens=100, learnt=50, seconds=0.5, epoch=0.25, extra={"accuracy": 0.5}
+    step=3, loss=1.5, lr=1e-4, tokens=100, loss_tokens=50, seconds=0.5, epoch=0.25, extra={"accuracy": 0.5}
 )
 
 

@@ -62,17 +62,17 @@ def test_dropout_of_a_micro_batch_does_not_depend_on_what_came_before():
     dropout = torch.nn.Dropout(0.5)
     row = torch.ones(64)
 
-    def dropped(micro_ids: list[int]) -> dict[int, torch.Tensor]:
+    def dropped(micro_batch_ids: list[int]) -> dict[int, torch.Tensor]:
         found = {}
-        for micro_id in micro_ids:
-            seed_step(0, 12, micro_id)
-            found[micro_id] = dropout(row)
+        for micro_batch_id in micro_batch_ids:
+            seed_step(0, 12, micro_batch_id)
+            found[micro_batch_id] = dropout(row)
         return found
 
     one_rank = dropped([0, 1, 2, 3])
     for rank in (0, 1):
-        for micro_id, mask in dropped([rank, rank + 2]).items():
-            assert mask.equal(one_rank[micro_id])
+        for micro_batch_id, mask in dropped([rank, rank + 2]).items():
+            assert mask.equal(one_rank[micro_batch_id])
     assert not one_rank[0].equal(one_rank[1])
 
 

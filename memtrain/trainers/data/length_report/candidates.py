@@ -93,7 +93,7 @@ def _loss(way: str, laid: LaidOut, scale: float) -> Loss:
             "rows_cut": round(report.rows_cut * scale),
             "rows_dropped": round(report.rows_dropped * scale),
             "tokens_lost": round(report.tokens_lost * scale),
-            "learnt_lost": round(report.learnt_lost * scale),
+            "loss_tokens_lost": round(report.loss_tokens_lost * scale),
         }
     )
 
@@ -110,7 +110,7 @@ def _packing(rows: Laying, max_length: int, packing: PackingKind, asked: Sourced
         rows_dropped=round(report.rows_dropped * scale),
         rows_split=round(report.rows_split * scale),
         tokens_lost=round(report.tokens_lost * scale),
-        learnt_lost=round(report.learnt_lost * scale),
+        loss_tokens_lost=round(report.loss_tokens_lost * scale),
         steps=_steps(laid.tokens, asked),
     )
 
@@ -148,7 +148,7 @@ def _padding(laid: LaidOut, asked: SourcedRecipe) -> Padding:
     return Padding(fixed=shares[0], grouped=shares[1], padding_free=flat)
 
 
-def micro_bounds(step_ptr: Ints, micro_batch_size: int) -> Ints:
+def micro_batch_bounds(step_ptr: Ints, micro_batch_size: int) -> Ints:
     """First item of every micro-batch of at most `micro_batch_size` items; none crosses the end of a step."""
     sizes = np.diff(step_ptr)
     counts = -(-sizes // micro_batch_size)
@@ -160,7 +160,7 @@ def padding_share(padded: Padded, epoch: Epoch, batch: Batch, multiple: int) -> 
     """Positions that are padding, over all positions of an epoch in padded micro-batches."""
     if not len(epoch.order):
         return 0.0
-    bounds = micro_bounds(epoch.step_ptr, batch.micro_batch_size)
+    bounds = micro_batch_bounds(epoch.step_ptr, batch.micro_batch_size)
     widths = np.maximum.reduceat(padded.widest_I[epoch.order], bounds)
     widths += -widths % multiple
     items = np.diff(bounds, append=len(epoch.order))
@@ -171,7 +171,7 @@ def flat_share(tokens: Ints, epoch: Epoch, batch: Batch, multiple: int) -> float
     """The same for micro-batches laid end to end."""
     if not len(epoch.order) or multiple == 1:
         return 0.0
-    totals = np.add.reduceat(tokens[epoch.order], micro_bounds(epoch.step_ptr, batch.micro_batch_size))
+    totals = np.add.reduceat(tokens[epoch.order], micro_batch_bounds(epoch.step_ptr, batch.micro_batch_size))
     padding = int((-totals % multiple).sum())
     return padding / (padding + int(tokens.sum()))
 

@@ -49,7 +49,7 @@ class Counts:
     num_seen: int
     """Rows that were counted; more than R when only some are kept."""
     tokens_seen: int
-    learnt_seen: int
+    loss_tokens_seen: int
 
     @property
     def num_rows(self) -> int:
@@ -99,7 +99,7 @@ class Counting:
         self.parts, self.source_of_stream = tuple(parts), tuple(source_of_stream)
         self.has_prompts = has_prompts
         self.most_rows = most_rows
-        self.num_seen = self.tokens_seen = self.learnt_seen = 0
+        self.num_seen = self.tokens_seen = self.loss_tokens_seen = 0
         self._kept: list[Columns] = []
         self._num_kept = 0
         self._below = 2**64
@@ -125,7 +125,7 @@ class Counting:
         self._kept.append(self._thinned(kept))
         self.num_seen += num_rows
         self.tokens_seen += len(rows.ids)
-        self.learnt_seen += int((rows.spans[:, 1] - np.maximum(rows.spans[:, 0], 1)).sum())
+        self.loss_tokens_seen += int((rows.spans[:, 1] - np.maximum(rows.spans[:, 0], 1)).sum())
         alone = part_tokens[:, 0] + part_tokens[:, 1:].max(axis=1) if is_pair else lengths
         top = np.argsort(-alone, kind="stable")[:NUM_LONGEST_SHOWN]
         longest = [(int(alone[i]), *rows.origin[i].tolist()) for i in top]
@@ -165,7 +165,7 @@ class Counting:
             longest=tuple(self._longest),
             num_seen=self.num_seen,
             tokens_seen=self.tokens_seen,
-            learnt_seen=self.learnt_seen,
+            loss_tokens_seen=self.loss_tokens_seen,
         )
 
     def _thinned(self, kept: Columns) -> Columns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SHOWN = {"learnt": "loss tokens"}
+SHOWN = {"loss_tokens": "loss tokens"}
 """Names of distributions on screens and pages, where they differ from those in JSON."""
 
 

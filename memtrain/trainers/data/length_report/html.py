@@ -51,15 +51,19 @@ def tiles(found: Inspection) -> list[tuple[str, str, str]]:
         ("rows", about + short(found.rows), f"{found.format.replace('_', '-')}, for {found.method}"),
         ("tokens", about + short(found.tokens), f"{row.mean:,.1f} a row"),
     ]
-    if found.learnt:
-        part = share(found.learnt, found.tokens)
-        made.append(("loss tokens", about + short(found.learnt), f"{part} of all"))
+    if found.loss_tokens:
+        part = share(found.loss_tokens, found.tokens)
+        made.append(("loss tokens", about + short(found.loss_tokens), f"{part} of all"))
     most = f"95%: {points[95.0]:,}, 99%: {points[99.0]:,}"
     made.append(("median", f"{points[50.0]:,} tokens", most))
     longest = Path(found.longest[0].where).name if found.longest else ""
     made.append(("longest row", f"{row.largest:,}", longest))
     made.append(("duplicates", f"{found.duplicates:,}", share(found.duplicates, found.rows)))
     bad = found.faulty
-    which = f"{bad.empty:,} empty, {bad.unlearnt:,} without a loss token" if bad.rows else "no bad rows"
+    which = (
+        f"{bad.empty:,} empty, {bad.without_loss_tokens:,} without a loss token"
+        if bad.rows
+        else "no bad rows"
+    )
     made.append(("bad rows", f"{bad.rows:,}", which))
     return made

@@ -85,7 +85,7 @@ def inspect(
     asked = SourcedRecipe(question.length, batch, seed, question.train.shuffle, extent.scale, price)
     tried = sorted(set(question.max_lengths)) or default_candidates(lengths, own)
     table = candidates(rows, tried, asked)
-    learnt = 0 if isinstance(rows, PromptRows) else round(int(rows.held_R.sum()) * extent.scale)
+    loss_tokens = 0 if isinstance(rows, PromptRows) else round(int(rows.held_R.sum()) * extent.scale)
     num_rows = round(len(chosen.train) * extent.scale)
     parts = distributions(work, seen, rows, chosen.train, data, extent.scale)
     return Inspection(
@@ -98,7 +98,7 @@ def inspect(
         extent=extent,
         rows=num_rows,
         tokens=round(int(seen.counts.lengths[chosen.train].sum()) * extent.scale),
-        learnt=learnt,
+        loss_tokens=loss_tokens,
         duplicates=round((seen.counts.num_rows - len(np.unique(seen.counts.hashes_R))) * extent.scale),
         distributions=parts,
         longest=tuple(
@@ -111,7 +111,7 @@ def inspect(
         recommendation=recommend(
             table,
             rows=num_rows,
-            learnt=learnt,
+            loss_tokens=loss_tokens,
             length=question.length,
             batch=batch,
             answers=[one for one in parts if one.name in seen.side.answers],
@@ -151,8 +151,8 @@ def extent_of(seen: Read) -> Extent:
 def batch_of(train: Train) -> Batch:
     """The batch of the recipe; its micro-batch where it says one."""
     rows = train.batch_size if train.batch_tokens is not None else train.batch_size or DEFAULT_BATCH_SIZE
-    micro = train.micro_batch_size if train.micro_batch_size != "auto" else USUAL_MICRO_BATCH_SIZE
-    return Batch(rows=rows, tokens=train.batch_tokens, micro_batch_size=min(micro, rows or micro))
+    micro_batch = train.micro_batch_size if train.micro_batch_size != "auto" else USUAL_MICRO_BATCH_SIZE
+    return Batch(rows=rows, tokens=train.batch_tokens, micro_batch_size=min(micro_batch, rows or micro_batch))
 
 
 def distributions(
@@ -167,7 +167,7 @@ def distributions(
             made.append(distribution(name, counts.part_tokens_RP[chosen, at].astype(np.int64), scale=scale))
     if not isinstance(rows, PromptRows):
         times = np.maximum(np.bincount(chosen, minlength=counts.num_rows), 1)
-        made.append(distribution("learnt", (rows.held_R // times)[chosen], scale=scale))
+        made.append(distribution("loss_tokens", (rows.held_R // times)[chosen], scale=scale))
     if data.assistant_only_loss:
         made.append(distribution("turn", np.diff(counts.spans_S2.astype(np.int64))[:, 0], scale=scale))
     if seen.side.wants_rows:

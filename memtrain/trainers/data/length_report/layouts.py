@@ -15,7 +15,7 @@ from memtrain.recipes.sections.length import Length, limits_of, truncations
 from memtrain.trainers.data.length_report.counts import Counts
 from memtrain.trainers.data.length_report.result import PackingKind
 from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
-from memtrain.trainers.data.packing.token_rows import Sequences, count_learnt, lay_out
+from memtrain.trainers.data.packing.token_rows import Sequences, count_loss_tokens, lay_out
 from memtrain.trainers.data.store.token_store import TokenStore
 
 Ints = NDArray[np.int64]
@@ -76,8 +76,8 @@ class TokenRows:
     def __init__(self, counts: Counts, rows: Ints) -> None:
         self.rows, self.lengths, self.spans = rows, counts.lengths, counts.spans
         nowhere = np.zeros_like(rows)
-        learnt = count_learnt(self.spans, rows, nowhere, self.lengths[rows])
-        self.held_R = sums(rows, learnt, counts.num_rows)
+        loss_tokens = count_loss_tokens(self.spans, rows, nowhere, self.lengths[rows])
+        self.held_R = sums(rows, loss_tokens, counts.num_rows)
 
     @property
     def longest_of_rows(self) -> Ints:
@@ -87,7 +87,7 @@ class TokenRows:
     def at(self, length: Length) -> LaidOut:
         """The rows of an epoch, truncated or packed."""
         laid: Sequences = lay_out(self.lengths, self.spans, self.rows, limits_of(length, has_prompts=False))
-        kept = sums(laid.row, laid.learnt, len(self.held_R)) if length.packing == "none" else self.held_R
+        kept = sums(laid.row, laid.loss_tokens, len(self.held_R)) if length.packing == "none" else self.held_R
         return LaidOut(
             report=laid.profile.report,
             profile=laid.profile,
@@ -121,7 +121,7 @@ class AnswerRows:
         laid: AnswerSequences = lay_out_answers(
             cast(TokenStore, self.store), self.rows, alone, is_shared=length.shared_prompts is not False
         )
-        kept = sums(laid.row, laid.learnt.sum(axis=1), self.store.num_rows)
+        kept = sums(laid.row, laid.loss_tokens.sum(axis=1), self.store.num_rows)
         held = kept if length.max_length is None else self.held_R
         return LaidOut(
             report=laid.profile.report,
@@ -171,8 +171,8 @@ class PromptRows:
             tokens_cut=0 if drops else lost,
             tokens_dropped=lost if drops else 0,
             tokens_idle=0,
-            learnt_cut=0,
-            learnt_dropped=0,
+            loss_tokens_cut=0,
+            loss_tokens_dropped=0,
             num_sequences=len(tokens),
             fill=1.0,
         )

@@ -79,12 +79,14 @@ class Faults:
     def done(self) -> Faulty:
         """The bad rows in all."""
         kinds = sorted(self.kinds.values(), key=lambda kind: -kind.rows)
-        unlearnt = [kind for kind in kinds if "no loss token" in kind.what and "the row" in kind.what]
-        empty = [kind for kind in kinds if kind not in unlearnt and EMPTY.search(kind.what)]
+        without_loss_tokens = [
+            kind for kind in kinds if "no loss token" in kind.what and "the row" in kind.what
+        ]
+        empty = [kind for kind in kinds if kind not in without_loss_tokens and EMPTY.search(kind.what)]
         return Faulty(
             rows=sum(kind.rows for kind in kinds),
             empty=sum(kind.rows for kind in empty),
-            unlearnt=sum(kind.rows for kind in unlearnt),
+            without_loss_tokens=sum(kind.rows for kind in without_loss_tokens),
             kinds=tuple(kinds[:KINDS_SHOWN]),
         )
 

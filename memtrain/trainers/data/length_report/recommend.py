@@ -28,7 +28,7 @@ def recommend(
     candidates: Sequence[Candidate],
     *,
     rows: int,
-    learnt: int,
+    loss_tokens: int,
     length: Length,
     batch: Batch,
     answers: Sequence[Distribution] = (),
@@ -41,20 +41,20 @@ def recommend(
     """
     if writes_answers:
         return _of_prompts(candidates, rows, answers)
-    enough = [one for one in candidates if one.losses[0].learnt_lost <= ALLOWED_LOSS * learnt]
+    enough = [one for one in candidates if one.losses[0].loss_tokens_lost <= ALLOWED_LOSS * loss_tokens]
     wanted = enough[0] if enough else candidates[-1]
     fitting = [one for one in candidates if one.cost is None or one.cost.fits]
     if not fitting:
         return _nothing_fits(candidates)
     within = [one for one in fitting if one.max_length <= wanted.max_length] or fitting
     chosen = within[-1]
-    packing = _packing(chosen, length, learnt)
-    parts = [_keeps(chosen, rows, learnt, packing)]
+    packing = _packing(chosen, length, loss_tokens)
+    parts = [_keeps(chosen, rows, loss_tokens, packing)]
     if chosen is not wanted:
         parts.append(f"the longest that fits the budget ({wanted.max_length:,} does not)")
     below = [one for one in candidates if one.max_length < chosen.max_length]
-    if below and below[-1].losses[0].learnt_lost and chosen is wanted:
-        lost = share(below[-1].losses[0].learnt_lost, learnt)
+    if below and below[-1].losses[0].loss_tokens_lost and chosen is wanted:
+        lost = share(below[-1].losses[0].loss_tokens_lost, loss_tokens)
         parts.append(f"where {below[-1].max_length:,} would lose {lost}")
     sentence = ", ".join(parts)
     if packing is not None and length.packing == "none":
@@ -74,26 +74,26 @@ def recommend(
     return Recommendation(reason=sentence + ".", recipe="\n".join(lines) + "\n")
 
 
-def _keeps(chosen: Candidate, rows: int, learnt: int, packing: Packing | None) -> str:
-    lost = chosen.losses[0].learnt_lost if packing is None else packing.learnt_lost
+def _keeps(chosen: Candidate, rows: int, loss_tokens: int, packing: Packing | None) -> str:
+    lost = chosen.losses[0].loss_tokens_lost if packing is None else packing.loss_tokens_lost
     touched = packing if packing is not None else chosen.losses[0]
     if not lost and not touched.rows_cut and not touched.rows_dropped:
         how = "" if not chosen.rows_longer else ", longer rows continue in another sequence"
         return f"{chosen.max_length:,} loses nothing{how}"
     said = [f"cuts {touched.rows_cut:,}"] if touched.rows_cut else []
     said += [f"leaves out {touched.rows_dropped:,}"] if touched.rows_dropped else []
-    kept = f"{max(learnt - lost, 0) / max(learnt, 1):.2%}" if lost else "all"
+    kept = f"{max(loss_tokens - lost, 0) / max(loss_tokens, 1):.2%}" if lost else "all"
     return f"{chosen.max_length:,} keeps {kept} of the loss tokens and {' and '.join(said)} of {rows:,} rows"
 
 
-def _packing(chosen: Candidate, length: Length, learnt: int) -> Packing | None:
+def _packing(chosen: Candidate, length: Length, loss_tokens: int) -> Packing | None:
     """The recipe's own packing; else one where padding is worth it: splitting where cutting would cost."""
     by_name = {one.packing: one for one in chosen.packings}
     if length.packing != "none":
         return by_name[length.packing]
     if not by_name or chosen.padding.fixed < WORTH_PACKING:
         return None
-    cuts_much = by_name["bfd"].learnt_lost > ALLOWED_LOSS * learnt
+    cuts_much = by_name["bfd"].loss_tokens_lost > ALLOWED_LOSS * loss_tokens
     return by_name["bfd_split" if cuts_much else "bfd"]
 
 

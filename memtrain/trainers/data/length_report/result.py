@@ -98,7 +98,7 @@ class Faulty(Section):
     rows: int
     empty: int
     """Rows with fewer than two tokens: nothing to predict."""
-    unlearnt: int
+    without_loss_tokens: int
     """Rows without a loss token."""
     kinds: tuple[BadRows, ...]
     """The most frequent first."""
@@ -111,7 +111,7 @@ class Loss(Section):
     rows_cut: int
     rows_dropped: int
     tokens_lost: int
-    learnt_lost: int
+    loss_tokens_lost: int
 
 
 class Packing(Section):
@@ -124,7 +124,7 @@ class Packing(Section):
     rows_dropped: int
     rows_split: int
     tokens_lost: int
-    learnt_lost: int
+    loss_tokens_lost: int
     steps: int
     """Optimizer steps of one epoch."""
 
@@ -204,7 +204,7 @@ class Inspection(Section):
     rows: int
     """Rows of one epoch: after sampling, mixture weights and the held-out fraction."""
     tokens: int
-    learnt: int
+    loss_tokens: int
     """Learnt tokens (those that something predicts and the loss counts)."""
     duplicates: int
     """Rows whose tokens are those of an earlier row."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport, longest_first
 from memtrain.recipes.sections.length import RowLimits
-from memtrain.trainers.data.packing.token_rows import Spans, count_learnt, highest_share
+from memtrain.trainers.data.packing.token_rows import Spans, count_loss_tokens, highest_share
 from memtrain.trainers.data.store.token_store import TokenStore
 
 Ints = NDArray[np.int64]
@@ -39,7 +39,7 @@ class AnswerSequences:
     """[I, K] first token of each answer, counted in its row."""
     answer: Ints
     """[I, K] tokens of each answer that are kept: its first ones."""
-    learnt: Ints
+    loss_tokens: Ints
     """[I, K] learnt tokens of each answer."""
     item_ptr: Ints
     tokens: Ints
@@ -78,18 +78,18 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: RowLimits, *, is_shar
     starts = whole_prompt[:, None] + np.cumsum(whole, axis=1) - whole
     kept = truncated(whole_prompt, whole, length)
     spans = Spans(store.span_ptr, store.span_starts, store.span_ends)
-    learnt_whole = _learnt(spans, rows, starts, whole, whole_prompt)
-    learnt = _learnt(spans, rows, starts, kept.answer, whole_prompt)
-    stays = kept.fits & (learnt.min(axis=1) > 0)
+    loss_tokens_whole = _loss_tokens(spans, rows, starts, whole, whole_prompt)
+    loss_tokens = _loss_tokens(spans, rows, starts, kept.answer, whole_prompt)
+    stays = kept.fits & (loss_tokens.min(axis=1) > 0)
     stays &= ~_became_alike(store, rows, starts, kept.answer, (kept.answer < whole).any(axis=1) & stays)
-    report = _report(whole_prompt, whole, kept, learnt_whole, learnt, stays)
+    report = _report(whole_prompt, whole, kept, loss_tokens_whole, loss_tokens, stays)
     at = np.flatnonzero(stays)
     order, item_ptr = _grouped(store, rows[at], kept.prompt_start[at], kept.prompt[at], length.group_prompts)
     at = at[order]
     prompt, answer = kept.prompt[at], kept.answer[at]
     tokens = _tokens(prompt, answer, item_ptr, is_shared=is_shared)
-    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(learnt[at].sum(axis=1))])
-    learnt_each = np.diff(sums[item_ptr])
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(loss_tokens[at].sum(axis=1))])
+    loss_tokens_each = np.diff(sums[item_ptr])
     longest_row = int((prompt + answer.max(axis=1)).max(initial=0)) if len(at) else 0
     return AnswerSequences(
         row=rows[at],
@@ -97,7 +97,7 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: RowLimits, *, is_shar
         prompt=prompt,
         answer_start=starts[at],
         answer=answer,
-        learnt=learnt[at],
+        loss_tokens=loss_tokens[at],
         item_ptr=item_ptr,
         tokens=tokens,
         weights=np.diff(item_ptr),
@@ -106,8 +106,8 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: RowLimits, *, is_shar
             total_tokens=int(tokens.sum()),
             longest=longest_first(np.sort(tokens)[::-1][:NUM_LONGEST]),
             longest_piece=longest_row,
-            most_learnt=longest_first(np.sort(learnt_each)[::-1][:NUM_LONGEST]),
-            learnt_share=highest_share(learnt_each, tokens),
+            most_loss_tokens=longest_first(np.sort(loss_tokens_each)[::-1][:NUM_LONGEST]),
+            loss_token_share=highest_share(loss_tokens_each, tokens),
             rows_per_sequence=int(np.diff(item_ptr).max(initial=1)) * whole.shape[1],
         ),
     )
@@ -144,11 +144,12 @@ def _at_most(tokens: Ints, limit: int | None) -> Ints:
     return tokens if limit is None else np.minimum(tokens, limit)
 
 
-def _learnt(spans: Spans, rows: Ints, starts: Ints, kept: Ints, prompt: Ints) -> Ints:
+def _loss_tokens(spans: Spans, rows: Ints, starts: Ints, kept: Ints, prompt: Ints) -> Ints:
     """[I, K] learnt tokens of each answer; the first one counts where a prompt predicts it."""
     before = (prompt > 0).astype(np.int64)
     columns = [
-        count_learnt(spans, rows, starts[:, k] - before, kept[:, k] + before) for k in range(kept.shape[1])
+        count_loss_tokens(spans, rows, starts[:, k] - before, kept[:, k] + before)
+        for k in range(kept.shape[1])
     ]
     return np.stack(columns, axis=1)
 
@@ -196,15 +197,20 @@ def _tokens(prompt: Ints, answer: Ints, item_ptr: Ints, *, is_shared: bool) -> I
 
 
 def _report(
-    prompt: Ints, answer: Ints, kept: _Kept, learnt_whole: Ints, learnt: Ints, stays: NDArray[np.bool_]
+    prompt: Ints,
+    answer: Ints,
+    kept: _Kept,
+    loss_tokens_whole: Ints,
+    loss_tokens: Ints,
+    stays: NDArray[np.bool_],
 ) -> LengthReport:
     total = prompt + answer.sum(axis=1)
     left = kept.prompt + kept.answer.sum(axis=1)
-    lost = (learnt_whole - learnt)[stays].sum(axis=0)
+    lost = (loss_tokens_whole - loss_tokens)[stays].sum(axis=0)
     return LengthReport(
         num_rows=len(prompt),
         num_tokens=int(total.sum()),
-        num_loss_tokens=int(learnt_whole.sum()),
+        num_loss_tokens=int(loss_tokens_whole.sum()),
         rows_cut=int((left < total)[stays].sum()),
         rows_dropped=int((~stays).sum()),
         rows_split=0,
@@ -212,9 +218,9 @@ def _report(
         tokens_cut=int((total - left)[stays].sum()),
         tokens_dropped=int(total[~stays].sum()),
         tokens_idle=0,
-        learnt_cut=int(lost.sum()),
-        learnt_dropped=int(learnt_whole[~stays].sum()),
+        loss_tokens_cut=int(lost.sum()),
+        loss_tokens_dropped=int(loss_tokens_whole[~stays].sum()),
         num_sequences=0,
         fill=1.0,
-        learnt_cut_by_answer=tuple(int(one) for one in lost),
+        loss_tokens_cut_by_answer=tuple(int(one) for one in lost),
     )

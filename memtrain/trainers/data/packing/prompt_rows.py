@@ -71,8 +71,8 @@ def lay_out_prompts(store: TokenStore, rows: Ints, length: RowLimits, *, each: i
         tokens_cut=int((whole - left)[is_cut].sum()),
         tokens_dropped=int(whole[~kept].sum()),
         tokens_idle=0,
-        learnt_cut=0,
-        learnt_dropped=0,
+        loss_tokens_cut=0,
+        loss_tokens_dropped=0,
         num_sequences=count,
         fill=1.0,
     )
@@ -96,6 +96,6 @@ def lay_out_completions(store: TokenStore, rows: Ints, recipe: Recipe, *, is_sha
             total_tokens=int(tokens.sum()) - (repeated if is_shared else 0),
             longest=longest_first(tokens),
             longest_piece=int(each.max()),
-            most_learnt=(generate.max_tokens,) * min(len(tokens), NUM_LONGEST),
+            most_loss_tokens=(generate.max_tokens,) * min(len(tokens), NUM_LONGEST),
         ),
     )

@@ -39,7 +39,7 @@ class Sequences:
     bin_ptr: Ints
     tokens: Ints
     """Tokens of each sequence."""
-    learnt: Ints
+    loss_tokens: Ints
     """Tokens of each sequence that are learnt: predicted by the token before them, in the same piece."""
     profile: LengthProfile
 
@@ -54,43 +54,43 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Seque
     context in the later piece, so that each learnt token is still predicted exactly once.
     """
     own = lengths[rows]
-    learnt_of_row = count_learnt(spans, rows, np.zeros_like(rows), own)
+    loss_tokens_of_row = count_loss_tokens(spans, rows, np.zeros_like(rows), own)
     if length.packing == "wrapped":
-        number, start, kept, bin_ptr, learnt = _wrapped(own, learnt_of_row, spans, rows, length)
+        number, start, kept, bin_ptr, loss_tokens = _wrapped(own, loss_tokens_of_row, spans, rows, length)
         made = (number, start, kept)
     else:
         number, start, kept = _pieces(own, length)
-        learnt = count_learnt(spans, rows[number], start, kept)
-        useful = learnt > 0
-        number, start, kept, learnt = number[useful], start[useful], kept[useful], learnt[useful]
+        loss_tokens = count_loss_tokens(spans, rows[number], start, kept)
+        useful = loss_tokens > 0
+        number, start, kept, loss_tokens = number[useful], start[useful], kept[useful], loss_tokens[useful]
         made = (number, start, kept)
         order, bin_ptr = _pack(kept, length)
-        number, start, kept, learnt = number[order], start[order], kept[order], learnt[order]
-    tokens, learnt = _sum_by_bin(kept, bin_ptr), _sum_by_bin(learnt, bin_ptr)
+        number, start, kept, loss_tokens = number[order], start[order], kept[order], loss_tokens[order]
+    tokens, loss_tokens = _sum_by_bin(kept, bin_ptr), _sum_by_bin(loss_tokens, bin_ptr)
     return Sequences(
         row=rows[number],
         start=start,
         length=kept,
         bin_ptr=bin_ptr,
         tokens=tokens,
-        learnt=learnt,
+        loss_tokens=loss_tokens,
         profile=LengthProfile(
-            report=_report(own, made, learnt_of_row, learnt, length),
+            report=_report(own, made, loss_tokens_of_row, loss_tokens, length),
             total_tokens=int(tokens.sum()),
             longest=longest_first(_largest(tokens, NUM_LONGEST)),
-            most_learnt=longest_first(_largest(learnt, NUM_LONGEST)),
-            learnt_share=highest_share(learnt, tokens),
+            most_loss_tokens=longest_first(_largest(loss_tokens, NUM_LONGEST)),
+            loss_token_share=highest_share(loss_tokens, tokens),
             longest_piece=int((tokens if length.cross_document_attention else kept).max(initial=0)),
         ),
     )
 
 
-def highest_share(learnt: Ints, tokens: Ints) -> float:
+def highest_share(loss_tokens: Ints, tokens: Ints) -> float:
     """The highest share of learnt tokens in a sequence; 1 where there is none."""
-    return float((learnt / np.maximum(tokens, 1)).max()) if len(tokens) else 1.0
+    return float((loss_tokens / np.maximum(tokens, 1)).max()) if len(tokens) else 1.0
 
 
-def count_learnt(spans: Spans, row: Ints, start: Ints, length: Ints) -> Ints:
+def count_loss_tokens(spans: Spans, row: Ints, start: Ints, length: Ints) -> Ints:
     """Learnt tokens of each piece that a token of the same piece predicts: its first token never counts."""
     first, last = spans.ptr[row], spans.ptr[row + 1]
     counts = last - first
@@ -132,7 +132,7 @@ def _split(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _wrapped(
-    tokens: Ints, learnt_of_row: Ints, spans: Spans, rows: Ints, length: RowLimits
+    tokens: Ints, loss_tokens_of_row: Ints, spans: Spans, rows: Ints, length: RowLimits
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """(number of the row, start, length) of every piece, bin_ptr, learnt tokens of every piece.
 
@@ -141,18 +141,18 @@ def _wrapped(
     """
     assert length.max_length is not None, "The recipe refuses packing without a max_length."
     sees = length.cross_document_attention
-    used = np.arange(len(tokens)) if sees else np.flatnonzero(learnt_of_row)
+    used = np.arange(len(tokens)) if sees else np.flatnonzero(loss_tokens_of_row)
     number, start, kept, begins = _wrap(tokens[used], length.max_length)
     number = used[number]
     bin_ptr = np.append(np.flatnonzero(begins), len(begins))
-    learnt = count_learnt(spans, rows[number], start, kept)
+    loss_tokens = count_loss_tokens(spans, rows[number], start, kept)
     if sees:
-        learnt = learnt + _first_tokens_learnt(spans, rows[number], start, bin_ptr)
+        loss_tokens = loss_tokens + _first_loss_tokens(spans, rows[number], start, bin_ptr)
     counts = np.diff(bin_ptr)
-    useful = _sum_by_bin(learnt, bin_ptr) > 0
+    useful = _sum_by_bin(loss_tokens, bin_ptr) > 0
     of_useful = np.repeat(useful, counts)
     bin_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts[useful])))
-    return number[of_useful], start[of_useful], kept[of_useful], bin_ptr, learnt[of_useful]
+    return number[of_useful], start[of_useful], kept[of_useful], bin_ptr, loss_tokens[of_useful]
 
 
 def _wrap(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
@@ -195,12 +195,12 @@ def _pack(kept: Ints, length: RowLimits) -> tuple[Ints, Ints]:
     return best_fit_decreasing(kept, length.max_length)
 
 
-def _first_tokens_learnt(spans: Spans, row: Ints, start: Ints, bin_ptr: Ints) -> Ints:
+def _first_loss_tokens(spans: Spans, row: Ints, start: Ints, bin_ptr: Ints) -> Ints:
     """1 where a piece's first token is learnt and the piece before it, in the same sequence, predicts it."""
     inner = np.ones(len(row), np.bool_)
     inner[bin_ptr[:-1]] = False
     one = np.ones_like(start)
-    return np.where(inner, count_learnt(spans, row, start - 1, one + 1), 0)
+    return np.where(inner, count_loss_tokens(spans, row, start - 1, one + 1), 0)
 
 
 def _largest(values: Ints, count: int) -> Ints:
@@ -217,8 +217,8 @@ def _sum_by_bin(values: Ints, bin_ptr: Ints) -> Ints:
 def _report(
     tokens: Ints,
     pieces: tuple[Ints, Ints, Ints],
-    learnt_of_row: Ints,
-    learnt: Ints,
+    loss_tokens_of_row: Ints,
+    loss_tokens: Ints,
     length: RowLimits,
 ) -> LengthReport:
     number, start, kept = pieces
@@ -226,13 +226,13 @@ def _report(
     num_pieces = np.bincount(number, minlength=len(tokens))
     absent = num_pieces == 0
     left_out = int(tokens.sum()) - _distinct_tokens(number, start, kept)
-    dropped, learnt_dropped = int(tokens[absent].sum()), int(learnt_of_row[absent].sum())
-    num_sequences = len(learnt)
+    dropped, loss_tokens_dropped = int(tokens[absent].sum()), int(loss_tokens_of_row[absent].sum())
+    num_sequences = len(loss_tokens)
     room = num_sequences * limit if length.packing != "none" else int(kept.sum())
     return LengthReport(
         num_rows=len(tokens),
         num_tokens=int(tokens.sum()),
-        num_loss_tokens=int(learnt_of_row.sum()),
+        num_loss_tokens=int(loss_tokens_of_row.sum()),
         rows_cut=0 if splits or not limit else int((tokens[~absent] > limit).sum()),
         rows_dropped=int(absent.sum()),
         rows_split=int((num_pieces > 1).sum()),
@@ -240,8 +240,8 @@ def _report(
         tokens_cut=0 if splits else left_out - dropped,
         tokens_dropped=dropped,
         tokens_idle=left_out - dropped if splits else 0,
-        learnt_cut=max(0, int(learnt_of_row.sum()) - learnt_dropped - int(learnt.sum())),
-        learnt_dropped=learnt_dropped,
+        loss_tokens_cut=max(0, int(loss_tokens_of_row.sum()) - loss_tokens_dropped - int(loss_tokens.sum())),
+        loss_tokens_dropped=loss_tokens_dropped,
         num_sequences=num_sequences,
         fill=int(kept.sum()) / room if room else 1.0,
     )

@@ -158,14 +158,14 @@ def turn_end_in(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> TurnEn
 def split_of(made: KeptRows, rows: Any, sources: Sequence[Source]) -> PreparedSplit:
     """Facts of a store for the plan: of the given rows, or of all."""
     store = made.store
-    lengths, learnt = store.lengths, store.learnt_per_row
+    lengths, loss_tokens = store.lengths, store.loss_tokens_per_row
     if rows is not None:
-        lengths, learnt = lengths[rows], learnt[rows]
+        lengths, loss_tokens = lengths[rows], loss_tokens[rows]
     return PreparedSplit(
         folder=str(store.folder),
         num_rows=len(lengths),
         num_tokens=int(lengths.sum()),
-        num_loss_tokens=int(learnt.sum()),
+        num_loss_tokens=int(loss_tokens.sum()),
         num_skipped=store.meta.num_skipped,
         longest_tokens=int(lengths.max(initial=0)),
         notes=made.notes,
@@ -185,7 +185,7 @@ def source_shares(
     def sums(values: NDArray[Any] | None = None) -> list[int]:
         return np.bincount(source_of, values, len(sources)).astype(np.int64).tolist()
 
-    counts = zip(sums(), sums(store.lengths[rows]), sums(store.learnt_per_row[rows]), strict=True)
+    counts = zip(sums(), sums(store.lengths[rows]), sums(store.loss_tokens_per_row[rows]), strict=True)
     return tuple(
         SourceShare(source=one.source, num_rows=num, num_tokens=tokens, num_loss_tokens=loss_tokens)
         for one, (num, tokens, loss_tokens) in zip(sources, counts, strict=True)

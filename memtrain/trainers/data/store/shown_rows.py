@@ -85,7 +85,7 @@ def piece_of(
     store: TokenStore, row: int, start: int, length: int, tokenizer: PreTrainedTokenizerFast
 ) -> Piece:
     """Tokens `start` to `start + length` of a row; the first token of a piece is predicted by none."""
-    ids, mask = store.row(row), store.learnt_mask(row)
+    ids, mask = store.row(row), store.loss_mask(row)
     own = mask[start : start + length].copy()
     own[:1] = False
     runs = tuple(runs_of(ids[start : start + length], own, tokenizer))
@@ -94,7 +94,7 @@ def piece_of(
 
 def parts_of(store: TokenStore, row: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Piece]:
     """The parts of a row that has answers, or of a prompt alone."""
-    mask, end = store.learnt_mask(row), 0
+    mask, end = store.loss_mask(row), 0
     label = store.labels[row] if store.meta.has_label and store.num_parts == 2 else np.nan
     for name, length in zip(store.meta.parts, store.part_lengths[row].tolist(), strict=True):
         start, end = end, end + length
@@ -109,7 +109,7 @@ def example_of(
 ) -> tuple[tuple[str, bool], ...]:
     """Text of a row in runs, and whether each is trained; of a long row its first EXAMPLE_TOKENS."""
     count = min(int(store.lengths[row]), EXAMPLE_TOKENS)
-    runs = runs_of(store.row(row)[:count], store.learnt_mask(row)[:count], tokenizer)
+    runs = runs_of(store.row(row)[:count], store.loss_mask(row)[:count], tokenizer)
     merged = groupby(runs, key=lambda run: run.is_trained)
     made = [("".join(run.text for run in group), is_trained) for is_trained, group in merged]
     return (*made, (" ...", False)) if count < store.lengths[row] else tuple(made)

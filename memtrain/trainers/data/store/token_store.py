@@ -94,7 +94,7 @@ class TokenRow:
     ids: Ids
     parts: tuple[int, ...]
     """Tokens of each part; they sum to the row."""
-    learnt: tuple[tuple[int, int], ...]
+    loss_spans: tuple[tuple[int, int], ...]
     """Learnt spans, counted in the row, in order."""
     stream: int
     line: int
@@ -122,12 +122,12 @@ class Rows:
 
 def as_rows(rows: list[TokenRow], num_parts: int) -> Rows:
     """Rows put together."""
-    spans = [span for row in rows for span in row.learnt]
+    spans = [span for row in rows for span in row.loss_spans]
     columns = [json.dumps(row.columns, ensure_ascii=False) for row in rows if row.columns is not None]
     return Rows(
         ids=np.concatenate([row.ids for row in rows]) if rows else np.zeros(0, np.int32),
         part_tokens=np.array([row.parts for row in rows], np.int64).reshape(len(rows) * num_parts),
-        span_counts=np.array([len(row.learnt) for row in rows], np.int64),
+        span_counts=np.array([len(row.loss_spans) for row in rows], np.int64),
         spans=np.array(spans, np.int64).reshape(-1, 2),
         origin=np.array([(row.stream, row.line) for row in rows], np.int64).reshape(-1, 2),
         labels=np.array([np.nan if row.label is None else row.label for row in rows], np.float32),
@@ -306,7 +306,7 @@ class TokenStore:
         return np.diff(self.row_ptr)
 
     @cached_property
-    def learnt_per_row(self) -> Ints:
+    def loss_tokens_per_row(self) -> Ints:
         """int64 [R]: learnt tokens of each row with a token before them: a first one is never predicted."""
         counts = self.span_ends - np.maximum(self.span_starts, 1)
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -340,7 +340,7 @@ class TokenStore:
             zip(self.span_starts[first:last].tolist(), self.span_ends[first:last].tolist(), strict=True)
         )
 
-    def learnt_mask(self, i: int) -> NDArray[np.bool_]:
+    def loss_mask(self, i: int) -> NDArray[np.bool_]:
         """bool: which tokens of row `i` are learnt, the first one too where its format learns it."""
         mask = np.zeros(int(self.lengths[i]), np.bool_)
         for start, end in self.spans(i):

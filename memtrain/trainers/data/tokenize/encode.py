@@ -34,7 +34,7 @@ class Encoded:
     ids: Ids
     cut: int
     """Tokens that lie wholly in the prompt."""
-    learnt: tuple[TokenSpan, ...]
+    loss_spans: tuple[TokenSpan, ...]
     """Learnt spans, in tokens."""
     merged: bool
     """Whether a token reaches over the end of the prompt."""
@@ -98,13 +98,13 @@ class Encoder:
     def _ended_once(self, piece: Piece, made: Encoded) -> Encoded:
         """Without what the tokenizer adds after a text that is a prompt, or ends in that token already."""
         length = len(made.ids) - self.num_after
-        is_prompt = piece.cut == len(piece.text) and not piece.learnt
+        is_prompt = piece.cut == len(piece.text) and not piece.loss_spans
         if not self.num_after or length < 1:
             return made
         if not is_prompt and made.ids[length - 1] != made.ids[-1]:
             return made
-        learnt = tuple((start, min(end, length)) for start, end in made.learnt if start < length)
-        return Encoded(made.ids[:length], min(made.cut, length), learnt, made.merged)
+        loss_spans = tuple((start, min(end, length)) for start, end in made.loss_spans if start < length)
+        return Encoded(made.ids[:length], min(made.cut, length), loss_spans, made.merged)
 
     def _encode(self, pieces: list[Piece], adds_specials: bool) -> list[Encoded]:
         if not pieces:
@@ -146,7 +146,7 @@ class Encoder:
         encoded: list[Encoded] = []
         for i, (piece, first, last, is_normalised, cut, is_merged) in enumerate(known):
             own = ids[first:last]
-            if piece.cut == 0 and piece.learnt == ((0, len(piece.text)),):
+            if piece.cut == 0 and piece.loss_spans == ((0, len(piece.text)),):
                 before = self.num_before if adds_specials else 0
                 encoded.append(
                     Encoded(own, before, ((before, len(own)),) if len(own) > before else (), False)
@@ -154,7 +154,7 @@ class Encoder:
             elif is_normalised:
                 again = self.tokenizer.encode(piece.text, add_special_tokens=adds_specials)
                 encoded.append(self._by_offsets(piece, again))
-            elif 0 < piece.cut < len(piece.text) and piece.learnt == ((piece.cut, len(piece.text)),):
+            elif 0 < piece.cut < len(piece.text) and piece.loss_spans == ((piece.cut, len(piece.text)),):
                 encoded.append(Encoded(own, cut, ((cut, len(own)),) if len(own) > cut else (), is_merged))
             else:
                 place = partial(shifted, piece.text, int(base[i]))
@@ -181,11 +181,11 @@ def placed(piece: Piece, ids: Ids, starts: Ints, ends: Ints, place: Callable[[in
     num_tokens, num_chars = len(ids), len(piece.text)
     boundary = place(piece.cut)
     cut = num_tokens if piece.cut == num_chars else int(np.searchsorted(ends, boundary, side="right"))
-    learnt: list[TokenSpan] = []
-    for start, end in piece.learnt:
+    loss_spans: list[TokenSpan] = []
+    for start, end in piece.loss_spans:
         first = cut if start == piece.cut else int(np.searchsorted(ends, place(start), side="right"))
         last = num_tokens if end == num_chars else int(np.searchsorted(starts, place(end), side="left"))
         if first < last:
-            learnt.append((first, last))
+            loss_spans.append((first, last))
     merged = cut < num_tokens and bool(starts[cut] < boundary)
-    return Encoded(ids, cut, tuple(learnt), merged)
+    return Encoded(ids, cut, tuple(loss_spans), merged)

@@ -25,7 +25,7 @@ from memtrain.recipes.formats.prompt_completion import PromptCompletion
 from memtrain.recipes.formats.text import Text
 from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.tokenize.template_limits import check_length, within_limits
-from memtrain.trainers.data.tokenize.turns import CharSpan, learnt_spans, shown
+from memtrain.trainers.data.tokenize.turns import CharSpan, loss_spans, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Piece:
     text: str
     cut: int
     """Characters of the prompt at its beginning."""
-    learnt: tuple[CharSpan, ...]
+    loss_spans: tuple[CharSpan, ...]
     """Learnt spans, in characters."""
     adds_specials: bool
     """Whether the tokenizer adds special tokens of its own: not where a template wrote them."""
@@ -92,13 +92,13 @@ def _prompt_completion(example: PromptCompletion | Unpaired, rendering: Renderin
     piece = _answer(example.prompt, example.completion, example.tools, rendering)
     if rendering.completion_only:
         return (_after_cut(piece),)
-    return (replace(piece, learnt=((0, len(piece.text)),)) if piece.adds_specials else piece,)
+    return (replace(piece, loss_spans=((0, len(piece.text)),)) if piece.adds_specials else piece,)
 
 
 def _after_cut(piece: Piece) -> Piece:
     """The piece, of which nothing of the prompt is learnt."""
-    inside = tuple((max(start, piece.cut), end) for start, end in piece.learnt if end > piece.cut)
-    return replace(piece, learnt=inside)
+    inside = tuple((max(start, piece.cut), end) for start, end in piece.loss_spans if end > piece.cut)
+    return replace(piece, loss_spans=inside)
 
 
 def _conversation(example: Conversation, rendering: Rendering) -> tuple[Piece, ...]:
@@ -174,7 +174,7 @@ def marked(
     def beginning(some: Messages, generation_prompt: bool) -> str:
         return conversation(some, tools, rendering, generation_prompt=generation_prompt)[0]
 
-    spans = learnt_spans(
+    spans = loss_spans(
         messages,
         text,
         marks if wants_marks else None,

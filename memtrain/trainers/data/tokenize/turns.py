@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memtrain.recipes.formats.fields import NOT_LEARNT, BadRow, Message, Messages
+from memtrain.recipes.formats.fields import NO_LOSS, BadRow, Message, Messages
 
 CharSpan = tuple[int, int]
 Render = Callable[[Messages, bool], str]
 """A conversation as the template writes it, with a generation prompt where that is asked."""
 
 
-def learnt_spans(
+def loss_spans(
     messages: Messages,
     text: str,
     marks: Sequence[CharSpan] | None,
@@ -31,7 +31,7 @@ def learnt_spans(
     Raises: BadRow when a message that must be found cannot be.
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    off = [i for i, message in enumerate(messages) if message.get(NOT_LEARNT)]
+    off = [i for i, message in enumerate(messages) if message.get(NO_LOSS)]
     if not assistant_only:
         return _without([_region(i, messages, text, render) for i in off], len(text))
     chosen = [i for i in (spoken[-1:] if last_turn_only else spoken) if i not in off]
@@ -44,7 +44,7 @@ def learnt_spans(
 
 def shown(message: Message) -> Message:
     """The message as templates see it."""
-    return {name: value for name, value in message.items() if name != NOT_LEARNT}
+    return {name: value for name, value in message.items() if name != NO_LOSS}
 
 
 def _without(regions: Sequence[CharSpan], length: int) -> tuple[CharSpan, ...]:

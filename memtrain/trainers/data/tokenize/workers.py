@@ -174,20 +174,20 @@ class Tokenizing:
         one = own[0]
         if isinstance(example, Prompt):
             return TokenRow(one.ids, (len(one.ids),), (), stream, line, columns=example.kept)
-        check_learnt(one.learnt, len(one.ids), self.job.rendering)
+        check_loss_spans(one.loss_spans, len(one.ids), self.job.rendering)
         cut = one.cut
         parts = (cut, len(one.ids) - cut) if len(self.parts) == 2 else (len(one.ids),)
         label = float(example.label) if isinstance(example, Unpaired) else None
-        return TokenRow(one.ids, parts, one.learnt, stream, line, merged=one.merged, label=label)
+        return TokenRow(one.ids, parts, one.loss_spans, stream, line, merged=one.merged, label=label)
 
 
 def _texts(rendering: Rendering, example: Example) -> list[str]:
     return [piece.text for piece in render(example, rendering)]
 
 
-def check_learnt(learnt: Iterable[tuple[int, int]], num_tokens: int, rendering: Rendering) -> None:
+def check_loss_spans(loss_spans: Iterable[tuple[int, int]], num_tokens: int, rendering: Rendering) -> None:
     """Raise BadRow when no token of the row is learnt: one that has a token before it to predict it."""
-    if any(end > max(start, 1) for start, end in learnt):
+    if any(end > max(start, 1) for start, end in loss_spans):
         return
     if num_tokens < 2:
         raise BadRow(
@@ -214,10 +214,10 @@ def row_of_ids(example: Ids, num_tokens: int, stream: int, line: int) -> TokenRo
         )
     loss_mask = np.ones(len(ids), np.bool_) if example.labels is None else np.array(example.labels) == ids
     edges = np.flatnonzero(np.diff(np.concatenate([[False], loss_mask, [False]]).astype(np.int8)))
-    learnt = tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
-    if not any(end > max(start, 1) for start, end in learnt):
+    loss_spans = tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
+    if not any(end > max(start, 1) for start, end in loss_spans):
         raise BadRow("the row has no loss token", "remove the row")
-    return TokenRow(ids.astype(np.int32), (len(ids),), learnt, stream, line)
+    return TokenRow(ids.astype(np.int32), (len(ids),), loss_spans, stream, line)
 
 
 def row_of_pair(chosen: Encoded, rejected: Encoded, margin: float | None, stream: int, line: int) -> TokenRow:

@@ -20,7 +20,7 @@ def load_of(feed: Feed, sequences: Ints, settings: Settings) -> int:
     return int(tokens.sum()) if settings.padding_free else len(tokens) * int(tokens.max())
 
 
-def heaviest_micro(
+def heaviest_micro_batch(
     steps: StepSource, settings: Settings, *, start: int = 0, replicas: int = 1
 ) -> tuple[Ints, bool]:
     """The micro-batch with most tokens from step `start` on, of any replica; whether a step has it."""
@@ -29,7 +29,7 @@ def heaviest_micro(
     most, seen = -1, 0
     for step in range(start, settings.max_steps):
         works = [steps.work(step, rank=replica, num_ranks=replicas) for replica in range(replicas)]
-        for sequences in (one for work in works for one in work.micros):
+        for sequences in (one for work in works for one in work.micro_batches):
             load = load_of(feed, sequences, settings)
             if load > most:
                 heaviest, most = sequences, load
@@ -41,14 +41,14 @@ def heaviest_micro(
 
 def step_of(feed: Feed, sequences: Ints, *, step: int, has_more: bool, replicas: int = 1) -> StepWork:
     """An optimizer step of one micro-batch; `has_more`: of the same twice, the second meets gradients."""
-    micros = (sequences, sequences) if has_more else (sequences,)
+    micro_batches = (sequences, sequences) if has_more else (sequences,)
     return StepWork(
         step=step,
         epoch=0,
         is_last_of_epoch=False,
         sequences=sequences,
-        micros=micros,
-        denominator=max(1.0, float(feed.weights[sequences].sum()) * len(micros) * replicas),
+        micro_batches=micro_batches,
+        denominator=max(1.0, float(feed.weights[sequences].sum()) * len(micro_batches) * replicas),
         num_tokens=int(feed.tokens[sequences].sum()),
         num_sequences=len(sequences),
     )

@@ -21,7 +21,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.checkpoints.state_io import save_state
 from memtrain.trainers.loop.loop import Run, before_step, score, whole_gradients
-from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro, load_of, step_of
+from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro_batch, load_of, step_of
 from memtrain.trainers.loop.oom.preflight_online import made_up_rollout
 from memtrain.trainers.loop.oom.recover import Exhausted
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
@@ -91,10 +91,10 @@ def _heaviest(run: Run) -> Iterator[Heaviest]:
             yield Heaviest(sequences, of_replica > settings.micro_batch_size, words)
         return
     replicas = run.ranks.num_replicas
-    sequences, is_real = heaviest_micro(steps, settings, start=run.position.step, replicas=replicas)
+    sequences, is_real = heaviest_micro_batch(steps, settings, start=run.position.step, replicas=replicas)
     first = [run.steps.work(run.position.step, rank=rank, num_ranks=replicas) for rank in range(replicas)]
     words = "the heaviest micro-batch of the run" if is_real else "the longest rows together"
-    yield Heaviest(sequences, any(len(work.micros) > 1 for work in first), words)
+    yield Heaviest(sequences, any(len(work.micro_batches) > 1 for work in first), words)
 
 
 def bits_of(parameters: Iterable[nn.Parameter]) -> list[int]:
@@ -200,8 +200,8 @@ def _evaluation(run: Run) -> None:
         # What is held out of an online run is written and judged, and writing was tried.
         return
     feed = run.eval_feed
-    micros = eval_micro_batches(feed, run.plan.settings, rank=0, num_ranks=1)
-    heaviest = max(micros, key=lambda sequences: load_of(feed, sequences, run.plan.settings))
+    micro_batches = eval_micro_batches(feed, run.plan.settings, rank=0, num_ranks=1)
+    heaviest = max(micro_batches, key=lambda sequences: load_of(feed, sequences, run.plan.settings))
     was_training = run.step.model.training
     run.step.model.eval()
     with run.watch.phase(f"{REHEARSAL}evaluation"), torch.no_grad():

@@ -84,4 +84,4 @@ def weighed(steps: OnlineSteps) -> Rollout:
 
 def _heaviest(steps: OnlineSteps, window: Rollout) -> Ints:
     work = steps.work_of(window, steps.position.step, 0, rank=0, num_ranks=1)
-    return max(work.micros, key=lambda micro: int(steps.feed.tokens[micro].sum()))
+    return max(work.micro_batches, key=lambda micro_batch: int(steps.feed.tokens[micro_batch].sum()))

@@ -41,7 +41,7 @@ class Part:
     """Input of a forward and backward pass: a micro-batch, or a part of one."""
 
     sequences: Ints
-    micro: int
+    micro_batch: int
     """Number of the micro-batch among those of this rank."""
     number: int
     """Number of the part within it; 0 for a whole one."""
@@ -95,18 +95,18 @@ class Recovery:
         for name in self.position.switched_on:
             self._switch(name)
 
-    def divide(self, feed: Feed, micros: Sequence[Ints]) -> list[Part]:
+    def divide(self, feed: Feed, micro_batches: Sequence[Ints]) -> list[Part]:
         """The micro-batches of a step, those split that are as heavy as one that ran out."""
         parts: list[Part] = []
-        for index, sequences in enumerate(micros):
-            pieces = list(self._below(feed, sequences, self.position.micro_limit))
+        for index, sequences in enumerate(micro_batches):
+            pieces = list(self._below(feed, sequences, self.position.micro_batch_limit))
             parts += [Part(piece, index, number) for number, piece in enumerate(pieces)]
         return parts
 
     def whole(
         self,
         feed: Feed,
-        micros: Sequence[Ints],
+        micro_batches: Sequence[Ints],
         act: Callable[[list[Part], Cursor], Made],
         *,
         finish: Callable[[], None],
@@ -123,7 +123,7 @@ class Recovery:
         """
         while True:
             cursor = Cursor()
-            parts = self.divide(feed, micros)
+            parts = self.divide(feed, micro_batches)
             made, is_whole = attempt(lambda cursor=cursor, parts=parts: act(parts, cursor), is_on=self.is_on)
             failure = None
             if not is_whole:
@@ -139,7 +139,7 @@ class Recovery:
             self.learn(agreed)
 
     def each(
-        self, feed: Feed, micros: Sequence[Ints], act: Callable[[Ints], Made], *, ranks: Ranks
+        self, feed: Feed, micro_batches: Sequence[Ints], act: Callable[[Ints], Made], *, ranks: Ranks
     ) -> list[Made]:
         """Results of `act` for each micro-batch, or for its parts, in a pass without gradients and
         collectives.
@@ -149,15 +149,17 @@ class Recovery:
         spent: Exhausted | None = None
         made: list[Made] = []
         try:
-            made = list(self._scored(feed, micros, act))
+            made = list(self._scored(feed, micro_batches, act))
         except Exhausted as error:
             spent = error
         if self.is_on and ranks.any(spent is not None):
             raise spent or Exhausted(Failure(0, is_single=True))
         return made
 
-    def _scored(self, feed: Feed, micros: Sequence[Ints], act: Callable[[Ints], Made]) -> Iterator[Made]:
-        waiting = deque(micros)
+    def _scored(
+        self, feed: Feed, micro_batches: Sequence[Ints], act: Callable[[Ints], Made]
+    ) -> Iterator[Made]:
+        waiting = deque(micro_batches)
         while waiting:
             sequences = waiting.popleft()
             pieces = list(self._below(feed, sequences, self.eval_limit))
@@ -182,7 +184,7 @@ class Recovery:
         allowed = self.settings.recovery
         said = f"ran out of memory with {failure.load:,} tokens in a pass of step {self.position.step + 1}: "
         if "split" in allowed and not failure.is_single:
-            self.position.micro_limit = failure.load
+            self.position.micro_batch_limit = failure.load
             said += "the step was repeated, with micro-batches of this size split from now on"
             if self.has_dropout:
                 said += " (dropout masks are drawn again for each part)"

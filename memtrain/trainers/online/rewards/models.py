@@ -95,7 +95,7 @@ class RewardJudge:
             by_row=self.settings.positions_by_row,
         ).to(local_device(self.settings))
         with torch.no_grad():
-            return self.scorer(batch.micro.model_inputs(), batch.last_A).cpu().tolist()
+            return self.scorer(batch.micro_batch.model_inputs(), batch.last_A).cpu().tolist()
 
 
 def load_reward_model(

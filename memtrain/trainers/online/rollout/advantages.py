@@ -102,16 +102,16 @@ def generalised_advantages(
     return advantage_N, advantage_N + value_N
 
 
-def standardised(advantage_N: Tensor, is_learnt_N: Tensor) -> Tensor:
+def standardised(advantage_N: Tensor, is_loss_token_N: Tensor) -> Tensor:
     """Advantages of tokens less their mean, over their standard deviation, both of the learnt ones alone.
 
     Source: Huang et al. 2022, "The 37 implementation details of PPO" (https://iclr-blog-track.github.io),
     detail 7, over a rollout in place of a mini-batch, so that micro-batches and ranks do not move it.
     """
-    learnt = advantage_N[is_learnt_N]
-    if len(learnt) < 2:
+    loss_tokens = advantage_N[is_loss_token_N]
+    if len(loss_tokens) < 2:
         return advantage_N
-    return (advantage_N - learnt.mean()) / (learnt.std() + EPSILON)
+    return (advantage_N - loss_tokens.mean()) / (loss_tokens.std() + EPSILON)
 
 
 def _deviation(value: Tensor, dim: int) -> Tensor:

@@ -258,11 +258,11 @@ class OnlineSteps:
             kept_tokens=kept,
         )
         sequences = self.feed.sequences_of(answers)
-        micros = self.feed.deal(
+        micro_batches = self.feed.deal(
             answers, micro_batch_size=settings.micro_batch_size, micro_tokens=settings.micro_tokens
         )
-        rounds = -(-len(micros) // num_ranks)
-        micros += [np.zeros(0, np.int64)] * (rounds * num_ranks - len(micros))
+        rounds = -(-len(micro_batches) // num_ranks)
+        micro_batches += [np.zeros(0, np.int64)] * (rounds * num_ranks - len(micro_batches))
         base = self.base.work(
             window.number * self.method.section.steps_per_rollout + part, rank=0, num_ranks=1
         )
@@ -271,7 +271,7 @@ class OnlineSteps:
             epoch=base.epoch,
             is_last_of_epoch=base.is_last_of_epoch and self._is_last_update(step),
             sequences=sequences,
-            micros=tuple(micros[rank::num_ranks]),
+            micro_batches=tuple(micro_batches[rank::num_ranks]),
             denominator=max(1.0, norms["tokens"]),
             num_tokens=int(self.feed.tokens[sequences].sum()),
             num_sequences=len(answers),

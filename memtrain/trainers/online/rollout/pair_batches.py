@@ -24,7 +24,7 @@ class PairFeed(PolicyFeed):
         return np.ones(self._at_hand.num_prompts, np.int64)
 
     @property
-    def learnt(self) -> Ints:
+    def loss_tokens(self) -> Ints:
         """Tokens of both answers of each pair."""
         window = self._at_hand
         of_pairs = window.length_A * (window.advantage_A != 0)
@@ -59,7 +59,7 @@ class PairFeed(PolicyFeed):
             if held and is_full:
                 made.append(held := [])
             held.append(prompt)
-        return [np.array(micro, np.int64) for micro in made]
+        return [np.array(micro_batch, np.int64) for micro_batch in made]
 
     def micro_batch(self, sequences: Ints) -> PolicyMicro:
         """Some pairs with their prompts; none gives a micro-batch that teaches nothing."""

@@ -46,13 +46,13 @@ class PolicyMethod(Generic[Section]):
         """Forget the mismatch of the step before."""
         self.seen.clear()
 
-    def old_and_mismatch(self, logp_N: Tensor, micro: PolicyMicro) -> tuple[Tensor, Mismatch]:
+    def old_and_mismatch(self, logp_N: Tensor, micro_batch: PolicyMicro) -> tuple[Tensor, Mismatch]:
         """Log-probs [N] of the policy that is corrected from, and the weights of tokens of another sampler.
 
         Where no pass was made before the step, the policy is that of the step itself.
         """
-        old_N = micro.old_N if micro.old_N is not None else logp_N.detach()
-        return old_N, corrected(self.section, self.mismatch, old_N, micro, self.seen)
+        old_N = micro_batch.old_N if micro_batch.old_N is not None else logp_N.detach()
+        return old_N, corrected(self.section, self.mismatch, old_N, micro_batch, self.seen)
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""

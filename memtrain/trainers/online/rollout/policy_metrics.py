@@ -44,14 +44,14 @@ class MismatchSeen:
 
 
 def corrected(
-    section: WithMismatch, mode: MismatchMode, old_N: Tensor, micro: PolicyMicro, seen: MismatchSeen
+    section: WithMismatch, mode: MismatchMode, old_N: Tensor, micro_batch: PolicyMicro, seen: MismatchSeen
 ) -> Mismatch:
     """The weights of the micro-batch's tokens; its log-probs are kept until the next step begins."""
-    seen.pairs.append((old_N.detach(), micro.sampler_N))
+    seen.pairs.append((old_N.detach(), micro_batch.sampler_N))
     return mismatch(
         old_N,
-        micro.sampler_N,
-        micro.answers.lengths_A,
+        micro_batch.sampler_N,
+        micro_batch.answers.lengths_A,
         mode,
         lowest=section.importance_correction_min,
         highest=section.importance_correction_max,

@@ -102,7 +102,7 @@ class PolicyFeed:
         return self._at_hand.length_A
 
     @property
-    def learnt(self) -> Ints:
+    def loss_tokens(self) -> Ints:
         """Tokens of each answer."""
         return self.weights
 
@@ -147,7 +147,7 @@ class PolicyFeed:
                 self._tokens[answer] = cost
                 made[-1].append(answer)
                 used += cost
-        return [np.array(micro, np.int64) for micro in made]
+        return [np.array(micro_batch, np.int64) for micro_batch in made]
 
     def micro_batch(self, sequences: Ints) -> PolicyMicro:
         """Some answers with their prompts; none gives a micro-batch that teaches nothing."""
@@ -206,9 +206,9 @@ class PolicyFeed:
     def _group_tokens(self, group: Sequence[int]) -> int:
         return sum(self._cost(answer, shares=index > 0) for index, answer in enumerate(group))
 
-    def _shares(self, micro: Sequence[int], answer: int) -> bool:
+    def _shares(self, micro_batch: Sequence[int], answer: int) -> bool:
         prompt_A = self._at_hand.prompt_A
-        return bool(micro) and bool(prompt_A[micro[-1]] == prompt_A[answer])
+        return bool(micro_batch) and bool(prompt_A[micro_batch[-1]] == prompt_A[answer])
 
     def _cost(self, answer: int, *, shares: bool) -> int:
         window = self._at_hand

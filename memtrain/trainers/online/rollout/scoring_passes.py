@@ -28,17 +28,19 @@ Ints = NDArray[np.int64]
 
 
 def answer_scores(
-    model: nn.Module, micro: PolicyMicro, *, temperature: float, want_entropy: bool
+    model: nn.Module, micro_batch: PolicyMicro, *, temperature: float, want_entropy: bool
 ) -> LogprobResult:
     """Log-probs (and entropies) of the tokens of all answers [N]."""
-    inside = micro.answers.micro
+    inside = micro_batch.answers.micro_batch
     request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
     return model(inside.model_inputs(), inside.scored_index, request)
 
 
-def valued_scores(model: nn.Module, micro: PolicyMicro, *, temperature: float, want_entropy: bool) -> Valued:
+def valued_scores(
+    model: nn.Module, micro_batch: PolicyMicro, *, temperature: float, want_entropy: bool
+) -> Valued:
     """The same, with the values [N] that a value model expects before each token."""
-    inside = micro.answers.micro
+    inside = micro_batch.answers.micro_batch
     request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
     return model(inside.model_inputs(), inside.scored_index, ValuedRequest(request))
 
@@ -73,63 +75,65 @@ class Passes:
         assert window is not None, "A rollout is at hand."
         answers = np.flatnonzero(window.is_trained_A)
         settings = self.settings
-        micros = feed.deal(
+        micro_batches = feed.deal(
             answers,
             micro_batch_size=settings.pass_factor * settings.micro_batch_size,
             micro_tokens=None
             if settings.micro_tokens is None
             else settings.pass_factor * settings.micro_tokens,
         )
-        rounds = -(-len(micros) // self.ranks.world)
-        micros += [np.zeros(0, np.int64)] * (rounds * self.ranks.world - len(micros))
+        rounds = -(-len(micro_batches) // self.ranks.world)
+        micro_batches += [np.zeros(0, np.int64)] * (rounds * self.ranks.world - len(micro_batches))
         own = [
-            (micro, self._ask(feed.micro_batch(micro).to(self.device), needs))
-            for micro in micros[self.ranks.rank :: self.ranks.world]
-            if len(micro) or is_sharded(settings)
+            (micro_batch, self._ask(feed.micro_batch(micro_batch).to(self.device), needs))
+            for micro_batch in micro_batches[self.ranks.rank :: self.ranks.world]
+            if len(micro_batch) or is_sharded(settings)
         ]
         found = {name: np.full(len(window.ids_N), np.nan, np.float32) for name in needs.passes}
         for of_rank in self.ranks.gather(own):
-            for micro, values in of_rank:
-                places = window.tokens_of(feed.answers_of(micro))
+            for micro_batch, values in of_rank:
+                places = window.tokens_of(feed.answers_of(micro_batch))
                 for name in needs.passes:
                     found[name][places] = values[name]
         return found
 
-    def _ask(self, micro: PolicyMicro, needs: Needs) -> dict[str, NDArray[np.float32]]:
+    def _ask(self, micro_batch: PolicyMicro, needs: Needs) -> dict[str, NDArray[np.float32]]:
         found: dict[str, NDArray[np.float32]] = {}
         if needs.asks_policy:
-            asked = policy_pass(self.model, micro, needs, self.temperature)
+            asked = policy_pass(self.model, micro_batch, needs, self.temperature)
             found = {name: _numbers(tensor_N) for name, tensor_N in asked.items()}
         if needs.reference:
             assert self.reference is not None, "What asks for a reference has one."
-            found["reference"] = _numbers(reference_pass(self.reference, micro, self.temperature))
+            found["reference"] = _numbers(reference_pass(self.reference, micro_batch, self.temperature))
         return found
 
 
-def policy_pass(model: nn.Module, micro: PolicyMicro, needs: Needs, temperature: float) -> dict[str, Tensor]:
+def policy_pass(
+    model: nn.Module, micro_batch: PolicyMicro, needs: Needs, temperature: float
+) -> dict[str, Tensor]:
     """[N] of each: `old` log-probs, and `values` and `entropy` where they are needed; without gradients."""
     wants_entropy = needs.top_entropy_fraction is not None
     found: dict[str, Tensor] = {}
     with torch.no_grad(), evaluating(model):
         if needs.values:
             made, found["values"] = valued_scores(
-                model, micro, temperature=temperature, want_entropy=wants_entropy
+                model, micro_batch, temperature=temperature, want_entropy=wants_entropy
             )
         else:
-            made = answer_scores(model, micro, temperature=temperature, want_entropy=wants_entropy)
+            made = answer_scores(model, micro_batch, temperature=temperature, want_entropy=wants_entropy)
     found["old"] = made.logp_N
     if made.entropy_N is not None:
         found["entropy"] = made.entropy_N
     return found
 
 
-def reference_pass(reference: Reference, micro: PolicyMicro, temperature: float) -> Tensor:
+def reference_pass(reference: Reference, micro_batch: PolicyMicro, temperature: float) -> Tensor:
     """[N], log-probs of the reference at the temperature of the sampler."""
 
     def ask(model: nn.Module, batch: Any) -> Tensor:
         return answer_scores(model, batch, temperature=temperature, want_entropy=False).logp_N
 
-    return reference.logps(micro, ask)  # pyright: ignore[reportArgumentType]
+    return reference.logps(micro_batch, ask)  # pyright: ignore[reportArgumentType]
 
 
 def kept_tokens(window: Rollout, entropy_N: NDArray[np.float32], share: float) -> NDArray[np.bool_]:

@@ -54,7 +54,7 @@ def render_card(report: Report, plan: Plan) -> str:
         ("training loss", loss_words(figures)),
         ("training reward", reward_words(figures)),
         (eval_name(figures), eval_words(figures)),
-        ("tokens", f"{figures.tokens:,}, {figures.learnt:,} loss tokens"),
+        ("tokens", f"{figures.tokens:,}, {figures.loss_tokens:,} loss tokens"),
         ("time", duration(figures.seconds)),
         ("peak memory", gib(figures.measured_bytes) if figures.measured_bytes else ""),
     ]

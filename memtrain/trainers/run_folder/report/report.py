@@ -94,7 +94,7 @@ class Figures:
     """Mean reward of each rollout, of methods that write what they learn from. Their held-out loss is minus
     the held-out reward, and is told as that."""
     tokens: int
-    learnt: int
+    loss_tokens: int
     seconds: float
     """Of a run that was continued: of all its steps and evaluations; else from start to end."""
     tokens_per_s: float | None
@@ -157,7 +157,7 @@ def figures_of(report: Report) -> Figures:
         num_evals=len(report.evals),
         rewards=tuple(step.extra["reward"] for step in steps if "reward" in step.extra),
         tokens=sum(step.tokens for step in steps),
-        learnt=sum(step.learnt for step in steps),
+        loss_tokens=sum(step.loss_tokens for step in steps),
         seconds=max(counted_s, report.final.seconds if report.final else 0.0),
         tokens_per_s=sum(step.tokens for step in timed) / timed_s if timed_s else None,
         measured_bytes=max(peaks, default=0) or None,
@@ -283,9 +283,9 @@ def source_words(data: DataEvent) -> list[str]:
     """A sentence for each source of a mixture: its rows, tokens, loss tokens, and its share of the tokens."""
     total = max(1, sum(tokens for _, _, tokens, _ in data.sources))
     return [
-        f"{data.split} from {printable(source)}: {_rows(rows)}, {_tokens(tokens, learnt, data)} "
+        f"{data.split} from {printable(source)}: {_rows(rows)}, {_tokens(tokens, loss_tokens, data)} "
         f"({tokens / total:.1%} of the tokens)"
-        for source, rows, tokens, learnt in data.sources
+        for source, rows, tokens, loss_tokens in data.sources
     ]
 
 
@@ -295,11 +295,11 @@ def lost_words(data: DataEvent) -> str:
     if data.rows_skipped:
         lost.append(f"{_rows(data.rows_skipped, 'bad row')} dropped")
     if data.rows_cut:
-        sides = by_answer_words(data.learnt_cut_by_answer)
-        cut = _tokens(data.tokens_cut, data.learnt_cut, data)
+        sides = by_answer_words(data.loss_tokens_cut_by_answer)
+        cut = _tokens(data.tokens_cut, data.loss_tokens_cut, data)
         lost.append(f"{_rows(data.rows_cut)} truncated ({cut}{sides})")
     if data.rows_dropped:
-        dropped = _tokens(data.tokens_dropped, data.learnt_dropped, data)
+        dropped = _tokens(data.tokens_dropped, data.loss_tokens_dropped, data)
         lost.append(f"{_rows(data.rows_dropped)} dropped ({dropped})")
     if data.tokens_idle:
         lost.append(f"{data.tokens_idle:,} tokens in pieces without a loss token")
@@ -321,7 +321,7 @@ def _figures_table(report: Report) -> Table:
     for row in pair_rows(report):
         table.add_row(*row)
     if figures.tokens_per_s is not None:
-        counted = f"{figures.tokens:,} tokens, {figures.learnt:,} loss tokens"
+        counted = f"{figures.tokens:,} tokens, {figures.loss_tokens:,} loss tokens"
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
     if words := host_words(report):
         table.add_row("host time", words)
@@ -363,14 +363,14 @@ def _data_table(data: Sequence[DataEvent]) -> Table:
         table.add_column(name, justify="right")
     for one in data:
         fill = f"{one.fill:.2%}" if one.fill is not None else "-"
-        counts = (f"{count:,}" for count in (one.rows, one.tokens, one.learnt, one.sequences))
+        counts = (f"{count:,}" for count in (one.rows, one.tokens, one.loss_tokens, one.sequences))
         table.add_row(one.split, *counts, fill)
     return table
 
 
 def _tokens(tokens: int, loss_tokens: int, data: DataEvent) -> str:
     """Prompts have no loss tokens, and none to lose."""
-    return f"{tokens:,} tokens" + (f", {loss_tokens:,} loss tokens" if data.learnt else "")
+    return f"{tokens:,} tokens" + (f", {loss_tokens:,} loss tokens" if data.loss_tokens else "")
 
 
 def _rows(count: int, name: str = "row") -> str:

@@ -96,7 +96,7 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append((eval_name(figures), *_value_and_remark(words)))
     tiles += [(name, *_value_and_remark(words)) for name, words in pair_rows(report)]
     if figures.tokens_per_s is not None:
-        counted = f"{figures.tokens:,} tokens, {figures.learnt:,} loss tokens"
+        counted = f"{figures.tokens:,} tokens, {figures.loss_tokens:,} loss tokens"
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
     if report.host is not None:
         tiles.append(("host time", f"{report.host.waited:.1%}", host_words(report)))

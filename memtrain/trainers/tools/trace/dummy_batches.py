@@ -1,4 +1,4 @@
-"""The heaviest micro-batch of each method, without content: what its step is traced with."""
+"""The heaviest made-batch of each method, without content: what its step is traced with."""
 
 # K answers of an item, A answers, N learnt tokens
 
@@ -29,35 +29,35 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Subject of a micro-batch."""
+    """Subject of a made-batch."""
 
     recipe: Recipe
     settings: Settings
 
 
-def token_micro(subject: Subject, batch: HeaviestBatch) -> MicroBatch:
+def token_micro_batch(subject: Subject, batch: HeaviestBatch) -> MicroBatch:
     """Rows of zeros laid out like `batch`; the last `scored_tokens` of them are learnt."""
     lengths = spread(batch)
-    masks = _learnt(lengths, batch.scored_tokens)
+    masks = _loss_tokens(lengths, batch.scored_tokens)
     pieces = [Piece(np.zeros(n, np.int32), mask) for n, mask in zip(lengths, masks, strict=True)]
     settings = subject.settings
     lay = lay_end_to_end if settings.padding_free else pad_right
     return lay(pieces, pad_id=0, multiple=settings.pad_to_multiple_of)
 
 
-def answer_micro(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
+def answer_micro_batch(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
     """Items of one answer (KTO) or two, every prompt one token long; the last `scored_tokens` are learnt."""
     return _answers(subject, batch, num_answers=METHODS[subject.recipe.method].num_answers)
 
 
-def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
+def policy_micro_batch(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
     """Groups of completions, or pairs of them, with the numbers that the loss of the method reads."""
     section, method = subject.recipe.online, METHODS[subject.recipe.method]
     assert section is not None, "These methods write completions."
     needs = section.needs
     num_of_prompt = 2 if method.in_pairs else subject.recipe.generation.num_generations
     answers = _answers(subject, batch, num_answers=num_of_prompt)
-    num_answers, num_tokens = len(answers.lengths_A), answers.micro.num_loss_tokens
+    num_answers, num_tokens = len(answers.lengths_A), answers.micro_batch.num_loss_tokens
 
     def numbers(is_there: bool) -> torch.Tensor | None:
         return torch.zeros(num_tokens) if is_there else None
@@ -83,34 +83,34 @@ def policy_micro(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
     )
 
 
-def judged_micro(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
+def judged_micro_batch(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
     """Completions that a reward model reads, every prompt one token long."""
     return _answers(subject, batch, num_answers=1)
 
 
 DUMMIES: dict[Any, Callable[[Subject, HeaviestBatch], Any]] = {
-    TokenFeed: token_micro,
-    AnswerFeed: answer_micro,
-    PromptFeed: policy_micro,
+    TokenFeed: token_micro_batch,
+    AnswerFeed: answer_micro_batch,
+    PromptFeed: policy_micro_batch,
 }
-"""Makers of a method's micro-batch, by the feed that its module names."""
+"""Makers of a method's made-batch, by the feed that its module names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DummyFeed:
-    """The part of a feed that a method reads before a step: each micro-batch is one sequence."""
+    """The part of a feed that a method reads before a step: each made-batch is one sequence."""
 
-    micro: Any
+    made: Any
 
     @property
     def weights(self) -> Ints:
         """Items of each sequence: the single sequence's, for all."""
-        return np.full(2, self.micro.num_loss_tokens, np.int64)
+        return np.full(2, self.made.num_loss_tokens, np.int64)
 
     @property
     def num_items(self) -> int:
         """Items of all sequences."""
-        return 2 * self.micro.num_loss_tokens
+        return 2 * self.made.num_loss_tokens
 
     @property
     def prompts_of_items(self) -> Ints:
@@ -118,21 +118,21 @@ class DummyFeed:
         return np.arange(self.num_items)
 
     def micro_batch(self, sequences: Ints) -> Any:
-        """The micro-batch itself, whichever is asked for."""
-        return self.micro
+        """The made-batch itself, whichever is asked for."""
+        return self.made
 
     def items_of(self, sequences: Ints) -> Ints:
         """Numbers of the items of some sequences."""
-        per = self.micro.num_loss_tokens
+        per = self.made.num_loss_tokens
         return np.concatenate([np.arange(one * per, (one + 1) * per) for one in sequences.tolist()])
 
-    def learnt_of(self, sequences: Ints, answer: int) -> int:
+    def loss_tokens_of(self, sequences: Ints, answer: int) -> int:
         """Learnt tokens of the n-th answers, roughly."""
-        return self.micro.micro.num_loss_tokens // 2 * len(sequences)
+        return self.made.made.num_loss_tokens // 2 * len(sequences)
 
     def mismatched(self, items: Ints, partners: Ints) -> Any:
         """Prompts with answers of others: as heavy as with their own."""
-        return self.micro
+        return self.made
 
 
 def spread(batch: HeaviestBatch) -> list[int]:
@@ -144,13 +144,13 @@ def spread(batch: HeaviestBatch) -> list[int]:
     return [batch.longest, *(base + (row < extra) for row in range(rows))]
 
 
-def _learnt(lengths: Sequence[int], scored_tokens: int) -> list[NDArray[np.bool_]]:
+def _loss_tokens(lengths: Sequence[int], scored_tokens: int) -> list[NDArray[np.bool_]]:
     """Masks of the last tokens of sequences: `scored_tokens` in all, where there are enough."""
     masks: list[NDArray[np.bool_]] = []
     for length in lengths:
-        learnt = min(length, scored_tokens)
-        scored_tokens -= learnt
-        masks.append(np.arange(length) >= length - learnt)
+        loss_tokens = min(length, scored_tokens)
+        scored_tokens -= loss_tokens
+        masks.append(np.arange(length) >= length - loss_tokens)
     return masks
 
 
@@ -164,7 +164,7 @@ def _answers(subject: Subject, batch: HeaviestBatch, *, num_answers: int) -> Ans
     else:
         lengths = [length - 1 for length in spread(batch._replace(rows=rows))]
     lengths = [max(1, length) for length in lengths]
-    masks = _learnt(lengths, batch.scored_tokens or batch.tokens)
+    masks = _loss_tokens(lengths, batch.scored_tokens or batch.tokens)
     answers = [Answer(np.zeros(n, np.int32), mask) for n, mask in zip(lengths, masks, strict=True)]
     prompt = np.zeros(1, np.int32)
     groups = [

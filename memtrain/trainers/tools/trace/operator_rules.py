@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from memtrain.trainers.losses.head.spans import telling_spans
+from memtrain.trainers.losses.head.spans import logit_spans
 from memtrain.trainers.tools.trace.fake_host import HOST
 
 aten = torch.ops.aten
@@ -117,7 +117,7 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
     if skips_tiles:
         tiled = (gradients, linear_nll, linear_recompute, products)
-        undo += [_replaced(module, "spans", telling_spans) for module in tiled]
+        undo += [_replaced(module, "spans", logit_spans) for module in tiled]
     if device_kind == "cuda":
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))
         undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))

@@ -14,7 +14,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.tools.trace.client import Judged
-from memtrain.trainers.tools.trace.dummy_batches import Subject, judged_micro
+from memtrain.trainers.tools.trace.dummy_batches import Subject, judged_micro_batch
 from memtrain.trainers.tools.trace.fake_model import bare_model, without_data
 
 
@@ -23,7 +23,7 @@ class Judge:
     """A reward model with the most that it reads at once."""
 
     scorer: RewardScorer
-    micro: Any
+    micro_batch: Any
 
     @property
     def weights(self) -> list[Tensor]:
@@ -32,7 +32,7 @@ class Judge:
 
     def without_data(self, made: Callable[[Tensor], Tensor]) -> Judge:
         """The same with a batch without data."""
-        return replace(self, micro=without_data(self.micro, made))
+        return replace(self, micro_batch=without_data(self.micro_batch, made))
 
 
 def bare_judge(recipe: Recipe, settings: Settings, judged: Judged, device: str) -> Judge:
@@ -40,10 +40,10 @@ def bare_judge(recipe: Recipe, settings: Settings, judged: Judged, device: str) 
     own = judge_settings(settings, judged.dtype, is_alike=judged.is_alike)
     model = bare_model(judged.config, own, device=device, head="score")
     scorer = RewardScorer(model.requires_grad_(False)).eval()
-    return Judge(scorer, judged_micro(Subject(recipe, own), judged.batch))
+    return Judge(scorer, judged_micro_batch(Subject(recipe, own), judged.batch))
 
 
 def one_judgement(judge: Judge) -> None:
     """Pass of a reward model over one batch of completions (see RewardJudge)."""
     with torch.no_grad():
-        judge.scorer(judge.micro.micro.model_inputs(), judge.micro.last_A)
+        judge.scorer(judge.micro_batch.micro_batch.model_inputs(), judge.micro_batch.last_A)

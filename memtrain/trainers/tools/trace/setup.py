@@ -39,7 +39,7 @@ class Stage:
     step: TrainingStep
     recipe: Recipe
     settings: Settings
-    micros: Sequence[Any]
+    micro_batches: Sequence[Any]
     reference: Reference | None
     offloaders: tuple[Offloader, ...]
 
@@ -64,7 +64,7 @@ def build_step(
     copy: Model | None,
     recipe: Recipe,
     settings: Settings,
-    micros: Sequence[Any],
+    micro_batches: Sequence[Any],
     *,
     own: Model | None = None,
     is_fake: bool,
@@ -100,7 +100,7 @@ def build_step(
         step=step,
         recipe=recipe,
         settings=settings,
-        micros=micros,
+        micro_batches=micro_batches,
         reference=reference,
         offloaders=tuple(one for one in moving if one is not None),
     )

@@ -37,11 +37,11 @@ def one_step(
     enter("ahead")
     before_step(stage)
     enter("forward")
-    denominator = float(sum(micro.num_loss_tokens for micro in stage.micros))
+    denominator = float(sum(micro_batch.num_loss_tokens for micro_batch in stage.micro_batches))
     sums = stage.step.gradients(
-        stage.micros,
+        stage.micro_batches,
         denominator=max(1.0, denominator),
-        num_micros=len(stage.micros),
+        num_micro_batches=len(stage.micro_batches),
         want_stats=want_stats,
     )
     enter("exchange")
@@ -55,8 +55,8 @@ def one_step(
 
 def before_step(stage: Stage) -> None:
     """Run the method's work before the first micro-batch of a step."""
-    feed = DummyFeed(stage.micros[0])
-    sequences = [np.array([number]) for number in range(len(stage.micros))]
+    feed = DummyFeed(stage.micro_batches[0])
+    sequences = [np.array([number]) for number in range(len(stage.micro_batches))]
     device = torch.device("cpu")
     stage.step.look_ahead(StepPreview(feed, np.concatenate(sequences), sequences, device, 1))
 
@@ -65,18 +65,18 @@ def one_evaluation(stage: Stage) -> None:
     """A pass over the first micro-batch without gradients, with statistics."""
     with torch.no_grad(), evaluating(stage.scorer):
         before_step(stage)
-        stage.method.loss(stage.scorer, stage.micros[0], denominator=1.0, want_stats=True)
+        stage.method.loss(stage.scorer, stage.micro_batches[0], denominator=1.0, want_stats=True)
 
 
-def one_pass(stage: Stage, micro: Any) -> None:
+def one_pass(stage: Stage, micro_batch: Any) -> None:
     """The passes of an online method over answers that are written and not yet learnt from."""
     method = own_method(stage.method)
     assert isinstance(method, OnlineMethod), "Only these methods score answers before they learn."
     needs = method.section.needs
     if needs.asks_policy:
-        policy_pass(stage.scorer, micro, needs, method.temperature)
+        policy_pass(stage.scorer, micro_batch, needs, method.temperature)
     if needs.reference and stage.reference is not None:
-        reference_pass(stage.reference, micro, method.temperature)
+        reference_pass(stage.reference, micro_batch, method.temperature)
 
 
 def watch_layers(model: nn.Module, recorder: Recorder, prefix: Callable[[], str]) -> None:

@@ -58,7 +58,7 @@ class Job:
     config: Mapping[str, Any]
     """The model's configuration, as in config.json."""
     batch: HeaviestBatch
-    num_micros: int = 1
+    num_micro_batches: int = 1
     """Micro-batches of a step; two stand for any larger number."""
     num_layers: int | None = None
     """Trace only the first layers; None: all."""
@@ -98,7 +98,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
             fakeify(model, on_host=chosen(model, own) if settings.device == "cuda" else ())
         cast = replace(
             cast,
-            micros=[without_data(micro, mode.from_tensor) for micro in cast.micros],
+            micro_batches=[without_data(micro_batch, mode.from_tensor) for micro_batch in cast.micro_batches],
             passes=without_data(cast.passes, mode.from_tensor),
             judges=[judge.without_data(mode.from_tensor) for judge in cast.judges],
         )
@@ -118,7 +118,7 @@ class Models:
     model: Any
     copy: Any | None
     """The reference that is held beside the policy."""
-    micros: list[Any]
+    micro_batches: list[Any]
     passes: Any | None
     """Batch that an online method scores before it learns."""
     own: Any | None = None
@@ -146,10 +146,10 @@ def bare_cast(job: Job, device: str) -> Models:
     if settings.value == "own":
         own = bare_model(job.config, settings, job.num_layers, device, head="score")
     subject, make = Subject(recipe, settings), DUMMIES[module.feed]
-    micros = [make(subject, job.batch) for _ in range(min(2, job.num_micros))]
+    micro_batches = [make(subject, job.batch) for _ in range(min(2, job.num_micro_batches))]
     passes = None if job.passes is None else make(subject, job.passes)
     judges = [bare_judge(recipe, settings, judged, device) for judged in job.judges]
-    return Models(model, copy, micros, passes, own, judges)
+    return Models(model, copy, micro_batches, passes, own, judges)
 
 
 def run_steps(
@@ -172,7 +172,13 @@ def run_steps(
             held.enter_context(recorder.resizing())
         with playing_bitsandbytes(job.settings):
             stage = build_step(
-                cast.model, cast.copy, job.recipe, job.settings, cast.micros, own=cast.own, is_fake=is_fake
+                cast.model,
+                cast.copy,
+                job.recipe,
+                job.settings,
+                cast.micro_batches,
+                own=cast.own,
+                is_fake=is_fake,
             )
         if isinstance(stage.optimizer, ZeroOptimizer):
             own_parts(stage.scorer, stage.optimizer, recorder)
@@ -199,17 +205,22 @@ def run_steps(
                 stepped=lambda: recorder.own(gradients_of(stage), "gradients"),
             )
             own_states(stage, recorder)
-        for judge in cast.judges:
-            recorder.enter("rewards")
-            one_judgement(judge)
-        if cast.passes is not None:
-            recorder.enter("passes")
-            one_pass(stage, cast.passes)
-        elif not METHODS[job.recipe.method].is_online:
-            recorder.enter("evaluation")
-            one_evaluation(stage)
+        _after_steps(cast, job, stage, recorder)
         recorder.enter("saving")
     return stage
+
+
+def _after_steps(cast: Models, job: Job, stage: Stage, recorder: Recorder) -> None:
+    """The phases beside a step: rewards, passes before an update, or an evaluation."""
+    for judge in cast.judges:
+        recorder.enter("rewards")
+        one_judgement(judge)
+    if cast.passes is not None:
+        recorder.enter("passes")
+        one_pass(stage, cast.passes)
+    elif not METHODS[job.recipe.method].is_online:
+        recorder.enter("evaluation")
+        one_evaluation(stage)
 
 
 def _on_host(stage: Stage) -> dict[str, int]:

@@ -20,7 +20,7 @@ def answer(asked: TraceJob) -> Traced:
         settings=asked.settings,
         config=asked.config,
         batch=asked.batch,
-        num_micros=2 if asked.accumulates else 1,
+        num_micro_batches=2 if asked.accumulates else 1,
         want_stats=True,
         passes=asked.passes,
         judges=asked.judges,

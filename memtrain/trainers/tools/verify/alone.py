@@ -22,7 +22,7 @@ from memtrain.trainers.model.attention.own_positions import upstream_positions
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.reference.reference import evaluating
-from memtrain.trainers.tools.verify.contamination import hidden_of, micro_of, rows_of
+from memtrain.trainers.tools.verify.contamination import hidden_of, micro_batch_of, rows_of
 from memtrain.trainers.tools.verify.record import Side
 
 MOST_ROWS = 6
@@ -50,8 +50,8 @@ class Alone:
 def probe_alone(planned: Side, plain: Side, sequences: Ints) -> Alone:
     """Rows of a micro-batch of the planned side, each against a pass of transformers over that row alone."""
     device = planned.stepper.device
-    micro = micro_of(planned.stepper.steps.feed.micro_batch(sequences)).to(device)
-    padded = micro_of(plain.stepper.steps.feed.micro_batch(sequences))
+    micro_batch = micro_batch_of(planned.stepper.steps.feed.micro_batch(sequences)).to(device)
+    padded = micro_batch_of(plain.stepper.steps.feed.micro_batch(sequences))
     row_N, width = rows_of(padded), padded.input_ids.shape[1]
     place_N = padded.scored_index.numpy() % width
     lengths = {int(row): _length(padded, int(row), place_N[row_N == row]) for row in np.unique(row_N)}
@@ -60,7 +60,7 @@ def probe_alone(planned: Side, plain: Side, sequences: Ints) -> Alone:
     base: Any = base_model(planned.built.model)
     worst, largest, limit = 0.0, 0.0, 0.0
     with torch.no_grad(), evaluating(planned.built.scorer):
-        found_ND = hidden_of(planned.built, micro.model_inputs(), micro.scored_index)
+        found_ND = hidden_of(planned.built, micro_batch.model_inputs(), micro_batch.scored_index)
         for row in taken:
             ids_T = padded.input_ids[row, : lengths[row]].to(device)
             with attention_switched(base, own_kernel(base, len(ids_T))), upstream_positions(base):

@@ -62,14 +62,14 @@ def probe_contamination(planned: Side, plain: Side, sequences: Ints) -> Seen | N
     """
     taken = sequences[:MOST_SEQUENCES]
     device = planned.stepper.device
-    micro = micro_of(planned.stepper.steps.feed.micro_batch(taken)).to(device)
-    row_N = rows_of(micro_of(plain.stepper.steps.feed.micro_batch(taken)))
+    micro_batch = micro_batch_of(planned.stepper.steps.feed.micro_batch(taken)).to(device)
+    row_N = rows_of(micro_batch_of(plain.stepper.steps.feed.micro_batch(taken)))
     rows = np.unique(row_N)
     if len(rows) < 2:
         return None
-    index_N = micro.scored_index.cpu().numpy()
+    index_N = micro_batch.scored_index.cpu().numpy()
     with torch.no_grad(), evaluating(planned.built.scorer):
-        before_ND = hidden_of(planned.built, micro.model_inputs(), micro.scored_index)
+        before_ND = hidden_of(planned.built, micro_batch.model_inputs(), micro_batch.scored_index)
         largest = float(before_ND.abs().max())
         others, own, changed = 0.0, float("inf"), 0
         for row in rows:
@@ -78,8 +78,8 @@ def probe_contamination(planned: Side, plain: Side, sequences: Ints) -> Seen | N
             if not len(places) or changed == MOST_ROWS:
                 continue
             changed += 1
-            inputs = _with_other_tokens(planned.built, micro.model_inputs(), torch.from_numpy(places))
-            after_ND = hidden_of(planned.built, inputs, micro.scored_index)
+            inputs = _with_other_tokens(planned.built, micro_batch.model_inputs(), torch.from_numpy(places))
+            after_ND = hidden_of(planned.built, inputs, micro_batch.scored_index)
             moved_N = (after_ND - before_ND).abs().amax(1) / largest
             is_own_N = torch.from_numpy(row_N == row).to(moved_N.device)
             others = _larger(others, float(moved_N[~is_own_N].max()))
@@ -88,7 +88,7 @@ def probe_contamination(planned: Side, plain: Side, sequences: Ints) -> Seen | N
     return Seen(others, limit, own, changed, len(rows)) if changed else None
 
 
-def micro_of(batch: Any) -> Any:
+def micro_batch_of(batch: Any) -> Any:
     """The token batch inside a method's batch: of answers, or of answers with their rewards."""
     inside = getattr(batch, "answers", batch)
     return getattr(inside, "micro", inside)

@@ -138,17 +138,19 @@ class Watch:
 
     def _told(self) -> Ran:
         side, layers = self.side, self._layers
-        micros = [side.stepper.steps.feed.micro_batch(sequences) for sequences in self.work.micros]
-        inside = [_inputs(micro) for micro in micros]
+        micro_batches = [
+            side.stepper.steps.feed.micro_batch(sequences) for sequences in self.work.micro_batches
+        ]
+        inside = [_inputs(micro_batch) for micro_batch in micro_batches]
         return Ran(
             attention=str(base_model(side.built.model).config._attn_implementation),
             attention_ops=dict(self._operators.attention),
-            layer_passes=layers.passes / max(1, layers.num_layers * len(micros)),
+            layer_passes=layers.passes / max(1, layers.num_layers * len(micro_batches)),
             largest_logits_rows=self._operators.largest_rows,
-            micro_batches=len(micros),
+            micro_batches=len(micro_batches),
             flattened=sum("layout" in inputs for inputs in inside),
             forwarded_tokens=sum(int(inputs["input_ids"].numel()) for inputs in inside),
-            own_tokens=sum(micro.num_tokens for micro in micros),
+            own_tokens=sum(micro_batch.num_tokens for micro_batch in micro_batches),
             vocab_size=self._operators.vocab_size,
             offloaded_bytes=_traffic(side.built) - self._before,
             fetched_bytes=_fetched(side.built) - self._fetched_before,

@@ -83,13 +83,13 @@ class FixedSampler:
         """Log-probs of a completion under the scorer, in a padded row of its own."""
         tokens = np.concatenate([np.array(prompt, np.int32), ids.astype(np.int32)])
         loss_mask = np.arange(len(tokens)) >= len(prompt)
-        micro = pad_right([Piece(tokens, loss_mask)], pad_id=0).to(self.device)
-        request = LogprobRequest(micro.targets, temperature=temperature)
+        micro_batch = pad_right([Piece(tokens, loss_mask)], pad_id=0).to(self.device)
+        request = LogprobRequest(micro_batch.targets, temperature=temperature)
         model = base_model(getattr(self.scorer, "model", self.scorer))
         before = str(model.config._attn_implementation)
         model.set_attn_implementation("eager")
         with torch.no_grad(), evaluating(self.scorer):
-            made = self.scorer(micro.model_inputs(), micro.scored_index, request)
+            made = self.scorer(micro_batch.model_inputs(), micro_batch.scored_index, request)
         model.set_attn_implementation(before)
         return made.logp_N.float().tolist()
 

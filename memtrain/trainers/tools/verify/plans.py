@@ -118,17 +118,17 @@ def same_pieces(planned: Built, plain: Built) -> None:
             vars(mine)["sequences"] = vars(theirs)["sequences"]
 
 
-def whole_step(work: StepWork, *, num_micros: int) -> StepWork:
+def whole_step(work: StepWork, *, num_micro_batches: int) -> StepWork:
     """The same sequences in the same order in one micro-batch, or in `num_micros` of them."""
-    order = torch.cat([torch.from_numpy(one) for one in work.micros]).numpy()
-    cuts = torch.arange(len(order)).tensor_split(num_micros)
-    micros = tuple(order[cut.numpy()] for cut in cuts if len(cut))
+    order = torch.cat([torch.from_numpy(one) for one in work.micro_batches]).numpy()
+    cuts = torch.arange(len(order)).tensor_split(num_micro_batches)
+    micro_batches = tuple(order[cut.numpy()] for cut in cuts if len(cut))
     return StepWork(
         step=work.step,
         epoch=work.epoch,
         is_last_of_epoch=work.is_last_of_epoch,
         sequences=work.sequences,
-        micros=micros,
+        micro_batches=micro_batches,
         denominator=work.denominator,
         num_tokens=work.num_tokens,
         num_sequences=work.num_sequences,

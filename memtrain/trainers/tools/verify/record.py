@@ -35,7 +35,7 @@ class Recorded:
     """Before clipping."""
     weights: dict[str, Tensor]
     """Trained weights after the update."""
-    num_micros: int
+    num_micro_batches: int
     longest_answer: int
     """Scored tokens of the sequence that has most, where the loss sums them; 0 where it takes each alone."""
 
@@ -66,8 +66,8 @@ class Side:
         work = self.stepper.work(number)
         if not self.is_plain:
             return work
-        is_cut = len(work.micros) > 1
-        return whole_step(work, num_micros=-(-work.num_tokens // MOST_PLAIN_TOKENS) if is_cut else 1)
+        is_cut = len(work.micro_batches) > 1
+        return whole_step(work, num_micro_batches=-(-work.num_tokens // MOST_PLAIN_TOKENS) if is_cut else 1)
 
     def step(
         self,
@@ -101,8 +101,8 @@ class Side:
             score_N=torch.cat(self._scores) if self._scores else None,
             gradients=own,
             weights=trained_weights(self.built),
-            num_micros=len(work.micros),
-            longest_answer=int(feed.learnt[work.sequences].max(initial=1)) if sums_answers else 0,
+            num_micro_batches=len(work.micro_batches),
+            longest_answer=int(feed.loss_tokens[work.sequences].max(initial=1)) if sums_answers else 0,
         )
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:

@@ -209,7 +209,7 @@ def _worst(name: str, steps: Sequence[Mapping[str, Difference]]) -> Check:
 
 
 def _contamination(pair: Pair, work: StepWork) -> Check:
-    seen = probe_contamination(pair.planned, pair.plain, np.concatenate(work.micros))
+    seen = probe_contamination(pair.planned, pair.plain, np.concatenate(work.micro_batches))
     if seen is None:
         return _not_run("contamination", "a step has but one row")
     fine = f"{seen.num_rows} of {seen.rows_together} rows were changed, one by one: no other row changed"
@@ -217,8 +217,8 @@ def _contamination(pair: Pair, work: StepWork) -> Check:
 
 
 def _alone(pair: Pair, work: StepWork) -> Check:
-    micro = max(work.micros, key=len)
-    seen = probe_alone(pair.planned, pair.plain, micro)
+    micro_batch = max(work.micro_batches, key=len)
+    seen = probe_alone(pair.planned, pair.plain, micro_batch)
     lengths = ", ".join(map(str, seen.lengths))
     fine = f"rows of {lengths} tokens equal plain transformers' result for each alone"
     return _check("alone", not seen.fault, seen.different, seen.limit, "", seen.fault or fine)

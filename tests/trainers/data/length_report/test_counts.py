@@ -29,7 +29,7 @@ def test_numbers_of_rows_are_those_of_their_tokens():
     counts = counting.done()
     assert counts.lengths.tolist() == [3, 4, 3]
     assert counts.part_tokens_RP.tolist() == [[1, 2], [1, 3], [1, 2]]
-    assert (counts.num_seen, counts.tokens_seen, counts.learnt_seen) == (3, 10, 7)
+    assert (counts.num_seen, counts.tokens_seen, counts.loss_tokens_seen) == (3, 10, 7)
     assert counts.hashes_R[0] == counts.hashes_R[2] != counts.hashes_R[1]
     assert counts.longest == ((4, 0, 2), (3, 0, 1), (3, 0, 3))
     assert (counts.spans.ptr.tolist(), counts.spans.ends.tolist()) == ([0, 1, 2, 3], [3, 4, 3])

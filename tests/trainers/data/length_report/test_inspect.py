@@ -102,21 +102,21 @@ def slow_row(prompt: str, completion: str, *, learns_prompt: bool = False) -> tu
 
 
 def slow_loss(rows: list[list[bool]], limit: int, truncation: str) -> Loss:
-    cut = dropped = tokens = learnt = 0
+    cut = dropped = tokens = loss_tokens = 0
     for row in rows:
         total = sum(row[1:])
         kept = row if len(row) <= limit else row[:limit] if truncation == "keep_start" else row[-limit:]
         if len(row) > limit and truncation == "drop" or not sum(kept[1:]):
-            dropped, tokens, learnt = dropped + 1, tokens + len(row), learnt + total
+            dropped, tokens, loss_tokens = dropped + 1, tokens + len(row), loss_tokens + total
         elif len(row) > limit:
-            cut, tokens, learnt = cut + 1, tokens + len(row) - limit, learnt + total - sum(kept[1:])
+            cut, tokens, loss_tokens = cut + 1, tokens + len(row) - limit, loss_tokens + total - sum(kept[1:])
     return Loss.model_validate(
         {
             "truncation": truncation,
             "rows_cut": cut,
             "rows_dropped": dropped,
             "tokens_lost": tokens,
-            "learnt_lost": learnt,
+            "loss_tokens_lost": loss_tokens,
         }
     )
 
@@ -124,7 +124,7 @@ def slow_loss(rows: list[list[bool]], limit: int, truncation: str) -> Loss:
 def check_against_slow(found: Inspection, rows: list[list[bool]]) -> None:
     lengths = sorted(len(row) for row in rows)
     assert (found.rows, found.tokens) == (len(rows), sum(lengths))
-    assert found.learnt == sum(sum(row[1:]) for row in rows)
+    assert found.loss_tokens == sum(sum(row[1:]) for row in rows)
     row = found.distributions[0]
     assert row.mean == pytest.approx(sum(lengths) / len(lengths))
     for point in row.percentiles:
@@ -146,7 +146,7 @@ def test_rows_of_prompt_and_completion_are_those_of_a_slow_count(tmp_path):
     rows = ROWS["prompt_completion"]
     found = inspected(jsonl(tmp_path / "a.jsonl", rows), tmp_path)
     slow = [slow_row(row["prompt"], row["completion"]) for row in rows]
-    check_against_slow(found, [learnt for _, learnt in slow])
+    check_against_slow(found, [loss_tokens for _, loss_tokens in slow])
     prompt = next(part for part in found.distributions if part.name == "prompt")
     assert (prompt.total, prompt.largest) == (sum(n for n, _ in slow), max(n for n, _ in slow))
 
@@ -170,9 +170,9 @@ def test_conversations_are_those_of_the_chat_template(tmp_path):
 def test_turns_are_the_assistants_where_only_they_are_learnt(tmp_path):
     found = inspected(jsonl(tmp_path / "a.jsonl", ROWS["messages"]), tmp_path, assistant_only_loss=True)
     turn = next(part for part in found.distributions if part.name == "turn")
-    learnt = next(part for part in found.distributions if part.name == "learnt")
+    loss_tokens = next(part for part in found.distributions if part.name == "loss_tokens")
     assert turn.count == sum(len(row["messages"]) // 2 for row in ROWS["messages"])
-    assert turn.total == learnt.total == found.learnt < found.tokens
+    assert turn.total == loss_tokens.total == found.loss_tokens < found.tokens
 
 
 def slow_pair(row: dict[str, Any]) -> tuple[int, list[int]]:
@@ -190,15 +190,15 @@ def test_pairs_are_those_of_a_slow_count(tmp_path):
     found = inspected(jsonl(tmp_path / "a.jsonl", rows), tmp_path)
     slow = [slow_pair(row) for row in rows]
     assert (found.method, found.rows) == ("dpo", len(rows))
-    assert found.learnt == sum(sum(answers) for _, answers in slow)
+    assert found.loss_tokens == sum(sum(answers) for _, answers in slow)
     assert found.distributions[0].total == sum(prompt + max(answers) for prompt, answers in slow)
     for one in found.candidates:
         limit = one.max_length
         assert one.rows_longer == sum(prompt + max(answers) > limit for prompt, answers in slow)
         over = [sum(answers) for prompt, answers in slow if prompt + max(answers) > limit]
-        assert (loss(one, "drop").rows_dropped, loss(one, "drop").learnt_lost) == (len(over), sum(over))
+        assert (loss(one, "drop").rows_dropped, loss(one, "drop").loss_tokens_lost) == (len(over), sum(over))
         lost = sum(max(0, 1 + n - limit) for _, answers in slow for n in answers)
-        assert loss(one, "keep_end").learnt_lost == lost
+        assert loss(one, "keep_end").loss_tokens_lost == lost
 
 
 def test_prompts_are_counted_with_the_answers_beside_them(tmp_path):
@@ -244,12 +244,18 @@ def test_counts_are_those_that_training_reports(method: str, form: str, tmp_path
             length = Length(max_length=one.max_length, truncation=counted.truncation)
             report = report_of(method, store, chosen, length)
             assert (counted.rows_cut, counted.rows_dropped) == (report.rows_cut, report.rows_dropped)
-            assert (counted.tokens_lost, counted.learnt_lost) == (report.tokens_lost, report.learnt_lost)
+            assert (counted.tokens_lost, counted.loss_tokens_lost) == (
+                report.tokens_lost,
+                report.loss_tokens_lost,
+            )
         for packed in one.packings:
             length = Length(max_length=one.max_length, packing=packed.packing)
             report = report_of(method, store, chosen, length)
             assert (packed.sequences, packed.fill) == (report.num_sequences, report.fill)
-            assert (packed.rows_split, packed.learnt_lost) == (report.rows_split, report.learnt_lost)
+            assert (packed.rows_split, packed.loss_tokens_lost) == (
+                report.rows_split,
+                report.loss_tokens_lost,
+            )
     again = inspected(source, tmp_path, method=method, eval_fraction=0.2, max_lengths=(8, 24, 60))
     assert again.extent.is_cached
     assert (again.candidates, again.distributions) == (found.candidates, found.distributions)
@@ -304,10 +310,10 @@ def test_padding_is_that_of_the_micro_batches_of_training(tmp_path):
         )
         slots = 0
         for step in range(epoch.num_steps):
-            micros = micro_batches(
+            dealt = micro_batches(
                 epoch.step(step), lengths, num_ranks=1, micro_batch_size=3, micro_tokens=None
             )
-            slots += sum(len(rows) * -(-int(lengths[rows].max()) // 8) * 8 for rows in micros[0])
+            slots += sum(len(rows) * -(-int(lengths[rows].max()) // 8) * 8 for rows in dealt[0])
         assert shown == pytest.approx(1 - lengths.sum() / slots)
     assert found.candidates[0].steps == 13
 
@@ -323,7 +329,7 @@ def test_mixtures_count_a_row_as_often_as_it_is_learnt_from(tmp_path):
     chosen = choose_rows(data, store, 0).train
     assert found.rows == len(chosen) == 90
     assert found.tokens == int(store.lengths[chosen].sum())
-    assert found.learnt == int(store.learnt_per_row[chosen].sum())
+    assert found.loss_tokens == int(store.loss_tokens_per_row[chosen].sum())
 
 
 def test_bad_rows_are_counted_by_kind_with_their_place(tmp_path):
@@ -334,7 +340,7 @@ def test_bad_rows_are_counted_by_kind_with_their_place(tmp_path):
     path.write_bytes(b"\n".join(lines))
     found = inspected(str(path), tmp_path, end_token=False)
     assert found.rows == 2
-    assert (found.faulty.rows, found.faulty.unlearnt) == (6, 1)
+    assert (found.faulty.rows, found.faulty.without_loss_tokens) == (6, 1)
     lists = found.faulty.kinds[0]
     assert (lists.rows, lists.where) == (2, f"{path}:5")
     assert any("on_bad_row" in note for note in found.notes)
@@ -364,7 +370,11 @@ def test_a_sample_tells_how_sure_it_is_and_holds_the_truth(tmp_path):
         assert one.longer_interval is not None
         assert one.lost_interval is not None
         assert one.longer_interval[0] <= true.rows_longer / whole.rows <= one.longer_interval[1]
-        assert one.lost_interval[0] <= true.losses[0].learnt_lost / whole.learnt <= one.lost_interval[1]
+        assert (
+            one.lost_interval[0]
+            <= true.losses[0].loss_tokens_lost / whole.loss_tokens
+            <= one.lost_interval[1]
+        )
         assert one.steps == pytest.approx(true.steps, rel=0.1)
     mean = found.distributions[0].mean_interval
     assert mean is not None
@@ -397,7 +407,7 @@ def test_candidates_reach_from_the_typical_to_the_longest_row(longest, typical, 
 def test_the_shortest_length_that_loses_next_to_nothing_is_recommended(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", ROWS["text"])
     found = inspected(source, tmp_path)
-    enough = [one for one in found.candidates if one.losses[0].learnt_lost <= found.learnt / 1000]
+    enough = [one for one in found.candidates if one.losses[0].loss_tokens_lost <= found.loss_tokens / 1000]
     assert f"max_length: {enough[0].max_length}\n" in found.recommendation.recipe
 
 
@@ -423,7 +433,7 @@ def test_real_pairs_are_those_of_a_slow_count(tmp_path):
     source.write_text("\n".join(lines))
     found = inspected(str(source), tmp_path, max_lengths=(256, 512))
     slow = [slow_pair(json.loads(line)) for line in lines]
-    assert found.learnt == sum(sum(answers) for _, answers in slow)
+    assert found.loss_tokens == sum(sum(answers) for _, answers in slow)
     for one in found.candidates:
         over = [sum(answers) for prompt, answers in slow if prompt + max(answers) > one.max_length]
-        assert (loss(one, "drop").rows_dropped, loss(one, "drop").learnt_lost) == (len(over), sum(over))
+        assert (loss(one, "drop").rows_dropped, loss(one, "drop").loss_tokens_lost) == (len(over), sum(over))

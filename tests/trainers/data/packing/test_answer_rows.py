@@ -90,8 +90,8 @@ def test_learnt_tokens_are_counted_for_each_answer(tmp_path: Path):
     none."""
     store = store_of(tmp_path / "s", [([1, 2], [3, 4], list(range(10, 19))), ([], [5, 6], [7, 8, 9])])
     laid = lay_out_answers(store, np.arange(2), pairs_by(max_length=6), is_shared=True)
-    assert laid.learnt.tolist() == [[2, 5], [1, 2]]
-    assert laid.profile.report.learnt_cut_by_answer == (0, 4)
+    assert laid.loss_tokens.tolist() == [[2, 5], [1, 2]]
+    assert laid.profile.report.loss_tokens_cut_by_answer == (0, 4)
     assert laid.tokens.tolist() == [1 + 2 + 5, 2 + 3]
     apart = lay_out_answers(store, np.arange(2), pairs_by(max_length=6), is_shared=False)
     assert apart.tokens.tolist() == [2 * 1 + 2 + 5, 2 + 3]
@@ -104,7 +104,7 @@ def test_a_pair_never_loses_one_side(tmp_path: Path):
     laid = lay_out_answers(store, np.arange(2), length, is_shared=True)
     assert laid.row.tolist() == [0]
     assert laid.profile.report.rows_dropped == 1
-    assert laid.profile.report.learnt_dropped == 2
+    assert laid.profile.report.loss_tokens_dropped == 2
 
 
 def test_a_pair_that_is_cut_to_two_equal_answers_is_left_out(tmp_path: Path):

@@ -76,11 +76,11 @@ def test_every_sequence_is_dealt_once_and_ranks_take_equally_many(
         micro_tokens=micro_tokens,
     )
     assert len({len(rank) for rank in dealt}) == 1
-    flat = [int(i) for rank in dealt for micro in rank for i in micro]
+    flat = [int(i) for rank in dealt for micro_batch in rank for i in micro_batch]
     assert sorted(flat) == list(range(len(tokens)))
-    for micro in (micro for rank in dealt for micro in rank):
-        assert len(micro) <= micro_batch_size
-        assert micro_tokens is None or len(micro) <= 1 or tokens[micro].sum() <= micro_tokens
+    for micro_batch in (micro_batch for rank in dealt for micro_batch in rank):
+        assert len(micro_batch) <= micro_batch_size
+        assert micro_tokens is None or len(micro_batch) <= 1 or tokens[micro_batch].sum() <= micro_tokens
 
 
 def test_few_sequences_are_spread_over_the_ranks():

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memtrain.recipes.sections.length import Length, RowLimits, limits_of
-from memtrain.trainers.data.packing.token_rows import Sequences, Spans, count_learnt, lay_out
+from memtrain.trainers.data.packing.token_rows import Sequences, Spans, count_loss_tokens, lay_out
 
 
 def ints(*values: int) -> np.ndarray:
@@ -41,13 +41,13 @@ SPANS = [(2, 5), (4, 12), (0, 8)]
 def test_nothing_is_cut_without_a_limit():
     sequences = made(ROWS, SPANS, asked(max_length=None))
     assert pieces(sequences) == [(0, 0, 5), (1, 0, 12), (2, 0, 8)]
-    assert sequences.learnt.tolist() == [3, 8, 7]
+    assert sequences.loss_tokens.tolist() == [3, 8, 7]
     report = sequences.profile.report
     assert (report.num_loss_tokens, report.tokens_lost, report.rows_cut, report.fill) == (18, 0, 0, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("truncation", "expected", "lost", "learnt_lost", "cut", "dropped"),
+    ("truncation", "expected", "lost", "loss_tokens_lost", "cut", "dropped"),
     [
         ("keep_start", [(0, 0, 5), (1, 0, 8), (2, 0, 8)], 4, 4, 1, 0),
         ("keep_end", [(0, 0, 5), (1, 4, 8), (2, 0, 8)], 4, 1, 1, 0),
@@ -58,7 +58,7 @@ def test_truncation_counts_what_it_loses(
     truncation: str,
     expected: list[tuple[int, int, int]],
     lost: int,
-    learnt_lost: int,
+    loss_tokens_lost: int,
     cut: int,
     dropped: int,
 ):
@@ -66,7 +66,7 @@ def test_truncation_counts_what_it_loses(
     sequences = made(ROWS, SPANS, asked(max_length=8, truncation=truncation))
     report = sequences.profile.report
     assert pieces(sequences) == expected
-    assert (report.tokens_lost, report.learnt_lost) == (lost, learnt_lost)
+    assert (report.tokens_lost, report.loss_tokens_lost) == (lost, loss_tokens_lost)
     assert (report.rows_cut, report.rows_dropped) == (cut, dropped)
 
 
@@ -74,7 +74,7 @@ def test_a_row_with_nothing_learnt_left_is_dropped_and_counted():
     sequences = made([4, 10], [(1, 4), (8, 10)], asked(max_length=6))
     report = sequences.profile.report
     assert pieces(sequences) == [(0, 0, 4)]
-    assert (report.rows_dropped, report.learnt_lost, report.tokens_lost) == (1, 2, 10)
+    assert (report.rows_dropped, report.loss_tokens_lost, report.tokens_lost) == (1, 2, 10)
 
 
 def test_split_rows_predict_every_learnt_token_once():
@@ -82,8 +82,8 @@ def test_split_rows_predict_every_learnt_token_once():
     sequences = made([12], [(1, 12)], asked(max_length=5, packing="bfd_split"))
     report = sequences.profile.report
     assert pieces(sequences) == [(0, 0, 5), (0, 4, 5), (0, 8, 4)]
-    assert int(sequences.learnt.sum()) == 11
-    assert (report.tokens_lost, report.tokens_idle, report.learnt_lost) == (0, 0, 0)
+    assert int(sequences.loss_tokens.sum()) == 11
+    assert (report.tokens_lost, report.tokens_idle, report.loss_tokens_lost) == (0, 0, 0)
     assert (report.rows_split, report.pieces) == (1, 3)
 
 
@@ -92,7 +92,7 @@ def test_pieces_without_a_learnt_token_are_left_out_and_counted_as_idle():
     sequences = made([12], [(9, 12)], asked(max_length=5, packing="bfd_split"))
     report = sequences.profile.report
     assert pieces(sequences) == [(0, 8, 4)]
-    assert (report.tokens_idle, report.tokens_lost, report.learnt_lost) == (8, 0, 0)
+    assert (report.tokens_idle, report.tokens_lost, report.loss_tokens_lost) == (8, 0, 0)
 
 
 def test_wrapped_fills_sequences_in_order():
@@ -100,7 +100,7 @@ def test_wrapped_fills_sequences_in_order():
     sequences = made([4, 7, 3], [(0, 4), (0, 7), (0, 3)], asked(max_length=6, packing="wrapped"))
     assert pieces(sequences) == [(0, 0, 4), (1, 0, 2), (1, 1, 6), (2, 0, 3)]
     assert sequences.tokens.tolist() == [6, 6, 3]
-    assert int(sequences.learnt.sum()) == 3 + 6 + 2
+    assert int(sequences.loss_tokens.sum()) == 3 + 6 + 2
 
 
 def test_wrapped_sequences_are_full_though_a_cut_leaves_a_prompt_alone():
@@ -108,15 +108,15 @@ def test_wrapped_sequences_are_full_though_a_cut_leaves_a_prompt_alone():
     sequences = made([4, 4, 4], [(3, 4)] * 3, asked(max_length=6, packing="wrapped"))
     assert pieces(sequences) == [(0, 0, 4), (1, 0, 2), (1, 1, 3), (2, 0, 3), (2, 2, 2)]
     assert sequences.tokens.tolist() == [6, 6, 2]
-    assert sequences.learnt.tolist() == [1, 1, 1]
+    assert sequences.loss_tokens.tolist() == [1, 1, 1]
     report = sequences.profile.report
-    assert (report.rows_dropped, report.tokens_idle, report.learnt_lost) == (0, 0, 0)
+    assert (report.rows_dropped, report.tokens_idle, report.loss_tokens_lost) == (0, 0, 0)
 
 
 def test_wrapped_leaves_out_whole_sequences_and_rows_in_which_nothing_is_learnt():
     """A prompt of 11 fills the first sequence of 6 alone; the row of 4 has nothing to learn."""
     sequences = made([13, 4], [(11, 13), (4, 4)], asked(max_length=6, packing="wrapped"))
-    assert sequences.learnt.tolist() == [2]
+    assert sequences.loss_tokens.tolist() == [2]
     report = sequences.profile.report
     assert (report.rows_dropped, report.tokens_dropped, report.tokens_idle) == (1, 4, 10)
 
@@ -132,14 +132,14 @@ def test_wrapped_fills_all_sequences_but_the_last(rows: list[tuple[int, int]], l
     spans = [(prompt, prompt + answer) for prompt, answer in rows]
     sequences = made(lengths, spans, asked(max_length=limit, packing="wrapped"))
     assert (sequences.tokens[:-1] >= limit - 1).all()
-    assert sequences.learnt.sum() == sum(answer for _, answer in rows)
+    assert sequences.loss_tokens.sum() == sum(answer for _, answer in rows)
 
 
 def test_documents_that_see_each_other_predict_each_others_first_tokens():
     """Two rows of 3 in one sequence: 2 + 2 within the rows, and row 1's first token from row 0's last."""
     length = asked(max_length=6, packing="wrapped", cross_document_attention=True)
     sequences = made([3, 3], [(0, 3), (0, 3)], length)
-    assert sequences.learnt.tolist() == [5]
+    assert sequences.loss_tokens.tolist() == [5]
     assert sequences.profile.longest_piece == 6
 
 
@@ -151,8 +151,8 @@ def test_packing_fills_sequences_and_keeps_every_row():
 
 def slow_learnt(ptr: np.ndarray, starts: np.ndarray, ends: np.ndarray, piece: tuple[int, int, int]) -> int:
     row, start, length = piece
-    learnt = {t for i in range(ptr[row], ptr[row + 1]) for t in range(starts[i], ends[i])}
-    return sum(t in learnt for t in range(start + 1, start + length))
+    loss_tokens = {t for i in range(ptr[row], ptr[row + 1]) for t in range(starts[i], ends[i])}
+    return sum(t in loss_tokens for t in range(start + 1, start + length))
 
 
 @settings(max_examples=50, deadline=None)
@@ -169,14 +169,16 @@ def test_counts_agree_with_a_slow_count(rows: list[int], limit: int, packing: st
     lengths = np.array(rows, np.int64)
     sequences = lay_out(lengths, held, np.arange(len(rows)), asked(max_length=limit, packing=packing))
     shown = pieces(sequences)
-    assert int(sequences.learnt.sum()) == sum(slow_learnt(held.ptr, held.starts, held.ends, p) for p in shown)
+    assert int(sequences.loss_tokens.sum()) == sum(
+        slow_learnt(held.ptr, held.starts, held.ends, p) for p in shown
+    )
     assert all(tokens <= limit for tokens in sequences.tokens)
     report = sequences.profile.report
     kept = {(row, t) for row, start, n in shown for t in range(start, start + n)}
     assert report.num_tokens - len(kept) == report.tokens_lost + report.tokens_idle
     if packing in ("bfd_split", "wrapped"):
-        assert report.learnt_lost == 0
-    assert count_learnt(held, ints(), ints(), ints()).tolist() == []
+        assert report.loss_tokens_lost == 0
+    assert count_loss_tokens(held, ints(), ints(), ints()).tolist() == []
 
 
 def test_a_row_that_a_mixture_repeats_counts_twice():
@@ -243,7 +245,7 @@ def test_a_million_rows_are_packed_tight_in_half_a_second(packing: str):
     assert min(times) < (1.0 if packing == "wrapped" else 0.5)
     assert sequences.profile.report.fill >= 0.999
     if packing != "bfd":
-        assert sequences.profile.report.learnt_lost == 0
+        assert sequences.profile.report.loss_tokens_lost == 0
 
 
 def test_the_same_rows_give_the_same_sequences():

@@ -59,7 +59,7 @@ def test_instructions_and_questions_are_the_tokens_of_their_messages(tmp_path, r
     for one, other in zip(kinds[::2], kinds[1::2], strict=True):
         assert one.meta.format == "prompt_completion"
         assert one.row(0).tolist() == other.row(0).tolist()
-        assert one.learnt_mask(0).tolist() == other.learnt_mask(0).tolist()
+        assert one.loss_mask(0).tolist() == other.loss_mask(0).tolist()
     assert len(kinds[0].row(0)) < len(kinds[3].row(0))
 
 
@@ -87,8 +87,8 @@ def test_prepared_counts_are_those_of_the_store(tmp_path):
     chosen = choose_rows(recipe.data, opened, 0)
     assert (prepared.train.num_rows, prepared.held_out_rows, opened.num_rows) == (150, 50, 200)
     assert prepared.train.num_tokens == sum(len(opened.row(i)) for i in chosen.train.tolist())
-    learnt = [opened.learnt_mask(i)[1:].sum() for i in chosen.train.tolist()]
-    assert prepared.train.num_loss_tokens == sum(learnt)
+    loss_spans = [opened.loss_mask(i)[1:].sum() for i in chosen.train.tolist()]
+    assert prepared.train.num_loss_tokens == sum(loss_spans)
     assert prepared.eval is None
 
 
@@ -146,7 +146,7 @@ def test_builtin_rows_have_the_form_that_the_method_learns_from(tmp_path, method
     if method == "grpo":
         assert made.columns(3)["answer"].startswith("#### ")
     else:
-        assert made.learnt_per_row.min() > 0
+        assert made.loss_tokens_per_row.min() > 0
 
 
 def test_rows_are_tokenized_once_and_found_again(tmp_path):

@@ -54,7 +54,7 @@ def test_a_store_gives_back_rows_parts_spans_and_places(tmp_path):
     assert store.part(0, "chosen").tolist() == [3, 4]
     assert store.part_lengths.tolist() == [[2, 2, 1], [1, 1, 1], [0, 2, 2]]
     assert store.spans(2) == [(0, 2), (3, 4)]
-    assert store.learnt_mask(2).tolist() == [True, True, False, True]
+    assert store.loss_mask(2).tolist() == [True, True, False, True]
     assert [store.origin(i) for i in range(3)] == ["a.jsonl:7", "b.jsonl:1", "b.jsonl:3"]
     assert store.labels[[0, 2]].tolist() == [0.5, -1.0]
     assert np.isnan(store.labels[1])
@@ -65,7 +65,7 @@ def test_a_store_gives_back_rows_parts_spans_and_places(tmp_path):
 def test_a_first_token_is_not_counted_as_learnt(tmp_path):
     """Nothing predicts it: of (0, 2) one token counts."""
     store = write(tmp_path / "s", PAIRS)
-    assert store.learnt_per_row.tolist() == [3, 2, 2]
+    assert store.loss_tokens_per_row.tolist() == [3, 2, 2]
     assert store.meta.num_loss_tokens == 7
 
 

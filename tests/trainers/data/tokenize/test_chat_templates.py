@@ -83,8 +83,8 @@ def test_a_shipped_template_writes_and_marks_as_its_family(name):
     wanted = WRITTEN[name].replace("[INST]", "\1").replace("[/INST]", "\2")
     said, spans = conversation(TALK, (), rendering(shipped_text(name)), spans_wanted=True)
     assert said == wanted.replace("[", "").replace("]", "").replace("\1", "[INST]").replace("\2", "[/INST]")
-    learnt = [part.split("]")[0] for part in wanted.split("[")[1:]]
-    assert [said[start:end] for start, end in spans] == learnt
+    loss_spans = [part.split("]")[0] for part in wanted.split("[")[1:]]
+    assert [said[start:end] for start, end in spans] == loss_spans
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,28 +135,28 @@ def test_a_stand_in_that_writes_otherwise_is_told_on_the_row():
 def test_strings_end_with_the_end_token_once():
     asked = rendering("", end_token="</s>")
     (piece,) = render(prompt_completion.parse({"prompt": "a b", "completion": " c"}, Names()), asked)
-    assert (piece.text, piece.cut, piece.learnt) == ("a b c</s>", 3, ((3, 9),))
+    assert (piece.text, piece.cut, piece.loss_spans) == ("a b c</s>", 3, ((3, 9),))
     (piece,) = render(prompt_completion.parse({"prompt": "a", "completion": " c</s>"}, Names()), asked)
     assert piece.text == "a c</s>"
     (piece,) = render(text.parse({"text": "abc"}, Names()), asked)
-    assert (piece.text, piece.learnt) == ("abc</s>", ((0, 7),))
+    assert (piece.text, piece.loss_spans) == ("abc</s>", ((0, 7),))
     (piece,) = render(prompt.parse({"prompt": "abc"}, Names()), asked)
-    assert (piece.text, piece.cut, piece.learnt) == ("abc", 3, ())
+    assert (piece.text, piece.cut, piece.loss_spans) == ("abc", 3, ())
 
 
 def test_the_whole_row_is_learnt_when_asked():
     asked = rendering("", completion_only=False)
     (piece,) = render(prompt_completion.parse({"prompt": "a b", "completion": " c"}, Names()), asked)
-    assert (piece.cut, piece.learnt) == (3, ((0, 5),))
+    assert (piece.cut, piece.loss_spans) == (3, ((0, 5),))
 
 
 def test_the_completion_of_a_conversation_begins_after_the_generation_prompt():
     row = prompt_completion.parse({"prompt": [HI], "completion": [YO, BYE, CIAO]}, Names())
     (piece,) = render(row, rendering(shipped_text("chatml")))
     assert piece.text[piece.cut :].startswith("yo<|im_end|>")
-    assert piece.learnt == ((piece.cut, len(piece.text)),)
+    assert piece.loss_spans == ((piece.cut, len(piece.text)),)
     (piece,) = render(row, rendering(shipped_text("chatml"), assistant_only=True))
-    assert [piece.text[slice(*span)] for span in piece.learnt] == ["yo<|im_end|>", "ciao<|im_end|>"]
+    assert [piece.text[slice(*span)] for span in piece.loss_spans] == ["yo<|im_end|>", "ciao<|im_end|>"]
 
 
 def test_both_answers_of_a_pair_follow_the_same_prompt():

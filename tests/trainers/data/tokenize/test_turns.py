@@ -47,41 +47,43 @@ def talk(*changes: dict[str, Any]) -> dict[str, Any]:
     return {"messages": given}
 
 
-def learnt(row: dict[str, Any], asked: Rendering) -> list[str]:
+def loss_spans(row: dict[str, Any], asked: Rendering) -> list[str]:
     (piece,) = render(messages.parse(row, Names()), asked)
-    return [piece.text[start:end] for start, end in piece.learnt]
+    return [piece.text[start:end] for start, end in piece.loss_spans]
 
 
 def test_turns_of_any_template_are_found_by_beginnings():
-    assert learnt(talk(), rendering(BARE)) == ["Yes. <end>", "Ciao.<end>"]
-    assert learnt(talk(), rendering(BARE, last_turn_only=True)) == ["Ciao.<end>"]
+    assert loss_spans(talk(), rendering(BARE)) == ["Yes. <end>", "Ciao.<end>"]
+    assert loss_spans(talk(), rendering(BARE, last_turn_only=True)) == ["Ciao.<end>"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_beginnings_find_what_the_marks_of_shipped_templates_enclose(name: str):
     """Where they can: qwen3 writes thoughts in the last turn alone, phi3 an end after every beginning."""
-    marked = learnt(talk(), rendering(shipped_text(name), has_marks=True))
+    marked = loss_spans(talk(), rendering(shipped_text(name), has_marks=True))
     if name in ("qwen3", "phi3"):
         with pytest.raises(BadRow, match="differently when more follow"):
-            learnt(talk(), rendering(shipped_text(name)))
+            loss_spans(talk(), rendering(shipped_text(name)))
         return
-    assert learnt(talk(), rendering(shipped_text(name))) == marked
+    assert loss_spans(talk(), rendering(shipped_text(name))) == marked
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_last_turn_alone_is_learnt_with_marks(name: str):
-    marked = learnt(talk(), rendering(shipped_text(name), has_marks=True))
-    assert learnt(talk(), rendering(shipped_text(name), has_marks=True, last_turn_only=True)) == marked[1:]
+    marked = loss_spans(talk(), rendering(shipped_text(name), has_marks=True))
+    assert (
+        loss_spans(talk(), rendering(shipped_text(name), has_marks=True, last_turn_only=True)) == marked[1:]
+    )
 
 
 @pytest.mark.parametrize("switch", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}])
 def test_a_message_that_its_row_switches_off_is_not_learnt(switch: dict[str, Any]):
     row = talk({}, switch)
-    assert learnt(row, rendering(BARE)) == ["Ciao.<end>"]
-    assert learnt(row, rendering(shipped_text("chatml"), has_marks=True)) == ["Ciao.<|im_end|>"]
+    assert loss_spans(row, rendering(BARE)) == ["Ciao.<end>"]
+    assert loss_spans(row, rendering(shipped_text("chatml"), has_marks=True)) == ["Ciao.<|im_end|>"]
     whole = rendering(BARE, assistant_only=False)
-    assert learnt(row, whole) == ["<s>[user]Hello?<end>\n", "[user]Bye.<end>\n[assistant]Ciao.<end>\n"]
-    assert learnt(talk({}, {"weight": 1, "train": True}), rendering(BARE)) == ["Yes. <end>", "Ciao.<end>"]
+    assert loss_spans(row, whole) == ["<s>[user]Hello?<end>\n", "[user]Bye.<end>\n[assistant]Ciao.<end>\n"]
+    assert loss_spans(talk({}, {"weight": 1, "train": True}), rendering(BARE)) == ["Yes. <end>", "Ciao.<end>"]
 
 
 def test_a_switch_that_says_nothing_clear_is_a_fault_of_the_row():
@@ -99,7 +101,7 @@ def test_a_template_that_rewrites_what_came_before_is_refused():
         training_template(FORGETS, SPECIALS)
     assert training_template(BARE, SPECIALS) == BARE
     with pytest.raises(BadRow, match="renders the first 1 message differently"):
-        learnt(talk({}, {"weight": 0}), rendering(FORGETS, assistant_only=False))
+        loss_spans(talk({}, {"weight": 0}), rendering(FORGETS, assistant_only=False))
 
 
 def recipe_of(folder: Path, rows: list[dict[str, Any]], template: str, **data: Any) -> Recipe:

@@ -80,7 +80,7 @@ def test_the_cut_is_the_end_of_the_last_token_wholly_in_the_prompt(kind, prompt,
     plain = Tokenizer.from_str(OTHERS[kind])
     assert encoded.ids.tolist() == plain.encode(text, add_special_tokens=specials).ids
     assert encoded.cut == slow_cut(plain, prompt, text, specials)
-    assert encoded.learnt == ((encoded.cut, len(encoded.ids)),)
+    assert encoded.loss_spans == ((encoded.cut, len(encoded.ids)),)
 
 
 @settings(max_examples=50, deadline=None)
@@ -97,7 +97,7 @@ def test_marked_spans_are_the_tokens_that_touch_them(texts, data):
         for token, (begin, stop) in enumerate(encoding.offsets):
             wanted[token] |= begin < end and stop > start
     mask = np.zeros(len(encoded.ids), bool)
-    for start, end in encoded.learnt:
+    for start, end in encoded.loss_spans:
         mask[start:end] = True
     assert mask.tolist() == wanted.tolist()
 

@@ -57,5 +57,5 @@ def test_no_limit_is_passed_and_nothing_that_fits_is_left(lengths: list[int], ro
 
 def test_a_step_of_two_has_the_same_micro_batch_twice():
     work = step_of(feed_of(3, 5), np.array([1]), step=4, has_more=True, replicas=2)
-    assert [micro.tolist() for micro in work.micros] == [[1], [1]]
+    assert [micro_batch.tolist() for micro_batch in work.micro_batches] == [[1], [1]]
     assert (work.step, work.denominator, work.num_tokens) == (4, 20.0, 5)

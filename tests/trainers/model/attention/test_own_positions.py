@@ -107,16 +107,16 @@ def pieces() -> list[Piece]:
 
 
 def packed(model: nn.Module) -> list[Tensor]:
-    micro = lay_end_to_end(pieces(), pad_id=0, multiple=8)
+    micro_batch = lay_end_to_end(pieces(), pad_id=0, multiple=8)
     with torch.no_grad():
-        logp_TV = model(**micro.model_inputs(), use_cache=False).logits[0].log_softmax(-1)
+        logp_TV = model(**micro_batch.model_inputs(), use_cache=False).logits[0].log_softmax(-1)
     return [logp_TV[start:end] for start, end in pairwise(accumulate(LENGTHS, initial=0))]
 
 
 def padded(model: nn.Module, *, by_row: bool) -> list[Tensor]:
-    micro = pad_right(pieces(), pad_id=0, by_row=by_row)
+    micro_batch = pad_right(pieces(), pad_id=0, by_row=by_row)
     with torch.no_grad():
-        logp_BTV = model(**micro.model_inputs(), use_cache=False).logits.log_softmax(-1)
+        logp_BTV = model(**micro_batch.model_inputs(), use_cache=False).logits.log_softmax(-1)
     return [logp_TV[:length] for logp_TV, length in zip(logp_BTV, LENGTHS, strict=True)]
 
 
@@ -164,11 +164,11 @@ def test_gradients_of_packed_rows_are_those_of_the_rows_alone():
         )
         model = model_of(kind, ours=True)
         set_attention(model, AttentionBackend.TORCH_CPU)
-        micro = lay_end_to_end(pieces(), pad_id=0)
+        micro_batch = lay_end_to_end(pieces(), pad_id=0)
         found = gradients(
             model,
-            lambda model=model, micro=micro: (
-                model(**micro.model_inputs(), use_cache=False).logits.log_softmax(-1)[..., 3].sum()
+            lambda model=model, micro_batch=micro_batch: (
+                model(**micro_batch.model_inputs(), use_cache=False).logits.log_softmax(-1)[..., 3].sum()
             ),
         )
         for name, gradient in expected.items():

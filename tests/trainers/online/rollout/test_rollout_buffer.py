@@ -20,7 +20,7 @@ def test_a_rollout_is_the_same_after_its_state():
 
 def test_a_rollout_of_an_earlier_version_keeps_its_metrics_and_its_answers():
     state = rollout().state()
-    old = {"metrics": "told", "is_trained_A": "is_learnt_A"}
+    old = {"metrics": "told", "is_trained_A": "is_trained_A"}
     found = window_of({old.get(name, name): value for name, value in state.items()})
     assert found.metrics == {"reward": 0.5}
     assert found.is_trained_A.tolist() == rollout().is_trained_A.tolist()

@@ -22,9 +22,11 @@ def finished(path: Path, plan: Plan) -> RunFolder:
     plan.write(folder.path)
     folder.recipe.write_text("method: sft\nmodel:\n  path: org/base\n")
     with MetricsWriter(folder.metrics) as writer:
-        writer.write(DataEvent(rows=10, tokens=100, learnt=50, sequences=4, rows_dropped=1, tokens_dropped=9))
+        writer.write(
+            DataEvent(rows=10, tokens=100, loss_tokens=50, sequences=4, rows_dropped=1, tokens_dropped=9)
+        )
         for number, loss in enumerate((3.0, 2.0, 1.0), start=1):
-            writer.write(StepEvent(step=number, loss=loss, lr=1e-4, tokens=30, learnt=15, seconds=1.0))
+            writer.write(StepEvent(step=number, loss=loss, lr=1e-4, tokens=30, loss_tokens=15, seconds=1.0))
         writer.write(EvalEvent(step=3, loss=1.25, tokens=5))
     return folder
 

@@ -40,21 +40,21 @@ GIB = 2**30
 
 
 def step(number: int, loss: float, **more: object) -> StepEvent:
-    given: dict = {"lr": 1e-4, "grad_norm": 1.0, "tokens": 100, "learnt": 40, "seconds": 0.5, **more}
+    given: dict = {"lr": 1e-4, "grad_norm": 1.0, "tokens": 100, "loss_tokens": 40, "seconds": 0.5, **more}
     return StepEvent(step=number, loss=loss, **given)
 
 
 EVENTS: list[Event] = [
-    DataEvent(rows=5, tokens=50, learnt=20, sequences=2),
+    DataEvent(rows=5, tokens=50, loss_tokens=20, sequences=2),
     DataEvent(
         rows=1000,
         tokens=90_000,
-        learnt=40_000,
+        loss_tokens=40_000,
         sequences=90,
         fill=0.9876,
         rows_cut=31,
         tokens_cut=1912,
-        learnt_cut=1810,
+        loss_tokens_cut=1810,
         fragments=4,
         lengths=((512, 900), (1024, 69), (1536, 31)),
     ),
@@ -125,7 +125,7 @@ def test_the_figures_are_those_of_the_metrics(tmp_path: Path, make_plan: MakePla
     assert (figures.first_eval, figures.last_eval) == (2.5, 2.75)
     assert figures.best_eval is not None
     assert figures.best_eval.step == 2
-    assert (figures.tokens, figures.learnt, figures.tokens_per_s) == (400, 160, 200.0)
+    assert (figures.tokens, figures.loss_tokens, figures.tokens_per_s) == (400, 160, 200.0)
     assert figures.measured_bytes == 10 * GIB
     assert figures.predicted_bytes == 9.5 * GIB
     assert figures.plain_bytes == 20 * GIB
@@ -239,7 +239,7 @@ def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_pat
 
 def test_a_mixture_is_told_by_source(tmp_path: Path, make_plan: Callable[..., Plan]):
     sources = (("a.jsonl", 1, 300, 30), ("b.jsonl", 8, 600, 60))
-    mixture = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, sources=sources)
+    mixture = DataEvent(rows=9, tokens=900, loss_tokens=90, sequences=5, sources=sources)
     words = [
         "train from a.jsonl: 1 row, 300 tokens, 30 loss tokens (33.3% of the tokens)",
         "train from b.jsonl: 8 rows, 600 tokens, 60 loss tokens (66.7% of the tokens)",
@@ -268,7 +268,7 @@ def test_held_out_accuracy_and_margin_of_pairs_are_told(tmp_path: Path, make_pla
 def test_the_speed_of_an_online_run_counts_its_rollouts(tmp_path: Path, make_plan: Callable[..., Plan]):
     """300 tokens in 3 steps of 1 s and one rollout of 7 s: 30 tokens/s, not 100."""
     steps = [
-        StepEvent(step=at, loss=0.0, lr=1e-4, tokens=100, learnt=50, seconds=1.0, rollout_s=waited)
+        StepEvent(step=at, loss=0.0, lr=1e-4, tokens=100, loss_tokens=50, seconds=1.0, rollout_s=waited)
         for at, waited in ((1, 7.0), (2, 0.0), (3, 0.0))
     ]
     figures = figures_of(load_report(run_folder(tmp_path, make_plan(), steps)))
@@ -285,7 +285,9 @@ def test_the_first_row_stands_in_the_page(tmp_path: Path, make_plan: Callable[..
 
 
 def test_tokens_left_out_of_split_rows_are_told():
-    split = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, tokens_idle=400, rows_split=2, fragments=5)
+    split = DataEvent(
+        rows=9, tokens=900, loss_tokens=90, sequences=5, tokens_idle=400, rows_split=2, fragments=5
+    )
     assert lost_words(split) == ("400 tokens in pieces without a loss token (2 rows split into 5 pieces)")
-    whole = DataEvent(rows=9, tokens=900, learnt=90, sequences=5, rows_split=1, fragments=2)
+    whole = DataEvent(rows=9, tokens=900, loss_tokens=90, sequences=5, rows_split=1, fragments=2)
     assert lost_words(whole) == "nothing (1 row split into 2 pieces)"

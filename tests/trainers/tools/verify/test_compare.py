@@ -11,7 +11,7 @@ def recorded(error: float) -> Recorded:
     """A step whose one gradient is `error` of its norm away from (3, 4)."""
     gradient = torch.tensor([3.0, 4.0]) + torch.tensor([5 * error, 0.0])
     weights = {"w": torch.zeros(2)}
-    return Recorded(1.0, torch.zeros(2), {"w": gradient}, weights, num_micros=1, longest_answer=0)
+    return Recorded(1.0, torch.zeros(2), {"w": gradient}, weights, num_micro_batches=1, longest_answer=0)
 
 
 def compared(error: float, *, is_sliced: bool) -> StepDifferences:

@@ -53,10 +53,10 @@ function drawCost() {
   const panel = document.getElementById("cost");
   panel.replaceChildren();
   const one = found.candidates.find((candidate) => candidate.max_length === shown);
-  const all = found.learnt || found.tokens;
-  const lost = (loss) => (found.learnt ? loss.learnt_lost : loss.tokens_lost);
+  const all = found.loss_tokens || found.tokens;
+  const lost = (loss) => (found.loss_tokens ? loss.loss_tokens_lost : loss.tokens_lost);
   const first = html(panel, "div");
-  html(first, "h3", "", found.learnt ? "Loss tokens lost" : "Tokens lost");
+  html(first, "h3", "", found.loss_tokens ? "Loss tokens lost" : "Tokens lost");
   for (const loss of one.losses) {
     line(first, loss.truncation, lost(loss) / all, number(lost(loss)) + " · " + share(lost(loss), all), "lost");
   }
