@@ -45,11 +45,12 @@ STAGES = (
     Stage("the reference", "reference"),
     Stage("Liger's kernels", (), ("liger",)),
     Stage("the loss", "loss"),
-    Stage("checkpointing", "checkpointing", with_it=("offloading",)),
+    Stage("checkpointing", "checkpointing", with_it=("offloading", "weights on the host")),
     Stage("offloading", "offloading"),
     Stage("float32 copies", "copies"),
     Stage("optimizer states on the host", "states"),
     Stage("steps in the backward pass", "backward"),
+    Stage("weights on the host", ("weights_offload",)),
 )
 """In the order in which the waterfall goes down: what costs least first."""
 

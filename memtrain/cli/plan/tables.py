@@ -259,7 +259,9 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
 
 def why_words(one: Decision) -> str:
     """Reason of a setting's value, and its source."""
-    return f"{one.reason} ({whole(one.source)})" if one.reason else whole(one.source)
+    words, _, given = one.source.rpartition(": ")
+    source = f"{words}: {whole(given)}" if words else whole(given)
+    return f"{one.reason} ({source})" if one.reason else source
 
 
 def _were(count: int) -> str:

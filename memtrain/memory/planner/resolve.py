@@ -21,7 +21,7 @@ from memtrain.memory.plan.plan import Decision, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.context_parallel_auto import by_context, told
 from memtrain.memory.planner.loss_tile import explain_tile, with_larger_tile, with_small_tiles
-from memtrain.memory.planner.search import Space, fastest, price_all, space
+from memtrain.memory.planner.search import ENGINE_TIE, Space, fastest, num_moved, price_all, space
 from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.base_settings import decide_base
 from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed
@@ -210,16 +210,27 @@ def _choose(choices: Space, budget: int, case: StrategyContext) -> tuple[Priced,
 def _first_that_fits(
     choices: Space, budget: int, case: StrategyContext, tried: list[Priced]
 ) -> Priced | None:
-    """The fastest plan of the first group that has one; `tried` gets all that were weighed."""
-    for group in choices.groups:
+    """The fastest plan of the first group that has one; `tried` gets all that were weighed.
+
+    Where that plan leans on the bus, weights that wait on the host are weighed beside it.
+    """
+    headroom = case.recipe.memory.headroom
+
+    def fastest_of(group: tuple[Settings, ...]) -> Priced | None:
         priced = price_all(group, case.facts)
         priced += with_small_tiles(priced, case.facts, budget, case.recipe)
-        tried += priced
+        tried.extend(priced)
         roomy = [one for one in priced if leaves_room(case.recipe, case.facts, one)]
-        headroom = case.recipe.memory.headroom
-        chosen = fastest(roomy, budget, case.facts, headroom)
+        return fastest(roomy, budget, case.facts, headroom)
+
+    for group in choices.groups:
+        chosen = fastest_of(group)
         if chosen is None:
             continue
+        if choices.waiting and num_moved(chosen) and group in (choices.exact, choices.stepping):
+            other = fastest_of(choices.waiting)
+            if other is not None and other.token_s * (1 + ENGINE_TIE) < chosen.token_s:
+                chosen = other
         if case.recipe.memory.loss_chunk_size == "auto":
             has_room = partial(leaves_room, case.recipe, case.facts)
             free = int(budget * (1 - headroom))

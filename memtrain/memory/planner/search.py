@@ -46,7 +46,8 @@ class Space:
 
     @property
     def groups(self) -> tuple[tuple[Settings, ...], ...]:
-        """The plans to weigh, group by group: a later one is taken where nothing of an earlier one fits."""
+        """The plans to weigh, group by group: a later one is taken where nothing of an earlier one fits, and
+        `waiting` also where all that fits leans on the bus and is slower."""
         return tuple(group for group in self._in_order if group)
 
     @property
@@ -138,7 +139,7 @@ def fastest(
     best = _fastest(priced, budget, facts)
     if best is None or best.need_bytes <= budget * (1 - headroom):
         return best
-    least_moved = [one for one in priced if _moved(one) <= _moved(best)]
+    least_moved = [one for one in priced if num_moved(one) <= num_moved(best)]
     roomy = _fastest(least_moved, int(budget * (1 - headroom)), facts)
     return roomy if roomy is not None and roomy.token_s < best.token_s * (1 + ROOM_COST) else best
 
@@ -147,15 +148,16 @@ def _fastest(priced: Sequence[Priced], budget: int, facts: PlannerInputs) -> Pri
     """The same, however full the device becomes."""
     fitting = [one for one in priced if one.need_bytes <= budget]
     if facts.hardware.device == "cuda":
-        fitting = [one for one in fitting if _moved(one) == 0 or fits_host(one, facts)]
+        fitting = [one for one in fitting if num_moved(one) == 0 or fits_host(one, facts)]
     else:
         fitting = [one for one in fitting if fits_host(one, facts)]
     if not fitting:
         return None
     best = _of_equally_fast(fitting)
     limit = best.token_s * (1 + ENGINE_TIE)
+    least_moved = [one for one in fitting if num_moved(one) <= num_moved(best)]
     for engine in SIMPLEST[: SIMPLEST.index(best.settings.engine)]:
-        simpler = [one for one in fitting if one.settings.engine == engine and _moved(one) <= _moved(best)]
+        simpler = [one for one in least_moved if one.settings.engine == engine]
         if simpler and min(one.token_s for one in simpler) <= limit:
             return _of_equally_fast(simpler)
     return best
@@ -166,7 +168,7 @@ def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:
     return min(
         (one for one in fitting if one.token_s <= limit),
         key=lambda one: (
-            _moved(one),
+            num_moved(one),
             one.settings.slice_tokens > 0,
             SIMPLEST.index(one.settings.engine),
             one.settings.loss == "full",
@@ -176,7 +178,7 @@ def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:
     )
 
 
-def _moved(one: Priced) -> int:
+def num_moved(one: Priced) -> int:
     """Strategies that lean on the bus and on host memory, which other programs use too."""
     settings = one.settings
     return sum(

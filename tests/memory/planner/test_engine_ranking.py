@@ -21,7 +21,7 @@ DEEPSPEED = frozenset({"deepspeed"})
 COPIES = {"optim__master_weights": True}
 """Float32 copies of bfloat16 weights: without them DeepSpeed would learn something else."""
 
-SMALL_MICRO = COPIES | {"train__micro_batch_tokens": 2048}
+SMALL_MICRO = COPIES | {"train__micro_tokens": 2048}
 
 
 @pytest.fixture

@@ -157,8 +157,8 @@ def test_the_plain_run_needs_more():
         ({"model__attention": "torch_varlen"}, "does not run on cpu"),
         ({"train__batch_size": 1, "cluster__processes": 2}, "cannot be divided over 2 processes"),
         ({"train__batch_size": 8, "train__micro_batch_size": 16}, "has 8 rows a step"),
-        ({"train__micro_batch_tokens": 100}, "the longest sequence has 512 tokens"),
-        ({"length__padding_free": False, "train__micro_batch_tokens": 4096}, "pads its rows"),
+        ({"train__micro_tokens": 100}, "the longest sequence has 512 tokens"),
+        ({"length__padding_free": False, "train__micro_tokens": 4096}, "pads its rows"),
         ({"optim__master_weights": True, "model__dtype": "float32"}, "float32 already"),
     ],
 )
@@ -190,7 +190,7 @@ def test_the_batch_is_worked_out_in_one_line():
 
 def test_tokens_of_a_step_are_shared_by_micro_batches_of_tokens():
     """16,384 tokens a step, 4,096 at once: four micro-batches."""
-    resolved = ask(train__batch_tokens=16_384, train__micro_batch_tokens=4096)
+    resolved = ask(train__batch_tokens=16_384, train__micro_tokens=4096)
     assert "4 accumulation steps" in reason_of(resolved, "micro_batch")
 
 

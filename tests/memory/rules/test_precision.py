@@ -91,7 +91,7 @@ def test_pure_bfloat16_is_told_what_rounding_loses_at_its_rate(plan, lr: float, 
 
 def test_pure_bfloat16_is_taken_only_where_allowed_and_nothing_else_fits(plan):
     """0.3 billion weights: 4.4 GiB of weights, copies and moments; 2.2 GiB in pure bfloat16."""
-    tight = {"memory__budget": "5GiB", "memory__never": ("optimizer_offload",)}
+    tight = {"memory__budget": "5GiB", "memory__never": ("optimizer_offload", "weights_offload")}
     allowed = {"memory__allow": ("pure_bfloat16",)}
     assert plan(**allowed).settings.master_weights is True
     with pytest.raises(DoesNotFit):

@@ -177,8 +177,8 @@ def test_a_byte_order_mark_and_windows_lines_are_read(folder: Path):
 
 def test_a_folder_and_a_missing_file_are_one_fault_each(folder: Path):
     assert told(str(folder)) == [(f"{folder} is a folder", "")]
-    assert told("mi.yaml") == [("there is no file mi.yaml", "")]
-    assert told("nowhere/my.yaml") == [("there is no file nowhere/my.yaml", "")]
+    assert told("mi.yaml") == [("there is no file mi.yaml", "the command line")]
+    assert told("nowhere/my.yaml") == [("there is no file nowhere/my.yaml", "the command line")]
 
 
 def test_interpolated_values_are_checked_at_their_line(folder: Path, monkeypatch: pytest.MonkeyPatch):

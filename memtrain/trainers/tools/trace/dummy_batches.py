@@ -128,7 +128,7 @@ class DummyFeed:
 
     def loss_tokens_of(self, sequences: Ints, answer: int) -> int:
         """Learnt tokens of the n-th answers, roughly."""
-        return self.made.made.num_loss_tokens // 2 * len(sequences)
+        return self.made.micro_batch.num_loss_tokens // 2 * len(sequences)
 
     def mismatched(self, items: Ints, partners: Ints) -> Any:
         """Prompts with answers of others: as heavy as with their own."""

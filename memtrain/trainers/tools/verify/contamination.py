@@ -91,7 +91,7 @@ def probe_contamination(planned: Side, plain: Side, sequences: Ints) -> Seen | N
 def micro_batch_of(batch: Any) -> Any:
     """The token batch inside a method's batch: of answers, or of answers with their rewards."""
     inside = getattr(batch, "answers", batch)
-    return getattr(inside, "micro", inside)
+    return getattr(inside, "micro_batch", inside)
 
 
 def rows_of(padded: Any) -> Ints:

@@ -219,7 +219,7 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
 
 def _inputs(batch: Any) -> dict[str, Any]:
     inside = getattr(batch, "answers", batch)
-    return getattr(inside, "micro", inside).model_inputs()
+    return getattr(inside, "micro_batch", inside).model_inputs()
 
 
 def _most_pieces(side: Side) -> int:
