@@ -26,8 +26,15 @@ def large_batch(shared_runs) -> Path:
     return shared_runs.done("large", "model.dtype=float32", *said)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("weights", ["float32 copies", "pure"])
+@pytest.mark.parametrize(
+    ("weights", "engine"),
+    [
+        ("float32 copies", "ddp"),
+        ("float32 copies", "fsdp2"),
+        ("pure", "ddp"),
+        pytest.param("pure", "fsdp2", marks=pytest.mark.slow),
+    ],
+)
 def test_256_rows_one_by_one_over_two_ranks_are_one_large_batch(
     runs, large_batch: Path, curve_of, engine: str, weights: str
 ):

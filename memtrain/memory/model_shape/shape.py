@@ -162,8 +162,19 @@ class ModelShape:
         """Weights of the largest linear map of a layer; 0 where a layer has none."""
         return max((part.num_inputs * part.num_outputs for part in self.linears), default=0)
 
+    @cached_property
+    def _by_adapter(self) -> dict[tuple[str, Adapter], Any]:
+        """Counts of adapters that were asked for: a search asks a million times for the same few."""
+        return {}
+
     def adapted(self, adapter: Adapter) -> tuple[Linear, ...]:
         """The linear maps of a dense layer that get an adapter."""
+        key = ("adapted", adapter)
+        if key not in self._by_adapter:
+            self._by_adapter[key] = self._adapted(adapter)
+        return self._by_adapter[key]
+
+    def _adapted(self, adapter: Adapter) -> tuple[Linear, ...]:
         return tuple(part for part in self.linears if _names(adapter, part))
 
     def num_adapter_per_layer(self, adapter: Adapter, *, expert: bool = False) -> int:
@@ -177,6 +188,12 @@ class ModelShape:
 
     def num_adapter(self, adapter: Adapter) -> int:
         """Trained parameters of an adapter, without `modules_to_save`."""
+        key = ("trained", adapter)
+        if key not in self._by_adapter:
+            self._by_adapter[key] = self._num_adapter(adapter)
+        return self._by_adapter[key]
+
+    def _num_adapter(self, adapter: Adapter) -> int:
         if self.counts is not None:
             return self._num_counted_adapter(adapter, self.counts)
         dense = self.num_layers - self.num_expert_layers

@@ -89,6 +89,7 @@ def test_rows_too_long_for_any_card_are_shared_by_more(ask: Ask, facts_of: Any, 
     assert any("cluster.context_parallel: " in way for way in told)
 
 
+@pytest.mark.slow
 def test_that_there_are_fewer_than_three_is_told(ask: Ask, facts_of: Any, profile_of: Any):
     config = known_config("llama-3.3-70b")
     assert config is not None
