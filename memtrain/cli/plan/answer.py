@@ -20,7 +20,7 @@ from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.engine_ranking import Weighed, weighed_engines
 from memtrain.memory.planner.pinned_recipe import pins
-from memtrain.memory.planner.resolve import Resolved, resolve
+from memtrain.memory.planner.resolve import Resolved, resolve, resolved_if_it_fits
 from memtrain.memory.planner.search import frontier, price_all
 from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.ledger import SourcedRecipe
@@ -154,14 +154,16 @@ def facts_of_question(
     return facts, " ".join(data.words())
 
 
-def answer(question: Question, facts: PlannerInputs, note: str = "") -> Answer:
+def answer(
+    question: Question, facts: PlannerInputs, note: str = "", *, seeks_ways_out: bool = True
+) -> Answer:
     """The plan.
 
-    Raises: RecipeError and DoesNotFit.
+    Raises: RecipeError and DoesNotFit; without ways out NoPlan, at once, where none was looked for.
     """
     notes = (*question.notes, note) if note else question.notes
     facts = replace(facts, history=read_history())
-    resolved = resolve(question.asked, facts)
+    resolved = (resolve if seeks_ways_out else resolved_if_it_fits)(question.asked, facts)
     if question.presumed and uses_zero(resolved.settings):
         notes = (
             *notes,

@@ -12,6 +12,7 @@ from memtrain.cli.plan.answer import Answer, Question, answer, ask, facts_of_que
 from memtrain.cli.plan.lookup import look_at_devices
 from memtrain.cli.plan.tables import settings_words
 from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.explain.nothing_fits import NoPlan
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.use_and_never import honoured
@@ -80,10 +81,11 @@ def _cell(way: str, question: Question) -> Cell:
     facts, _ = facts_of_question(question, reads_data=False, progress=None)
     name = question.hardware.name
     try:
-        return Cell(way, name, answer(question, facts))
-    except DoesNotFit as error:
-        found = re.search(r"the smallest needs ([\d.,]+ \w+)", error.faults[0].what)
-        return Cell(way, name, None, f"needs {found[1]} at least" if found else "does not fit")
+        return Cell(way, name, answer(question, facts, seeks_ways_out=False))
+    except NoPlan as error:
+        return Cell(way, name, None, f"needs {gib(error.closest.need_bytes)} at least")
+    except DoesNotFit:
+        return Cell(way, name, None, "does not fit")
     except RecipeError as error:
         return Cell(way, name, None, error.faults[0].what)
 
