@@ -21,7 +21,7 @@ from memtrain.memory.plan.plan import Decision, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.context_parallel_auto import by_context, told
 from memtrain.memory.planner.loss_tile import explain_tile, with_larger_tile, with_small_tiles
-from memtrain.memory.planner.search import ENGINE_TIE, Space, fastest, num_moved, price_all, space
+from memtrain.memory.planner.search import ENGINE_TIE, Space, fastest, num_moved, price_all, space, waits
 from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.base_settings import decide_base
 from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed
@@ -101,7 +101,8 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     decide_loading(ledger, settings)
     explain(ledger, chosen, facts, budget)
     explain_tile(ledger, chosen)
-    roomy = [one for one in tried if leaves_room(case.recipe, case.facts, one)]
+    alike = [one for one in tried if waits(one.settings) == waits(chosen.settings)]
+    roomy = [one for one in alike if leaves_room(case.recipe, case.facts, one)]
     explain_headroom(ledger, chosen, fastest(roomy, budget, case.facts))
     settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(

@@ -69,6 +69,7 @@ def space(
     stepping: dict[Settings, None] = {}
     waiting: dict[Settings, None] = {}
     is_open = case.recipe.cluster.cpu_offload == "auto"
+    may_wait = not is_asked(case.asked)
     changing: dict[int, dict[Settings, None]] = {}
     for option in options:
         for whole in wholes:
@@ -83,9 +84,10 @@ def space(
                 if excluded(settings) or not all(STRATEGIES[name].is_used(settings) for name in names):
                     continue
                 group = exact if whole is None or is_pinned else stepping
-                waits = is_open and option.shard_offload != "none"
-                waits = waits or (option.weights_offload and not is_asked(case.asked))
-                group = waiting if waits else group
+                is_waiting = (is_open and option.shard_offload != "none") or (
+                    may_wait and option.weights_offload
+                )
+                group = waiting if is_waiting else group
                 count = _num_changes(settings, base, case)
                 (changing.setdefault(count, {}) if count else group)[settings] = None
     by_count = tuple(tuple(changing[count]) for count in sorted(changing))
@@ -176,6 +178,11 @@ def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:
             one.token_s,
         ),
     )
+
+
+def waits(settings: Settings) -> bool:
+    """Whether shards, or weights of layers, wait on the host."""
+    return settings.shard_offload != "none" or settings.weights_offload
 
 
 def num_moved(one: Priced) -> int:
