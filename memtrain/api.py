@@ -58,8 +58,7 @@ class FinishedRun:
     def _repr_html_(self) -> str:
         from memtrain.trainers.run_folder.report.report_html import render_report
 
-        page = render_report(self.report).replace("&", "&amp;").replace('"', "&quot;")
-        return f'<iframe srcdoc="{page}" width="100%" height="700" style="border:0"></iframe>'
+        return _framed(render_report(self.report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,7 @@ class RunPlan:
     def _repr_html_(self) -> str:
         from memtrain.cli.plan.html import page
 
-        text = page(self.answer, None).replace("&", "&amp;").replace('"', "&quot;")
-        return f'<iframe srcdoc="{text}" width="100%" height="700" style="border:0"></iframe>'
+        return _framed(page(self.answer, None))
 
 
 def load_recipe(recipe: str | Path, overrides: Overrides | None = None) -> LoadedRecipe:
@@ -168,6 +166,12 @@ def inspect_lengths(
 
     words = Words(str(dataset), tuple(_words(overrides)), model, None, None, None)
     return inspected(words, (), None, None)
+
+
+def _framed(page: str) -> str:
+    """A page in a frame of its own, as notebooks show it."""
+    text = page.replace("&", "&amp;").replace('"', "&quot;")
+    return f'<iframe srcdoc="{text}" width="100%" height="700" style="border:0"></iframe>'
 
 
 def _loaded(recipe: LoadedRecipe | str | Path) -> LoadedRecipe:
