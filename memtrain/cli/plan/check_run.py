@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Source
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from memtrain.trainers.data.store.look_into import Found
 
 FIRST_ROWS = 100
@@ -62,13 +65,16 @@ def check_run(loaded: LoadedRecipe) -> list[Line]:
 
     Raises: MemtrainError with every fault of every part, each with its line.
     """
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
+
     recipe = loaded.recipe
     look = _Look(loaded)
+    tokenizer = cache(lambda: tokenizer_of(recipe.model))
     look.at("strategies", lambda: _nothing(honoured(SourcedRecipe(recipe, loaded.where))))
     has_model = look.at("model", lambda: model_words(recipe))
     # A folder that is missing is one fault, not two.
     looks = has_model or recipe.model.tokenizer is not None
-    has_tokenizer = looks and look.at("tokenizer", lambda: tokenizer_words(recipe))
+    has_tokenizer = looks and look.at("tokenizer", lambda: tokenizer_words(recipe, tokenizer))
     for key, sources in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
         found: list[Found] = []
         for number, source in enumerate(sources):
@@ -78,7 +84,7 @@ def check_run(loaded: LoadedRecipe) -> list[Line]:
                 lambda source=source, place=place, found=found: source_words(recipe, source, place, found),
             )
         if len(found) == len(sources) and found and has_tokenizer:
-            look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found))
+            look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer()))
     look.at("rewards", lambda: _nothing(check_rewards(loaded)))
     for item, check in PACKAGES:
         look.at(item, lambda check=check: check(recipe))
@@ -121,17 +127,16 @@ def model_words(recipe: Recipe) -> str:
     return f"{words}; weights {LATER}: {why[0].lower()}{why[1:]}"
 
 
-def tokenizer_words(recipe: Recipe) -> str:
+def tokenizer_words(recipe: Recipe, load: Callable[[], PreTrainedTokenizerFast]) -> str:
     """The tokenizer in words; its absence from here, where only the hub has it.
 
     Raises: DataError when it cannot be loaded.
     """
     from memtrain.trainers.data.tokenize.chat import template_of
-    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     if recipe.model.tokenizer is None and not is_here(recipe.model.path or ""):
         return f"{LATER}: {recipe.model.path} is not on this machine"
-    tokenizer = tokenizer_of(recipe.model)
+    tokenizer = load()
     template = "with a chat template" if template_of(tokenizer) is not None else "without a chat template"
     return f"{len(tokenizer):,} tokens, {template}"
 
@@ -195,16 +200,15 @@ def _rows(found: Found) -> Iterator[tuple[str, Row | BadRow]]:
             yield f"{stream.name}:{line}", row
 
 
-def rendering_words(recipe: Recipe, found: Sequence[Found]) -> str:
+def rendering_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast) -> str:
     """Nothing, where the settings of `data:` have an effect on rows of these formats.
 
     Raises: DataError.
     """
     from memtrain.trainers.data.store.look_into import kind_of, rendering_of
-    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     kind = kind_of(found, METHOD_FORMATS[recipe.method])
-    rendering_of(recipe.data, tokenizer_of(recipe.model), kind, found)
+    rendering_of(recipe.data, tokenizer, kind, found)
     return ""
 
 
