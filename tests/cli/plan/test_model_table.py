@@ -7,6 +7,8 @@ import pytest
 
 from memtrain.__main__ import main
 from memtrain.cli.plan.model_table import WAYS, is_model, rows_of, table_of
+from memtrain.cli.plan.recipe_of_dataset import write_recipe
+from memtrain.errors import RecipeError
 from memtrain.recipes.reading.load import load_recipe
 
 
@@ -83,3 +85,9 @@ def test_a_dataset_alone_asks_for_its_model(folder: Path, capsys: pytest.Capture
     assert "memtrain sft rows.jsonl --model MODEL" in capsys.readouterr().err
     assert main(["train", "rows.jsonl", "--model", "builtin:tiny"]) == 2
     assert "a dataset alone does not say the method" in capsys.readouterr().err
+
+
+def test_a_recipe_in_the_way_is_run_by_the_command_of_its_method(folder: Path):
+    (folder / "rows-online_dpo.yaml").write_text("method: sft\n")
+    with pytest.raises(RecipeError, match="memtrain online-dpo rows-online_dpo.yaml"):
+        write_recipe("online_dpo", "rows.jsonl", "builtin:tiny", ["rewards.functions=[exact_answer]"])
