@@ -13,16 +13,18 @@ from typer.core import TyperGroup
 
 from memtrain import __version__
 from memtrain.errors import RecipeError
+from memtrain.recipes.registry import METHODS
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of memtrain. `target`: `module:function` below memtrain.cli.commands (or `module:app`, a
-    Typer app)."""
+    """A command of memtrain. `target`: `module:function` below memtrain.cli.commands, `module:app` (a Typer
+    app), or `module:table` with the `key` of a function in it."""
 
     name: str
     target: str
     says: str
+    key: str | None = None
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -31,15 +33,8 @@ COMMANDS: tuple[Command, ...] = (
         "quickstart:quickstart",
         "Train a tiny model on built-in data, to see what a run looks like.",
     ),
-    Command("sft", "train:sft", "Supervised fine-tuning from a recipe."),
-    Command("dpo", "train:dpo", "Direct preference optimization from a recipe."),
-    Command("kto", "train:kto", "KTO from a recipe."),
-    Command("reward", "train:reward", "A reward model from a recipe."),
+    *(Command(one.verb, "train:BY_METHOD", one.says, one.name) for one in METHODS.values()),
     Command("score", "score:score", "Score answers with a reward model."),
-    Command("grpo", "train:grpo", "Group relative policy optimization, with rewards."),
-    Command("rloo", "train:rloo", "REINFORCE with a leave-one-out baseline, with rewards."),
-    Command("online-dpo", "train:online_dpo", "Online DPO: pairs of own completions, judged by rewards."),
-    Command("ppo", "train:ppo", "Proximal policy optimization, with rewards and a value model."),
     Command("train", "train:train", "Train by the method that the recipe names."),
     Command("plan", "plan:plan", "Predict the memory and speed of a run, for any GPU, without starting it."),
     Command("calibrate", "calibrate:calibrate", "Measure this machine once, for its plans."),
@@ -113,6 +108,8 @@ class _Verbs(TyperGroup):
 def _command(verb: Command) -> Any:
     module_name, _, attribute = verb.target.partition(":")
     target = getattr(importlib.import_module(f"memtrain.cli.commands.{module_name}"), attribute)
+    if verb.key is not None:
+        target = target[verb.key]
     if isinstance(target, typer.Typer):
         own = target
     else:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.recipe import SECTIONS, Recipe
 from memtrain.recipes.sections.base import Section
 from memtrain.recipes.sections.generate import Generate
-from memtrain.recipes.sections.methods.preference import Dpo, Kto
 
-EMPTY: Mapping[str, Callable[[], Section]] = {"dpo": Dpo, "generate": Generate, "kto": Kto}
+EMPTY: dict[str, type[Section]] = {"generate": Generate, **SECTIONS}
 """Sections that a recipe may leave out."""
 
 

@@ -12,11 +12,11 @@ from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.generate import Generate
 from memtrain.recipes.sections.length import OF_ANSWERS, OF_READ_ROWS, Length, RowLimits, limits_of
 from memtrain.recipes.sections.memory import Memory
-from memtrain.recipes.sections.methods.grpo_rloo import ONLINE, Grpo, Rloo
+from memtrain.recipes.sections.methods.grpo_rloo import Grpo, Rloo
 from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, WithMismatch
 from memtrain.recipes.sections.methods.online_dpo import OnlineDpo
 from memtrain.recipes.sections.methods.ppo import Ppo
-from memtrain.recipes.sections.methods.preference import Dpo, Kto, Reward
+from memtrain.recipes.sections.methods.preference import Dpo, Kto, Reward, WithReference
 from memtrain.recipes.sections.methods.sft import Sft
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.optim import Optim
@@ -25,6 +25,17 @@ from memtrain.recipes.sections.training import Cluster, Eval, Log, Save, Train
 
 MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo"]
 
+SECTIONS: dict[MethodName, type[Section]] = {
+    "sft": Sft,
+    "dpo": Dpo,
+    "kto": Kto,
+    "reward": Reward,
+    "grpo": Grpo,
+    "rloo": Rloo,
+    "online_dpo": OnlineDpo,
+    "ppo": Ppo,
+}
+"""Section of each method's own keys."""
 HAS_ANSWERS = tuple(name for name, method in METHODS.items() if method.num_answers)
 """Methods whose rows are a prompt with one or two answers."""
 
@@ -60,23 +71,35 @@ class Recipe(Section):
     rewards: Rewards | None = None
 
     @property
+    def own(self) -> Section:
+        """The section of the method, with its defaults where the recipe has none."""
+        return getattr(self, self.method) or SECTIONS[self.method]()
+
+    @property
     def ranks_the_batch(self) -> bool:
         """Whether the loss sorts the pairs of a step, which must then be one micro-batch."""
-        return self.method == "dpo" and (self.dpo or Dpo()).ranks_the_batch
+        section = self.own
+        return isinstance(section, Dpo) and section.ranks_the_batch
+
+    @property
+    def near_reference(self) -> WithReference | None:
+        """The section of a method that stays near a reference; None for other methods."""
+        section = self.own
+        return section if isinstance(section, WithReference) else None
 
     @property
     def compared(self) -> Dpo | Kto | None:
         """The section of a method that compares read answers with a reference; None where none does."""
-        if self.method == "dpo":
-            section = self.dpo or Dpo()
+        section = self.own
+        if isinstance(section, Dpo):
             return section if section.needs_reference else None
-        return (self.kto or Kto()) if self.method == "kto" else None
+        return section if isinstance(section, Kto) else None
 
     @property
     def online(self) -> FromOwnCompletions | None:
         """The section of a method that learns from its own completions, with its defaults."""
-        sections = {"grpo": self.grpo, "rloo": self.rloo, "online_dpo": self.online_dpo, "ppo": self.ppo}
-        return sections[self.method] or ONLINE[self.method]() if self.method in sections else None
+        section = self.own
+        return section if isinstance(section, FromOwnCompletions) else None
 
     @property
     def generation(self) -> Generate:
@@ -86,8 +109,8 @@ class Recipe(Section):
     @property
     def row_limits(self) -> RowLimits:
         """Limits and packing of rows, with the method's defaults, for Settings."""
-        to_write = self.generation.max_tokens if self.method in ONLINE else 0
-        return limits_of(self.length, has_prompts=self.method != "sft", to_write=to_write)
+        to_write = self.generation.max_tokens if METHODS[self.method].is_online else 0
+        return limits_of(self.length, has_prompts=METHODS[self.method].has_prompts, to_write=to_write)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -100,7 +123,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _lengths_fit_the_method(self) -> Recipe:
         length = self.length
-        if self.method in ONLINE:
+        if METHODS[self.method].is_online:
             self._check_online_lengths()
             return self
         if self.method in HAS_ANSWERS:
@@ -196,7 +219,7 @@ class Recipe(Section):
                 f"train.batch_tokens is set, and {self.method} counts a step in completions; set "
                 "train.batch_size instead"
             )
-        if self.generation.num_generations < 2 and self.method != "ppo":
+        if self.generation.num_generations < 2 and not METHODS[self.method].has_value:
             raise ValueError(
                 f"{self.method} compares the completions of a prompt, and generate.num_generations is 1; "
                 "set 2 or more"

@@ -12,6 +12,9 @@ class Method:
 
     name: str
     says: str
+    """The sentence of `memtrain methods`, of the list of commands and of the command's own help."""
+    title: str
+    """The method in the words of a model card."""
     trainer: str
     head: Literal["lm", "score"] = "lm"
     """End of the model: the LM head, or one number for a sequence."""
@@ -23,6 +26,15 @@ class Method:
     """Whether the method learns from two of a prompt's completions together."""
     has_value: bool = False
     """A value model is trained beside the policy."""
+    reads_margin: bool = False
+    """Whether the loss reads the margin that a pair may have."""
+    starter: tuple[tuple[str, str], ...] = ()
+    """Keys of `memtrain init`, with their values, beside those of every method; `#`: commented out."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether rows are prompts, with answers or without; otherwise they are trained on whole."""
+        return self.is_online or self.num_answers > 0
 
     @property
     def trains_numbers(self) -> bool:
@@ -35,59 +47,91 @@ class Method:
         return self.name.replace("_", "-")
 
 
+ONLINE_STARTER = (
+    ("rewards.functions", "exact_answer"),
+    ("generate.num_generations", "8"),
+    ("generate.max_tokens", "256"),
+    ("#generate.temperature", "1.0"),
+)
+"""Keys of `memtrain init` for every method that compares completions of a prompt."""
+
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method(
             "sft",
             "Supervised fine-tuning: cross-entropy on the loss tokens.",
+            "supervised fine-tuning",
             "memtrain.trainers.methods.sft",
+            starter=(("#sft.loss", "nll"),),
         ),
         Method(
             "dpo",
             "Direct preference optimization: chosen answers made likelier than rejected ones.",
+            "direct preference optimization (DPO)",
             "memtrain.trainers.methods.dpo",
             num_answers=2,
+            starter=(("#dpo.loss", "sigmoid"), ("#dpo.beta", "0.1"), ("#dpo.reference", "auto")),
         ),
         Method(
             "kto",
             "KTO: single answers that are desirable or not, without pairs.",
+            "KTO",
             "memtrain.trainers.methods.kto",
             num_answers=1,
+            starter=(("#kto.beta", "0.1"), ("#kto.desirable_weight", "1.0"), ("#kto.reference", "auto")),
         ),
         Method(
             "reward",
             "A reward model: one number for an answer, trained on pairs.",
+            "reward modelling",
             "memtrain.trainers.methods.reward",
             num_answers=2,
             head="score",
+            reads_margin=True,
+            starter=(("#reward.center_rewards_coefficient", "0.01"),),
         ),
         Method(
             "grpo",
             "Group relative policy optimization: completions judged by rewards, against their group.",
+            "group relative policy optimization (GRPO)",
             "memtrain.trainers.methods.grpo",
             is_online=True,
+            starter=(*ONLINE_STARTER, ("#grpo.loss", "dapo"), ("#grpo.beta", "0.0")),
         ),
         Method(
             "rloo",
             "REINFORCE with a leave-one-out baseline: completions judged by rewards.",
+            "REINFORCE leave-one-out (RLOO)",
             "memtrain.trainers.methods.rloo",
             is_online=True,
+            starter=(*ONLINE_STARTER, ("#rloo.beta", "0.05")),
         ),
         Method(
             "online_dpo",
             "Online DPO: the best and the worst of a prompt's completions are its pair.",
+            "online direct preference optimization (online DPO)",
             "memtrain.trainers.methods.online_dpo",
             is_online=True,
             in_pairs=True,
+            starter=(*ONLINE_STARTER, ("#online_dpo.loss", "sigmoid"), ("#online_dpo.beta", "0.1")),
         ),
         Method(
             "ppo",
             "Proximal policy optimization: rewards, a value model, and advantages of single tokens.",
+            "proximal policy optimization (PPO)",
             "memtrain.trainers.methods.ppo",
             is_online=True,
             has_value=True,
+            starter=(
+                ("rewards.functions", "exact_answer"),
+                ("generate.num_generations", "1"),
+                ("generate.max_tokens", "256"),
+                ("#generate.temperature", "1.0"),
+                ("#ppo.value", "shared"),
+                ("#ppo.beta", "0.05"),
+            ),
         ),
     )
 }
-"""Every method by its name: `method:` and the section of its own knobs; the verb of the command line."""
+"""Every method by its name: `method:` and the section of its own knobs; the command of the command line."""

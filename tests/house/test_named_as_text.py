@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import memtrain
-from memtrain.cli.app import COMMANDS
+from memtrain.cli.app import COMMANDS, Command
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.registry import METHODS
 
@@ -146,10 +146,11 @@ def test_every_source_file_that_a_text_names_is_there():
     assert not [f"{place}: {name}" for place, name in found if not (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("target", sorted({verb.target for verb in COMMANDS}))
-def test_every_verb_has_its_command(target: str):
-    module, _, attribute = target.partition(":")
-    assert callable(named(f"memtrain.cli.commands.{module}.{attribute}"))
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_its_function(command: Command):
+    module, _, attribute = command.target.partition(":")
+    found = named(f"memtrain.cli.commands.{module}.{attribute}")
+    assert callable(found if command.key is None else found[command.key])
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -74,7 +74,7 @@ def made_facts(
         config=config,
         profile=lengths or made_profile(*[512] * 40, *[100] * 60),
         count_steps=lambda rows, tokens, epochs: int(epochs * 10),
-        **more,
+        **{"method": "sft", **more},
     )
 
 

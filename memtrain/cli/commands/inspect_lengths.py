@@ -221,7 +221,7 @@ def _loaded(words: Words) -> LoadedRecipe:
     from memtrain.cli.output.previous_notes import read_recipe, say_renamed
     from memtrain.recipes.formats.detect import METHOD_FORMATS
     from memtrain.recipes.reading.load import recipe_of_words
-    from memtrain.recipes.recipe import HAS_ANSWERS
+    from memtrain.recipes.registry import METHODS
 
     if words.method is not None and words.method not in METHOD_FORMATS:
         raise RecipeError(
@@ -234,7 +234,7 @@ def _loaded(words: Words) -> LoadedRecipe:
         given += [f"model.path={json.dumps(words.model)}", "model.config=null", "model.tokenizer=null"]
     if words.tokenizer is not None:
         given.append(f"model.tokenizer={json.dumps(words.tokenizer)}")
-    is_planned = words.method == "sft" or words.method in HAS_ANSWERS
+    is_planned = words.method in METHODS and not METHODS[words.method].is_online
     if is_planned:
         given.append(f"method={words.method}")
     if words.recipe is not None:

@@ -10,6 +10,7 @@ import typer
 
 from memtrain.cli.arguments import OverridesArgument, complete_recipe
 from memtrain.cli.output.terminal import say, whole
+from memtrain.recipes.registry import METHODS
 
 DryRun = Annotated[
     bool,
@@ -69,14 +70,8 @@ def _verb(method: str | None, says: str) -> Callable[..., None]:
     return command
 
 
-sft = _verb("sft", "Supervised fine-tuning.")
-dpo = _verb("dpo", "Direct preference optimization, from pairs of answers.")
-kto = _verb("kto", "KTO, from single answers that are desirable or not.")
-reward = _verb("reward", "A reward model, from pairs of answers.")
-grpo = _verb("grpo", "Group relative policy optimization, from completions judged by rewards.")
-rloo = _verb("rloo", "REINFORCE with a leave-one-out baseline, from completions judged by rewards.")
-online_dpo = _verb("online_dpo", "Online DPO, from the best and worst of a prompt's completions.")
-ppo = _verb("ppo", "Proximal policy optimization, from completions judged by rewards, with a value model.")
+BY_METHOD = {name: _verb(name, method.says) for name, method in METHODS.items()}
+"""The command of each method."""
 train = _verb(None, "Train by the method that the recipe names.")
 
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from memtrain.memory.plan.units import gib
+from memtrain.recipes.formats.detect import FORMS
 from memtrain.trainers.data.length_report.format import SHOWN, count_of, share, short
 from memtrain.trainers.data.length_report.result import Bin, Candidate, Distribution, Inspection
 
@@ -27,7 +28,7 @@ def screen_lines(found: Inspection, width: int, *, block: str = "#") -> Iterator
     yield from _table(_parts(found), width)
     yield "", False
     row = found.distributions[0]
-    what = "prompt with its longer answer" if found.format == "preference" else row.name
+    what = "prompt with its longer answer" if FORMS[found.format].num_answers == 2 else row.name
     yield f"Rows by their length in tokens ({what})", True
     yield from ((line, False) for line in bar_lines(row, width, block))
     yield "", False

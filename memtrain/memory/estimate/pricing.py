@@ -42,7 +42,7 @@ class PlannerInputs:
     """The model's configuration, as in config.json."""
     profile: LengthProfile
     count_steps: CountSteps
-    method: str = "sft"
+    method: str
     apart: tuple[LengthProfile, CountSteps] | None = None
     """The same where a prompt is computed for each of its answers; None where rows have no answers."""
     presumed: frozenset[str] = frozenset()

@@ -9,7 +9,6 @@ from memtrain.memory.plan.engine_kinds import ZERO, EngineName, Offload, is_shar
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import DecisionLog
-from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 
@@ -235,7 +234,7 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     elif dtype == "bfloat16" and engine == "zero1":
         what = "the engine adds gradients of bfloat16 weights in bfloat16, which loses small ones"
         faults.append((what, PATH, "set it to zero2, which adds gradients in float32"))
-    section = section_of(recipe)
+    section = recipe.near_reference
     if in_parts and section is not None and section.reference == "synced":
         what = "a reference that follows the policy would have to gather the weights"
         fix = "cluster.engine: fsdp2"

@@ -9,9 +9,9 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.ledger import DecisionLog
-from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
-from memtrain.recipes.sections.methods.grpo_rloo import FromOwnCompletions
-from memtrain.recipes.sections.methods.preference import Dpo, Kto, WithReference
+from memtrain.recipes.recipe import HAS_ANSWERS
+from memtrain.recipes.sections.methods.online_base import FromOwnCompletions
+from memtrain.recipes.sections.methods.preference import Dpo
 
 WHY: dict[str, str] = {
     "none": "the loss needs no reference",
@@ -21,15 +21,6 @@ WHY: dict[str, str] = {
     "synced": "a copy of the weights that follows the policy",
 }
 """Each source of the reference's log-probs in words."""
-
-
-def section_of(recipe: Recipe) -> WithReference | None:
-    """The section of a method that stays near a reference, with its defaults; None for other methods."""
-    if recipe.online is not None:
-        return recipe.online
-    if recipe.method == "dpo":
-        return recipe.dpo or Dpo()
-    return (recipe.kto or Kto()) if recipe.method == "kto" else None
 
 
 def decide_shared_prompts(
@@ -77,7 +68,7 @@ def decide_shared_prompts(
 def decide_reference(ledger: DecisionLog, *, passes: float) -> str:
     """Source of the reference's log-probs; `passes` of the run over the data."""
     recipe = ledger.asked.recipe
-    section = section_of(recipe)
+    section = recipe.near_reference
     if section is None or (isinstance(section, Dpo | FromOwnCompletions) and not section.needs_reference):
         return "none"
     wanted, adapter, path = section.reference, recipe.model.adapter, f"{recipe.method}.reference"
@@ -104,7 +95,7 @@ def explain_reference(
     ledger: DecisionLog, settings: Settings, gain: Callable[[dict[str, object]], str]
 ) -> None:
     """Note the reference with its reason and its price against a frozen copy."""
-    section = section_of(ledger.asked.recipe)
+    section = ledger.asked.recipe.near_reference
     if section is None:
         return
     if settings.reference == "none" and ledger.asked.recipe.online is not None:

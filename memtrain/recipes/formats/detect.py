@@ -53,6 +53,15 @@ class Form:
     parse: Parse
     stored_as: Format | None = None
     """Format whose examples its rows become, where it is another."""
+    num_answers: int = 0
+    """Answers of a row that is a prompt with its answers; 0: the row is trained on whole, or is a prompt."""
+    is_prompt: bool = False
+    """Whether a row is a prompt alone."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether rows of one prompt belong together: they are held out together."""
+        return self.is_prompt or self.num_answers > 0
 
 
 def _prompted(name: Format, needs: tuple[str, ...], reads: tuple[str, ...], parse: Parse) -> Form:
@@ -63,8 +72,15 @@ FORMS: Mapping[str, Form] = {
     form.name: form
     for form in (
         Form("ids", ids.NEEDS, ids.READS, ids.PARTS, ids.parse),
-        Form("preference", preference.NEEDS, preference.READS, preference.PARTS, preference.parse),
-        Form("unpaired", unpaired.NEEDS, unpaired.READS, unpaired.PARTS, unpaired.parse),
+        Form(
+            "preference",
+            preference.NEEDS,
+            preference.READS,
+            preference.PARTS,
+            preference.parse,
+            num_answers=2,
+        ),
+        Form("unpaired", unpaired.NEEDS, unpaired.READS, unpaired.PARTS, unpaired.parse, num_answers=1),
         Form(
             "prompt_completion",
             prompt_completion.NEEDS,
@@ -76,7 +92,7 @@ FORMS: Mapping[str, Form] = {
         _prompted("question_answer", question_answer.NEEDS, question_answer.READS, question_answer.parse),
         Form("messages", messages.NEEDS, messages.READS, messages.PARTS, messages.parse),
         Form("text", text.NEEDS, text.READS, text.PARTS, text.parse),
-        Form("prompt", prompt.NEEDS, prompt.READS, prompt.PARTS, prompt.parse),
+        Form("prompt", prompt.NEEDS, prompt.READS, prompt.PARTS, prompt.parse, is_prompt=True),
     )
 }
 """Every format, in the order of the rule."""

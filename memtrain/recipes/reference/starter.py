@@ -32,44 +32,6 @@ _COMMON: tuple[tuple[str, str], ...] = (
     ("#log.trackers", "[tensorboard]"),
 )
 
-_METHOD: dict[str, tuple[tuple[str, str], ...]] = {
-    "sft": (("#sft.loss", "nll"),),
-    "dpo": (("#dpo.loss", "sigmoid"), ("#dpo.beta", "0.1"), ("#dpo.reference", "auto")),
-    "kto": (("#kto.beta", "0.1"), ("#kto.desirable_weight", "1.0"), ("#kto.reference", "auto")),
-    "reward": (("#reward.center_rewards_coefficient", "0.01"),),
-    "grpo": (
-        ("rewards.functions", "exact_answer"),
-        ("generate.num_generations", "8"),
-        ("generate.max_tokens", "256"),
-        ("#generate.temperature", "1.0"),
-        ("#grpo.loss", "dapo"),
-        ("#grpo.beta", "0.0"),
-    ),
-    "rloo": (
-        ("rewards.functions", "exact_answer"),
-        ("generate.num_generations", "8"),
-        ("generate.max_tokens", "256"),
-        ("#generate.temperature", "1.0"),
-        ("#rloo.beta", "0.05"),
-    ),
-    "online_dpo": (
-        ("rewards.functions", "exact_answer"),
-        ("generate.num_generations", "8"),
-        ("generate.max_tokens", "256"),
-        ("#generate.temperature", "1.0"),
-        ("#online_dpo.loss", "sigmoid"),
-        ("#online_dpo.beta", "0.1"),
-    ),
-    "ppo": (
-        ("rewards.functions", "exact_answer"),
-        ("generate.num_generations", "1"),
-        ("generate.max_tokens", "256"),
-        ("#generate.temperature", "1.0"),
-        ("#ppo.value", "shared"),
-        ("#ppo.beta", "0.05"),
-    ),
-}
-
 
 def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
     """A valid recipe for a method (a key of METHODS): each key with what it does, options commented out."""
@@ -84,7 +46,7 @@ def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
         f"method: {method}",
     ]
     section = ""
-    for marked, value in (*_COMMON, *_METHOD.get(method, ())):
+    for marked, value in (*_COMMON, *METHODS[method].starter):
         mark, key = ("#", marked[1:]) if marked.startswith("#") else ("", marked)
         above, name = key.split(".")
         if above != section:

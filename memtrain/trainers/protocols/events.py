@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+REWARD = "reward"
+"""Key of the mean reward of completions, among the `extra` of an event."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.reference_model import section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.store.cache import cache_dir
@@ -87,7 +86,7 @@ def make_reference(
     lay(held)
     if kind == "copy":
         return FrozenReference(held)
-    section = section_of(recipe)
+    section = recipe.near_reference
     assert section is not None, "A method with a reference has a section for it."
     return EmaReference(held, scorer, every_steps=section.reference_sync_steps, mixup=section.reference_mixup)
 

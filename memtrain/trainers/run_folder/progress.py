@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 
 from memtrain.errors import printable
 from memtrain.memory.plan.units import gib
-from memtrain.trainers.protocols.events import EvalEvent, StepEvent, from_values
+from memtrain.trainers.protocols.events import REWARD, EvalEvent, StepEvent, from_values
 
 WINDOW_STEPS = 20
 """Steps over which the speed is taken; taste."""
@@ -88,8 +88,8 @@ class Progress:
     def evaluated(self, event: EvalEvent) -> None:
         """Tell the held-out loss, or the reward where completions were written and judged."""
         told = f"loss {decimal(event.loss)}"
-        if event.extra and "reward" in event.extra:
-            told = f"reward {decimal(event.extra['reward'])}"
+        if event.extra and REWARD in event.extra:
+            told = f"reward {decimal(event.extra[REWARD])}"
         if pairs := pair_words(event):
             told += f"  {pairs}"
         self.say(f"step {event.step}  held-out {told}")
@@ -103,8 +103,8 @@ class Progress:
         seconds = max(sum(taken for _, taken in self._recent), 1e-9)
         left_s = (self.total_steps - step.step) * seconds / len(self._recent)
         told = [f"loss {decimal(step.loss)}", f"lr {step.lr:.2e}", f"{tokens / seconds:,.0f} tokens/s"]
-        if step.extra and "reward" in step.extra:
-            told.insert(1, f"reward {decimal(step.extra['reward'])}")
+        if step.extra and REWARD in step.extra:
+            told.insert(1, f"reward {decimal(step.extra[REWARD])}")
         if step.peak_bytes:
             told.append(f"peak {gib(step.peak_bytes)}")
         return "  ".join([*told, f"{duration(left_s)} left"])

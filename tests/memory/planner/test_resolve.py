@@ -72,6 +72,7 @@ def ask(
         config=config,
         profile=lengths or profile(*([512] * 40), *([100] * 60)),
         count_steps=lambda rows, tokens, epochs: int(epochs * 10),
+        method="sft",
     )
     return resolve(asked, facts)
 

@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from memtrain.recipes.sections.base import changes
-from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, Needs, WithMismatch
-from memtrain.recipes.sections.methods.online_dpo import OnlineDpo
-from memtrain.recipes.sections.methods.ppo import Ppo
+from memtrain.recipes.sections.methods.online_base import Needs, WithMismatch
 
 PolicyLossName = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -180,12 +178,3 @@ class Rloo(WithMismatch):
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
             raise ValueError(f"reward_clip {list(self.reward_clip)} is not a range; write [lowest, highest]")
         return self
-
-
-ONLINE: dict[str, type[FromOwnCompletions]] = {
-    "grpo": Grpo,
-    "rloo": Rloo,
-    "online_dpo": OnlineDpo,
-    "ppo": Ppo,
-}
-"""Methods that write the completions they learn from, with their sections."""

@@ -9,13 +9,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrain.recipes.formats.detect import FORMS
 from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.training import Train
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
-HAS_PROMPTS = ("preference", "unpaired", "prompt")
+HAS_PROMPTS = tuple(name for name, form in FORMS.items() if form.has_prompts)
 """Formats of which rows of one prompt are held out together: what was learnt of a prompt is no test of it."""
 
 

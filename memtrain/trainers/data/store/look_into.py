@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memtrain.errors import DataError
-from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, Form, detect
+from memtrain.recipes.formats.detect import FORMS, SUPERVISED, Form, detect
 from memtrain.recipes.formats.fields import BadRow, Names, Row
 from memtrain.recipes.sections.data import Columns, Data, Format, Source
 from memtrain.trainers.data.sources.sources import Stream, locate
@@ -111,11 +111,13 @@ def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
     Raises: DataError when the sources cannot be learnt from together.
     """
     kinds = list(dict.fromkeys(stored_as(one) for one in found))
-    if len(kinds) == 1 and not (kinds[0] == "preference" and allowed[0] == "unpaired"):
+    num_answers = [FORMS[kind].num_answers for kind in kinds]
+    becomes_single = num_answers[0] > 1 and FORMS[allowed[0]].num_answers == 1
+    if len(kinds) == 1 and not becomes_single:
         return kinds[0]
-    if set(kinds) <= {"unpaired", "preference"}:
+    if all(num_answers):
         return "unpaired"
-    if set(kinds) <= set(METHOD_FORMATS["sft"]):
+    if set(kinds) <= set(SUPERVISED):
         return "text"
     raise DataError(
         f"the sources have formats that cannot be mixed: {', '.join(kinds)}",
@@ -138,7 +140,9 @@ def rendering_of(
     Raises: DataError when a setting has no effect on rows of this format, or the chat template marks nothing.
     """
     forms = {stored_as(one) for one in found}
-    if data.completion_only_loss and not forms & {"prompt_completion", "unpaired", "preference"}:
+    if data.completion_only_loss and not (
+        "prompt_completion" in forms or any(FORMS[form].num_answers for form in forms)
+    ):
         raise DataError(
             f"data.completion_only_loss has no effect on rows of format {kind}",
             "data.completion_only_loss",

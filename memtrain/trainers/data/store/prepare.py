@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (rows read so far, tokens so far)."""
 SKIPPED_SHOWN = 10
-HAS_LABEL = ("preference", "unpaired")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +244,7 @@ def build(
     kind, streams = work.job.kind, work.streams
     form = FORMS[kind]
     writer = StoreWriter(
-        folder, num_parts=len(form.parts), has_label=kind in HAS_LABEL, has_columns=kind == "prompt"
+        folder, num_parts=len(form.parts), has_label=form.num_answers > 0, has_columns=form.is_prompt
     )
     skipped: list[str] = []
     unrendered: Counter[str] = Counter()

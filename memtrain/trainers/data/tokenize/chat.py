@@ -107,7 +107,7 @@ def trained_words(made_of: dict[str, Any]) -> str:
         return "the last turn of the assistant only (data.last_turn_only_loss)"
     if said["assistant_only"]:
         return "assistant only (data.assistant_only_loss)"
-    if kind in ("preference", "unpaired"):
+    if FORMS[kind].num_answers:
         return "the answers"
     words = {
         "messages": "all turns (data.assistant_only_loss: true trains on the assistant's only)",

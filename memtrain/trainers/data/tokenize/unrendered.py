@@ -23,6 +23,7 @@ from memtrain.recipes.formats.fields import (
     shown,
 )
 from memtrain.recipes.formats.prompt import Prompt
+from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.store.token_store import TokenStore
 
 Render = Callable[[Example], Sequence[str]]
@@ -40,8 +41,6 @@ SPEAKS_OF_THE_PROMPT = (
     "documents",
 )
 """Columns that people expect in a prompt; of prompts alone, every other column is for the rewards."""
-HAS_NO_MARGIN = ("dpo", "score")
-"""Methods of pairs that do not read their margin."""
 HAS_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
 NUM_NAMED = 20
 """Fields that a note names."""
@@ -50,7 +49,7 @@ NUM_NAMED = 20
 def unused_columns(row: Row, example: Example, form: str, names: Names, kind: str) -> Iterator[str]:
     """Columns of a row that are not empty and in none of its texts, and fields beside the text of a part."""
     reads = FORMS[form].reads
-    if kind == "unpaired":  # The two rows of a pair have no margin.
+    if FORMS[kind].num_answers == 1:  # The two rows of a pair have no margin.
         reads = tuple(name for name in reads if name != "margin")
     used = {getattr(names, name) for name in reads}
     if any(isinstance(getattr(example, name, None), tuple) for name in HAS_MESSAGES):
@@ -168,7 +167,8 @@ def notes_of(store: TokenStore, method: str) -> Iterator[str]:
     """Notes on the rows of a store: contents left out, and keys without effect."""
     meta = store.meta
     unused = dict(meta.unrendered)
-    if method in HAS_NO_MARGIN and meta.format == "preference":
+    reads_margin = method in METHODS and METHODS[method].reads_margin
+    if not reads_margin and FORMS[meta.format].num_answers == 2:
         margins = int(np.isfinite(store.labels).sum())
         unused |= {f"the margin, which {method} does not use": margins} if margins else {}
     yield from unrendered_words(unused, meta.num_read - meta.num_skipped)

@@ -143,7 +143,7 @@ class Tokenizing:
         return Tokenized(as_rows(kept, len(self.parts)), bad, len(batch.lines), counts)
 
     def _as_kind(self, example: Example) -> tuple[Example, ...]:
-        if isinstance(example, Preference) and self.job.kind == "unpaired":
+        if isinstance(example, Preference) and FORMS[self.job.kind].num_answers == 1:
             return unpaired.from_pair(example)
         return (example,)
 

@@ -17,6 +17,7 @@ from memtrain.trainers.online.rollout.protocol import OnlineMethod, ScoredRollou
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.online.rollout.scoring_passes import Passes
+from memtrain.trainers.protocols.events import REWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def rollout_facts(window: Rollout, reward_A: Tensor, group_size: int) -> dict[st
     known_A = reward_A[~reward_A.isnan()]
     lengths = window.length_A
     return {
-        "reward": known_A.mean().item() if len(known_A) else float("nan"),
+        REWARD: known_A.mean().item() if len(known_A) else float("nan"),
         "reward_std": known_A.std().item() if len(known_A) > 1 else 0.0,
         "groups_without_signal": zero_std_groups(reward_A, group_size).float().mean().item(),
         "completion_tokens": float(lengths.mean()),

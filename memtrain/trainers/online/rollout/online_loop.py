@@ -43,7 +43,7 @@ from memtrain.trainers.online.rollout.reward_scoring import RewardScoring, build
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window, window_of
 from memtrain.trainers.online.rollout.scoring_passes import Passes
-from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent
+from memtrain.trainers.protocols.events import REWARD, EvalEvent, Event, NoteEvent
 from memtrain.trainers.protocols.feed import Steps, StepWork
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.event_sinks import EventSinks
@@ -143,7 +143,7 @@ class OnlineSteps:
         reward_AF, told = self.judging.verdicts(held_out, list(numbers), samples)
         total = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F).nanmean().item()
         lengths = [len(sample.token_ids) for group in samples for sample in group]
-        extra = {"reward": total, **told, "completion_tokens": float(np.mean(lengths))}
+        extra = {REWARD: total, **told, "completion_tokens": float(np.mean(lengths))}
         self.emit(
             EvalEvent(
                 step=self.position.step,

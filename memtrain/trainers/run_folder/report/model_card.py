@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.units import gib
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.progress import duration
@@ -27,8 +28,6 @@ from memtrain.trainers.run_folder.report.report import (
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
-METHOD_WORDS = {"sft": "supervised fine-tuning"}
-"""Words of the card for a method; a method that is not here is called by its name."""
 
 
 def write_card(folder: RunFolder) -> Path:
@@ -66,7 +65,7 @@ def render_card(report: Report, plan: Plan) -> str:
             metadata(plan.recipe, plan.settings.adapter), sort_keys=False, allow_unicode=True
         ).strip(),
         name=report.name,
-        method=METHOD_WORDS.get(plan.recipe.method, plan.recipe.method),
+        method=METHODS[plan.recipe.method].title,
         base=base_words(plan.recipe),
         is_adapter=plan.settings.adapter is not None,
         rows=[(name, value) for name, value in rows if value],

@@ -16,6 +16,7 @@ from memtrain.memory.plan.length_profile import by_answer_words
 from memtrain.memory.plan.plan import PhasePeak, Plan, read_plan
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.protocols.events import (
+    REWARD,
     DataEvent,
     EvalEvent,
     FinalEvent,
@@ -155,7 +156,7 @@ def figures_of(report: Report) -> Figures:
         last_eval=report.evals[-1].loss if report.evals else None,
         best_eval=min(report.evals, key=lambda event: event.loss) if report.evals else None,
         num_evals=len(report.evals),
-        rewards=tuple(step.extra["reward"] for step in steps if "reward" in step.extra),
+        rewards=tuple(step.extra[REWARD] for step in steps if REWARD in step.extra),
         tokens=sum(step.tokens for step in steps),
         loss_tokens=sum(step.loss_tokens for step in steps),
         seconds=max(counted_s, report.final.seconds if report.final else 0.0),
@@ -315,7 +316,7 @@ def _figures_table(report: Report) -> Table:
     table.add_row("run", f"{state_of(report)}, {len(report.steps):,} steps in {duration(figures.seconds)}")
     table.add_row("loss", loss_words(figures))
     if words := reward_words(figures):
-        table.add_row("reward", words)
+        table.add_row(REWARD, words)
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
     for row in pair_rows(report):

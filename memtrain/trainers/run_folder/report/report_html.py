@@ -19,7 +19,7 @@ from memtrain.trainers.pages.charts import (
 )
 from memtrain.trainers.pages.memory_bars import MEASURED, OwnerBar, memory_figure, predicted_bar
 from memtrain.trainers.pages.page import render
-from memtrain.trainers.protocols.events import DataEvent, StepEvent
+from memtrain.trainers.protocols.events import REWARD, DataEvent, StepEvent
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.progress import duration
 from memtrain.trainers.run_folder.report.report import (
@@ -91,7 +91,7 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         ("loss", *_value_and_remark(loss_words(figures))),
     ]
     if words := reward_words(figures):
-        tiles.append(("reward", *_value_and_remark(words)))
+        tiles.append((REWARD, *_value_and_remark(words)))
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
     tiles += [(name, *_value_and_remark(words)) for name, words in pair_rows(report)]
@@ -120,7 +120,7 @@ def _curves(report: Report) -> list[Figure]:
     train = [Line("train", losses, "faint" if is_long else "c1")]
     if is_long:
         train.append(Line("train, smoothed", smoothed(losses), "c1"))
-    is_judged = any("reward" in step.extra for step in report.steps)
+    is_judged = any(REWARD in step.extra for step in report.steps)
     held_out = [(float(event.step), event.loss) for event in report.evals if not is_judged]
     loss_lines = [*train, Line("held out", held_out, "c2", has_dots=True)]
     speed = line(lambda step: step.tokens / step.wall_s if step.wall_s else None)
@@ -130,9 +130,9 @@ def _curves(report: Report) -> list[Figure]:
         drawn = [Line(title, points, "c1")]
         return Figure(title, line_chart(drawn, title, width=SMALL_WIDTH, height=170, from_zero=from_zero))
 
-    extras = sorted({name for step in report.steps for name in step.extra} - {"reward"})
-    rewards = [Line("train", line(lambda step: step.extra.get("reward")), "c1")]
-    judged = [(float(event.step), event.extra["reward"]) for event in report.evals if "reward" in event.extra]
+    extras = sorted({name for step in report.steps for name in step.extra} - {REWARD})
+    rewards = [Line("train", line(lambda step: step.extra.get(REWARD)), "c1")]
+    judged = [(float(event.step), event.extra[REWARD]) for event in report.evals if REWARD in event.extra]
     rewards.append(Line("held out", judged, "c2", has_dots=True))
     return [
         Figure("Reward", line_chart(rewards, "Reward over steps"), legend_of(rewards)),
