@@ -14,7 +14,7 @@ from memtrain.recipes.importers.importing import import_config as imported
 from memtrain.recipes.reading.load import load_text
 from memtrain.recipes.trl.keys import KEYS
 from memtrain.recipes.trl.page import trl_page
-from memtrain.recipes.trl.rules import To
+from memtrain.recipes.trl.rules import RecipeKey
 from memtrain.recipes.trl.translate import IMPORTED, translate
 from memtrain.recipes.trl.writing import default_of
 
@@ -58,7 +58,7 @@ def test_a_default_of_trl_that_is_not_ours_is_written(method: str):
     """Else a configuration that does not say it would train something else here."""
     for key, default in RECORDED[method].items():
         rule = KEYS[key]
-        if not isinstance(rule, To):
+        if not isinstance(rule, RecipeKey):
             continue
         if rule.default_of(method) is not None:
             assert rule.default_of(method) == default, key
@@ -74,10 +74,10 @@ def test_a_default_of_trl_that_is_not_ours_is_written(method: str):
         assert taken == ours, key
 
 
-@pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, To)])
+@pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, RecipeKey)])
 def test_every_target_is_a_key_of_the_recipe(key: str):
     rule = KEYS[key]
-    assert isinstance(rule, To)
+    assert isinstance(rule, RecipeKey)
     methods = [one for one in IMPORTED if "{method}" not in rule.key or key in RECORDED[one]]
     for method in methods:
         default_of(rule.key.format(method=method))

@@ -142,10 +142,10 @@ def rescued_foreign(foreign: Foreign, asked: Asked) -> Rescue:
         allowed=allowed,
         facts=facts,
         recipe_text="" if plan is None else _text(text, plan, recipe, allowed, was, asked.budget),
-        lost=tuple(line for line in was.imported.told if not line.startswith("note: ")),
+        lost=tuple(line for line in was.imported.notes if not line.startswith("note: ")),
         notes=(
             *was.notes,
-            *(line.removeprefix("note: ") for line in was.imported.told if line.startswith("note: ")),
+            *(line.removeprefix("note: ") for line in was.imported.notes if line.startswith("note: ")),
         ),
     )
 

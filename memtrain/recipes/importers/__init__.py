@@ -1,1 +1,1 @@
-"""Configurations of other trainers -> recipes: each tool's keys in one table, said in TRL's words."""
+"""Configurations of other trainers -> recipes: each tool's keys in one table, as keys of TRL."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from memtrain.recipes.importers.tool import Said, Tool
+from memtrain.recipes.importers.tool import Tool, ToolReading
 from memtrain.recipes.trl.sampling import ONLINE
 from memtrain.recipes.trl.translation import Translation
 
@@ -25,9 +25,9 @@ _OFF: Mapping[str, object] = {
 """Strategies that no other tool takes of itself."""
 
 
-def as_it_was(tool: Tool, said: Said, made: Translation) -> dict[str, object]:
+def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, object]:
     """Dotted keys over those of the imported recipe. `made`: the recipe's keys, with the method."""
-    trl = said.trl
+    trl = reading.trl
     pins: dict[str, object] = dict(_OFF)
     pins["train.micro_batch_size"] = _micro_batch(trl)
     checkpoints = bool(trl.get("gradient_checkpointing", trl.get("activation_checkpointing", True)))
@@ -36,7 +36,7 @@ def as_it_was(tool: Tool, said: Said, made: Translation) -> dict[str, object]:
         pins["memory.checkpoint_every"] = 1
     pins["memory.activation_offloading"] = "on" if trl.get("activation_offloading") else "off"
     pins["memory.optimizer_offload"] = "off"
-    pins["memory.loss"] = _loss(tool, said)
+    pins["memory.loss"] = _loss(tool, reading)
     pins["model.liger"] = "auto" if trl.get("use_liger_kernel") else "off"
     packs = bool(trl.get("packing"))
     pins["length.padding_free"] = None if packs else bool(trl.get("padding_free"))
@@ -47,22 +47,22 @@ def as_it_was(tool: Tool, said: Said, made: Translation) -> dict[str, object]:
     if pins["model.attention"] == "flash":
         # Padded rows of flash-attn keep what those of torch's kernels do.
         pins["model.attention"] = "transformers"
-    pins["cluster.processes"] = said.processes
+    pins["cluster.processes"] = reading.processes
     pins["cluster.engine"] = "ddp"
     pins["cluster.cpu_offload"] = "none"
-    pins |= _reference(said, trl)
+    pins |= _reference(reading, trl)
     pins |= {
-        key: value for key, (value, _) in said.direct.items() if key in pins or key.startswith("cluster.")
+        key: value for key, (value, _) in reading.direct.items() if key in pins or key.startswith("cluster.")
     }
-    pins |= said.computed
-    if made.said.get("generate.backend", ("", ""))[0] == "vllm" and pins["cluster.engine"] != "ddp":
+    pins |= reading.computed
+    if made.recipe_keys.get("generate.backend", ("", ""))[0] == "vllm" and pins["cluster.engine"] != "ddp":
         # vLLM beside shards is not planned here; it sleeps while the shards train.
         pins["generate.backend"] = "native"
     if pins.get("length.padding_free"):
         pins["model.attention"] = _PACKS_WITH
     if "train.micro_tokens" in pins:
         pins["train.micro_batch_size"] = "auto"
-    if said.method in ONLINE and made.said.get("generate.backend") is None:
+    if reading.method in ONLINE and made.recipe_keys.get("generate.backend") is None:
         pins["generate.backend"] = "transformers"
     return pins
 
@@ -72,22 +72,22 @@ def _micro_batch(trl: Mapping[str, Any]) -> object:
     return rows if isinstance(rows, int) else "auto"
 
 
-def _loss(tool: Tool, said: Said) -> str:
-    if tool.name == "unsloth" and said.on("unsloth"):
+def _loss(tool: Tool, reading: ToolReading) -> str:
+    if tool.name == "unsloth" and reading.on("unsloth"):
         return "chunked"
-    if said.trl.get("use_liger_kernel") or said.trl.get("use_liger_loss"):
+    if reading.trl.get("use_liger_kernel") or reading.trl.get("use_liger_loss"):
         return "chunked"
-    return "chunked" if said.trl.get("loss_type") == "chunked_nll" else "full"
+    return "chunked" if reading.trl.get("loss_type") == "chunked_nll" else "full"
 
 
-def _reference(said: Said, trl: Mapping[str, Any]) -> dict[str, object]:
+def _reference(reading: ToolReading, trl: Mapping[str, Any]) -> dict[str, object]:
     """Whole weights have a frozen copy beside them, adapters are switched off."""
-    if said.method in ("dpo", "kto"):
+    if reading.method in ("dpo", "kto"):
         losses = trl.get("loss_type")
         names = cast(list[object], losses) if isinstance(losses, list) else [losses]
         if all(name in ("orpo", "simpo", "cpo", "sft") for name in names):
             return {}
         if trl.get("precompute_ref_log_probs"):
-            return {f"{said.method}.reference": "precomputed"}
-        return {f"{said.method}.reference": "adapter_off" if trl.get("use_peft") else "copy"}
+            return {f"{reading.method}.reference": "precomputed"}
+        return {f"{reading.method}.reference": "adapter_off" if trl.get("use_peft") else "copy"}
     return {}

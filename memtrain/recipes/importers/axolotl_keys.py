@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from memtrain.recipes.importers.axolotl_run_keys import DEVICES, ONLINE, PREFERENCES, RUN, TRAINING
-from memtrain.recipes.importers.tool import As, ToolRule
-from memtrain.recipes.trl.rules import Decided, Gone, To, Together
+from memtrain.recipes.importers.tool import ToolRule, TrlKey
+from memtrain.recipes.trl.rules import Automatic, ReadTogether, RecipeKey, Unmapped
 
-_MODEL_CODE = Decided("the architecture is read from the model's config.json")
-_UPLOAD = Gone("nothing is uploaded; `hf upload` takes the run's final/ folder")
-_PREPARED = Decided("tokenized rows are kept in memtrain's own cache (data.cache_dir)")
-_LOADER = Decided("rows are read from memory-mapped files; there are no loader processes to set")
-_EXOTIC = Gone("methods that memtrain does not have")
-_KERNEL = Gone("kernels of a tool's own; `model.liger` and `memory.loss` name those that there are")
-_IMAGES = Gone("rows are text")
-_PEFT = Gone("LoRA here has a rank, a scale, a dropout and module names")
+_MODEL_CODE = Automatic("the architecture is read from the model's config.json")
+_UPLOAD = Unmapped("nothing is uploaded; `hf upload` takes the run's final/ folder")
+_PREPARED = Automatic("tokenized rows are kept in memtrain's own cache (data.cache_dir)")
+_LOADER = Automatic("rows are read from memory-mapped files; there are no loader processes to set")
+_EXOTIC = Unmapped("methods that memtrain does not have")
+_KERNEL = Unmapped("kernels of a tool's own; `model.liger` and `memory.loss` name those that there are")
+_IMAGES = Unmapped("rows are text")
+_PEFT = Unmapped("LoRA here has a rank, a scale, a dropout and module names")
 
 MODEL: dict[str, ToolRule] = {
-    "base_model": As("model_name_or_path"),
-    "revision_of_model": As("model_revision"),
-    "tokenizer_config": To("model.tokenizer"),
-    "chat_template_jinja": Together(),
-    "chat_template": Together(),
-    "chat_template_kwargs": As("chat_template_kwargs"),
-    "trust_remote_code": As("trust_remote_code"),
+    "base_model": TrlKey("model_name_or_path"),
+    "revision_of_model": TrlKey("model_revision"),
+    "tokenizer_config": RecipeKey("model.tokenizer"),
+    "chat_template_jinja": ReadTogether(),
+    "chat_template": ReadTogether(),
+    "chat_template_kwargs": TrlKey("chat_template_kwargs"),
+    "trust_remote_code": TrlKey("trust_remote_code"),
     **dict.fromkeys(
         (
             "base_model_config",
@@ -62,24 +62,24 @@ MODEL: dict[str, ToolRule] = {
             "mean_resizing_embeddings",
             "shrink_embeddings",
         ),
-        Together(),
+        ReadTogether(),
     ),
-    "overrides_of_model_config": Gone(
+    "overrides_of_model_config": Unmapped(
         "changes of the model's configuration: write them into its config.json"
     ),
-    "overrides_of_model_kwargs": Gone("arguments of the model's loading"),
-    "rope_scaling": Gone("scaled positions: write rope_scaling into the model's config.json"),
-    "embeddings_skip_upcast": Decided("embeddings are held in the run's precision"),
-    "reinit_weights": Gone("`model.config` in place of `model.path` starts from random weights"),
-    "bf16": Together(),
-    "fp16": Together(),
-    "bfloat16": Together(),
-    "float16": Together(),
-    "float32": Together(),
-    "tf32": Decided("TensorFloat-32 is left as torch has it"),
-    "fp8": Gone("8-bit floating-point training"),
-    "fp8_enable_fsdp_float8_all_gather": Gone("8-bit floating-point training"),
-    **dict.fromkeys(("fp32_norms", "fp32_norm_classes"), Decided("norms are computed in float32")),
+    "overrides_of_model_kwargs": Unmapped("arguments of the model's loading"),
+    "rope_scaling": Unmapped("scaled positions: write rope_scaling into the model's config.json"),
+    "embeddings_skip_upcast": Automatic("embeddings are held in the run's precision"),
+    "reinit_weights": Unmapped("`model.config` in place of `model.path` starts from random weights"),
+    "bf16": ReadTogether(),
+    "fp16": ReadTogether(),
+    "bfloat16": ReadTogether(),
+    "float16": ReadTogether(),
+    "float32": ReadTogether(),
+    "tf32": Automatic("TensorFloat-32 is left as torch has it"),
+    "fp8": Unmapped("8-bit floating-point training"),
+    "fp8_enable_fsdp_float8_all_gather": Unmapped("8-bit floating-point training"),
+    **dict.fromkeys(("fp32_norms", "fp32_norm_classes"), Automatic("norms are computed in float32")),
     **dict.fromkeys(
         (
             "attn_implementation",
@@ -91,7 +91,7 @@ MODEL: dict[str, ToolRule] = {
             "sage_attention",
             "s2_attention",
         ),
-        Together(),
+        ReadTogether(),
     ),
     **dict.fromkeys(
         (
@@ -132,9 +132,9 @@ MODEL: dict[str, ToolRule] = {
             "chunked_cross_entropy",
             "plugins",
         ),
-        Together(),
+        ReadTogether(),
     ),
-    "chunked_cross_entropy_num_chunks": Decided("memory.loss_chunk_size is the size of a tile"),
+    "chunked_cross_entropy_num_chunks": Automatic("memory.loss_chunk_size is the size of a tile"),
     **dict.fromkeys(
         ("processor_type", "processor_kwargs", "image_*", "role_boundaries", "freeze_mm_modules"), _IMAGES
     ),
@@ -145,20 +145,20 @@ MODEL: dict[str, ToolRule] = {
 """Keys about the model and how it computes."""
 
 ADAPTER: dict[str, ToolRule] = {
-    "adapter": Together(),
-    "load_in_8bit": As("load_in_8bit"),
-    "load_in_4bit": As("load_in_4bit"),
-    "lora_r": As("lora_r"),
-    "lora_alpha": As("lora_alpha"),
-    "lora_dropout": As("lora_dropout"),
-    "lora_target_modules": Together(),
-    "lora_target_linear": Together(),
-    "lora_modules_to_save": As("lora_modules_to_save"),
-    "peft_use_dora": As("use_dora"),
-    "peft_use_rslora": As("use_rslora"),
-    "lora_model_dir": Gone("an adapter that is trained on: merge it into its base model first"),
-    "lora_target_parameters": As("lora_target_parameters"),
-    "unfrozen_parameters": Gone(
+    "adapter": ReadTogether(),
+    "load_in_8bit": TrlKey("load_in_8bit"),
+    "load_in_4bit": TrlKey("load_in_4bit"),
+    "lora_r": TrlKey("lora_r"),
+    "lora_alpha": TrlKey("lora_alpha"),
+    "lora_dropout": TrlKey("lora_dropout"),
+    "lora_target_modules": ReadTogether(),
+    "lora_target_linear": ReadTogether(),
+    "lora_modules_to_save": TrlKey("lora_modules_to_save"),
+    "peft_use_dora": TrlKey("use_dora"),
+    "peft_use_rslora": TrlKey("use_rslora"),
+    "lora_model_dir": Unmapped("an adapter that is trained on: merge it into its base model first"),
+    "lora_target_parameters": TrlKey("lora_target_parameters"),
+    "unfrozen_parameters": Unmapped(
         "some weights trained, others frozen: `model.adapter.modules_to_save` is nearest"
     ),
     **dict.fromkeys(
@@ -169,7 +169,7 @@ ADAPTER: dict[str, ToolRule] = {
             "qlora_sharded_model_loading",
             "peft_ensure_weight_tying",
         ),
-        Decided("adapters are float32, and are made where the model is"),
+        Automatic("adapters are float32, and are made where the model is"),
     ),
     **dict.fromkeys(
         (
@@ -188,35 +188,35 @@ ADAPTER: dict[str, ToolRule] = {
         ),
         _PEFT,
     ),
-    **dict.fromkeys(("merge_lora", "merge_method"), Decided("`memtrain merge` folds an adapter")),
+    **dict.fromkeys(("merge_lora", "merge_method"), Automatic("`memtrain merge` folds an adapter")),
     **dict.fromkeys(("relora*", "lisa_*", "jagged_restart_*"), _EXOTIC),
 }
 """Keys about the adapter."""
 
 DATA: dict[str, ToolRule] = {
-    **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "val_set_size"), Together()),
-    "dataset_processes": As("dataset_num_proc"),
-    "dataset_num_proc": As("dataset_num_proc"),
-    "streaming": As("streaming"),
-    "train_on_inputs": As("completion_only_loss", {True: False, False: True}),
-    "sequence_len": As("max_length"),
-    "max_packed_sequence_len": As("max_length"),
-    "max_prompt_len": As("max_prompt_length"),
-    "excess_length_strategy": As(
+    **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "val_set_size"), ReadTogether()),
+    "dataset_processes": TrlKey("dataset_num_proc"),
+    "dataset_num_proc": TrlKey("dataset_num_proc"),
+    "streaming": TrlKey("streaming"),
+    "train_on_inputs": TrlKey("completion_only_loss", {True: False, False: True}),
+    "sequence_len": TrlKey("max_length"),
+    "max_packed_sequence_len": TrlKey("max_length"),
+    "max_prompt_len": TrlKey("max_prompt_length"),
+    "excess_length_strategy": TrlKey(
         "truncation_mode", {"drop": "drop", "truncate": "keep_start", "raise": None}
     ),
-    "pad_to_sequence_len": Together(),
-    "pad_to_multiple_of": As("pad_to_multiple_of"),
-    "sample_packing": Together(),
-    "group_by_length": As("group_by_length"),
-    "batch_flattening": As("padding_free", {"auto": None}),
-    "dpo_padding_free": As("padding_free"),
-    "shuffle_merged_datasets": Together(),
-    "default_system_message": To("data.system_prompt"),
-    "min_sample_len": Gone("short rows are not left out"),
-    "dataset_exact_deduplication": Gone("rows that are there twice are trained on twice"),
-    "eval_sequence_len": Gone("held-out rows are cut as those of training"),
-    "curriculum_sampling": Gone("rows are shuffled, or in their order (train.shuffle: false)"),
+    "pad_to_sequence_len": ReadTogether(),
+    "pad_to_multiple_of": TrlKey("pad_to_multiple_of"),
+    "sample_packing": ReadTogether(),
+    "group_by_length": TrlKey("group_by_length"),
+    "batch_flattening": TrlKey("padding_free", {"auto": None}),
+    "dpo_padding_free": TrlKey("padding_free"),
+    "shuffle_merged_datasets": ReadTogether(),
+    "default_system_message": RecipeKey("data.system_prompt"),
+    "min_sample_len": Unmapped("short rows are not left out"),
+    "dataset_exact_deduplication": Unmapped("rows that are there twice are trained on twice"),
+    "eval_sequence_len": Unmapped("held-out rows are cut as those of training"),
+    "curriculum_sampling": Unmapped("rows are shuffled, or in their order (train.shuffle: false)"),
     **dict.fromkeys(("use_pose", "pose_*"), _EXOTIC),
     **dict.fromkeys(
         (
@@ -243,9 +243,9 @@ DATA: dict[str, ToolRule] = {
             "pretraining_sample_concatenation",
             "streaming_multipack_buffer_size",
         ),
-        Decided("memtrain packs by best-fit decreasing, over all rows"),
+        Automatic("memtrain packs by best-fit decreasing, over all rows"),
     ),
-    "eval_sample_packing": As("eval_packing"),
+    "eval_sample_packing": TrlKey("eval_packing"),
     "dataloader_*": _LOADER,
     **dict.fromkeys(("push_dataset_to_hub", "hf_use_auth_token"), _UPLOAD),
 }

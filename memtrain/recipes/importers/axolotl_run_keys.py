@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
-from memtrain.recipes.importers.tool import As, ToolRule
-from memtrain.recipes.trl.rules import Decided, Gone, To, Together
+from memtrain.recipes.importers.tool import ToolRule, TrlKey
+from memtrain.recipes.trl.rules import Automatic, ReadTogether, RecipeKey, Unmapped
 
-_UPLOAD = Gone("nothing is uploaded; `hf upload` takes the run's final/ folder")
-_TRACKER = Gone("the trackers are tensorboard, wandb, mlflow and trackio")
-_SHOWN = Decided("metrics.jsonl has every step")
-_EVAL_EXTRA = Gone("metrics of generated text in evaluation")
-_LR = Gone("rates of single modules, or schedules of another form")
-_EXOTIC = Gone("methods that memtrain does not have")
-_COMPILE = Gone("models are not compiled")
-_SPLIT = Gone("`cluster.engine` and `cluster.context_parallel` divide a run")
-_DDP = Decided("gradients are exchanged by memtrain's own fixed-order sum")
-_ASYNC = Gone("rollouts are not written ahead of the steps")
+_UPLOAD = Unmapped("nothing is uploaded; `hf upload` takes the run's final/ folder")
+_TRACKER = Unmapped("the trackers are tensorboard, wandb, mlflow and trackio")
+_SHOWN = Automatic("metrics.jsonl has every step")
+_EVAL_EXTRA = Unmapped("metrics of generated text in evaluation")
+_LR = Unmapped("rates of single modules, or schedules of another form")
+_EXOTIC = Unmapped("methods that memtrain does not have")
+_COMPILE = Unmapped("models are not compiled")
+_SPLIT = Unmapped("`cluster.engine` and `cluster.context_parallel` divide a run")
+_DDP = Automatic("gradients are exchanged by memtrain's own fixed-order sum")
+_ASYNC = Unmapped("rollouts are not written ahead of the steps")
 
 TRAINING: dict[str, ToolRule] = {
-    "micro_batch_size": As("per_device_train_batch_size"),
-    "batch_size": Gone("micro_batch_size x gradient_accumulation_steps say it"),
-    "gradient_accumulation_steps": As("gradient_accumulation_steps"),
-    "eval_batch_size": As("per_device_eval_batch_size"),
-    "auto_find_batch_size": As("auto_find_batch_size"),
-    "num_epochs": As("num_train_epochs"),
-    "max_steps": As("max_steps"),
-    "learning_rate": Together(),
-    "lr_scheduler": As("lr_scheduler_type"),
-    "lr_scheduler_kwargs": As("lr_scheduler_kwargs"),
-    "cosine_min_lr_ratio": Together(),
-    "warmup_steps": As("warmup_steps"),
-    "warmup_ratio": As("warmup_ratio"),
-    "optimizer": As("optim"),
-    "optim_args": As("optim_args"),
-    "optim_target_modules": As("optim_target_modules"),
-    "weight_decay": As("weight_decay"),
-    "adam_beta1": As("adam_beta1"),
-    "adam_beta2": As("adam_beta2"),
-    "adam_epsilon": As("adam_epsilon"),
-    "max_grad_norm": As("max_grad_norm"),
-    "neftune_noise_alpha": As("neftune_noise_alpha"),
-    "noisy_embedding_alpha": As("neftune_noise_alpha"),
-    "seed": As("seed"),
-    "gradient_checkpointing": Together(),
-    "gradient_checkpointing_kwargs": Decided("the plan chooses how"),
-    "selective_checkpointing": Gone("layers are checkpointed whole, every one or every n-th"),
-    "activation_offloading": Together(),
-    "layer_offloading": Gone("frozen layers that wait on the host"),
-    "tiled_mlp": Together(),
+    "micro_batch_size": TrlKey("per_device_train_batch_size"),
+    "batch_size": Unmapped("micro_batch_size x gradient_accumulation_steps say it"),
+    "gradient_accumulation_steps": TrlKey("gradient_accumulation_steps"),
+    "eval_batch_size": TrlKey("per_device_eval_batch_size"),
+    "auto_find_batch_size": TrlKey("auto_find_batch_size"),
+    "num_epochs": TrlKey("num_train_epochs"),
+    "max_steps": TrlKey("max_steps"),
+    "learning_rate": ReadTogether(),
+    "lr_scheduler": TrlKey("lr_scheduler_type"),
+    "lr_scheduler_kwargs": TrlKey("lr_scheduler_kwargs"),
+    "cosine_min_lr_ratio": ReadTogether(),
+    "warmup_steps": TrlKey("warmup_steps"),
+    "warmup_ratio": TrlKey("warmup_ratio"),
+    "optimizer": TrlKey("optim"),
+    "optim_args": TrlKey("optim_args"),
+    "optim_target_modules": TrlKey("optim_target_modules"),
+    "weight_decay": TrlKey("weight_decay"),
+    "adam_beta1": TrlKey("adam_beta1"),
+    "adam_beta2": TrlKey("adam_beta2"),
+    "adam_epsilon": TrlKey("adam_epsilon"),
+    "max_grad_norm": TrlKey("max_grad_norm"),
+    "neftune_noise_alpha": TrlKey("neftune_noise_alpha"),
+    "noisy_embedding_alpha": TrlKey("neftune_noise_alpha"),
+    "seed": TrlKey("seed"),
+    "gradient_checkpointing": ReadTogether(),
+    "gradient_checkpointing_kwargs": Automatic("the plan chooses how"),
+    "selective_checkpointing": Unmapped("layers are checkpointed whole, every one or every n-th"),
+    "activation_offloading": ReadTogether(),
+    "layer_offloading": Unmapped("frozen layers that wait on the host"),
+    "tiled_mlp": ReadTogether(),
     **dict.fromkeys(
         ("tiled_mlp_*", "gc_steps", "gc_collect_steps", "torch_empty_cache_steps"),
-        Decided("the plan decides it"),
+        Automatic("the plan decides it"),
     ),
     **dict.fromkeys(
         ("adam_beta3", "adam_epsilon2", "cosine_constant_lr_ratio", "lr_div_factor", "lr_groups"), _LR
@@ -62,33 +62,35 @@ TRAINING: dict[str, ToolRule] = {
 """Keys about steps, the optimizer and memory."""
 
 PREFERENCES: dict[str, ToolRule] = {
-    "rl": Together(),
-    "rl_beta": As("beta"),
-    "dpo_beta": As("beta"),
-    "dpo_loss_type": As("loss_type"),
-    "dpo_loss_weights": As("loss_weights"),
-    "dpo_label_smoothing": As("label_smoothing"),
-    "dpo_use_weighting": As("use_weighting"),
-    "dpo_use_liger_kernel": As("use_liger_kernel"),
-    "precompute_ref_log_probs": As("precompute_ref_log_probs"),
-    "kto_desirable_weight": As("desirable_weight"),
-    "kto_undesirable_weight": As("undesirable_weight"),
-    "reward_model": Together(),
-    "center_rewards_coefficient": As("center_rewards_coefficient"),
-    "simpo_gamma": To("dpo.simpo_gamma"),
-    **dict.fromkeys(("orpo_alpha", "cpo_alpha", "rpo_alpha"), Gone("the weight of that loss is fixed here")),
+    "rl": ReadTogether(),
+    "rl_beta": TrlKey("beta"),
+    "dpo_beta": TrlKey("beta"),
+    "dpo_loss_type": TrlKey("loss_type"),
+    "dpo_loss_weights": TrlKey("loss_weights"),
+    "dpo_label_smoothing": TrlKey("label_smoothing"),
+    "dpo_use_weighting": TrlKey("use_weighting"),
+    "dpo_use_liger_kernel": TrlKey("use_liger_kernel"),
+    "precompute_ref_log_probs": TrlKey("precompute_ref_log_probs"),
+    "kto_desirable_weight": TrlKey("desirable_weight"),
+    "kto_undesirable_weight": TrlKey("undesirable_weight"),
+    "reward_model": ReadTogether(),
+    "center_rewards_coefficient": TrlKey("center_rewards_coefficient"),
+    "simpo_gamma": RecipeKey("dpo.simpo_gamma"),
+    **dict.fromkeys(
+        ("orpo_alpha", "cpo_alpha", "rpo_alpha"), Unmapped("the weight of that loss is fixed here")
+    ),
     **dict.fromkeys(
         ("dpo_norm_loss", "dpo_generate_during_eval", "dpo_use_logits_to_keep"),
-        Decided("log-probs are sums, of answers alone"),
+        Automatic("log-probs are sums, of answers alone"),
     ),
 }
 """Keys of the preference methods."""
 
 ONLINE: dict[str, ToolRule] = {
-    "trl": Together(),
-    "vllm": Together(),
+    "trl": ReadTogether(),
+    "vllm": ReadTogether(),
     **{
-        f"trl.{name}": As(name)
+        f"trl.{name}": TrlKey(name)
         for name in (
             "beta",
             "max_completion_length",
@@ -130,23 +132,23 @@ ONLINE: dict[str, ToolRule] = {
             "use_liger_loss",
         )
     },
-    "trl.vllm_guided_decoding_regex": As("vllm_structured_outputs_regex"),
-    "trl.rollout_func": Gone("a rollout function of your own"),
-    "trl.reward_num_workers": Decided("rewards run in processes of their own"),
-    "trl.skip_zero_advantage_batches": Decided("groups without a signal are left out of the passes"),
+    "trl.vllm_guided_decoding_regex": TrlKey("vllm_structured_outputs_regex"),
+    "trl.rollout_func": Unmapped("a rollout function of your own"),
+    "trl.reward_num_workers": Automatic("rewards run in processes of their own"),
+    "trl.skip_zero_advantage_batches": Automatic("groups without a signal are left out of the passes"),
     "trl.*": _ASYNC,
-    "vllm.gpu_memory_utilization": As("vllm_gpu_memory_utilization"),
-    "vllm.tensor_parallel_size": As("vllm_tensor_parallel_size"),
-    "vllm.max_model_len": As("vllm_max_model_length"),
-    "vllm.enforce_eager": To("generate.vllm.eager"),
-    "vllm.*": Decided("the sampler's other arguments follow from the run"),
+    "vllm.gpu_memory_utilization": TrlKey("vllm_gpu_memory_utilization"),
+    "vllm.tensor_parallel_size": TrlKey("vllm_tensor_parallel_size"),
+    "vllm.max_model_len": TrlKey("vllm_max_model_length"),
+    "vllm.enforce_eager": RecipeKey("generate.vllm.eager"),
+    "vllm.*": Automatic("the sampler's other arguments follow from the run"),
 }
 """Keys of GRPO."""
 
 RUN: dict[str, ToolRule] = {
-    "output_dir": As("output_dir"),
+    "output_dir": TrlKey("output_dir"),
     **{
-        name: As(name)
+        name: TrlKey(name)
         for name in (
             "eval_strategy",
             "evaluation_strategy",
@@ -162,11 +164,11 @@ RUN: dict[str, ToolRule] = {
             "resume_from_checkpoint",
         )
     },
-    **dict.fromkeys(("evals_per_epoch", "saves_per_epoch"), Together()),
+    **dict.fromkeys(("evals_per_epoch", "saves_per_epoch"), ReadTogether()),
     **dict.fromkeys(
-        ("use_wandb", "wandb_project", "use_mlflow", "use_tensorboard", "use_trackio"), Together()
+        ("use_wandb", "wandb_project", "use_mlflow", "use_tensorboard", "use_trackio"), ReadTogether()
     ),
-    "trackio_project_name": As("project"),
+    "trackio_project_name": TrlKey("project"),
     **dict.fromkeys(
         (
             "wandb_entity",
@@ -179,7 +181,7 @@ RUN: dict[str, ToolRule] = {
             "hf_mlflow_log_artifacts",
             "trackio_*",
         ),
-        Decided("trackers read their own environment variables; runs have the run folder's name"),
+        Automatic("trackers read their own environment variables; runs have the run folder's name"),
     ),
     **dict.fromkeys(
         ("use_comet", "comet_*", "use_otel_metrics", "otel_*", "swanlab_*", "use_swanlab"), _TRACKER
@@ -188,11 +190,11 @@ RUN: dict[str, ToolRule] = {
     **dict.fromkeys(("include_tokens_per_second", "include_tkps", "profiler_*", "save_first_step"), _SHOWN),
     **dict.fromkeys(
         ("auto_resume_from_checkpoints", "dynamic_checkpoint"),
-        Decided("a run continues by itself; signals save"),
+        Automatic("a run continues by itself; signals save"),
     ),
     **dict.fromkeys(
         ("early_stopping_patience", "loss_watchdog_*"),
-        Gone("a run ends by its steps, or where the loss is no number"),
+        Unmapped("a run ends by its steps, or where the loss is no number"),
     ),
     **dict.fromkeys(
         (
@@ -208,7 +210,7 @@ RUN: dict[str, ToolRule] = {
         ),
         _EVAL_EXTRA,
     ),
-    **dict.fromkeys(("gradio_*", "axolotl_config_path"), Decided("the run has no use for it")),
+    **dict.fromkeys(("gradio_*", "axolotl_config_path"), Automatic("the run has no use for it")),
 }
 """Keys about evaluation, saving and metrics."""
 
@@ -222,7 +224,7 @@ DEVICES: dict[str, ToolRule] = {
             "context_parallel_size",
             "sequence_parallel_degree",
         ),
-        Together(),
+        ReadTogether(),
     ),
     **dict.fromkeys(
         (
@@ -234,17 +236,17 @@ DEVICES: dict[str, ToolRule] = {
             "ddp",
             "max_memory",
         ),
-        Decided("the launcher and the plan say it"),
+        Automatic("the launcher and the plan say it"),
     ),
     **dict.fromkeys(("ddp_*",), _DDP),
-    "gpu_memory_limit": To("memory.budget"),
-    "accelerator_config": As("accelerator_config"),
+    "gpu_memory_limit": RecipeKey("memory.budget"),
+    "accelerator_config": TrlKey("accelerator_config"),
     **dict.fromkeys(
         ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "heads_k_stride", "ring_attn_func"),
         _SPLIT,
     ),
     **dict.fromkeys(
-        ("use_ray", "ray_*", "resources_per_worker"), Gone("Ray: `memtrain slurm` submits to a cluster")
+        ("use_ray", "ray_*", "resources_per_worker"), Unmapped("Ray: `memtrain slurm` submits to a cluster")
     ),
 }
 """Keys about devices."""

@@ -25,7 +25,7 @@ class Clash:
 
 
 def _has(made: Translation, key: str) -> bool:
-    return made.said.get(key, (None, ""))[0] not in (None, False, 0, "none", [])
+    return made.recipe_keys.get(key, (None, ""))[0] not in (None, False, 0, "none", [])
 
 
 def _holds_out(made: Translation) -> bool:
@@ -33,7 +33,7 @@ def _holds_out(made: Translation) -> bool:
 
 
 def _cuts_tokens(made: Translation) -> bool:
-    return any(_has(made, key) and made.said[key][0] not in (1, 1.0, 0.0) for key in _CUTS_TOKENS)
+    return any(_has(made, key) and made.recipe_keys[key][0] not in (1, 1.0, 0.0) for key in _CUTS_TOKENS)
 
 
 CLASHES: tuple[Clash, ...] = (
@@ -78,7 +78,7 @@ CLASHES: tuple[Clash, ...] = (
 def _loss_reads(made: Translation, knob: str) -> bool:
     if made.method != "dpo":
         return True
-    losses = made.said.get("dpo.loss", ("sigmoid", ""))[0]
+    losses = made.recipe_keys.get("dpo.loss", ("sigmoid", ""))[0]
     names = cast(list[object], losses) if isinstance(losses, list) else [losses]
     return any(knob in loss.reads for name, loss in PAIR_LOSSES.items() if name in names)
 
@@ -86,16 +86,19 @@ def _loss_reads(made: Translation, knob: str) -> bool:
 def make_consistent(made: Translation) -> None:
     """Leave out what clashes, and note each that somebody wrote as lost."""
     for clash in CLASHES:
-        if clash.key in made.said and clash.clashes(made):
-            value, comment = made.said.pop(clash.key)
+        if clash.key in made.recipe_keys and clash.clashes(made):
+            value, comment = made.recipe_keys.pop(clash.key)
             if value not in (None, False, "none") and not comment.endswith("default"):
                 made.lost.append(Lost(clash.key, value, clash.why))
     _policy_knobs(made)
     _correction(made)
     _references(made)
-    if "generate.vllm.eager" in made.said and made.said.get("generate.backend", ("", ""))[0] != "vllm":
-        made.said.pop("generate.vllm.eager")
-    if "data.train" not in made.said:
+    if (
+        "generate.vllm.eager" in made.recipe_keys
+        and made.recipe_keys.get("generate.backend", ("", ""))[0] != "vllm"
+    ):
+        made.recipe_keys.pop("generate.vllm.eager")
+    if "data.train" not in made.recipe_keys:
         made.notes.append("no rows are named: write them into data.train")
 
 
@@ -107,17 +110,17 @@ def _policy_knobs(made: Translation) -> None:
     """Knobs that the loss does not read; `epsilon_high` of CISPO is its highest weight."""
     if made.method != "grpo":
         return
-    loss = str(made.said.get("grpo.loss", ("dapo", ""))[0])
+    loss = str(made.recipe_keys.get("grpo.loss", ("dapo", ""))[0])
     if loss == "cispo":
-        highest = made.said.pop("grpo.clip_high", None)
+        highest = made.recipe_keys.pop("grpo.clip_high", None)
         if highest is None or highest[0] is None:
-            epsilon = made.said.get("grpo.clip_low", (EPSILON, ""))[0]
+            epsilon = made.recipe_keys.get("grpo.clip_low", (EPSILON, ""))[0]
             highest = (epsilon, "epsilon, where epsilon_high is not set; 5.0 is usual for this loss")
-        made.said.setdefault("grpo.cispo_max_weight", highest)
+        made.recipe_keys.setdefault("grpo.cispo_max_weight", highest)
     for knob, losses in KNOBS_OF.items():
         key = f"grpo.{knob}"
-        if key in made.said and loss not in losses:
-            value, _ = made.said.pop(key)
+        if key in made.recipe_keys and loss not in losses:
+            value, _ = made.recipe_keys.pop(key)
             if value is not None:
                 made.lost.append(Lost(key, value, f"the loss {loss} does not read it"))
 
@@ -125,12 +128,12 @@ def _policy_knobs(made: Translation) -> None:
 def _correction(made: Translation) -> None:
     """Probabilities of a sampler that may choose among fewer tokens are not those of the trainer."""
     key = f"{made.method}.importance_correction"
-    asked = made.said.get(key, (None, ""))[0]
+    asked = made.recipe_keys.get(key, (None, ""))[0]
     if asked in (None, "none") or not _cuts_tokens(made):
         return
     for name in (key, f"{key}_min", f"{key}_max"):
-        made.said.pop(name, None)
-    made.said[key] = ("none", "top_k, top_p or min_p leave the sampler fewer tokens")
+        made.recipe_keys.pop(name, None)
+    made.recipe_keys[key] = ("none", "top_k, top_p or min_p leave the sampler fewer tokens")
     made.notes.append(
         "the sampler's probabilities are not corrected for: top_k, top_p or min_p leave it fewer tokens than "
         "the trainer has, and the ratios would be wrong"
@@ -138,8 +141,8 @@ def _correction(made: Translation) -> None:
 
 
 def _references(made: Translation) -> None:
-    """A reference is said where one is asked."""
+    """A reference is dropped where beta is 0 and no reference is used."""
     key = f"{made.method}.reference"
     if made.method in _ONLINE and _has(made, key) and not _has(made, f"{made.method}.beta"):
-        value, _ = made.said.pop(key)
+        value, _ = made.recipe_keys.pop(key)
         made.lost.append(Lost(key, value, "beta is 0: no reference is asked"))

@@ -8,32 +8,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from memtrain.recipes.importers.tool import Said
+from memtrain.recipes.importers.tool import ToolReading
 
 
-def deepspeed(said: Said, key: str, value: object) -> None:
+def deepspeed(reading: ToolReading, key: str, value: object) -> None:
     """The stage of a DeepSpeed configuration: a mapping, a file that is here, or one whose name tells it."""
     found = _deepspeed_of(value)
     if found is None:
-        said.lose(
+        reading.lose(
             key, "the DeepSpeed file is not here, and its name does not tell the stage; set cluster.engine"
         )
         return
     stage, offload = found
     if stage == 0:
         return
-    if said.processes == 1:
-        said.notes.append(
+    if reading.processes == 1:
+        reading.notes.append(
             f"{key}: with one device there is nothing to share; `--processes` says how many there are"
         )
         if offload == "none":
             return
         # What waits on the host does so without shards too.
-        said.put("memory.optimizer_offload", "on", f"{key} with its optimizer on the host")
+        reading.set_recipe("memory.optimizer_offload", "on", f"{key} with its optimizer on the host")
         return
-    said.put("cluster.engine", f"zero{stage}", key)
+    reading.set_recipe("cluster.engine", f"zero{stage}", key)
     if offload != "none":
-        said.put("cluster.cpu_offload", offload, key)
+        reading.set_recipe("cluster.cpu_offload", offload, key)
 
 
 def _deepspeed_of(value: object) -> tuple[int, str] | None:
@@ -73,28 +73,28 @@ def _by_name(name: str) -> tuple[int, str] | None:
     return stage, "none" if not is_away else "parameters" if all_away else "optimizer"
 
 
-def fsdp(said: Said, key: str, value: object, more: object) -> None:
+def fsdp(reading: ToolReading, key: str, value: object, more: object) -> None:
     """FSDP of either generation is FSDP2 here."""
     words = " ".join(map(str, cast(list[object], value))) if isinstance(value, list) else str(value)
     if value in (None, False, "", []) and not more:
         return
     options: Mapping[str, Any] = cast(Mapping[str, Any], more) if isinstance(more, Mapping) else {}
-    if said.processes == 1:
-        said.notes.append(
+    if reading.processes == 1:
+        reading.notes.append(
             f"{key}: with one device there is nothing to share; `--processes` says how many there are"
         )
         return
     strategy = str(options.get("fsdp_sharding_strategy", options.get("sharding_strategy", words))).lower()
     if "shard_grad_op" in strategy:
-        said.notes.append(
+        reading.notes.append(
             f"{key}: shard_grad_op keeps whole weights; the nearest here is cluster.engine: zero2"
         )
-        said.put("cluster.engine", "zero2", key)
+        reading.set_recipe("cluster.engine", "zero2", key)
         return
-    said.put("cluster.engine", "fsdp2", key)
+    reading.set_recipe("cluster.engine", "fsdp2", key)
     if (
         "offload" in words
         or options.get("fsdp_offload_params") is True
         or options.get("offload_params") is True
     ):
-        said.put("cluster.cpu_offload", "parameters", key)
+        reading.set_recipe("cluster.cpu_offload", "parameters", key)

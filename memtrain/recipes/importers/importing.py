@@ -14,7 +14,7 @@ from memtrain.recipes.importers.command_line import looks_like, read_command
 from memtrain.recipes.importers.consistent import make_consistent
 from memtrain.recipes.importers.guess import guess_method, guess_tool, is_recipe
 from memtrain.recipes.importers.llamafactory import LLAMAFACTORY
-from memtrain.recipes.importers.tool import Said, Tool, say
+from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
 from memtrain.recipes.importers.unsloth import UNSLOTH, script_config
 from memtrain.recipes.importers.verl import VERL
 from memtrain.recipes.reading.load import load_text, read_mapping
@@ -24,7 +24,7 @@ from memtrain.recipes.trl.translate import IMPORTED, translate
 from memtrain.recipes.trl.translation import Lost, Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
 
-TRL = Tool("trl", "TRL", "1.16", {}, lambda said: None, {}, takes_trl=True)
+TRL = Tool("trl", "TRL", "1.16", {}, lambda reading: None, {}, takes_trl=True)
 """TRL itself: its rules are in `memtrain.recipes.trl`."""
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (TRL, AXOLOTL, LLAMAFACTORY, UNSLOTH, VERL)}
@@ -55,7 +55,7 @@ class Imported:
     tool: Tool
     method: str
     text: str
-    told: list[str]
+    notes: list[str]
     """Sentences: one for each key that is not carried over, and for each that means something else."""
     faults: list[Fault]
     """Faults that `memtrain check` would find; empty when the recipe is whole."""
@@ -147,8 +147,8 @@ def _foreign(
     config = dotted if found is VERL else flat(config, only=("trl", "vllm")) if found is AXOLOTL else config
     if method is None and found is TRL:
         method = guess_method(config, words, name)
-    said = config.get("num_processes")
-    return Foreign(found, config, method, processes or (said if isinstance(said, int) else 1), name)
+    reading = config.get("num_processes")
+    return Foreign(found, config, method, processes or (reading if isinstance(reading, int) else 1), name)
 
 
 def flat(config: Mapping[str, Any], above: str = "", only: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -191,62 +191,64 @@ def import_config(
     Raises: RecipeError for a method that has no counterpart.
     """
     tool = foreign.tool
-    said = say(tool, foreign.config, foreign.processes)
+    reading = read_keys(tool, foreign.config, foreign.processes)
     if foreign.method is not None:
-        said.method = foreign.method
-    if said.method not in IMPORTED:
+        reading.method = foreign.method
+    if reading.method not in IMPORTED:
         raise RecipeError(
-            f"the method '{said.method}' is not read",
+            f"the method '{reading.method}' is not read",
             foreign.name,
             f"give one of {', '.join(IMPORTED)} with --method",
         )
-    made = translated(tool, said)
+    made = translated(tool, reading)
     if has_stand_ins:
         _stand_in(made)
-    pins = as_it_was(tool, said, made)
+    pins = as_it_was(tool, reading, made)
     if frees:
-        _free(made, said.processes)
-    text = recipe_text(made, foreign.name, f"{tool.title}'s {said.method}")
+        _free(made, reading.processes)
+    text = recipe_text(made, foreign.name, f"{tool.title}'s {reading.method}")
     recipe: Recipe | None = None
     faults: list[Fault] = []
     try:
         recipe = load_text(text, output).recipe
     except RecipeError as error:
         faults = list(error.faults)
-    return Imported(tool, said.method, text, _told(made), faults, pins, recipe)
+    return Imported(tool, reading.method, text, _notes(made), faults, pins, recipe)
 
 
 def _stand_in(made: Translation) -> None:
     for key, value in STAND_INS.items():
         if key.startswith("rewards.") and made.method not in ("grpo", "rloo"):
             continue
-        if key not in made.said:
-            made.said[key] = (value, "put yours in its place")
+        if key not in made.recipe_keys:
+            made.recipe_keys[key] = (value, "put yours in its place")
 
 
 def _free(made: Translation, processes: int) -> None:
-    for key in [*made.said]:
+    for key in [*made.recipe_keys]:
         if key.startswith(_PLANNED) or key in _ALSO_PLANNED:
-            del made.said[key]
+            del made.recipe_keys[key]
     if processes > 1:
-        made.said["cluster.processes"] = (processes, "")
+        made.recipe_keys["cluster.processes"] = (processes, "")
 
 
-def translated(tool: Tool, said: Said) -> Translation:
-    """The keys of the recipe, those of TRL's rules and those that are said directly."""
-    made = translate(said.trl, said.method, said.processes, said.assumed, f"{tool.title}'s default")
+def translated(tool: Tool, reading: ToolReading) -> Translation:
+    """The keys of the recipe, those of TRL's rules and those that TRL has no key for."""
+    made = translate(
+        reading.trl, reading.method, reading.processes, reading.assumed, f"{tool.title}'s default"
+    )
     renamed = [
-        Lost(said.names.get(one.key, one.key), one.value, one.why.replace("TRL", tool.title))
+        Lost(reading.names.get(one.key, one.key), one.value, one.why.replace("TRL", tool.title))
         for one in made.lost
-        if one.key not in said.assumed
+        if one.key not in reading.assumed
     ]
-    made.lost = [*said.lost, *renamed]
-    made.notes = [*said.notes, *(note.replace("TRL", tool.title) for note in made.notes)]
-    made.said |= said.direct
+    made.lost = [*reading.lost, *renamed]
+    made.notes = [*reading.notes, *(note.replace("TRL", tool.title) for note in made.notes)]
+    made.recipe_keys |= reading.direct
     make_consistent(made)
     return made
 
 
-def _told(made: Translation) -> list[str]:
+def _notes(made: Translation) -> list[str]:
     lines = [f"{one.key}: {inline(one.value)} is not carried over: {one.why}." for one in made.lost]
     return lines + [f"note: {note}." for note in made.notes]

@@ -1,4 +1,4 @@
-"""A tool whose configurations are read: its table of keys, its defaults, and what they say together."""
+"""A tool whose configurations are read: its table of keys, its defaults, and the reading of keys together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
-from memtrain.recipes.trl.rules import Decided, Gone, Rule, To, Together
+from memtrain.recipes.trl.rules import Automatic, ReadTogether, RecipeKey, Rule, Unmapped
 from memtrain.recipes.trl.translation import Lost
 
 
 @dataclass(frozen=True, slots=True)
-class As:
-    """The value is said by a key of TRL, whose rule then applies.
+class TrlKey:
+    """The value is that of a key of TRL, whose rule then applies.
 
     `values`: other words for its values; a value that maps to None is left out.
     """
@@ -24,12 +24,12 @@ class As:
     values: Mapping[object, object] = field(default_factory=dict[object, object])
 
 
-ToolRule = As | Rule
+ToolRule = TrlKey | Rule
 
 
 @dataclass(slots=True)
-class Said:
-    """A configuration of another tool, said in TRL's words as far as those go."""
+class ToolReading:
+    """A configuration of another tool in TRL's keys, as far as TRL has them."""
 
     config: Mapping[str, Any]
     """Keys of the tool, nested ones dotted."""
@@ -57,14 +57,14 @@ class Said:
         value = self.config.get(key)
         return value is True or (isinstance(value, str) and value.lower() == "true")
 
-    def say(self, key: str, value: object, of: str = "") -> None:
-        """A value of a key of TRL; `of`: the key that it comes from."""
+    def set_trl(self, key: str, value: object, of: str = "") -> None:
+        """Set a key of TRL; `of`: the key that it comes from."""
         self.trl[key] = value
         if of:
             self.names[key] = of
 
-    def put(self, key: str, value: object, comment: str = "") -> None:
-        """A value of a key of the recipe."""
+    def set_recipe(self, key: str, value: object, comment: str = "") -> None:
+        """Set a key of the recipe that TRL has no key for."""
         self.direct[key] = (value, comment)
 
     def lose(self, key: str, why: str) -> None:
@@ -85,7 +85,7 @@ class Tool:
     """Of the schema that the table was held against."""
     keys: Mapping[str, ToolRule]
     """The table; a key with `*` stands for all that it matches."""
-    read: Callable[[Said], None]
+    read: Callable[[ToolReading], None]
     """Reading of keys that mean something together; sets the method."""
     defaults: Mapping[str, Any]
     """Defaults of the tool in TRL's words, where TRL takes something else."""
@@ -99,44 +99,44 @@ class Tool:
         pattern = next((one for one in self.keys if "*" in one and fnmatchcase(key, one)), None)
         if pattern is not None:
             return self.keys[pattern]
-        return As(key) if self.takes_trl and key in TRL_KEYS else None
+        return TrlKey(key) if self.takes_trl and key in TRL_KEYS else None
 
 
-def say(tool: Tool, config: Mapping[str, Any], processes: int) -> Said:
+def read_keys(tool: Tool, config: Mapping[str, Any], processes: int) -> ToolReading:
     """A configuration in TRL's words.
 
     Raises: RecipeError for a method that memtrain has no counterpart for.
     """
-    said = Said(config, processes)
+    reading = ToolReading(config, processes)
     for key, value in config.items():
-        _one(tool, said, key, value)
-    tool.read(said)
+        _one(tool, reading, key, value)
+    tool.read(reading)
     for key, value in tool.defaults.items():
-        if key not in said.trl:
-            said.trl[key] = value
-            said.assumed.add(key)
-    return said
+        if key not in reading.trl:
+            reading.trl[key] = value
+            reading.assumed.add(key)
+    return reading
 
 
-def _one(tool: Tool, said: Said, key: str, value: object) -> None:
+def _one(tool: Tool, reading: ToolReading, key: str, value: object) -> None:
     match tool.rule(key):
-        case As(key=name, values=values):
+        case TrlKey(key=name, values=values):
             taken = _word(value, values)
             if taken is not None:
-                said.say(name, taken, key)
-        case To(key=name, values=values):
+                reading.set_trl(name, taken, key)
+        case RecipeKey(key=name, values=values):
             taken = _word(value, values)
             if taken is not None:
-                said.put(name, taken)
-        case Gone(why=why, harmless=harmless):
+                reading.set_recipe(name, taken)
+        case Unmapped(why=why, harmless=harmless):
             if not any(type(one) is type(value) and one == value for one in (*harmless, "", None)):
-                said.lose(key, why)
-        case Decided() | Together():
+                reading.lose(key, why)
+        case Automatic() | ReadTogether():
             pass
         case None:
             near = difflib.get_close_matches(key, tool.keys, n=1)
             asks = f"; did you mean {near[0]}?" if near else ""
-            said.lose(key, f"no key of {tool.title} that is known here{asks}")
+            reading.lose(key, f"no key of {tool.title} that is known here{asks}")
 
 
 def _word(value: object, values: Mapping[object, object]) -> object:

@@ -7,54 +7,54 @@ from typing import Any, cast
 
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.python_script import Call, Computed, calls_of
-from memtrain.recipes.importers.tool import As, Said, Tool, ToolRule
-from memtrain.recipes.trl.rules import Decided, Gone, Together
+from memtrain.recipes.importers.tool import Tool, ToolReading, ToolRule, TrlKey
+from memtrain.recipes.trl.rules import Automatic, ReadTogether, Unmapped
 
 _LOAD, _ADAPT = "from_pretrained", "get_peft_model"
-_SEED = Decided("`train.seed` is for everything")
-_KERNELS = Decided("the plan chooses kernels and strategies")
-_PARTS = Gone("some layers or parts of the model adapted, others not")
-_OWN_VLLM = Together()
+_SEED = Automatic("`train.seed` is for everything")
+_KERNELS = Automatic("the plan chooses kernels and strategies")
+_PARTS = Unmapped("some layers or parts of the model adapted, others not")
+_OWN_VLLM = ReadTogether()
 
 KEYS: dict[str, ToolRule] = {
-    f"{_LOAD}.model_name": As("model_name_or_path"),
-    f"{_LOAD}.max_seq_length": As("max_length"),
-    f"{_LOAD}.dtype": As("dtype"),
-    f"{_LOAD}.load_in_4bit": Together(),
-    f"{_LOAD}.load_in_8bit": Together(),
-    f"{_LOAD}.load_in_16bit": Together(),
-    f"{_LOAD}.full_finetuning": Together(),
-    f"{_LOAD}.trust_remote_code": As("trust_remote_code"),
-    f"{_LOAD}.use_gradient_checkpointing": Together(),
-    f"{_LOAD}.revision": As("model_revision"),
-    f"{_LOAD}.rope_scaling": Gone("scaled positions: write rope_scaling into the model's config.json"),
-    f"{_LOAD}.resize_model_vocab": Gone("another vocabulary: change tokenizer and model first"),
-    f"{_LOAD}.offload_embedding": Gone("an embedding that waits on the host"),
-    f"{_LOAD}.load_in_fp8": Gone("8-bit floating-point weights"),
-    f"{_LOAD}.qat_scheme": Gone("training for a quantization to come"),
-    f"{_LOAD}.float32_mixed_precision": Together(),
+    f"{_LOAD}.model_name": TrlKey("model_name_or_path"),
+    f"{_LOAD}.max_seq_length": TrlKey("max_length"),
+    f"{_LOAD}.dtype": TrlKey("dtype"),
+    f"{_LOAD}.load_in_4bit": ReadTogether(),
+    f"{_LOAD}.load_in_8bit": ReadTogether(),
+    f"{_LOAD}.load_in_16bit": ReadTogether(),
+    f"{_LOAD}.full_finetuning": ReadTogether(),
+    f"{_LOAD}.trust_remote_code": TrlKey("trust_remote_code"),
+    f"{_LOAD}.use_gradient_checkpointing": ReadTogether(),
+    f"{_LOAD}.revision": TrlKey("model_revision"),
+    f"{_LOAD}.rope_scaling": Unmapped("scaled positions: write rope_scaling into the model's config.json"),
+    f"{_LOAD}.resize_model_vocab": Unmapped("another vocabulary: change tokenizer and model first"),
+    f"{_LOAD}.offload_embedding": Unmapped("an embedding that waits on the host"),
+    f"{_LOAD}.load_in_fp8": Unmapped("8-bit floating-point weights"),
+    f"{_LOAD}.qat_scheme": Unmapped("training for a quantization to come"),
+    f"{_LOAD}.float32_mixed_precision": ReadTogether(),
     f"{_LOAD}.fast_inference": _OWN_VLLM,
     f"{_LOAD}.gpu_memory_utilization": _OWN_VLLM,
     f"{_LOAD}.unsloth_vllm_standby": _OWN_VLLM,
-    f"{_LOAD}.target_parameters": As("lora_target_parameters"),
-    f"{_LOAD}.attn_implementation": As("attn_implementation"),
-    f"{_LOAD}.torch_dtype": As("dtype"),
-    f"{_LOAD}.device_map": Decided("the plan says where weights are"),
+    f"{_LOAD}.target_parameters": TrlKey("lora_target_parameters"),
+    f"{_LOAD}.attn_implementation": TrlKey("attn_implementation"),
+    f"{_LOAD}.torch_dtype": TrlKey("dtype"),
+    f"{_LOAD}.device_map": Automatic("the plan says where weights are"),
     f"{_LOAD}.*": _KERNELS,
-    f"{_ADAPT}.r": As("lora_r"),
-    f"{_ADAPT}.target_modules": As("lora_target_modules"),
-    f"{_ADAPT}.lora_alpha": As("lora_alpha"),
-    f"{_ADAPT}.lora_dropout": As("lora_dropout"),
-    f"{_ADAPT}.use_rslora": As("use_rslora"),
-    f"{_ADAPT}.use_dora": As("use_dora"),
-    f"{_ADAPT}.modules_to_save": As("lora_modules_to_save"),
-    f"{_ADAPT}.use_gradient_checkpointing": Together(),
-    f"{_ADAPT}.bias": Gone("biases of an adapter", (None, "none")),
+    f"{_ADAPT}.r": TrlKey("lora_r"),
+    f"{_ADAPT}.target_modules": TrlKey("lora_target_modules"),
+    f"{_ADAPT}.lora_alpha": TrlKey("lora_alpha"),
+    f"{_ADAPT}.lora_dropout": TrlKey("lora_dropout"),
+    f"{_ADAPT}.use_rslora": TrlKey("use_rslora"),
+    f"{_ADAPT}.use_dora": TrlKey("use_dora"),
+    f"{_ADAPT}.modules_to_save": TrlKey("lora_modules_to_save"),
+    f"{_ADAPT}.use_gradient_checkpointing": ReadTogether(),
+    f"{_ADAPT}.bias": Unmapped("biases of an adapter", (None, "none")),
     f"{_ADAPT}.random_state": _SEED,
-    f"{_ADAPT}.max_seq_length": Together(),
-    f"{_ADAPT}.loftq_config": Gone("LoRA begins at zero", (None, {})),
-    f"{_ADAPT}.init_lora_weights": Gone("LoRA begins at zero", (None, True)),
-    f"{_ADAPT}.target_parameters": As("lora_target_parameters"),
+    f"{_ADAPT}.max_seq_length": ReadTogether(),
+    f"{_ADAPT}.loftq_config": Unmapped("LoRA begins at zero", (None, {})),
+    f"{_ADAPT}.init_lora_weights": Unmapped("LoRA begins at zero", (None, True)),
+    f"{_ADAPT}.target_parameters": TrlKey("lora_target_parameters"),
     **dict.fromkeys(
         (
             f"{_ADAPT}.layers_to_transform",
@@ -64,9 +64,9 @@ KEYS: dict[str, ToolRule] = {
         _PARTS,
     ),
     f"{_ADAPT}.*": _KERNELS,
-    "dataset_text_field": As("dataset_text_field"),
-    "load_dataset": Together(),
-    "reward_funcs": Together(),
+    "dataset_text_field": TrlKey("dataset_text_field"),
+    "load_dataset": ReadTogether(),
+    "reward_funcs": ReadTogether(),
 }
 """Arguments of Unsloth's two calls; those of the trainer's configuration are TRL's."""
 
@@ -149,79 +149,81 @@ def _arguments(call: Call) -> dict[str, Any]:
 _DATASET = "load_dataset"
 
 
-def read(said: Said) -> None:
+def read(reading: ToolReading) -> None:
     """The adapter, precision, checkpointing, rows and vLLM."""
-    for key, value in [*said.config.items()]:
+    for key, value in [*reading.config.items()]:
         if isinstance(value, Computed):
-            said.trl = {name: one for name, one in said.trl.items() if one is not value}
-            said.lose(key, "its value is computed when the script runs")
-    _adapter(said)
-    _precision(said)
-    checkpoints = said.get(
-        f"{_ADAPT}.use_gradient_checkpointing", said.get(f"{_LOAD}.use_gradient_checkpointing")
+            reading.trl = {name: one for name, one in reading.trl.items() if one is not value}
+            reading.lose(key, "its value is computed when the script runs")
+    _adapter(reading)
+    _precision(reading)
+    checkpoints = reading.get(
+        f"{_ADAPT}.use_gradient_checkpointing", reading.get(f"{_LOAD}.use_gradient_checkpointing")
     )
     if checkpoints == "unsloth":
-        said.say("gradient_checkpointing", True, "use_gradient_checkpointing")
-        said.say("activation_offloading", True, "use_gradient_checkpointing")
+        reading.set_trl("gradient_checkpointing", True, "use_gradient_checkpointing")
+        reading.set_trl("activation_offloading", True, "use_gradient_checkpointing")
     elif checkpoints is not None:
-        said.say("gradient_checkpointing", checkpoints not in (False, "False"), "use_gradient_checkpointing")
-    _rows(said)
-    if said.on(f"{_LOAD}.fast_inference"):
-        said.say("use_vllm", True, "fast_inference")
-        said.say(
+        reading.set_trl(
+            "gradient_checkpointing", checkpoints not in (False, "False"), "use_gradient_checkpointing"
+        )
+    _rows(reading)
+    if reading.on(f"{_LOAD}.fast_inference"):
+        reading.set_trl("use_vllm", True, "fast_inference")
+        reading.set_trl(
             "vllm_gpu_memory_utilization",
-            said.get(f"{_LOAD}.gpu_memory_utilization", 0.5),
+            reading.get(f"{_LOAD}.gpu_memory_utilization", 0.5),
             "gpu_memory_utilization",
         )
 
 
-def _adapter(said: Said) -> None:
-    adapted = any(key.startswith(f"{_ADAPT}.") for key in said.config)
-    name = str(said.trl.get("model_name_or_path", ""))
-    if adapted and not said.on(f"{_LOAD}.full_finetuning"):
-        said.say("use_peft", True, _ADAPT)
+def _adapter(reading: ToolReading) -> None:
+    adapted = any(key.startswith(f"{_ADAPT}.") for key in reading.config)
+    name = str(reading.trl.get("model_name_or_path", ""))
+    if adapted and not reading.on(f"{_LOAD}.full_finetuning"):
+        reading.set_trl("use_peft", True, _ADAPT)
     else:
-        for key in [one for one in said.trl if one.startswith("lora_")]:
-            del said.trl[key]
-    bits4 = said.get(f"{_LOAD}.load_in_4bit")
-    if said.on(f"{_LOAD}.load_in_8bit"):
-        said.say("load_in_8bit", True, "load_in_8bit")
-    elif adapted and (bits4 is True or name.endswith("bnb-4bit") or (bits4 is None and _is_fast(said))):
-        said.say("load_in_4bit", True, "load_in_4bit")
+        for key in [one for one in reading.trl if one.startswith("lora_")]:
+            del reading.trl[key]
+    bits4 = reading.get(f"{_LOAD}.load_in_4bit")
+    if reading.on(f"{_LOAD}.load_in_8bit"):
+        reading.set_trl("load_in_8bit", True, "load_in_8bit")
+    elif adapted and (bits4 is True or name.endswith("bnb-4bit") or (bits4 is None and _is_fast(reading))):
+        reading.set_trl("load_in_4bit", True, "load_in_4bit")
     if name.endswith("-bnb-4bit"):
         base = name.removesuffix("-bnb-4bit").removesuffix("-unsloth")
-        said.say("model_name_or_path", base, "model_name")
-        said.notes.append(f"model_name: {name} is {base} quantized before; memtrain quantizes as it loads")
+        reading.set_trl("model_name_or_path", base, "model_name")
+        reading.notes.append(f"model_name: {name} is {base} quantized before; memtrain quantizes as it loads")
 
 
-def _is_fast(said: Said) -> bool:
+def _is_fast(reading: ToolReading) -> bool:
     """Whether it is Unsloth's call, which quantizes where nothing is written."""
-    return said.config.get("unsloth") is True
+    return reading.config.get("unsloth") is True
 
 
-def _precision(said: Said) -> None:
+def _precision(reading: ToolReading) -> None:
     """Unsloth loads weights in half precision, and computes in it."""
-    dtype = said.trl.get("dtype")
-    if dtype in (None, "auto") and _is_fast(said):
-        said.trl["dtype"] = (
-            "float16" if said.trl.get("fp16") is True and not said.trl.get("bf16") else "bfloat16"
+    dtype = reading.trl.get("dtype")
+    if dtype in (None, "auto") and _is_fast(reading):
+        reading.trl["dtype"] = (
+            "float16" if reading.trl.get("fp16") is True and not reading.trl.get("bf16") else "bfloat16"
         )
-    if said.trl.get("dtype") == "float16" or said.trl.get("bf16"):
-        said.trl.pop("fp16", None)
+    if reading.trl.get("dtype") == "float16" or reading.trl.get("bf16"):
+        reading.trl.pop("fp16", None)
 
 
-def _rows(said: Said) -> None:
-    name = said.get("load_dataset")
+def _rows(reading: ToolReading) -> None:
+    name = reading.get("load_dataset")
     if isinstance(name, str) and not isinstance(name, Computed):
-        files = said.get(f"{_DATASET}.data_files")
+        files = reading.get(f"{_DATASET}.data_files")
         if name in ("json", "csv", "parquet", "text") and files:
-            said.put("data.train", _sources(files))
+            reading.set_recipe("data.train", _sources(files))
             return
         source: dict[str, object] = {"source": name}
-        split = str(said.get(f"{_DATASET}.split", "train")).partition("[")[0]
+        split = str(reading.get(f"{_DATASET}.split", "train")).partition("[")[0]
         if split != "train":
             source["split"] = split
-        said.put("data.train", [source])
+        reading.set_recipe("data.train", [source])
 
 
 def _sources(files: Any) -> list[dict[str, object]]:
@@ -233,8 +235,8 @@ def _sources(files: Any) -> list[dict[str, object]]:
 
 
 for _key in ("name", "split", "data_files"):
-    KEYS[f"{_DATASET}.{_key}"] = Together()
-KEYS["unsloth"] = Decided("the tool itself")
+    KEYS[f"{_DATASET}.{_key}"] = ReadTogether()
+KEYS["unsloth"] = Automatic("the tool itself")
 
 UNSLOTH = Tool(
     name="unsloth",

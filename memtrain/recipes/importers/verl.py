@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.importers.tool import Said, Tool
+from memtrain.recipes.importers.tool import Tool, ToolReading
 from memtrain.recipes.importers.verl_keys import KEYS
 
 _AR = "actor_rollout_ref"
@@ -15,187 +15,191 @@ METHODS = {"grpo": "grpo", "grpo_passk": "grpo", "rloo": "rloo", "reinforce_plus
 _AGGREGATION = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 
 
-def read(said: Said) -> None:
+def read(reading: ToolReading) -> None:
     """The method, batches, precision, engine, rows, sampler and reward.
 
     Raises: RecipeError for an estimator that has no counterpart.
     """
-    is_online = any(key.startswith((f"{_AR}.", "algorithm.")) for key in said.config)
-    _devices(said, is_online=is_online)
+    is_online = any(key.startswith((f"{_AR}.", "algorithm.")) for key in reading.config)
+    _devices(reading, is_online=is_online)
     if is_online:
-        _online(said)
+        _online(reading)
     else:
-        said.method = "sft"
-        _sft_batch(said)
-    _model(said, is_online=is_online)
-    _rows(said)
-    _run(said)
+        reading.method = "sft"
+        _sft_batch(reading)
+    _model(reading, is_online=is_online)
+    _rows(reading)
+    _run(reading)
 
 
-def _devices(said: Said, *, is_online: bool) -> None:
-    number = said.get("trainer.n_gpus_per_node", 8 if is_online else 1)
-    nodes = said.get("trainer.nnodes", 1)
-    if said.processes == 1 and isinstance(number, int) and isinstance(nodes, int):
-        said.processes = number * nodes
+def _devices(reading: ToolReading, *, is_online: bool) -> None:
+    number = reading.get("trainer.n_gpus_per_node", 8 if is_online else 1)
+    nodes = reading.get("trainer.nnodes", 1)
+    if reading.processes == 1 and isinstance(number, int) and isinstance(nodes, int):
+        reading.processes = number * nodes
     actor = f"{_AR}.actor.fsdp_config" if is_online else "model.fsdp_config"
-    if said.processes > 1:
-        said.put("cluster.engine", "fsdp2", "verl's FSDP")
+    if reading.processes > 1:
+        reading.set_recipe("cluster.engine", "fsdp2", "verl's FSDP")
     away = any(
-        said.on(f"{actor}.{name}")
+        reading.on(f"{actor}.{name}")
         for name in ("param_offload", "offload_policy", "cpu_offload", "offload_params")
     )
-    if away and said.processes > 1:
-        said.put("cluster.cpu_offload", "parameters")
-    elif away or said.on(f"{actor}.optimizer_offload"):
-        said.put("memory.optimizer_offload", "on")
-        if said.processes > 1:
-            said.direct.pop("memory.optimizer_offload")
-            said.put("cluster.cpu_offload", "parameters", "verl waits with the optimizer alone")
-    width = said.get(
-        f"{_AR}.actor.ulysses_sequence_parallel_size", said.get("ulysses_sequence_parallel_size", 1)
+    if away and reading.processes > 1:
+        reading.set_recipe("cluster.cpu_offload", "parameters")
+    elif away or reading.on(f"{actor}.optimizer_offload"):
+        reading.set_recipe("memory.optimizer_offload", "on")
+        if reading.processes > 1:
+            reading.direct.pop("memory.optimizer_offload")
+            reading.set_recipe("cluster.cpu_offload", "parameters", "verl waits with the optimizer alone")
+    width = reading.get(
+        f"{_AR}.actor.ulysses_sequence_parallel_size", reading.get("ulysses_sequence_parallel_size", 1)
     )
     if isinstance(width, int) and width > 1:
-        said.put("cluster.context_parallel", width)
-        said.put("cluster.context_parallel_mode", "ulysses")
+        reading.set_recipe("cluster.context_parallel", width)
+        reading.set_recipe("cluster.context_parallel_mode", "ulysses")
 
 
-def _online(said: Said) -> None:
-    asked = str(said.get("algorithm.adv_estimator", "gae"))
+def _online(reading: ToolReading) -> None:
+    asked = str(reading.get("algorithm.adv_estimator", "gae"))
     if asked not in METHODS:
         raise RecipeError(
             f"algorithm.adv_estimator: {asked} is not read",
             "algorithm.adv_estimator",
             f"estimators that are read: {', '.join(METHODS)}; `method: ppo` is written by hand",
         )
-    said.method = METHODS[asked]
-    group = int(said.get(f"{_AR}.rollout.n", 1))
-    prompts = int(said.get("data.train_batch_size", 1024))
-    mini = min(prompts, int(said.get(f"{_AR}.actor.ppo_mini_batch_size", 256)))
-    step = max(1, mini * group // said.processes)
-    micro_batch = said.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu")
-    whole = said.get(f"{_AR}.actor.ppo_micro_batch_size")
-    micro_batch = micro_batch or (max(1, int(whole) // said.processes) if whole else None)
-    if said.on(f"{_AR}.actor.use_dynamic_bsz"):
-        tokens = int(said.get(f"{_AR}.actor.ppo_max_token_len_per_gpu", 16384))
-        said.computed |= {"train.micro_tokens": tokens, "length.padding_free": True}
+    reading.method = METHODS[asked]
+    group = int(reading.get(f"{_AR}.rollout.n", 1))
+    prompts = int(reading.get("data.train_batch_size", 1024))
+    mini = min(prompts, int(reading.get(f"{_AR}.actor.ppo_mini_batch_size", 256)))
+    step = max(1, mini * group // reading.processes)
+    micro_batch = reading.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu")
+    whole = reading.get(f"{_AR}.actor.ppo_micro_batch_size")
+    micro_batch = micro_batch or (max(1, int(whole) // reading.processes) if whole else None)
+    if reading.on(f"{_AR}.actor.use_dynamic_bsz"):
+        tokens = int(reading.get(f"{_AR}.actor.ppo_max_token_len_per_gpu", 16384))
+        reading.computed |= {"train.micro_tokens": tokens, "length.padding_free": True}
         micro_batch = None
     rows = min(int(micro_batch), step) if micro_batch else 1
-    said.say("per_device_train_batch_size", rows, f"{_AR}.actor.ppo_mini_batch_size")
-    said.say("gradient_accumulation_steps", max(1, step // rows))
+    reading.set_trl("per_device_train_batch_size", rows, f"{_AR}.actor.ppo_mini_batch_size")
+    reading.set_trl("gradient_accumulation_steps", max(1, step // rows))
     steps = max(1, prompts // mini)
     if steps > 1:
-        said.say("steps_per_generation", max(1, step // rows) * steps, "data.train_batch_size")
-    if said.get(f"{_AR}.rollout.name", "vllm") == "vllm":
-        said.say("use_vllm", True, f"{_AR}.rollout.name")
-        said.trl.setdefault("vllm_gpu_memory_utilization", 0.5)
-        if said.get(f"{_AR}.rollout.free_cache_engine", True):
-            said.say("vllm_enable_sleep_mode", True)
-    elif said.get(f"{_AR}.rollout.name") != "hf":
-        said.lose(f"{_AR}.rollout.name", "the samplers are native, transformers and vLLM")
-    _loss(said)
+        reading.set_trl("steps_per_generation", max(1, step // rows) * steps, "data.train_batch_size")
+    if reading.get(f"{_AR}.rollout.name", "vllm") == "vllm":
+        reading.set_trl("use_vllm", True, f"{_AR}.rollout.name")
+        reading.trl.setdefault("vllm_gpu_memory_utilization", 0.5)
+        if reading.get(f"{_AR}.rollout.free_cache_engine", True):
+            reading.set_trl("vllm_enable_sleep_mode", True)
+    elif reading.get(f"{_AR}.rollout.name") != "hf":
+        reading.lose(f"{_AR}.rollout.name", "the samplers are native, transformers and vLLM")
+    _loss(reading)
 
 
-def _loss(said: Said) -> None:
-    if said.get("algorithm.rollout_correction.rollout_is"):
-        said.say("vllm_importance_sampling_correction", True, "algorithm.rollout_correction.rollout_is")
-        threshold = said.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)
-        said.say("vllm_importance_sampling_clip_max", threshold)
-    said.say(
+def _loss(reading: ToolReading) -> None:
+    if reading.get("algorithm.rollout_correction.rollout_is"):
+        reading.set_trl(
+            "vllm_importance_sampling_correction", True, "algorithm.rollout_correction.rollout_is"
+        )
+        threshold = reading.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)
+        reading.set_trl("vllm_importance_sampling_clip_max", threshold)
+    reading.set_trl(
         "beta",
-        said.get(f"{_AR}.actor.kl_loss_coef", 0.001) if said.on(f"{_AR}.actor.use_kl_loss") else 0.0,
+        reading.get(f"{_AR}.actor.kl_loss_coef", 0.001) if reading.on(f"{_AR}.actor.use_kl_loss") else 0.0,
         f"{_AR}.actor.kl_loss_coef",
     )
-    clip = said.get(f"{_AR}.actor.clip_ratio")
+    clip = reading.get(f"{_AR}.actor.clip_ratio")
     if clip is not None:
-        said.trl.setdefault("epsilon", clip)
-    mode = said.get(f"{_AR}.actor.loss_agg_mode", "token-mean")
-    if said.method == "grpo":
+        reading.trl.setdefault("epsilon", clip)
+    mode = reading.get(f"{_AR}.actor.loss_agg_mode", "token-mean")
+    if reading.method == "grpo":
         if mode in _AGGREGATION:
-            said.say("loss_type", _AGGREGATION[mode], f"{_AR}.actor.loss_agg_mode")
+            reading.set_trl("loss_type", _AGGREGATION[mode], f"{_AR}.actor.loss_agg_mode")
         else:
-            said.lose(
+            reading.lose(
                 f"{_AR}.actor.loss_agg_mode", f"`grpo.loss` sums as {', '.join(_AGGREGATION.values())} do"
             )
     path, name = (
-        said.get("custom_reward_function.path"),
-        said.get("custom_reward_function.name", "compute_score"),
+        reading.get("custom_reward_function.path"),
+        reading.get("custom_reward_function.name", "compute_score"),
     )
     if path:
-        said.put("rewards.functions", [{"function": f"{path}:{name}"}])
+        reading.set_recipe("rewards.functions", [{"function": f"{path}:{name}"}])
     else:
-        said.put("rewards.functions", [{"function": "exact_answer"}])
-        said.notes.append(
+        reading.set_recipe("rewards.functions", [{"function": "exact_answer"}])
+        reading.notes.append(
             "verl scores by the rows' data_source; exact_answer compares with the column `answer`"
         )
 
 
-def _sft_batch(said: Said) -> None:
-    said.trl.setdefault("max_length", 1024)
-    rows = int(said.get("data.train_batch_size", 256))
-    micro_batch = int(said.get("data.micro_batch_size_per_gpu", said.get("data.micro_batch_size", 4)))
-    micro_batch = max(1, min(micro_batch, rows // said.processes or 1))
-    said.say("per_device_train_batch_size", micro_batch, "data.micro_batch_size_per_gpu")
-    said.say(
-        "gradient_accumulation_steps", max(1, rows // (micro_batch * said.processes)), "data.train_batch_size"
+def _sft_batch(reading: ToolReading) -> None:
+    reading.trl.setdefault("max_length", 1024)
+    rows = int(reading.get("data.train_batch_size", 256))
+    micro_batch = int(reading.get("data.micro_batch_size_per_gpu", reading.get("data.micro_batch_size", 4)))
+    micro_batch = max(1, min(micro_batch, rows // reading.processes or 1))
+    reading.set_trl("per_device_train_batch_size", micro_batch, "data.micro_batch_size_per_gpu")
+    reading.set_trl(
+        "gradient_accumulation_steps",
+        max(1, rows // (micro_batch * reading.processes)),
+        "data.train_batch_size",
     )
 
 
-def _model(said: Said, *, is_online: bool) -> None:
+def _model(reading: ToolReading, *, is_online: bool) -> None:
     above = f"{_AR}.model" if is_online else "model"
-    rank = said.get(f"{above}.lora_rank", 0)
+    rank = reading.get(f"{above}.lora_rank", 0)
     if isinstance(rank, int) and rank > 0:
-        said.say("use_peft", True, f"{above}.lora_rank")
-        said.say("lora_r", rank, f"{above}.lora_rank")
-        said.say(
+        reading.set_trl("use_peft", True, f"{above}.lora_rank")
+        reading.set_trl("lora_r", rank, f"{above}.lora_rank")
+        reading.set_trl(
             "lora_target_modules",
-            said.get(f"{above}.target_modules", "all-linear"),
+            reading.get(f"{above}.target_modules", "all-linear"),
             f"{above}.target_modules",
         )
-        said.say("dtype", "bfloat16")
+        reading.set_trl("dtype", "bfloat16")
     else:
         for key in ("lora_alpha", "lora_r"):
-            said.trl.pop(key, None)
+            reading.trl.pop(key, None)
     dtype = str(
-        said.get(
+        reading.get(
             f"{_AR}.actor.fsdp_config.model_dtype" if is_online else "model.fsdp_config.model_dtype", "fp32"
         )
     )
     if dtype.startswith("bf"):
-        said.say("dtype", "bfloat16")
-        said.put("optim.master_weights", False, "model_dtype")
-    if said.on(f"{_AR}.model.use_fused_kernels") or said.on(f"{_AR}.actor.use_fused_kernels"):
-        said.computed["memory.loss"] = "chunked"
-    if said.get(f"{_AR}.model.use_remove_padding", said.get("use_remove_padding", is_online)):
-        said.computed["length.padding_free"] = True
-    rate = said.get(f"{_AR}.actor.optim.lr", said.get("optim.lr"))
+        reading.set_trl("dtype", "bfloat16")
+        reading.set_recipe("optim.master_weights", False, "model_dtype")
+    if reading.on(f"{_AR}.model.use_fused_kernels") or reading.on(f"{_AR}.actor.use_fused_kernels"):
+        reading.computed["memory.loss"] = "chunked"
+    if reading.get(f"{_AR}.model.use_remove_padding", reading.get("use_remove_padding", is_online)):
+        reading.computed["length.padding_free"] = True
+    rate = reading.get(f"{_AR}.actor.optim.lr", reading.get("optim.lr"))
     if rate is not None:
-        said.say("learning_rate", float(rate), "optim.lr")
-    betas = said.get(f"{_AR}.actor.optim.betas", said.get("optim.betas"))
+        reading.set_trl("learning_rate", float(rate), "optim.lr")
+    betas = reading.get(f"{_AR}.actor.optim.betas", reading.get("optim.betas"))
     if isinstance(betas, list):
-        said.put("optim.betas", cast(list[object], betas))
+        reading.set_recipe("optim.betas", cast(list[object], betas))
 
 
-def _rows(said: Said) -> None:
+def _rows(reading: ToolReading) -> None:
     for key, ours in (("data.train_files", "data.train"), ("data.val_files", "data.eval")):
-        files = said.get(key)
+        files = reading.get(key)
         listed = cast(list[Any], files) if isinstance(files, list) else [files] if files else []
         if listed:
-            said.put(ours, [{"source": str(one)} for one in listed])
+            reading.set_recipe(ours, [{"source": str(one)} for one in listed])
 
 
-def _run(said: Said) -> None:
+def _run(reading: ToolReading) -> None:
     for key, ours in (("trainer.save_freq", "save"), ("trainer.test_freq", "eval")):
-        every = said.get(key, -1)
+        every = reading.get(key, -1)
         if isinstance(every, int) and every > 0:
-            said.say(f"{ours}_strategy", "steps", key)
-            said.say(f"{ours}_steps", every, key)
+            reading.set_trl(f"{ours}_strategy", "steps", key)
+            reading.set_trl(f"{ours}_steps", every, key)
         elif ours == "save":
-            said.say("save_strategy", "epoch", key)
-    loggers = said.get("trainer.logger")
+            reading.set_trl("save_strategy", "epoch", key)
+    loggers = reading.get("trainer.logger")
     names = [str(one) for one in cast(list[object], loggers)] if isinstance(loggers, list) else []
     kept = [name for name in names if name in ("wandb", "mlflow", "tensorboard")]
     if kept:
-        said.say("report_to", kept, "trainer.logger")
+        reading.set_trl("report_to", kept, "trainer.logger")
 
 
 VERL = Tool(

@@ -20,7 +20,7 @@ def batch(made: Translation) -> None:
     if not isinstance(rows, int) or not isinstance(accumulation, int):
         return
     comment = f"{rows} a device x {accumulation} accumulated x {made.processes} processes"
-    made.say("train.batch_size", rows * accumulation * made.processes, comment=comment)
+    made.set("train.batch_size", rows * accumulation * made.processes, comment=comment)
     if made.method not in ONLINE:
         return
     step = rows * accumulation * made.processes
@@ -33,16 +33,16 @@ def batch(made: Translation) -> None:
             "steps_per_generation" if held else "generation_batch_size", "no whole number of optimizer steps"
         )
     elif isinstance(rollout, int) and rollout > step:
-        made.say(f"{made.method}.steps_per_rollout", rollout // step)
+        made.set(f"{made.method}.steps_per_rollout", rollout // step)
 
 
 def steps(made: Translation) -> None:
     """`max_steps` above 0 wins over the epochs; TRL makes three."""
     most = made.get("max_steps", -1)
     if isinstance(most, int) and most > 0:
-        made.say("train.max_steps", most)
+        made.set("train.max_steps", most)
     else:
-        made.say("train.epochs", made.get("num_train_epochs", 3), of=["num_train_epochs"])
+        made.set("train.epochs", made.get("num_train_epochs", 3), of=["num_train_epochs"])
 
 
 def schedule(made: Translation) -> None:
@@ -51,23 +51,23 @@ def schedule(made: Translation) -> None:
     kind = made.get(key, "linear")
     ours = RENAMED_VALUES["optim.schedule"].get(kind, kind)
     if ours in ("constant", "linear", "cosine", "wsd"):
-        made.say("optim.schedule", ours, of=[key])
+        made.set("optim.schedule", ours, of=[key])
     else:
         made.lose(key, "the schedules are constant, linear, cosine and wsd")
     more = dict(cast(Mapping[str, Any], made.get("lr_scheduler_kwargs", {})))
     if "min_lr_rate" in more:
-        made.say("optim.min_lr_ratio", more.pop("min_lr_rate"))
+        made.set("optim.min_lr_ratio", more.pop("min_lr_rate"))
     elif "min_lr" in more and isinstance(made.config.get("learning_rate"), float):
-        made.say("optim.min_lr_ratio", more.pop("min_lr") / made.config["learning_rate"])
+        made.set("optim.min_lr_ratio", more.pop("min_lr") / made.config["learning_rate"])
     if more:
         made.lose("lr_scheduler_kwargs", f"of the schedule's arguments: {', '.join(more)}")
     ratio, warmup = made.config.get("warmup_ratio"), made.get("warmup_steps", 0)
     if isinstance(warmup, float) and 0 < warmup < 1:
         ratio = warmup
     if ratio:
-        made.say("optim.warmup_ratio", ratio)
+        made.set("optim.warmup_ratio", ratio)
     else:
-        made.say("optim.warmup_steps", int(warmup), of=["warmup_steps"])
+        made.set("optim.warmup_steps", int(warmup), of=["warmup_steps"])
 
 
 def optimizer(made: Translation) -> None:
@@ -77,18 +77,18 @@ def optimizer(made: Translation) -> None:
     if name is None:
         made.lose("optim", "the optimizers are adamw, adamw_8bit, paged_adamw, adafactor, muon and sgd")
     elif name != "adamw":
-        made.say("optim.kind", name)
+        made.set("optim.kind", name)
     if "adam_beta1" in made.config or "adam_beta2" in made.config:
-        made.say("optim.betas", [made.get("adam_beta1", 0.9), made.get("adam_beta2", 0.999)])
+        made.set("optim.betas", [made.get("adam_beta1", 0.9), made.get("adam_beta2", 0.999)])
     if "label_smoothing_factor" in made.config:
         if made.method == "sft":
-            made.say("sft.label_smoothing", made.config["label_smoothing_factor"])
+            made.set("sft.label_smoothing", made.config["label_smoothing_factor"])
         elif made.config["label_smoothing_factor"]:
             made.lose("label_smoothing_factor", f"not used by {made.method}")
 
 
 def precision(made: Translation) -> None:
-    """TRL holds float32 weights and computes under autocast to bfloat16, unless told otherwise."""
+    """TRL holds float32 weights and computes under autocast to bfloat16 by default."""
     more = cast(Mapping[str, Any], made.get("model_init_kwargs", {}))
     asked = [key for key in ("dtype", "torch_dtype") if key in made.config]
     dtype = str(more.get("dtype", made.config[asked[0]] if asked else "float32")).removeprefix("torch.")
@@ -96,17 +96,17 @@ def precision(made: Translation) -> None:
     if made.config.get("fp16") is True:
         made.lose("fp16", "float16 with a loss scale; `model.dtype: bfloat16` needs none")
     if dtype in ("bfloat16", "float16"):
-        made.say("model.dtype", dtype)
+        made.set("model.dtype", dtype)
     elif dtype == "auto":
         made.notes.append(
             "dtype: auto takes the checkpoint's precision; model.dtype: auto takes the device's"
         )
     elif made.config.get("bf16") is False or made.config.get("use_cpu") is True:
-        made.say("model.dtype", "float32", of=of)
+        made.set("model.dtype", "float32", of=of)
     elif not _quantized(made):
-        made.say("model.dtype", "bfloat16", of=of)
+        made.set("model.dtype", "bfloat16", of=of)
         if not _adapted(made):
-            made.say("optim.master_weights", True, of=of)
+            made.set("optim.master_weights", True, of=of)
             made.notes.append(
                 "TRL holds float32 weights and computes under autocast; the nearest here are bfloat16 "
                 "weights with float32 copies in the optimizer (optim.master_weights), which update alike"
@@ -117,7 +117,7 @@ def precision(made: Translation) -> None:
             "model_init_kwargs.attn_implementation: model.attention: auto takes the fastest that is exact"
         )
     if "revision" in more:
-        made.say("model.revision", more["revision"])
+        made.set("model.revision", more["revision"])
     if rest:
         made.lose("model_init_kwargs", f"of the model's arguments: {', '.join(rest)}")
 
@@ -133,22 +133,22 @@ def _adapted(made: Translation) -> bool:
 def adapter(made: Translation) -> None:
     """LoRA with TRL's defaults: rank 16, alpha 32, dropout 0.05, and PEFT's own choice of modules."""
     if made.config.get("load_in_4bit"):
-        made.say("model.quantize", "4bit")
+        made.set("model.quantize", "4bit")
     elif made.config.get("load_in_8bit"):
-        made.say("model.quantize", "8bit")
+        made.set("model.quantize", "8bit")
     names = ("r", "alpha", "dropout", "target_modules", "modules_to_save")
     if not _adapted(made):
         for key in [f"lora_{name}" for name in names] + ["use_rslora", "use_dora"]:
             if key in made.config:
                 made.lose(key, "use_peft is not true: TRL trains every weight and reads it nowhere")
         return
-    made.say("model.adapter.r", made.get("lora_r", 16), of=["lora_r"])
-    made.say("model.adapter.alpha", made.get("lora_alpha", 32), of=["lora_alpha"])
+    made.set("model.adapter.r", made.get("lora_r", 16), of=["lora_r"])
+    made.set("model.adapter.alpha", made.get("lora_alpha", 32), of=["lora_alpha"])
     dropout = made.get("lora_dropout", 0.05)
     if made.method in _NO_DROPOUT and made.get("disable_dropout", True):
-        made.say("model.adapter.dropout", 0.0, comment="TRL's disable_dropout")
+        made.set("model.adapter.dropout", 0.0, comment="TRL's disable_dropout")
     else:
-        made.say("model.adapter.dropout", dropout, of=["lora_dropout"])
+        made.set("model.adapter.dropout", dropout, of=["lora_dropout"])
     modules = made.config.get("lora_target_modules")
     if modules is None:
         made.notes.append(
@@ -157,13 +157,13 @@ def adapter(made: Translation) -> None:
             "model.adapter.target_modules"
         )
     else:
-        made.say("model.adapter.target_modules", modules)
+        made.set("model.adapter.target_modules", modules)
     if made.config.get("lora_modules_to_save"):
-        made.say("model.adapter.modules_to_save", made.config["lora_modules_to_save"])
+        made.set("model.adapter.modules_to_save", made.config["lora_modules_to_save"])
     if made.config.get("use_rslora"):
-        made.say("model.adapter.rslora", True)
+        made.set("model.adapter.rslora", True)
     if made.config.get("use_dora"):
-        made.say("model.adapter.kind", "dora")
+        made.set("model.adapter.kind", "dora")
 
 
 def data(made: Translation) -> None:
@@ -171,7 +171,7 @@ def data(made: Translation) -> None:
     mixture = made.config.get("datasets")
     if mixture:
         sources = [_source(made, cast(Mapping[str, Any], one)) for one in cast(list[object], mixture)]
-        made.say("data.train", sources)
+        made.set("data.train", sources)
         return
     name = made.config.get("dataset_name")
     if name is None:
@@ -185,9 +185,9 @@ def data(made: Translation) -> None:
     held = {**source, "split": made.get("dataset_test_split", "test")}
     split = made.get("dataset_train_split", "train")
     train = source if split == "train" else {**source, "split": split}
-    made.say("data.train", name if train == {"source": name} else [train])
+    made.set("data.train", name if train == {"source": name} else [train])
     if evaluated:
-        made.say("data.eval", [held], of=["dataset_test_split"])
+        made.set("data.eval", [held], of=["dataset_test_split"])
 
 
 def _source(made: Translation, one: Mapping[str, Any]) -> dict[str, object]:
@@ -215,16 +215,16 @@ def _source(made: Translation, one: Mapping[str, Any]) -> dict[str, object]:
 def lengths(made: Translation) -> None:
     """Packing, and the order of the rows."""
     if made.config.get("packing"):
-        made.say("length.packing", made.get("packing_strategy", "bfd"))
+        made.set("length.packing", made.get("packing_strategy", "bfd"))
     if made.method in ONLINE:
-        made.say("length.max_length", None, comment="TRL cuts no prompt")
+        made.set("length.max_length", None, comment="TRL cuts no prompt")
     if made.config.get("max_prompt_length") is not None:
-        made.say("length.max_prompt", made.config["max_prompt_length"])
+        made.set("length.max_prompt", made.config["max_prompt_length"])
     order = made.get("train_sampling_strategy", "sequential" if made.method == "kto" else "random")
     if order == "group_by_length":
-        made.say("length.group_by_length", True)
+        made.set("length.group_by_length", True)
     elif order == "sequential" and made.method != "kto":
-        made.say("train.shuffle", False)
+        made.set("train.shuffle", False)
     elif made.method == "kto":
         made.notes.append(
             "TRL's KTO takes rows in order, for its KL term; here the term is right in any order"
@@ -234,7 +234,7 @@ def lengths(made: Translation) -> None:
 def evaluation(made: Translation) -> None:
     """Interval of evaluations; TRL takes the steps of the logs where none are given."""
     if made.get("eval_strategy", made.get("evaluation_strategy", "no")) == "steps":
-        made.say("eval.every_steps", made.get("eval_steps", made.get("logging_steps", 10)), of=["eval_steps"])
+        made.set("eval.every_steps", made.get("eval_steps", made.get("logging_steps", 10)), of=["eval_steps"])
 
 
 def saving(made: Translation) -> None:
@@ -245,13 +245,13 @@ def saving(made: Translation) -> None:
         if isinstance(every, float) and every < 1:
             made.lose("save_steps", "a share of all steps; write their number to save.every_steps")
         else:
-            made.say("save.every_steps", int(every), of=["save_steps"])
+            made.set("save.every_steps", int(every), of=["save_steps"])
     elif strategy == "best":
-        made.say("save.keep_best", True)
+        made.set("save.keep_best", True)
     elif strategy == "no":
         made.lose("save_strategy", "a run always saves at its end, so that it can continue")
     if "save_total_limit" in made.config and made.config["save_total_limit"] is not None:
-        made.say("save.keep", made.config["save_total_limit"])
+        made.set("save.keep", made.config["save_total_limit"])
     else:
         made.notes.append("TRL keeps every checkpoint; memtrain the last two (save.keep)")
 
@@ -266,7 +266,7 @@ def telling(made: Translation) -> None:
     names = [str(one) for one in _listed(asked)]
     ours = [name for name in names if name in ("tensorboard", "wandb", "mlflow", "trackio")]
     if ours:
-        made.say("log.trackers", ours)
+        made.set("log.trackers", ours)
     if any(name not in ours and name != "none" for name in names):
         made.lose("report_to", "the trackers are tensorboard, wandb, mlflow and trackio")
 
@@ -274,11 +274,11 @@ def telling(made: Translation) -> None:
 def devices(made: Translation) -> None:
     """CPU, and the engine of accelerate's shipped configurations."""
     if made.config.get("use_cpu"):
-        made.say("cluster.device", "cpu")
+        made.set("cluster.device", "cpu")
     asked = made.config.get("accelerate_config")
     engines = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2", "fsdp1": "fsdp2"}
     if asked in engines:
-        made.say("cluster.engine", engines[cast(str, asked)])
+        made.set("cluster.engine", engines[cast(str, asked)])
     elif asked not in (None, "single_gpu", "multi_gpu"):
         made.lose(
             "accelerate_config",
@@ -289,7 +289,7 @@ def devices(made: Translation) -> None:
 def losses(made: Translation) -> None:
     """The loss, by method."""
     if made.method == "grpo" and made.get("beta", 0.0) and made.get("use_bias_correction_kl", True):
-        made.say("grpo.unbiased_kl", True, of=["use_bias_correction_kl"])
+        made.set("grpo.unbiased_kl", True, of=["use_bias_correction_kl"])
     kind = made.config.get("loss_type")
     if kind is None:
         return
@@ -298,7 +298,7 @@ def losses(made: Translation) -> None:
     elif made.method == "rloo":
         made.lose("loss_type", "rloo has no use for it")
     else:
-        made.say(f"{made.method}.loss", "nll" if kind == "chunked_nll" else kind)
+        made.set(f"{made.method}.loss", "nll" if kind == "chunked_nll" else kind)
 
 
 def dropout(made: Translation) -> None:
@@ -333,7 +333,7 @@ def rewards(made: Translation) -> None:
     for one, weight in zip(asked, weights, strict=False):
         one["weight"] = weight
     if asked:
-        made.say("rewards.functions", asked)
+        made.set("rewards.functions", asked)
 
 
 ALL: tuple[Callable[[Translation], None], ...] = (

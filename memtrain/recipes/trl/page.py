@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memtrain.recipes.trl import keys
-from memtrain.recipes.trl.rules import Decided, Gone, Rule, To
+from memtrain.recipes.trl.rules import Automatic, RecipeKey, Rule, Unmapped
 from memtrain.recipes.trl.sampling import NO_VLLM_KEY
 
 _HEAD = """\
@@ -126,16 +126,16 @@ def trl_page() -> str:
 
 def _becomes(key: str, rule: Rule) -> str:
     match rule:
-        case To():
+        case RecipeKey():
             words = ", ".join(
                 f"`{_word(old)}` is `{_word(new)}`"
                 for old, new in rule.values.items()
                 if new is not None and type(old) is not bool
             )
             return f"`{rule.key.replace('{method}', 'METHOD')}`" + (f" ({words})" if words else "")
-        case Decided():
+        case Automatic():
             return f"not needed: {rule.why}"
-        case Gone():
+        case Unmapped():
             return f"no counterpart: {rule.why}"
         case _:
             return _TOGETHER.get(key, "read with the keys beside it, or listed")

@@ -10,12 +10,12 @@ Method = str
 
 
 @dataclass(frozen=True, slots=True)
-class To:
+class RecipeKey:
     """The value goes to a key of the recipe; `{method}` in it stands for the method's own section.
 
     `default`: what TRL takes where nothing is written, where that is not memtrain's own default; a mapping
     gives it by method, `*` for the others. `values`: other words for its values; a value that maps to None is
-    left out, because it is what memtrain does where nothing is said.
+    left out, because it is what memtrain does by default.
     """
 
     key: str
@@ -32,23 +32,23 @@ class To:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class Automatic:
     """Nothing to say: memtrain does it without being asked, or decides it in the plan."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """No counterpart: `why`, and what to do. Not told where the value is one of `harmless`."""
+class Unmapped:
+    """No counterpart: `why`, and what to do. Not listed where the value is one of `harmless`."""
 
     why: str
     harmless: tuple[object, ...] = (None, False)
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class ReadTogether:
     """Read together with other keys, by a function of `translate.py`."""
 
 
-Rule = To | Decided | Gone | Together
+Rule = RecipeKey | Automatic | Unmapped | ReadTogether

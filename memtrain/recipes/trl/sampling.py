@@ -21,17 +21,17 @@ def sampling(made: Translation) -> None:
         for key in written:
             made.lose(key, "use_vllm is not true: TRL reads it nowhere")
         return
-    made.say("generate.backend", "vllm")
+    made.set("generate.backend", "vllm")
     if made.get("vllm_mode", "colocate") == "server":
         host, port = made.get("vllm_server_host", "0.0.0.0"), made.get("vllm_server_port", 8000)
         address = made.get("vllm_server_base_url", f"http://{host}:{port}")
-        made.say("generate.vllm.server", str(address).replace("//0.0.0.0", "//localhost"))
+        made.set("generate.vllm.server", str(address).replace("//0.0.0.0", "//localhost"))
         made.notes.append(
             "TRL's server is `trl vllm-serve`; here it is vLLM's own, started as docs/generation.md says"
         )
     else:
-        made.say("generate.vllm.memory_share", made.get("vllm_gpu_memory_utilization", 0.3), of=written[:0])
-        made.say("generate.vllm.sleep", "level2" if made.get("vllm_enable_sleep_mode", False) else "off")
+        made.set("generate.vllm.memory_share", made.get("vllm_gpu_memory_utilization", 0.3), of=written[:0])
+        made.set("generate.vllm.sleep", "level2" if made.get("vllm_enable_sleep_mode", False) else "off")
     _mismatch(made)
     for key in written:
         if key in NO_VLLM_KEY and made.config[key] not in (None, 1, "vllm"):
@@ -56,12 +56,12 @@ def _mismatch(made: Translation) -> None:
         )
         return
     if not made.get("vllm_importance_sampling_correction", True):
-        made.say("grpo.importance_correction", "none", of=["vllm_importance_sampling_correction"])
+        made.set("grpo.importance_correction", "none", of=["vllm_importance_sampling_correction"])
         return
     of = ["vllm_importance_sampling_mode"]
-    made.say("grpo.importance_correction", made.get(of[0], "sequence_mask"), of=of)
-    made.say("grpo.importance_correction_min", made.config.get("vllm_importance_sampling_clip_min"), of=of)
+    made.set("grpo.importance_correction", made.get(of[0], "sequence_mask"), of=of)
+    made.set("grpo.importance_correction_min", made.config.get("vllm_importance_sampling_clip_min"), of=of)
     highest = made.config.get("vllm_importance_sampling_cap") or made.get(
         "vllm_importance_sampling_clip_max", 3.0
     )
-    made.say("grpo.importance_correction_max", highest, of=of)
+    made.set("grpo.importance_correction_max", highest, of=of)

@@ -1,4 +1,4 @@
-"""A TRL configuration -> the keys of a recipe that trains the same, and what could not be said."""
+"""A TRL configuration -> the keys of a recipe that trains the same, and the keys without a counterpart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.trl import groups
 from memtrain.recipes.trl.keys import KEYS
-from memtrain.recipes.trl.rules import Gone, To
+from memtrain.recipes.trl.rules import RecipeKey, Unmapped
 from memtrain.recipes.trl.translation import TRLS_DEFAULT, Translation
 
 IMPORTED: tuple[str, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
@@ -32,13 +32,13 @@ def translate(
     out, so that the recipe trains what the configuration did.
     """
     made = Translation(config, method, processes, assumed=assumed, default_words=default_words)
-    made.say("method", method)
+    made.set("method", method)
     for read in groups.ALL:
         read(made)
     for key, rule in KEYS.items():
-        if isinstance(rule, To):
+        if isinstance(rule, RecipeKey):
             _carry(made, key, rule)
-        elif isinstance(rule, Gone) and key in config and not _among(config[key], rule.harmless):
+        elif isinstance(rule, Unmapped) and key in config and not _among(config[key], rule.harmless):
             made.lose(key, rule.why)
     for key in config:
         if key not in KEYS:
@@ -48,7 +48,7 @@ def translate(
     return made
 
 
-def _carry(made: Translation, key: str, rule: To) -> None:
+def _carry(made: Translation, key: str, rule: RecipeKey) -> None:
     """Carry a value over to its key; a value that belongs to another method is noted."""
     written = key in made.config
     value = made.config[key] if written else rule.default_of(made.method)
@@ -68,7 +68,7 @@ def _carry(made: Translation, key: str, rule: To) -> None:
         return
     if value is None and key != "max_grad_norm":
         return
-    made.say(target, value, of=[key])
+    made.set(target, value, of=[key])
 
 
 def _knobs(method: str) -> set[str]:

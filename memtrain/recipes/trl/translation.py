@@ -21,12 +21,12 @@ class Lost:
 
 @dataclass(slots=True)
 class Translation:
-    """Result of the translation so far: `said` by dotted key of the recipe, each with a comment (or "")."""
+    """Result of the translation so far: values by dotted key of the recipe, each with a comment (or "")."""
 
     config: Mapping[str, Any]
     method: str
     processes: int
-    said: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
+    recipe_keys: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
     lost: list[Lost] = field(default_factory=list[Lost])
     notes: list[str] = field(default_factory=list[str])
     assumed: Collection[str] = ()
@@ -39,12 +39,12 @@ class Translation:
         value = self.config.get(key)
         return default if value is None else value
 
-    def say(self, key: str, value: object, *, of: Sequence[str] = (), comment: str = "") -> None:
+    def set(self, key: str, value: object, *, of: Sequence[str] = (), comment: str = "") -> None:
         """Write a value; where none of the keys `of` is in the file, it is TRL's default."""
         written = [one for one in of if one in self.config and one not in self.assumed]
         if not comment and of and not written:
             comment = self.default_words
-        self.said[key] = (value, comment)
+        self.recipe_keys[key] = (value, comment)
 
     def lose(self, key: str, why: str) -> None:
         """Note that a key which is written has no counterpart."""

@@ -28,7 +28,7 @@ def default_of(key: str) -> object:
 def recipe_text(made: Translation, name: str, origin: str = "") -> str:
     """The YAML of a recipe; a value that is memtrain's own default is left out. `origin`: `TRL's sft`."""
     top: dict[str, Any] = {}
-    for key, (value, comment) in made.said.items():
+    for key, (value, comment) in made.recipe_keys.items():
         if key != "method" and type(value) is type(default_of(key)) and value == default_of(key):
             continue
         node = top

@@ -98,8 +98,8 @@ def test_axolotl_says_the_same(tmp_path: Path):
     assert (recipe.model.adapter.r, recipe.model.adapter.target_modules) == (32, ("all-linear",))
     assert (recipe.length.max_length, recipe.length.packing, recipe.train.batch_size) == (4096, "bfd", 8)
     assert (recipe.train.epochs, recipe.optim.kind, recipe.data.eval_fraction) == (1, "adamw_8bit", 0.05)
-    assert any("evals_per_epoch" in line for line in made.told)
-    assert any("group_by_length" in line for line in made.told)
+    assert any("evals_per_epoch" in line for line in made.notes)
+    assert any("group_by_length" in line for line in made.notes)
 
 
 def test_llamafactory_says_the_same(tmp_path: Path):
@@ -109,7 +109,7 @@ def test_llamafactory_says_the_same(tmp_path: Path):
     assert recipe.dpo is not None
     assert recipe.dpo.loss == ("orpo",)
     assert recipe.eval.every_steps is None, "no rows are held out"
-    told = " ".join(made.told)
+    told = " ".join(made.notes)
     assert all(word in told for word in ("template: llama3", "eval", "dpo.beta", "dataset_info.json"))
 
 
@@ -122,7 +122,7 @@ def test_a_script_is_read_and_never_run(tmp_path: Path):
     assert recipe.model.adapter is not None
     assert (recipe.model.adapter.r, recipe.model.dtype) == (8, "bfloat16")
     assert made.pins["memory.activation_offloading"] == "on"
-    assert made.told[0].startswith("run_name: make_name() is not carried over")
+    assert made.notes[0].startswith("run_name: make_name() is not carried over")
 
 
 def test_a_command_of_verl_says_the_same():

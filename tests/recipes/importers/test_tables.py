@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from memtrain.recipes.importers.importing import TOOLS
-from memtrain.recipes.importers.tool import As
+from memtrain.recipes.importers.tool import TrlKey
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
-from memtrain.recipes.trl.rules import To
+from memtrain.recipes.trl.rules import RecipeKey
 from memtrain.recipes.trl.writing import default_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -66,10 +66,12 @@ def test_every_rule_is_of_a_key_that_the_tool_has(name: str):
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_rule_leads_to_a_key_that_is_there(name: str):
     tool = TOOLS[name]
-    assert [key for key, rule in tool.keys.items() if isinstance(rule, As) and rule.key not in TRL_KEYS] == []
+    assert [
+        key for key, rule in tool.keys.items() if isinstance(rule, TrlKey) and rule.key not in TRL_KEYS
+    ] == []
     assert [key for key in tool.defaults if key not in TRL_KEYS] == []
     for rule in tool.keys.values():
-        if isinstance(rule, To):
+        if isinstance(rule, RecipeKey):
             default_of(rule.key)
 
 
