@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
@@ -12,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from memtrain import __version__
+from memtrain.cli.examples import examples_of
 from memtrain.errors import RecipeError
 from memtrain.recipes.registry import METHODS
 
@@ -91,6 +93,8 @@ class _Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         names = self.list_commands(ctx)
+        if (spelled := re.sub(r"[\s_]+", "-", args[0].strip().lower())) in names:
+            args = [spelled, *args[1:]]
         if args[0] not in names and not ctx.resilient_parsing:
             near = difflib.get_close_matches(args[0], names, n=2)
             raise RecipeError(
@@ -117,6 +121,8 @@ def _command(verb: Command) -> Any:
         own.command(verb.name)(cast(Callable[..., Any], target))
     command = typer.main.get_command(own)
     command.name = verb.name
+    # A line of its own for each: the formatter of help texts keeps a block that begins with \b as it is.
+    command.epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in examples_of(verb.name))])
     return command
 
 
@@ -126,9 +132,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
-    epilog="Examples: memtrain quickstart; memtrain plan Qwen/Qwen3-8B; memtrain sft rows.jsonl --model "
-    "Qwen/Qwen3-0.6B; memtrain init dpo -o my.yaml; memtrain check my.yaml; memtrain train my.yaml. "
-    "`memtrain COMMAND --help` explains a command. Every key of a recipe: `memtrain schema --reference`.",
+    epilog="\b\nExamples:\n  memtrain quickstart\n  memtrain plan Qwen/Qwen3-8B\n"
+    "  memtrain sft rows.jsonl --model Qwen/Qwen3-0.6B\n  memtrain init dpo -o my.yaml\n"
+    "  memtrain check my.yaml\n  memtrain train my.yaml\n\n"
+    "`memtrain COMMAND --help` explains a command, with examples. Every key of a recipe: `memtrain schema "
+    "--reference`.",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,3 +136,8 @@ METHODS: dict[str, Method] = {
     )
 }
 """Every method by its name: `method:` and the section of its own knobs; the command of the command line."""
+
+
+def spelled_method(text: str) -> str:
+    """A method's name however it is spelled: `online-dpo`, `Online DPO` and `online_dpo` are one."""
+    return re.sub(r"[\s-]+", "_", text.strip().lower())

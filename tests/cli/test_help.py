@@ -1,14 +1,20 @@
 import os
 import resource
+import shlex
 import subprocess
 import sys
 
 import pytest
+import typer
 
 from memtrain import __version__
 from memtrain.__main__ import main
-from memtrain.cli.app import COMMANDS
+from memtrain.cli.app import COMMANDS, app
+from memtrain.cli.examples import examples_of
+from memtrain.recipes.reading.field_types import every_key
+from memtrain.recipes.recipe import Recipe
 
+KEYS = frozenset(every_key(Recipe))
 HEAVY = (
     "torch",
     "transformers",
@@ -147,3 +153,24 @@ def test_a_reader_that_leaves_early_is_no_error():
     )
     assert told.stdout == "{\n"
     assert told.stderr == ""
+
+
+@pytest.mark.parametrize("verb", [verb.name for verb in COMMANDS])
+def test_every_help_has_examples_that_the_command_takes(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert main([verb, "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "\n  Examples:\n" in told
+    for line in examples_of(verb):
+        assert f"\n    {line}\n" in told
+        name, *words = shlex.split(line, comments=True)[1:]
+        command = typer.main.get_command(app).get_command(None, name)  # pyright: ignore
+        with command.make_context(name, words) as context:  # Raises where an option or argument is wrong.
+            for word in context.params.get("overrides") or ():
+                assert word.split("=")[0] in KEYS or word.startswith(("--", "-"))
+
+
+@pytest.mark.parametrize("spelling", ["online_dpo", "Online-DPO", "INSPECT_LENGTHS"])
+def test_a_command_is_known_however_it_is_spelled(spelling: str, capsys: pytest.CaptureFixture[str]):
+    assert main([spelling, "--help"]) == 0
+    name = spelling.lower().replace("_", "-")
+    assert capsys.readouterr().out.startswith(f"Usage: memtrain {name}")

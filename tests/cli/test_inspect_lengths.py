@@ -280,3 +280,10 @@ def test_ctrl_c_shows_what_was_read_and_marks_it_as_partial(tmp_path):
     assert found["extent"]["is_partial"]
     assert 0 < found["rows"] < 60_000
     assert found["notes"][0].startswith("Partial")
+
+
+def test_a_shipped_recipe_is_a_dataset_by_its_name(capsys: pytest.CaptureFixture[str]):
+    """A name of two words is a hub id too; the shipped recipe goes first, and no network is asked."""
+    assert "rows of format" in shown(capsys, "smoke/dpo", "--max-length", "128")
+    with pytest.raises(RecipeError, match="unknown method 'online_xyz'"):
+        run(["inspect-lengths", "smoke/dpo", "--method", "Online-XYZ"])

@@ -219,3 +219,10 @@ def test_positions_are_scaled_by_the_recipe(capsys):
     words = told(capsys)
     assert "llama3 x 16" in words
     assert "rows of up to 262,144 tokens; the adapter does not carry it" in words
+
+
+def test_the_plan_says_why_it_is_for_these_devices(recipe, capsys):
+    assert run(["plan", "smoke/sft", "--without-data", "cluster.device=cpu"]) == 0
+    assert "for this machine's CPU, as cluster.device says (from the command line: " in told(capsys)
+    assert run(["plan", recipe, "--without-data", "--gpu", "h100", "model.adapter={}"]) == 0
+    assert "The plan is for" not in told(capsys)

@@ -13,7 +13,7 @@ from memtrain.cli.output.terminal import say
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run, or of a model.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or of a model.")],
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Answer this one prompt, and end.")
     ] = None,
@@ -21,10 +21,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.7,
 ) -> None:
-    """Talk with the model of a finished run; /reset forgets the turns, /quit or Ctrl-D ends.
-
-    Example: memtrain chat runs/my --temperature 0
-    """
+    """Talk with the model of a finished run; /reset forgets the turns, /quit or Ctrl-D ends."""
     from memtrain.errors import printable
     from memtrain.trainers.tools.trained_model import text_model
 

@@ -11,7 +11,7 @@ from memtrain.cli.output.terminal import say
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a run that has saved.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that has saved.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the model; RUN/export if not given.")
     ] = None,

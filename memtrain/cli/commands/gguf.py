@@ -14,7 +14,7 @@ from memtrain.errors import LaunchError
 
 
 def gguf(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run, or of a model.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or of a model.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The GGUF file; RUN/NAME.gguf if not given.")
     ] = None,
@@ -27,8 +27,6 @@ def gguf(
     """Convert a trained model to GGUF with llama.cpp's converter, and write a Modelfile for Ollama beside it.
 
     Where the converter is not installed, its exact command is printed.
-
-    Example: memtrain gguf runs/my --type q8_0
     """
     from memtrain.trainers.tools.trained_model import (
         GGUF_TYPES,

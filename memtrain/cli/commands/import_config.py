@@ -11,6 +11,7 @@ import typer
 
 from memtrain.cli.output.terminal import columns, write_text
 from memtrain.errors import RecipeError
+from memtrain.recipes.registry import spelled_method
 
 Config = Annotated[
     str,
@@ -70,8 +71,9 @@ def _import(
     from memtrain.recipes.importers.importing import read_foreign
     from memtrain.recipes.trl.translate import IMPORTED
 
+    method = None if method is None else spelled_method(method)
     if method is not None and method not in IMPORTED:
-        near = difflib.get_close_matches(method.lower(), IMPORTED, n=1)
+        near = difflib.get_close_matches(method, IMPORTED, n=1)
         raise RecipeError(
             f"unknown method '{method}'",
             where="--method",

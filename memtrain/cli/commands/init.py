@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from memtrain.cli.output.terminal import write_text
 from memtrain.errors import RecipeError
-from memtrain.recipes.registry import METHODS
+from memtrain.recipes.registry import METHODS, spelled_method
 
 
 def complete_method(incomplete: str) -> list[str]:
@@ -31,14 +30,12 @@ def init(
     """Write a commented recipe that runs as it is, on data and a model that are made on the spot.
 
     Every spelling of a method works: online-dpo, online_dpo, Online DPO.
-
-    Example: memtrain init dpo -o my.yaml
     """
     from memtrain.recipes.reference.starter import starter_recipe
 
-    method = re.sub(r"[\s-]+", "_", method.strip().lower())
+    method = spelled_method(method)
     if method not in METHODS:
-        near = difflib.get_close_matches(method.lower(), METHODS, n=1)
+        near = difflib.get_close_matches(method, METHODS, n=1)
         fix = f"did you mean {near[0]}?" if near else f"the methods are {', '.join(METHODS)}"
         raise RecipeError(f"unknown method '{method}'", "the command line", fix)
     text = starter_recipe(method, "recipe.yaml" if output is None else str(output))

@@ -191,7 +191,7 @@ def _sorted_words(words: Words) -> Words:
     dataset, overrides, recipe = words.dataset, words.overrides, words.recipe
     if dataset is not None and re.match(r"[a-z_]+(\.[\w.\[\]]+)+=", dataset) and not Path(dataset).exists():
         dataset, overrides = None, (dataset, *overrides)
-    if dataset is not None and dataset.endswith(RECIPE_ENDINGS):
+    if dataset is not None and (dataset.endswith(RECIPE_ENDINGS) or _is_shipped(dataset)):
         if recipe is not None:
             raise RecipeError(
                 f"both DATASET and --recipe name a recipe: {dataset} and {recipe}",
@@ -199,7 +199,17 @@ def _sorted_words(words: Words) -> Words:
                 "give one of them",
             )
         dataset, recipe = None, dataset
-    return Words(dataset, overrides, words.model, words.tokenizer, words.method, recipe)
+    from memtrain.recipes.registry import spelled_method
+
+    method = None if words.method is None else spelled_method(words.method)
+    return Words(dataset, overrides, words.model, words.tokenizer, method, recipe)
+
+
+def _is_shipped(name: str) -> bool:
+    """Whether the word is a shipped recipe: no file or folder has the name."""
+    from memtrain.recipes.reading.shipped import shipped_names
+
+    return name in shipped_names() and not Path(name).exists()
 
 
 def _with_tokenizer(words: Words) -> tuple[Words, str]:

@@ -11,7 +11,9 @@ from memtrain.cli.output.terminal import say, whole
 
 
 def merge(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run that trained an adapter.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a finished run that trained an adapter.")
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the model; RUN/merged if not given.")
     ] = None,

@@ -12,17 +12,14 @@ from memtrain.errors import LaunchError, RecipeError, words_of
 
 
 def push(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run, or of a model.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or of a model.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Repository on the hub: owner/name.")],
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be uploaded; no network.")
     ] = False,
 ) -> None:
-    """Upload a trained model and its card to the hub; --dry-run shows the files and needs no network.
-
-    Example: memtrain push runs/my me/my-model --private
-    """
+    """Upload a trained model and its card to the hub; --dry-run shows the files and needs no network."""
     from memtrain.memory.plan.units import gib
     from memtrain.trainers.run_folder.report.model_card import is_hub_id
     from memtrain.trainers.tools.trained_model import trained_model

@@ -12,15 +12,22 @@ from memtrain.cli.output.terminal import print_table, say, whole
 def quickstart(
     run_dir: Annotated[str, typer.Option("--run-dir", help="Folder of the run.")] = "runs/quickstart",
 ) -> None:
-    """Train a tiny model on built-in word problems, and say what the plan saved."""
+    """Train a tiny model on built-in word problems, and say what the plan saved. About a minute on one core.
+
+    Nothing is downloaded: the model starts from random weights and knows nothing, not even English. The
+    sample at the end shows that it has learnt the form of an answer; right answers take a larger model.
+    """
     from memtrain.cli.commands.train import run_recipe
     from memtrain.cli.plan.plain_plan import plain_plan
     from memtrain.memory.plan.plan import read_plan
     from memtrain.memory.plan.units import gib
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.report.report import figures_of, load_report
+    from memtrain.trainers.run_folder.report.sample import sample_rows
     from memtrain.trainers.tools.peak_of_call import measure
 
+    say("Trains a tiny model from random weights on made-up word problems: about a minute on one core.")
+    say()
     folder = RunFolder(run_recipe("sft", "quickstart", [], run_dir=run_dir, resume=False))
     say()
     say("Two steps of the same rows without the plan (padded, every activation and all logits kept) ...")
@@ -42,8 +49,13 @@ def quickstart(
             ("peak memory, plain", f"{gib(plain.peak_bytes)} measured: the plan saves {saved:.0%}"),
             ("model", whole(folder.final)),
             ("report", whole(folder.report)),
-            ("sample text", report.final.sample if report.final else ""),
+            *sample_rows(report),
         ],
+    )
+    say()
+    say(
+        "The sample: a problem that was held out, and the model's own text after it. A model this small "
+        "learns the form of an answer, and few right ones."
     )
     say()
     say(f"Next: memtrain init sft -o my.yaml; memtrain sft my.yaml. The recipe here: {whole(folder.recipe)}")

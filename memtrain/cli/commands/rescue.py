@@ -79,8 +79,13 @@ def rescue(
     from memtrain.cli.rescue.page import page
     from memtrain.cli.rescue.words import as_json as json_of
     from memtrain.cli.rescue.words import print_rescue
+    from memtrain.recipes.reading.shipped import find_recipe, shipped_names
+    from memtrain.recipes.registry import spelled_method
 
+    if config in shipped_names() and not Path(config).exists():
+        config = str(find_recipe(config))
     text = "" if traceback is None else sys.stdin.read() if traceback == "-" else _read(traceback)
+    method = None if method is None else spelled_method(method)
     found = rescued(Asked(config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory))
     if output is not None and found.recipe_text:
         write_text(found.recipe_text, output, replace=force, says_aside=True)

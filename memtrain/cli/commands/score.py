@@ -13,9 +13,15 @@ from memtrain.cli.output.terminal import say, whole
 
 def score(
     model: Annotated[
-        str, typer.Argument(help="Folder or hub id of a reward model or of an adapter of one; or a run.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Folder or hub id of a reward model or of an adapter of one; or a run."
+        ),
     ],
-    data: Annotated[str, typer.Argument(help="A file, folder or hub id: pairs, or prompts with one answer.")],
+    data: Annotated[
+        str,
+        typer.Argument(metavar="DATA", help="A file, folder or hub id: pairs, or prompts with one answer."),
+    ],
     overrides: OverridesArgument = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file of rewards, one JSON line a row.")

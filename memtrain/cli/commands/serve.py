@@ -14,14 +14,11 @@ from memtrain.errors import LaunchError
 
 
 def serve(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run, or of a model.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or of a model.")],
     port: Annotated[int, typer.Option(help="Port of the server.")] = 8000,
     start: Annotated[bool, typer.Option("--start", help="Start it, where vLLM is installed.")] = False,
 ) -> None:
-    """Print the `vllm serve` command for a trained model, its adapter beside the base; --start runs it.
-
-    Example: memtrain serve runs/my --start
-    """
+    """Print the `vllm serve` command for a trained model, its adapter beside the base; --start runs it."""
     from memtrain.trainers.tools.trained_model import serve_words, text_model
 
     words = serve_words(text_model(run), port=port)

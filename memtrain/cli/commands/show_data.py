@@ -25,7 +25,7 @@ def show_data(
     """Show encoded rows: trained text, special tokens, and where one packed row ends and the next begins.
 
     On a terminal trained text is green and the rest is dim; elsewhere trained text stands in [[double
-    brackets]]. Example: memtrain show-data my.yaml -n 1
+    brackets]].
     """
     from memtrain.cli.launch.summary import reading_progress
     from memtrain.cli.output.previous_notes import read_recipe

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from memtrain.cli.plan.lookup import LookedAt, facts_without_data, look_at_devices, look_at_model
+from memtrain.cli.plan.lookup import LookedAt, card_words, facts_without_data, look_at_devices, look_at_model
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, typical_micro_batch
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.workload import HeaviestBatch
@@ -17,7 +17,6 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.length_profile import LengthReport
-from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.engine_ranking import Weighed, weighed_engines
 from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve, resolved_if_it_fits
@@ -105,11 +104,9 @@ def ask(
         hardware = replace(hardware, host_bytes=host_bytes)
     looked = look_at_model(recipe.model)
     notes = [looked.note] if looked.note else []
-    if budget is not None and gpu is None and hardware.sold_bytes:
-        notes.append(
-            f"The plan for {gib(budget)} is for the known card of that size, {hardware.name}, of which a "
-            f"program can use {gib(hardware.memory_bytes)}; --gpu names another."
-        )
+    where = asked.where("cluster.device")
+    if card := card_words(hardware, gpu, budget, recipe.cluster.device, where):
+        notes.append(card)
     shape_note = facts_note(looked, recipe.model.path)
     if shape_note:
         notes.append(shape_note)

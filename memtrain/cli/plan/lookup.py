@@ -196,6 +196,25 @@ def look_at_devices(
     return found, presumed
 
 
+def card_words(hardware: Hardware, gpu: str | None, num_bytes: int | None, device: str, where: str) -> str:
+    """Reason of the devices that a plan is for; empty where the command names them.
+
+    `num_bytes`: the budget that the command gives. `where`: the place of cluster.device in the recipe.
+    """
+    if gpu is not None:
+        return ""
+    if hardware.sold_bytes and num_bytes is not None:
+        return (
+            f"The plan for {gib(num_bytes)} is for the known card of that size, {hardware.name}, of which a "
+            f"program can use {gib(hardware.memory_bytes)}; --gpu names another."
+        )
+    if hardware.device == "cuda":
+        return f"The plan is for {hardware.name}, which is in this machine; --gpu plans for another card."
+    if device == "cpu":
+        return f"The plan is for this machine's CPU, as cluster.device says ({where})."
+    return "The plan is for this machine's CPU, where no GPU is visible; --gpu h100 plans for a card."
+
+
 def facts_without_data(
     asked: SourcedRecipe, looked: LookedAt, hardware: Hardware, presumed: frozenset[str] = frozenset()
 ) -> PlannerInputs:

@@ -22,6 +22,7 @@ from memtrain.recipes.reading.yaml_tree import (
     Renaming,
     dotted,
 )
+from memtrain.recipes.registry import METHODS, spelled_method
 
 _CORRECTING = ("grpo", "rloo", "ppo")
 
@@ -99,6 +100,8 @@ def renewed(node: Node, faults: Faults, path: Path = (), *, is_final: bool = Fal
     new = _renewed_value(text, key)
     if new != text:
         faults.renamed.append(Renaming(node.place, text, new, f"{key}: {text}", new))
+    if path == ("method",) and (spelled := spelled_method(new)) in METHODS:
+        new = spelled
     return node if new == node.value else replace(node, value=new)
 
 

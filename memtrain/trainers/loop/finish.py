@@ -54,7 +54,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
             save_value(scorer, built.tokenizer, folder.final, value_state)
     # Every rank writes the same words: with weights in shards no rank can do it alone.
     writes = run.plan.recipe.log.final_sample and (run.ranks.is_main or built.spread.is_sharded)
-    written = sample(run, built) if writes else ""
+    prompt, written = sample(run, built) if writes else ("", "")
     other_scores = _other_scores(run, built)
     if not run.ranks.is_main:
         return
@@ -69,6 +69,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
             model=str(folder.final),
             best_step=best_step,
             sample=written,
+            sample_prompt=prompt,
         )
     )
     write_card(folder)
@@ -120,26 +121,26 @@ def remember_peaks(run: Run) -> None:
         run.emit(NoteEvent(step=run.position.step, text=text))
 
 
-def sample(run: Run, built: Built) -> str:
-    """Text of the trained model after the beginning of a held-out row (or of a training row).
+def sample(run: Run, built: Built) -> tuple[str, str]:
+    """Beginning of a held-out row (or of a training row), and the same with the model's text after it.
 
     Nothing where it scores sequences. Where its class cannot write (transformers' generate fails on some), or
     memory runs out, the reason: the model is saved all the same.
     """
     if not isinstance(built.scorer, Scorer):
-        return ""
+        return "", ""
     was_training = built.model.training
     built.model.eval()
     try:
         return _written(run, built)
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"(no sample: {type(base_model(built.model)).__name__}.generate fails: {lines[0]})"
+        return "", f"(no sample: {type(base_model(built.model)).__name__}.generate fails: {lines[0]})"
     finally:
         built.model.train(was_training)
 
 
-def _written(run: Run, built: Built) -> str:
+def _written(run: Run, built: Built) -> tuple[str, str]:
     feed = run.eval_feed or run.steps.feed
     prompt_T = feed.sample_prompt().to(run.device)
     with attention_switched(base_model(built.model), "eager"), torch.no_grad():
@@ -152,4 +153,7 @@ def _written(run: Run, built: Built) -> str:
             pad_token_id=built.tokenizer.pad_token_id or built.tokenizer.eos_token_id,
             eos_token_id=list(stop_tokens(built)) or None,
         )
-    return str(built.tokenizer.decode(written[0], skip_special_tokens=False))
+    decode = built.tokenizer.decode
+    return str(decode(prompt_T, skip_special_tokens=False)), str(
+        decode(written[0], skip_special_tokens=False)
+    )

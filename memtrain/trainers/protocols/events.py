@@ -166,7 +166,9 @@ class FinalEvent:
     best_step: int | None = None
     """Step whose weights are the final ones, with `save.keep_best`."""
     sample: str = ""
-    """Text that the trained model writes."""
+    """Beginning of a row, and the text that the trained model writes after it."""
+    sample_prompt: str = ""
+    """The first part of `sample`: the beginning of the row. Empty in runs by earlier versions."""
 
 
 Event = StepEvent | EvalEvent | DataEvent | MemoryEvent | HostEvent | SaveEvent | NoteEvent | FinalEvent

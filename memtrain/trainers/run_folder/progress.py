@@ -20,6 +20,8 @@ from memtrain.trainers.protocols.events import REWARD, EvalEvent, StepEvent, fro
 
 WINDOW_STEPS = 20
 """Steps over which the speed is taken; taste."""
+ROLLOUT_TOKENS = "rollout_tokens"
+"""Metric of the step that a rollout was made for: tokens of its prompts and completions, trained or not."""
 
 
 class Progress:
@@ -46,6 +48,7 @@ class Progress:
         self._log = log
         self._console = console or Console(highlight=False)
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
+        self._has_rollouts = False
         self._ended_s = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
@@ -74,7 +77,8 @@ class Progress:
         assert isinstance(step, StepEvent), "only steps are shown here"
         # Between the ends of two steps lie evaluation and saving too, and the time left must count them.
         now_s = time.monotonic()
-        self._recent.append((step.tokens, now_s - self._ended_s))
+        self._has_rollouts = self._has_rollouts or ROLLOUT_TOKENS in step.extra
+        self._recent.append((speed_tokens(step, self._has_rollouts), now_s - self._ended_s))
         self._ended_s = now_s
         told = self._told(step)
         if self._bar is not None and self._task is not None:
@@ -89,7 +93,7 @@ class Progress:
         """Tell the held-out loss, or the reward where completions were written and judged."""
         told = f"loss {decimal(event.loss)}"
         if event.extra and REWARD in event.extra:
-            told = f"reward {decimal(event.extra[REWARD])}"
+            told = f"reward {decimal(event.extra[REWARD])}{length_words(event)}"
         if pairs := pair_words(event):
             told += f"  {pairs}"
         self.say(f"step {event.step}  held-out {told}")
@@ -104,7 +108,7 @@ class Progress:
         left_s = (self.total_steps - step.step) * seconds / len(self._recent)
         told = [f"loss {decimal(step.loss)}", f"lr {step.lr:.2e}", f"{tokens / seconds:,.0f} tokens/s"]
         if step.extra and REWARD in step.extra:
-            told.insert(1, f"reward {decimal(step.extra[REWARD])}")
+            told.insert(1, f"reward {decimal(step.extra[REWARD])}{length_words(step)}")
         if step.peak_bytes:
             told.append(f"peak {gib(step.peak_bytes)}")
         return "  ".join([*told, f"{duration(left_s)} left"])
@@ -125,6 +129,21 @@ class Progress:
             yield
         except OSError:
             self.is_shown = False
+
+
+def speed_tokens(step: StepEvent, has_rollouts: bool) -> int:
+    """Tokens of a step for its speed: of its sequences, or, where completions are written, of its rollout.
+
+    Completions that are left out of the update were written all the same; a step that learns from an earlier
+    rollout adds time and no tokens.
+    """
+    return round(step.extra.get(ROLLOUT_TOKENS, 0)) if has_rollouts else step.tokens
+
+
+def length_words(event: StepEvent | EvalEvent) -> str:
+    """Mean length of the completions, in tokens; empty where none were written."""
+    length = event.extra.get("completion_tokens")
+    return "" if length is None else f"  length {length:,.1f}"
 
 
 def pair_words(event: EvalEvent) -> str:

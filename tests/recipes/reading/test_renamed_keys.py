@@ -10,9 +10,11 @@ from memtrain.recipes.reading.field_types import (
     item_of,
     section_of,
 )
+from memtrain.recipes.reading.load import load_text
 from memtrain.recipes.reading.renamed_keys import IN_SECTION, RENAMED_KEYS, RENAMED_VALUES
 from memtrain.recipes.reading.unknown_keys import unknown_key
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.reference.starter import starter_recipe
 from memtrain.recipes.sections.length import Length
 
 NAMED = ["max_seq_length", "use_liger_loss", "use_liger_kernel", "vllm_sleep_enabled"]
@@ -101,3 +103,11 @@ def test_a_default_that_is_told_is_the_default(old: str):
     told = re.findall(r"(\w+) by default", RENAMED_KEYS[old])
     legal = choices(follow(Recipe, tuple(key.split(".")))[1])
     assert not [word for word in told if word in legal and word != default]
+
+
+@pytest.mark.parametrize("spelling", ["online-dpo", "Online DPO", "ONLINE_DPO"])
+def test_a_method_is_known_however_a_recipe_spells_it(spelling: str):
+    text = starter_recipe("online_dpo", "r.yaml").replace("method: online_dpo", f"method: {spelling}")
+    loaded = load_text(text, "r.yaml")
+    assert loaded.recipe.method == "online_dpo"
+    assert loaded.renamed == ()

@@ -28,7 +28,8 @@ from memtrain.trainers.protocols.events import (
 )
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.metrics import read_metrics
-from memtrain.trainers.run_folder.progress import decimal, duration
+from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
+from memtrain.trainers.run_folder.report.rollout_words import counted_words, mean_length_words
 
 MOST_AVERAGED_STEPS = 10
 """First and last loss are means over a tenth of the steps, at most of this many: steps are noisy; taste."""
@@ -94,13 +95,16 @@ class Figures:
     rewards: tuple[float, ...]
     """Mean reward of each rollout, of methods that write what they learn from. Their held-out loss is minus
     the held-out reward, and is told as that."""
+    lengths: tuple[float, ...]
+    """Mean length of the completions of each rollout, in tokens."""
     tokens: int
+    """Of the sequences of the steps; of the rollouts, where completions are written."""
     loss_tokens: int
     seconds: float
     """Of a run that was continued: of all its steps and evaluations; else from start to end."""
     tokens_per_s: float | None
-    """Tokens of the steps by their wall time, rollouts included; of rows that are read, without the first
-    step, which also warms up."""
+    """Tokens by wall time: of rows that are read, those of the steps without the first, which also warms up;
+    of rollouts, every prompt and completion, by the time of rollouts and steps together."""
     measured_bytes: int | None
     predicted_bytes: int | None
     plain_bytes: int | None
@@ -142,6 +146,7 @@ def figures_of(report: Report) -> Figures:
     averaged = max(1, min(MOST_AVERAGED_STEPS, len(steps) // 10))
     # A rollout is made for several steps: leaving its first step out would leave out its time.
     has_rollouts = any(step.rollout_s for step in steps)
+    counts_rollouts = any(ROLLOUT_TOKENS in step.extra for step in steps)
     timed = steps if has_rollouts else steps[1:] or steps
     timed_s = sum(step.wall_s for step in timed)
     counted_s = sum(step.wall_s for step in steps) + sum(event.seconds for event in report.evals)
@@ -157,10 +162,13 @@ def figures_of(report: Report) -> Figures:
         best_eval=min(report.evals, key=lambda event: event.loss) if report.evals else None,
         num_evals=len(report.evals),
         rewards=tuple(step.extra[REWARD] for step in steps if REWARD in step.extra),
-        tokens=sum(step.tokens for step in steps),
+        tokens=sum(speed_tokens(step, counts_rollouts) for step in steps),
         loss_tokens=sum(step.loss_tokens for step in steps),
         seconds=max(counted_s, report.final.seconds if report.final else 0.0),
-        tokens_per_s=sum(step.tokens for step in timed) / timed_s if timed_s else None,
+        lengths=tuple(step.extra["completion_tokens"] for step in steps if "completion_tokens" in step.extra),
+        tokens_per_s=sum(speed_tokens(step, counts_rollouts) for step in timed) / timed_s
+        if timed_s
+        else None,
         measured_bytes=max(peaks, default=0) or None,
         predicted_bytes=plan.prediction.peak.num_bytes if plan else None,
         plain_bytes=plan.plain.peak.num_bytes if plan else None,
@@ -317,12 +325,14 @@ def _figures_table(report: Report) -> Table:
     table.add_row("loss", loss_words(figures))
     if words := reward_words(figures):
         table.add_row(REWARD, words)
+    if words := mean_length_words(figures.lengths):
+        table.add_row("completion length", words)
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
     for row in pair_rows(report):
         table.add_row(*row)
     if figures.tokens_per_s is not None:
-        counted = f"{figures.tokens:,} tokens, {figures.loss_tokens:,} loss tokens"
+        counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
     if words := host_words(report):
         table.add_row("host time", words)

@@ -38,6 +38,8 @@ from memtrain.trainers.run_folder.report.report import (
     source_words,
     state_of,
 )
+from memtrain.trainers.run_folder.report.rollout_words import counted_words, mean_length_words
+from memtrain.trainers.run_folder.report.sample import sample_rows
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -76,6 +78,7 @@ def render_report(report: Report) -> str:
         splits=[(data, _lengths(report, data), lost_words(data), source_words(data)) for data in report.data],
         decisions=[(one.setting, one.value, one.reason, one.source) for one in decisions],
         environment=_environment(report),
+        sample=sample_rows(report),
     )
 
 
@@ -92,11 +95,13 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
     ]
     if words := reward_words(figures):
         tiles.append((REWARD, *_value_and_remark(words)))
+    if words := mean_length_words(figures.lengths):
+        tiles.append(("completion length", *_value_and_remark(words)))
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
     tiles += [(name, *_value_and_remark(words)) for name, words in pair_rows(report)]
     if figures.tokens_per_s is not None:
-        counted = f"{figures.tokens:,} tokens, {figures.loss_tokens:,} loss tokens"
+        counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
     if report.host is not None:
         tiles.append(("host time", f"{report.host.waited:.1%}", host_words(report)))

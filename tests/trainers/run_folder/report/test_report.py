@@ -23,7 +23,7 @@ from memtrain.trainers.protocols.events import (
 )
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.metrics import MetricsWriter
-from memtrain.trainers.run_folder.progress import pair_words
+from memtrain.trainers.run_folder.progress import length_words, pair_words, speed_tokens
 from memtrain.trainers.run_folder.report.report import (
     figures_of,
     load_report,
@@ -34,6 +34,7 @@ from memtrain.trainers.run_folder.report.report import (
     summary,
 )
 from memtrain.trainers.run_folder.report.report_html import write_report
+from memtrain.trainers.run_folder.report.sample import sample_rows
 
 MakePlan = Callable[..., Plan]
 GIB = 2**30
@@ -274,6 +275,30 @@ def test_the_speed_of_an_online_run_counts_its_rollouts(tmp_path: Path, make_pla
     figures = figures_of(load_report(run_folder(tmp_path, make_plan(), steps)))
     assert figures.tokens_per_s == 30.0
     assert figures.seconds == 10.0
+
+
+def test_completions_that_are_left_out_count_in_the_speed_and_lengths_are_told(
+    tmp_path: Path, make_plan: Callable[..., Plan]
+):
+    """A rollout of 800 tokens, of which the update learns from none, in 2 s: 400 tokens/s, not 0."""
+    told = {"reward": 0.0, "rollout_tokens": 800.0, "completion_tokens": 20.0}
+    left_out = StepEvent(
+        step=1, loss=0.0, lr=1e-4, tokens=0, loss_tokens=0, seconds=0.5, rollout_s=1.5, extra=told
+    )
+    folder = run_folder(tmp_path, make_plan(), [left_out])
+    assert figures_of(load_report(folder)).tokens_per_s == 400.0
+    shown = re.sub(r" +", " ", text_of(folder))
+    assert "speed 400 tokens/s (800 tokens of prompts and completions, 0 loss tokens)" in shown
+    assert "completion length 20.0 tokens" in shown
+    assert speed_tokens(left_out, True) == 800
+    assert length_words(left_out) == "  length 20.0"
+
+
+def test_the_sample_says_what_was_given_and_what_was_written(tmp_path: Path, make_plan: Callable[..., Plan]):
+    end = FinalEvent(step=1, state="done", seconds=1.0, sample="3 + 4 = <7>", sample_prompt="3 + 4 =")
+    folder = run_folder(tmp_path, make_plan(), [end])
+    assert sample_rows(load_report(folder)) == [("sample: given", "3 + 4 ="), ("sample: written", " <7>")]
+    assert "3 + 4 =<mark> &lt;7&gt;</mark>" in write_report(folder).read_text()
 
 
 def test_the_first_row_stands_in_the_page(tmp_path: Path, make_plan: Callable[..., Plan]):

@@ -1,0 +1,19 @@
+"""Words about completions: their length over a run, and the tokens that a speed is made of; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def mean_length_words(lengths: Sequence[float]) -> str:
+    """First and last mean length of the completions of a rollout; empty for methods without."""
+    if not lengths:
+        return ""
+    ends = lengths[:1] if len(lengths) == 1 else (lengths[0], lengths[-1])
+    return f"{' -> '.join(f'{length:,.1f}' for length in ends)} tokens"
+
+
+def counted_words(tokens: int, loss_tokens: int, lengths: Sequence[float]) -> str:
+    """Tokens that the speed is made of, and loss tokens."""
+    of = " of prompts and completions" if lengths else ""
+    return f"{tokens:,} tokens{of}, {loss_tokens:,} loss tokens"
