@@ -11,6 +11,7 @@ from memtrain.cli.measure.bench import Bench, Row
 from memtrain.cli.output.terminal import print_table, say
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
+from memtrain.trainers.pages.memory_bars import memory_unit
 from memtrain.trainers.pages.page import render
 
 TEMPLATE = Path(__file__).parent / "templates" / "bench.html.j2"
@@ -38,9 +39,10 @@ NOTE = (
 
 def heading(made: Bench) -> str:
     """Subject, device and repetitions of the measurements."""
+    times = "once" if made.repeats == 1 else f"{made.repeats} times in turns"
     return (
-        f"{made.method}: {made.recipe} on {made.device}; {made.steps} timed steps, {made.repeats} times in "
-        "turns, each in a process of its own"
+        f"{made.method}: {made.recipe} on {made.device}; {made.steps} timed steps, {times}, each in a "
+        "process of its own"
     )
 
 
@@ -103,5 +105,6 @@ def _peaks(rows: Sequence[Row]) -> Figure:
         label = row.name if row.peak_bytes is None else ""
         predicted = [("predicted", float(row.predicted_bytes), "faint")]
         bars.append(Bar(label, predicted, gib(row.predicted_bytes)))
-    drawn = bar_chart(bars, "Peaks, measured and predicted")
+    longest = max((length for bar in bars for _, length, _ in bar.parts), default=0.0)
+    drawn = bar_chart(bars, "Peaks, measured and predicted", unit=memory_unit(longest))
     return Figure("Peaks", drawn, (("measured", "c1"), ("predicted", "faint")))

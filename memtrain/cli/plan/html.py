@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from memtrain.cli.plan.answer import Answer
 from memtrain.cli.plan.tables import recipe_name, seconds, settings_words
+from memtrain.memory.estimate.pricing import Priced
 from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.trainers.pages.charts import Figure
-from memtrain.trainers.pages.memory_bars import memory_figure, predicted_bar
+from memtrain.trainers.pages.memory_bars import memory_figure, memory_unit, predicted_bar
 from memtrain.trainers.pages.page import render
+from memtrain.trainers.pages.scatter import Spot, pareto_chart
 from memtrain.trainers.tools.trace.client import Traced
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
@@ -36,6 +39,7 @@ def page(made: Answer, traced: Traced | None) -> str:
         title=f"{resolved.case.recipe.method}: {name} on {made.question.hardware.words()}",
         said=(verdict, *made.notes),
         memory=_memory(made, traced),
+        pareto=_pareto(made),
         tables=_tables(made),
         lines=yaml_lines(pins(resolved.case.asked, resolved.settings)),
     )
@@ -50,6 +54,28 @@ def _memory(made: Answer, traced: Traced | None) -> Figure:
         rows.append(predicted_bar(f"traced: {found.phase}", found))
     rows.append(predicted_bar("without any strategy", resolved.plain.peak))
     return memory_figure(rows, budget=resolved.prediction.budget_bytes)
+
+
+def _pareto(made: Answer) -> Figure:
+    """Size against speed of the best plan of each size; the plan itself is the ringed point."""
+    unit, size = memory_unit(made.chosen.need_bytes)
+    budget = made.resolved.prediction.budget_bytes
+
+    def spot(one: Priced, is_chosen: bool) -> Spot:
+        speed = one.settings.num_processes / one.token_s
+        fits = budget is None or one.need_bytes <= budget
+        text = f"{gib(one.need_bytes)}, {speed:,.0f} tokens/s: {settings_words(one.settings)}"
+        return Spot(one.need_bytes / size, speed, text, "c1" if fits else "c8", is_chosen)
+
+    most = math.inf if budget is None else 2 * budget
+    others = [one for one in made.frontier if one.settings != made.chosen.settings and one.need_bytes <= most]
+    spots = [*(spot(one, False) for one in others), spot(made.chosen, True)]
+    is_near = budget is not None and budget <= 4 * made.chosen.need_bytes
+    limit = (f"budget {gib(budget)}", budget / size) if budget is not None and is_near else None
+    title = "Size against speed: the best plan of each size"
+    needs = f"needed on each device, {unit}"
+    drawn = pareto_chart(spots, title, x_unit=needs, y_unit="tokens/s", limit=limit)
+    return Figure(title, drawn, (("fits", "c1"), ("does not fit", "c8")))
 
 
 def _tables(made: Answer) -> list[Table]:

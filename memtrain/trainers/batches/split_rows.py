@@ -58,8 +58,15 @@ class SplitRows:
             tokens_idle=report.tokens_idle,
             rows_split=report.rows_split,
             fragments=report.pieces - (report.num_rows - report.rows_dropped - report.rows_split),
-            lengths=length_histogram(self.store.lengths[self.rows]),
+            lengths=length_histogram(bounded_lengths(self.store)[self.rows]),
         )
+
+
+def bounded_lengths(store: TokenStore) -> Ints:
+    """int64 [R]: tokens of each row that length.max_length bounds: of several answers, the longest with its
+    prompt."""
+    parts = store.part_lengths
+    return parts[:, 0] + parts[:, 1:].max(axis=1, initial=0)
 
 
 def length_histogram(lengths: Ints) -> tuple[tuple[int, int], ...]:

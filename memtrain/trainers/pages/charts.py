@@ -18,6 +18,12 @@ COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 WIDTH = 720
 SMALL_WIDTH = 420
 LEFT, RIGHT, TOP, BOTTOM = 62, 20, 12, 34
+UNIT_ROOM = 14
+"""Height above a chart for the unit of its upright axis."""
+LETTER = 6.9
+"""Width of a letter of the page's font at 12 px, at most: room is left for every text that is drawn."""
+MOST_LETTERS = 40
+"""Letters of a bar's label; the whole of a longer one is shown under the pointer."""
 MOST_POINTS = 800
 """Points of one line; more would not be seen at this width."""
 
@@ -55,11 +61,17 @@ class Bar:
 
 
 def line_chart(
-    lines: Sequence[Line], label: str, *, width: int = WIDTH, height: int = 280, from_zero: bool = False
+    lines: Sequence[Line],
+    label: str,
+    *,
+    unit: str = "",
+    width: int = WIDTH,
+    height: int = 280,
+    from_zero: bool = False,
 ) -> str:
     """An SVG of lines over steps with what the pointer needs in `data-lines`; empty when there is no point.
 
-    Values that are no number make a gap.
+    Values that are no number make a gap. `unit`: of the upright axis.
     """
     shown = [Line(one.name, thin(one.points), one.colour, one.has_dots) for one in lines if one.points]
     values = [y for one in shown for _, y in one.points if math.isfinite(y)]
@@ -69,14 +81,15 @@ def line_chart(
     low_x, high_x = min(xs), max(max(xs), min(xs) + 1)
     ticks = nice_ticks(min(0.0, *values) if from_zero else min(values), max(values))
     low, high = ticks[0], ticks[-1]
-    right, bottom = width - RIGHT, height - BOTTOM
+    right, bottom, top = width - RIGHT, height - BOTTOM, TOP + (UNIT_ROOM if unit else 0)
 
     def place(point: Point) -> str:
         x = LEFT + (point[0] - low_x) / (high_x - low_x) * (right - LEFT)
-        y = bottom - (point[1] - low) / (high - low) * (bottom - TOP)
+        y = bottom - (point[1] - low) / (high - low) * (bottom - top)
         return f"{x:.1f},{y:.1f}"
 
-    drawn = [_grid_line(place((low_x, tick)), right, short(tick)) for tick in ticks]
+    drawn = [grid_line(place((low_x, tick)), right, short(tick)) for tick in ticks]
+    drawn += axis_unit(unit)
     drawn.append(f'<text x="{LEFT - 8}" y="{bottom + 18}" text-anchor="end">step</text>')
     for tick in nice_ticks(low_x, high_x):
         if low_x <= tick <= high_x and tick == int(tick):
@@ -97,24 +110,47 @@ def line_chart(
             for one in shown
         ],
     }
-    drawn.append(f'<line class="cursor" y1="{TOP}" y2="{bottom}" x1="-9" x2="-9"/>')
+    drawn.append(f'<line class="cursor" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/>')
     data = escape(json.dumps(told), quote=True)
-    return _svg(drawn, label, (width, height), f' data-lines="{data}"')
+    return svg(drawn, label, (width, height), f' data-lines="{data}"')
 
 
-def bar_chart(bars: Sequence[Bar], label: str, *, limit: tuple[str, float] | None = None) -> str:
-    """An SVG of stacked horizontal bars on one scale, and a line at `limit` (name, value) when it is near."""
+def bar_chart(
+    bars: Sequence[Bar],
+    label: str,
+    *,
+    unit: tuple[str, float] = ("", 1.0),
+    limit: tuple[str, float] | None = None,
+) -> str:
+    """An SVG of stacked horizontal bars on one scale, and a line at `limit` (name, value) when it is near.
+
+    `unit`: name and size of the unit of the axis below. Labels and the texts behind the bars have the room
+    that they need: no bar and no text is clipped.
+    """
     longest = max((sum(length for _, length, _ in bar.parts) for bar in bars), default=0.0)
     if longest <= 0:
         return ""
-    left, right, row = 190, WIDTH - 150, 26
+    row = 26
+    left = min(max(len(bar.label) for bar in bars), MOST_LETTERS) * LETTER + 14
+    right = WIDTH - max(max(len(bar.text) for bar in bars) * LETTER + 10, 70.0)
     is_near = limit is not None and limit[1] <= 2 * longest
-    scale = (right - left) / max(longest, limit[1] if is_near and limit else 0.0)
-    height = row * len(bars) + (TOP + 14 if is_near else TOP)
+    end = max(longest, limit[1] if is_near and limit else 0.0)
+    scale = (right - left) / end
+    top = TOP + (UNIT_ROOM if is_near else 0)
+    foot = top + row * len(bars)
     drawn: list[str] = []
+    for tick in nice_ticks(0.0, end / unit[1]):
+        x = left + tick * unit[1] * scale
+        if tick * unit[1] <= end * 1.0001:
+            drawn.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{foot}"/>')
+            drawn.append(f'<text x="{x:.1f}" y="{foot + 15}" text-anchor="middle">{short(tick)}</text>')
+    drawn.append(f'<text x="{left - 8:.1f}" y="{foot + 15}" text-anchor="end">{escape(unit[0])}</text>')
+    texts: list[str] = []
     for index, bar in enumerate(bars):
-        x, y = float(left), TOP + index * row
-        drawn.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(bar.label)}</text>')
+        x, y = left, top + index * row
+        name = bar.label if len(bar.label) <= MOST_LETTERS else f"{bar.label[: MOST_LETTERS - 1]}…"
+        words = f"<title>{escape(bar.label)}</title>{escape(name)}" if name != bar.label else escape(name)
+        drawn.append(f'<text x="{left - 8:.1f}" y="{y + 13}" text-anchor="end">{words}</text>')
         for name, length, colour in bar.parts:
             title = f"<title>{escape(name)}</title>"
             drawn.append(
@@ -122,12 +158,12 @@ def bar_chart(bars: Sequence[Bar], label: str, *, limit: tuple[str, float] | Non
                 f"{title}</rect>"
             )
             x += length * scale
-        drawn.append(f'<text class="value" x="{x + 6:.1f}" y="{y + 13}">{escape(bar.text)}</text>')
+        texts.append(f'<text class="value" x="{x + 6:.1f}" y="{y + 13}">{escape(bar.text)}</text>')
     if is_near and limit is not None:
-        x, bottom = left + limit[1] * scale, TOP + row * len(bars)
-        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{bottom + 11}" text-anchor="middle">{escape(limit[0])}</text>')
-    return _svg(drawn, label, (WIDTH, height))
+        x = left + limit[1] * scale
+        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{foot}"/>')
+        drawn.append(limit_text(limit[0], x, top - 12, WIDTH))
+    return svg([*drawn, *texts], label, (WIDTH, foot + 22))
 
 
 def histogram(
@@ -148,15 +184,18 @@ def histogram(
     if not most:
         return ""
     ticks = nice_ticks(0, most)
-    right, bottom = WIDTH - RIGHT, height - BOTTOM
+    right, bottom, top = WIDTH - RIGHT, height - BOTTOM, TOP + UNIT_ROOM
     step = (right - LEFT) / len(bins)
     drawn = [
-        _grid_line(f"{LEFT},{bottom - tick / ticks[-1] * (bottom - TOP):.1f}", right, short(tick))
+        grid_line(f"{LEFT},{bottom - tick / ticks[-1] * (bottom - top):.1f}", right, short(tick))
         for tick in ticks
+        if tick == int(tick)
     ]
+    drawn += axis_unit("rows")
+    drawn.append(f'<text x="{LEFT - 8}" y="{bottom + 18}" text-anchor="end">{escape(unit)}</text>')
     every = -(-len(bins) // 10)
     for index, (lowest, bound, count) in enumerate(bins):
-        x, tall = LEFT + index * step, count / ticks[-1] * (bottom - TOP)
+        x, tall = LEFT + index * step, count / ticks[-1] * (bottom - top)
         shape = f'x="{x + 0.5:.1f}" y="{bottom - tall:.1f}" width="{max(step - 1.5, 0.5):.1f}"'
         title = f"<title>{lowest:,} to {bound:,} {escape(unit)}: {count:,} rows</title>"
         bounds = f'data-first="{lowest}" data-last="{bound}"'
@@ -165,13 +204,13 @@ def histogram(
             middle = f'x="{x + step / 2:.1f}" y="{bottom + 18}" text-anchor="middle"'
             drawn.append(f"<text {middle}>{short(bound)}</text>")
     for name, value in marks:
-        drawn += _mark(name, LEFT + step * sum(bound < value for _, bound, _ in bins) + step / 2, bottom)
-    drawn.append(f'<line class="cursor" y1="{TOP}" y2="{bottom}" x1="-9" x2="-9"/>')
+        drawn += _mark(name, LEFT + step * sum(bound < value for _, bound, _ in bins) + step / 2, bottom, top)
+    drawn.append(f'<line class="cursor" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/>')
     if limit is not None and any(bound > limit[1] for _, bound, _ in bins):
         x = LEFT + step * sum(bound <= limit[1] for _, bound, _ in bins)
-        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
-        drawn.append(f'<text x="{x + 5:.1f}" y="{TOP + 4}">{escape(limit[0])}</text>')
-    return _svg(drawn, label, (WIDTH, height))
+        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{bottom}"/>')
+        drawn.append(limit_text(limit[0], x, top - 12, WIDTH))
+    return svg(drawn, label, (WIDTH, height))
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -238,7 +277,20 @@ def unbroken(points: Sequence[Point]) -> list[list[Point]]:
     return [run if len(run) > 1 else run * 2 for run in runs if run]
 
 
-def _grid_line(place: str, right: float, text: str) -> str:
+def axis_unit(unit: str) -> list[str]:
+    """The unit of the upright axis, above its numbers."""
+    return [f'<text x="2" y="10">{escape(unit)}</text>'] if unit else []
+
+
+def limit_text(text: str, x: float, y: float, width: int) -> str:
+    """The name of a line at `x`, in the middle above it, moved to where all of it is in the picture."""
+    half = len(text) * LETTER / 2
+    x = min(max(x, half + 2), width - half - 2)
+    return f'<text class="value" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
+
+
+def grid_line(place: str, right: float, text: str) -> str:
+    """A line across the chart at a place (`x,y`), with its number before it."""
     x, y = place.split(",")
     return (
         f'<line class="grid" x1="{x}" x2="{right}" y1="{y}" y2="{y}"/>'
@@ -246,10 +298,10 @@ def _grid_line(place: str, right: float, text: str) -> str:
     )
 
 
-def _mark(name: str, x: float, bottom: float) -> list[str]:
+def _mark(name: str, x: float, bottom: float, top: float) -> list[str]:
     return [
-        f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>',
-        f'<text x="{x:.1f}" y="{TOP - 2}" text-anchor="middle">{escape(name)}</text>',
+        f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>',
+        limit_text(name, x, top - 2, WIDTH),
     ]
 
 
@@ -258,7 +310,8 @@ def _dot(place: str, colour: str) -> str:
     return f'<circle class="fill {colour}" cx="{x}" cy="{y}" r="3"/>'
 
 
-def _svg(drawn: Sequence[str], label: str, size: tuple[int, int], more: str = "") -> str:
+def svg(drawn: Sequence[str], label: str, size: tuple[int, int], more: str = "") -> str:
+    """The picture of its elements; `label` is read to those who do not see it."""
     return (
         f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(label, quote=True)}"{more}>'
         f"{''.join(drawn)}</svg>"

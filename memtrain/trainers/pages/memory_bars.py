@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtrain.memory.plan.plan import PhasePeak
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import GIB, MIB, gib
 from memtrain.trainers.pages.charts import COLOURS, Bar, Figure, bar_chart
 
 MEASURED = "measured"
@@ -26,6 +26,11 @@ class OwnerBar:
     def num_bytes(self) -> int:
         """All of them."""
         return sum(size for _, size in self.owners)
+
+
+def memory_unit(most_bytes: float) -> tuple[str, float]:
+    """Unit of an axis on which so many bytes are the most: GiB, or MiB where they would be parts of one."""
+    return ("GiB", float(GIB)) if most_bytes >= 0.9995 * GIB else ("MiB", float(MIB))
 
 
 def predicted_bar(label: str, peak: PhasePeak, words: str = "") -> OwnerBar:
@@ -48,5 +53,6 @@ def memory_figure(rows: Sequence[OwnerBar], *, budget: int | None) -> Figure:
 
     bars = [Bar(row.label, parts(row), row.text) for row in rows]
     limit = (f"budget {gib(budget)}", float(budget)) if budget else None
-    drawn = bar_chart(bars, "Memory by phase and owner", limit=limit)
+    unit = memory_unit(max((row.num_bytes for row in rows), default=0))
+    drawn = bar_chart(bars, "Memory by phase and owner", unit=unit, limit=limit)
     return Figure("Memory by phase and owner", drawn, tuple(colours.items()))

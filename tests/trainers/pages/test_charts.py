@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.trainers.pages.charts import (
     MOST_POINTS,
+    WIDTH,
     Bar,
     Line,
     bar_chart,
@@ -23,6 +24,8 @@ from memtrain.trainers.pages.charts import (
     unbroken,
 )
 from memtrain.trainers.pages.memory_bars import MEASURED, OwnerBar, memory_figure, predicted_bar
+from memtrain.trainers.pages.page import standalone
+from memtrain.trainers.pages.scatter import Spot, agreement_chart, pareto_chart
 
 
 @settings(max_examples=50, deadline=None)
@@ -114,7 +117,50 @@ def test_bars_of_memory_are_as_long_as_their_owners_and_keep_one_colour_each():
     rows = [predicted_bar("step", peak), OwnerBar("measured", [(MEASURED, 150)], "150 B")]
     figure = memory_figure(rows, budget=None)
     bars = rects(figure.svg)
-    assert [float(one["width"]) for one in bars] == pytest.approx([380 * 2 / 3, 380 / 3, 190], abs=0.1)
+    widths = [float(one["width"]) for one in bars]
+    assert widths == pytest.approx([widths[2] * 4 / 3, widths[2] * 2 / 3, widths[2]], abs=0.1)
     assert dict(figure.legend) == {"weights": "c1", "<acts>": "c2", MEASURED: MEASURED}
     assert [one["class"] for one in bars] == ["fill c1", "fill c2", "fill measured"]
     assert "<acts>" not in figure.svg
+
+
+def test_no_bar_label_or_text_of_a_bar_chart_leaves_the_picture():
+    """A letter is at most 7 px wide: the label ends left of the bars, and the text behind them fits."""
+    bars = [
+        Bar("a long label of a phase, predicted", [("x", 10.0, "c1")], "123.45 GiB predicted (+12.3%)"),
+        Bar("z" * 80, [("x", 9.0, "c1")], "8 GiB"),
+    ]
+    drawn = bar_chart(bars, "bars", unit=("GiB", 1.0), limit=("budget 12.00 GiB", 12.0))
+    root = ElementTree.fromstring(drawn)
+    for text in (one for one in root.iter() if one.tag.endswith("text")):
+        x, letters = float(text.attrib["x"]), len((text[-1].tail if len(text) else text.text) or "")
+        room = {"end": (-7, 0), "middle": (-3.5, 3.5)}.get(text.attrib.get("text-anchor", ""), (0, 7))
+        assert x + room[0] * letters >= 0
+        assert x + room[1] * letters <= WIDTH
+    assert "<title>" + "z" * 80 in drawn
+    assert ">GiB</text>" in drawn
+
+
+def test_a_pareto_chart_steps_up_and_rings_the_plan():
+    spots = [Spot(10, 100, "a"), Spot(30, 90, "worse"), Spot(20, 200, "b", is_chosen=True)]
+    drawn = pareto_chart(spots, "plans", x_unit="GiB", y_unit="tokens/s", limit=("budget 24 GiB", 24.0))
+    assert drawn.count('class="ring"') == 1
+    points = re.search(r'class="line faint" points="([^"]+)"', drawn)
+    assert points is not None
+    heights = [float(place.split(",")[1]) for place in points[1].split()]
+    assert heights == sorted(heights, reverse=True)
+    assert len(heights) == 4
+    assert pareto_chart([], "none", x_unit="", y_unit="") == ""
+
+
+def test_equal_values_lie_on_the_line_of_an_agreement_chart_and_the_file_stands_alone():
+    drawn = agreement_chart([Spot(10.0, 10.0, "a"), Spot(40.0, 20.0, "b")], "peaks", unit="GiB")
+    line = re.search(r'points="([\d.]+),([\d.]+) ([\d.]+),([\d.]+)"', drawn)
+    dot = re.search(r'cx="([\d.]+)" cy="([\d.]+)"', drawn)
+    assert line is not None
+    assert dot is not None
+    (x0, y0, x1, y1), (x, y) = map(float, line.groups()), map(float, dot.groups())
+    assert (y - y0) / (y1 - y0) == pytest.approx((x - x0) / (x1 - x0), abs=1e-3)
+    alone = standalone(drawn)
+    assert ElementTree.fromstring(alone).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "prefers-color-scheme: dark" in alone

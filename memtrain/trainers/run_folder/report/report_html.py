@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from memtrain.memory.plan.units import GIB, gib
+from memtrain.memory.plan.units import gib
+from memtrain.recipes.registry import METHODS
 from memtrain.trainers.pages.charts import (
-    SMALL_WIDTH,
     Figure,
-    Line,
-    Point,
     histogram,
-    line_chart,
-    smoothed,
 )
 from memtrain.trainers.pages.memory_bars import MEASURED, OwnerBar, memory_figure, predicted_bar
 from memtrain.trainers.pages.page import render
-from memtrain.trainers.protocols.events import REWARD, DataEvent, StepEvent
+from memtrain.trainers.protocols.events import REWARD, DataEvent
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.progress import duration
+from memtrain.trainers.run_folder.report.curves import curve_groups
 from memtrain.trainers.run_folder.report.report import (
     Figures,
     Report,
     eval_name,
     eval_words,
     figures_of,
-    host_words,
     load_report,
     loss_words,
     lost_words,
@@ -43,8 +38,6 @@ from memtrain.trainers.run_folder.report.sample import sample_rows
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
-FEW_STEPS = 50
-"""A shorter curve is shown as it is, without a smoothed one; taste."""
 
 
 def write_report(folder: RunFolder, status: Status | None = None) -> Path:
@@ -66,13 +59,16 @@ def write_report(folder: RunFolder, status: Status | None = None) -> Path:
 def render_report(report: Report) -> str:
     """The page as text."""
     decisions = report.plan.decisions if report.plan else ()
+    large, groups, folded = curve_groups(report)
     return render(
         TEMPLATES / "report.html.j2",
         report=report,
         state=state_of(report),
         told_at=_moment(report.status.time) if report.status else "",
         tiles=_tiles(report, figures_of(report)),
-        curves=[figure for figure in _curves(report) if figure.svg],
+        large=large,
+        groups=groups,
+        folded=folded,
         memory=_memory(report),
         phases=phases_of(report),
         splits=[(data, _lengths(report, data), lost_words(data), source_words(data)) for data in report.data],
@@ -104,7 +100,9 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
     if report.host is not None:
-        tiles.append(("host time", f"{report.host.waited:.1%}", host_words(report)))
+        on_gpu = report.plan is not None and report.plan.settings.device == "cuda"
+        of = "the GPU waiting" if on_gpu else "outside of operators"
+        tiles.append(("host time", f"{report.host.waited:.1%}", f"of step {report.host.step:,}, {of}"))
     predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
     measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"
     return [*tiles, ("peak memory", measured, predicted)]
@@ -113,46 +111,6 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
 def _value_and_remark(words: str) -> tuple[str, str]:
     value, _, remark = words.replace("->", "→").partition(" (")
     return value, remark.rstrip(")")
-
-
-def _curves(report: Report) -> list[Figure]:
-    def line(pick: Callable[[StepEvent], float | None]) -> list[Point]:
-        picked = ((step.step, pick(step)) for step in report.steps)
-        return [(float(number), value) for number, value in picked if value is not None]
-
-    losses = line(lambda step: step.loss)
-    is_long = len(losses) > FEW_STEPS
-    train = [Line("train", losses, "faint" if is_long else "c1")]
-    if is_long:
-        train.append(Line("train, smoothed", smoothed(losses), "c1"))
-    is_judged = any(REWARD in step.extra for step in report.steps)
-    held_out = [(float(event.step), event.loss) for event in report.evals if not is_judged]
-    loss_lines = [*train, Line("held out", held_out, "c2", has_dots=True)]
-    speed = line(lambda step: step.tokens / step.wall_s if step.wall_s else None)
-    peaks = line(lambda step: step.peak_bytes / GIB if step.peak_bytes else None)
-
-    def single(title: str, points: list[Point], from_zero: bool) -> Figure:
-        drawn = [Line(title, points, "c1")]
-        return Figure(title, line_chart(drawn, title, width=SMALL_WIDTH, height=170, from_zero=from_zero))
-
-    extras = sorted({name for step in report.steps for name in step.extra} - {REWARD})
-    rewards = [Line("train", line(lambda step: step.extra.get(REWARD)), "c1")]
-    judged = [(float(event.step), event.extra[REWARD]) for event in report.evals if REWARD in event.extra]
-    rewards.append(Line("held out", judged, "c2", has_dots=True))
-    return [
-        Figure("Reward", line_chart(rewards, "Reward over steps"), legend_of(rewards)),
-        Figure("Loss", line_chart(loss_lines, "Loss over steps"), legend_of(loss_lines)),
-        single("Learning rate", line(lambda step: step.lr), True),
-        single("Gradient norm, before clipping", line(lambda step: step.grad_norm), True),
-        single("Tokens per second", speed, True),
-        single("Peak memory, GiB", peaks, True),
-        *(single(name, line(lambda step, name=name: step.extra.get(name)), False) for name in extras),
-    ]
-
-
-def legend_of(lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
-    """Names and colours of the lines that have points."""
-    return tuple((one.name, one.colour) for one in lines if one.points)
 
 
 def _memory(report: Report) -> Figure:
@@ -170,12 +128,22 @@ def _memory(report: Report) -> Figure:
     return memory_figure(rows, budget=report.plan.prediction.budget_bytes if report.plan else None)
 
 
-def _lengths(report: Report, data: DataEvent) -> str:
-    longest = report.plan.settings.max_length if report.plan else None
-    limit = (f"max_length {longest:,}", longest) if longest else None
+def _lengths(report: Report, data: DataEvent) -> tuple[str, str]:
+    """(histogram of the lengths that a limit bounds, words about them)."""
+    name, longest, words = "max_length", None, "tokens of a row"
+    if report.plan is not None:
+        settings, method = report.plan.settings, METHODS[report.plan.recipe.method]
+        longest = settings.max_length
+        if method.is_online:
+            words = "tokens of a prompt"
+            if settings.max_prompt is not None:
+                name, longest = "longest prompt", settings.max_prompt
+        elif method.num_answers > 1:
+            words = "tokens of a prompt with its longer answer, which max_length bounds"
+    limit = (f"{name} {longest:,}", longest) if longest else None
     firsts = [1, *(bound + 1 for bound, _ in data.lengths)]
     bins = [(first, bound, count) for first, (bound, count) in zip(firsts, data.lengths, strict=False)]
-    return histogram(bins, f"Row lengths of {data.split}", limit=limit)
+    return histogram(bins, f"Row lengths of {data.split}", limit=limit), words
 
 
 def _environment(report: Report) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from memtrain.trainers.protocols.events import (
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.progress import length_words, pair_words, speed_tokens
+from memtrain.trainers.run_folder.report.curves import curve_groups
 from memtrain.trainers.run_folder.report.report import (
     figures_of,
     load_report,
@@ -233,8 +234,10 @@ def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_pat
     assert "held-out reward 0.5000 -> 0.2500 (best 0.5000 at step 2)" in shown
     assert "held-out loss" not in shown
     page = write_report(folder).read_text()
-    for title in ("Reward", "completion_tokens", "kl", "entropy"):
+    for title in ("Reward", "Length of completions", "KL to the reference", "Entropy", "Loss"):
         assert f"<h3>{title}</h3>" in page
+    for group in ("KL and policy", "Lengths", "Optimization and speed"):
+        assert f'<h3 class="group">{group}</h3>' in page
     assert "held-out loss" not in page
 
 
@@ -316,3 +319,16 @@ def test_tokens_left_out_of_split_rows_are_told():
     assert lost_words(split) == ("400 tokens in pieces without a loss token (2 rows split into 5 pieces)")
     whole = DataEvent(rows=9, tokens=900, loss_tokens=90, sequences=5, rows_split=1, fragments=2)
     assert lost_words(whole) == "nothing (1 row split into 2 pieces)"
+
+
+def test_curves_lie_in_groups_with_units_and_unknown_ones_are_folded(tmp_path: Path, make_plan: MakePlan):
+    told = {"rewards/accuracies": 0.5, "rewards/chosen": 0.1, "rewards/rejected": -0.1, "own/metric": 3.0}
+    report = load_report(run_folder(tmp_path, make_plan(), [step(at, 0.6, extra=told) for at in (1, 2)]))
+    large, groups, folded = curve_groups(report)
+    assert [figure.title for figure in large] == ["Loss"]
+    shown = {group.title: [figure.title for figure in group.figures] for group in groups}
+    assert shown["Preferences"] == ["Accuracy", "Implicit rewards"]
+    assert "Rewards" not in shown
+    assert [figure.title for figure in folded] == ["own/metric"]
+    assert ">share of pairs</text>" in groups[0].figures[0].svg
+    assert groups[0].figures[1].legend == (("chosen", "c1"), ("rejected", "c2"))
