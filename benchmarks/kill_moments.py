@@ -30,7 +30,7 @@ PLACES = {
     "writing the card": ("memtrain.trainers.loop.finish", "write_card", 1),
     "listing the final model": ("memtrain.trainers.loop.finish", "note_final", 1),
     "writing the report": ("memtrain.trainers.run_folder.report.final_status", "write_report", 1),
-    "saying that it is done": ("memtrain.trainers.loop.exit_status", "tell_end", 1),
+    "saying that it is done": ("memtrain.trainers.loop.exit_status", "record_end", 1),
 }
 """Moment: module, function, and which of its calls in a process is the last one. `_refuse_empty` is entered
 when all files of the model are written and none has its name; first by the save that is tried."""

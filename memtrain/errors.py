@@ -140,11 +140,11 @@ def words_of(error: BaseException) -> str:
     Advice to run code of a model (`trust_remote_code`) is left out: memtrain never does.
     """
     sentences = re.split(r"(?<=[.!?])\s+|\n+", str(error))
-    said = " ".join(" ".join(one.split()) for one in sentences if "trust_remote_code" not in one).strip()
-    if not said:
+    text = " ".join(" ".join(one.split()) for one in sentences if "trust_remote_code" not in one).strip()
+    if not text:
         return type(error).__name__
-    if len(said) > MOST_WORDS:
-        said = f"{said[:MOST_WORDS]} ... ({len(said) - MOST_WORDS:,} more letters)"
-    said = sayable(said)
+    if len(text) > MOST_WORDS:
+        text = f"{text[:MOST_WORDS]} ... ({len(text) - MOST_WORDS:,} more letters)"
+    text = sayable(text)
     # A KeyError says nothing but the key.
-    return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said.rstrip(".")
+    return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text.rstrip(".")

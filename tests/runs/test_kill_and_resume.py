@@ -98,7 +98,7 @@ def test_ten_killed_runs_move_no_bit(runs, metrics, curve_of, whole, taken_s, se
         "memtrain.trainers.loop.finish.save_final",
         "memtrain.trainers.loop.finish.write_card",
         "memtrain.trainers.run_folder.report.final_status.write_report",
-        "memtrain.trainers.loop.exit_status.tell_end",
+        "memtrain.trainers.loop.exit_status.record_end",
         "memtrain.trainers.model.loading.save.shutil.rmtree",
     ],
 )

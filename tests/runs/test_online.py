@@ -261,13 +261,13 @@ def test_completions_are_judged_as_soon_as_their_group_is_written(
     from memtrain.trainers.online.rollout.reward_scoring import RewardScoring
 
     begun = []
-    plain = RewardScoring.verdicts
+    plain = RewardScoring.score
 
     def verdicts(self, feed, rows, samples, early=None):
         begun.append(sorted(early.begun) if early is not None else [])
         return plain(self, feed, rows, samples, early)
 
-    monkeypatch.setattr(RewardScoring, "verdicts", verdicts)
+    monkeypatch.setattr(RewardScoring, "score", verdicts)
     run(tmp_path, "grpo", cache, "generate.rows=4", "train.max_steps=2")
     assert begun == [[("has_k", number) for number in range(4)]] * 2 + [[]]
 

@@ -52,7 +52,7 @@ def bench(
             progress=lambda text: typer.echo(text, err=True),
         )
     if html is not None:
-        write_text(page(made), html, says_aside=as_json)
+        write_text(page(made), html, confirm_on_stderr=as_json)
     if as_json:
         typer.echo(json.dumps(made.as_json(), indent=1))
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.output.terminal import print_table, print_text
 
 Show = Annotated[bool, typer.Option("--show", help="Print what is in the store, and measure nothing.")]
 Forget = Annotated[
@@ -40,7 +40,7 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
         files = [*where.glob("device-*.json"), *where.glob(FILE)]
         for file in files:
             file.unlink()
-        say(f"{len(files)} files removed from {where}.")
+        print_text(f"{len(files)} files removed from {where}.")
         return
     found: Measured | None = measured_of(hardware.name)
     if not show:
@@ -49,7 +49,7 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
         found = measure(hardware.device, hardware.name)
         remember(found)
     if found is None:
-        say(f"There are no measurements of {hardware.name} under these versions: run `memtrain calibrate`.")
+        print_text(f"There are no measurements of {hardware.name} yet: run `memtrain calibrate`.")
         return
     if as_json:
         typer.echo(json.dumps(found.model_dump() | {"file": str(device_file(found.device))}, indent=1))
@@ -70,7 +70,7 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
     ]
     if found.communication_bytes is not None:
         rows.append(("a communicator", f"{found.communication_bytes / MIB:.0f} MiB"))
-    say(f"{found.device}, measured on {found.made}:")
+    print_text(f"{found.device}, measured on {found.made}:")
     print_table(("what", "measured"), rows)
     kinds = len(read_history().ratios)
-    say(f"Kept in {where}; peaks of {kinds} kinds of runs beside it. Plans for this machine use them.")
+    print_text(f"Kept in {where}; peaks of {kinds} kinds of runs beside it. Plans for this machine use them.")

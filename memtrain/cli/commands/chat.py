@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import say
+from memtrain.cli.output.terminal import print_text
 
 
 def chat(
@@ -30,7 +30,7 @@ def chat(
 
     talk = Chat(trained, system)
     if not talk.has_template:
-        say("The tokenizer has no chat template: each text is continued as it stands.")
+        print_text("The tokenizer has no chat template: each text is continued as it stands.")
     for text in [prompt] if prompt is not None else _turns():
         if text == "/reset":
             talk.reset()

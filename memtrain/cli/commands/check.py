@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
-from memtrain.cli.output.terminal import print_table, say, whole
+from memtrain.cli.output.terminal import print_table, print_text, whole
 
 if TYPE_CHECKING:
     from memtrain.recipes.reading.load import LoadedRecipe
@@ -42,18 +42,20 @@ def check(
         loaded = _rewritten(loaded, overrides or ())
     shown = [one for one in settings(loaded) if every or one[2] != "default"]
     rows = [(key, value, whole(where)) for key, value, where in shown]
-    say(f"{whole(loaded.path)} is a valid {loaded.recipe.method} recipe.")
+    print_text(f"{whole(loaded.path)} is a valid {loaded.recipe.method} recipe.")
     in_files = [one for one in loaded.renamed if one.place.line]
     if in_files:
         words = "1 previous name" if len(in_files) == 1 else f"{len(in_files)} previous names"
-        say(f"{words} in it (see the notes): --rewrite writes the current ones, and keeps every comment.")
-    say()
+        print_text(
+            f"{words} in it (see the notes): --rewrite writes the current ones, and keeps every comment."
+        )
+    print_text()
     print_table(("key", "value", "written at"), rows)
-    say()
+    print_text()
     print_table(("checked", "found"), [(one.item, one.found) for one in found])
     if not every:
-        say()
-        say("Every other key has its default; --all shows them.")
+        print_text()
+        print_text("Every other key has its default; --all shows them.")
 
 
 def _rewritten(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
@@ -66,9 +68,9 @@ def _rewritten(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
 
     files = dict.fromkeys(one.place.source for one in loaded.renamed if one.place.line)
     if not files:
-        say("It has no previous names; nothing was written.")
+        print_text("It has no previous names; nothing was written.")
         return loaded
     for file in files:
         count = rewrite(Path(file), [one for one in loaded.renamed if one.place.source == file])
-        say(f"{whole(file)}: {count} name{'' if count == 1 else 's'} rewritten.")
+        print_text(f"{whole(file)}: {count} name{'' if count == 1 else 's'} rewritten.")
     return load_recipe(str(loaded.path), overrides)

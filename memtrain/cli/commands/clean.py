@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import say, whole
+from memtrain.cli.output.terminal import print_text, whole
 
 
 def clean(
@@ -35,6 +35,6 @@ def clean(
         mend_checkpoints(folder)
         clear_faults(folder)
     for one in left:
-        say(f"removed {whole(one.path)} ({gib(one.num_bytes)})")
+        print_text(f"removed {whole(one.path)} ({gib(one.num_bytes)})")
     if not left:
-        say("there are no half-written files")
+        print_text("there are no half-written files")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.output.terminal import print_table, print_text
 
 
 def doctor(
@@ -21,12 +21,12 @@ def doctor(
         typer.echo(json.dumps(found.as_json(), indent=1))
     else:
         print_table(("package", "version"), [(name, of or "-") for name, of in found.versions.items()])
-        say()
+        print_text()
         rows = [(one.area, one.name, one.outcome.value, one.words) for one in found.findings]
         print_table(("part", "name", "", "found"), rows)
         if found.broken:
-            say()
+            print_text()
             names = ", ".join(f"{one.area} {one.name}" for one in found.broken)
-            say(f"Broken here: {names}. Repair or uninstall these packages.")
+            print_text(f"Broken here: {names}. Repair or uninstall these packages.")
     if found.broken:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import say
+from memtrain.cli.output.terminal import print_text
 
 
 def export(
@@ -29,7 +29,9 @@ def export(
     made = export_run(run, output, step=step, dtype=dtype, max_shard_bytes=_bytes_of(max_shard_size))
     kind = "adapter" if made.is_adapter else "model"
     files = "file" if made.num_files == 1 else "files"
-    say(f"The {kind} after step {made.step} is in {made.folder} ({made.dtype}, {made.num_files} {files}).")
+    print_text(
+        f"The {kind} after step {made.step} is in {made.folder} ({made.dtype}, {made.num_files} {files})."
+    )
 
 
 def _bytes_of(size: str) -> int:

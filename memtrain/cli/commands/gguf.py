@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import say, whole
+from memtrain.cli.output.terminal import print_text, whole
 from memtrain.errors import LaunchError
 
 
@@ -57,12 +57,14 @@ def gguf(
     if is_here:
         if subprocess.run(words, check=False).returncode:
             raise LaunchError("llama.cpp's converter failed", str(folder), "read its message above")
-        say(f"The model is in {whole(target)}.")
+        print_text(f"The model is in {whole(target)}.")
     else:
-        say("convert_hf_to_gguf.py of llama.cpp is not installed here. These commands write the file:")
+        print_text("convert_hf_to_gguf.py of llama.cpp is not installed here. These commands write the file:")
         for line in (*get_converter(), shlex.join(words)):
             typer.echo(f"  {line}")
-    say(f"Wrote {whole(file)}. Ollama: ollama create {model.name} -f {whole(file)}; ollama run {model.name}")
+    print_text(
+        f"Wrote {whole(file)}. Ollama: ollama create {model.name} -f {whole(file)}; ollama run {model.name}"
+    )
 
 
 def _system(run: Path) -> str | None:

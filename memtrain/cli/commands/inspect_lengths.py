@@ -131,7 +131,7 @@ def inspect_lengths(
             shown = printable(line)
             typer.echo(typer.style(shown, bold=True) if is_heading else shown)
     if html is not None:
-        write_text(page(found), html, says_aside=as_json)
+        write_text(page(found), html, confirm_on_stderr=as_json)
     if found.extent.is_partial:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -228,7 +228,7 @@ def _loaded(words: Words) -> LoadedRecipe:
 
     Raises: RecipeError when no data is named, or a key is wrong.
     """
-    from memtrain.cli.output.previous_notes import read_recipe, say_renamed
+    from memtrain.cli.output.previous_notes import print_renamed, read_recipe
     from memtrain.recipes.formats.detect import METHOD_FORMATS
     from memtrain.recipes.reading.load import recipe_of_words
     from memtrain.recipes.registry import METHODS
@@ -259,7 +259,7 @@ def _loaded(words: Words) -> LoadedRecipe:
         given.append(f"model.path={json.dumps(words.tokenizer)}")
     base = [] if is_planned else ["method=sft"]  # Other methods need sections that no length depends on.
     loaded = recipe_of_words([*base, *given, *words.overrides])
-    say_renamed(loaded)
+    print_renamed(loaded)
     return loaded
 
 
@@ -291,14 +291,14 @@ def _progress() -> Iterator[Callable[[int, int, int | None], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    started = told = time.monotonic()
+    started = printed_at = time.monotonic()
 
     def progress(rows: int, tokens: int, total: int | None) -> None:
-        nonlocal told
+        nonlocal printed_at
         now = time.monotonic()
-        if now - told < EVERY_S:
+        if now - printed_at < EVERY_S:
             return
-        told = now
+        printed_at = now
         speed = rows / max(now - started, 1e-9)
         of, left = "", ""
         if total is not None and total > rows:

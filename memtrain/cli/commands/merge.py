@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import say, whole
+from memtrain.cli.output.terminal import print_text, whole
 
 
 def merge(
@@ -25,9 +25,11 @@ def merge(
     from memtrain.trainers.tools.merge import merge_run
 
     merged = merge_run(run, output, dtype)
-    say(f"{merged.num_modules} modules merged; the model is in {whole(merged.folder)} ({merged.dtype}).")
+    print_text(
+        f"{merged.num_modules} modules merged; the model is in {whole(merged.folder)} ({merged.dtype})."
+    )
     if merged.was_quantized:
-        say(
+        print_text(
             f"The adapter was trained on {merged.was_quantized} weights and merged into the full ones: "
             "evaluate it again before you use it."
         )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.output.terminal import print_table, print_text
 from memtrain.recipes.registry import METHODS
 
 
@@ -25,7 +25,7 @@ def methods(
         (True, "Exact, the same numbers as without them (memory.use, memory.never):"),
         (False, "Changing the result of training (memory.allow, memory.use, memory.never):"),
     ):
-        say(words)
+        print_text(words)
         print_table(
             ("strategy", "what it does"),
             [(one.name, one.says) for one in STRATEGIES.values() if one.is_exact is is_exact],

@@ -109,8 +109,8 @@ def plan(
     if solve is not None:
         from memtrain.cli.plan.solve import solution
 
-        told = solution(solve, question, facts)
-        typer.echo(json.dumps(told.as_json(), indent=1) if as_json else told.text())
+        solved = solution(solve, question, facts)
+        typer.echo(json.dumps(solved.as_json(), indent=1) if as_json else solved.text())
         return
     made = answer(question, facts, note)
     traced, why_not = trace_answer(made, is_whole=explain) if trace else (None, "")
@@ -118,7 +118,7 @@ def plan(
         from memtrain.cli.output.terminal import write_text
         from memtrain.cli.plan.html import page
 
-        write_text(page(made, traced), html, says_aside=as_json)
+        write_text(page(made, traced), html, confirm_on_stderr=as_json)
     if as_json:
         typer.echo(json.dumps(json_of(made, traced, why_not), indent=1))
     if as_json or html is not None:
@@ -146,7 +146,7 @@ def _refuse_for_a_model(*options: object, is_asked: bool) -> None:
 
 
 def _print_model(model: str, overrides: list[str], *, as_json: bool) -> None:
-    from memtrain.cli.output.terminal import print_table, say, whole
+    from memtrain.cli.output.terminal import print_table, print_text, whole
     from memtrain.cli.plan.model_table import LENGTH, rows_of, table_of
     from memtrain.cli.plan.model_table import as_json as json_of
 
@@ -155,15 +155,15 @@ def _print_model(model: str, overrides: list[str], *, as_json: bool) -> None:
         typer.echo(json.dumps(json_of(cells), indent=1))
         return
     notes = [note for cell in cells if cell.answer is not None for note in cell.answer.notes]
-    say(
+    print_text(
         f"{whole(model)}: supervised fine-tuning, rows of {LENGTH:,} tokens (length.max_length=N changes it)."
     )
     for note in dict.fromkeys(one for one in notes if not one.startswith("The data was not read")):
-        say(note)
+        print_text(note)
     typer.echo()
     print_table(("way", "card", "needs", "tokens/s", "how"), rows_of(cells))
     typer.echo()
-    say(
+    print_text(
         "The fastest plan that fits each card, margin included; speeds are computed, not measured. A dataset "
         f"and a model make a run: memtrain sft DATASET --model {whole(model)} (LoRA: model.adapter={{}})."
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say, whole
+from memtrain.cli.output.terminal import print_table, print_text, whole
 from memtrain.errors import LaunchError, RecipeError, words_of
 
 
@@ -32,12 +32,12 @@ def push(
         ("file", "size"), [(str(path.relative_to(folder)), gib(path.stat().st_size)) for path in files]
     )
     if not (folder / "README.md").is_file():
-        say("There is no README.md in it: the repository will have no model card.")
+        print_text("There is no README.md in it: the repository will have no model card.")
     if dry_run:
-        say(f"Nothing was uploaded. It would go to https://huggingface.co/{name}.")
+        print_text(f"Nothing was uploaded. It would go to https://huggingface.co/{name}.")
         return
     url = _uploaded(folder, name, is_private=private)
-    say(f"{whole(folder)} is at {url}.")
+    print_text(f"{whole(folder)} is at {url}.")
 
 
 def _uploaded(folder: Path, name: str, *, is_private: bool) -> str:

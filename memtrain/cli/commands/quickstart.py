@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say, whole
+from memtrain.cli.output.terminal import print_table, print_text, whole
 
 
 def quickstart(
@@ -26,16 +26,20 @@ def quickstart(
     from memtrain.trainers.run_folder.report.sample import sample_rows
     from memtrain.trainers.tools.peak_of_call import measure
 
-    say("Trains a tiny model from random weights on made-up word problems: about a minute on one core.")
-    say()
+    print_text(
+        "Trains a tiny model from random weights on made-up word problems: about a minute on one core."
+    )
+    print_text()
     folder = RunFolder(run_recipe("sft", "quickstart", [], run_dir=run_dir, resume=False))
-    say()
-    say("Two steps of the same rows without the plan (padded, every activation and all logits kept) ...")
+    print_text()
+    print_text(
+        "Two steps of the same rows without the plan (padded, every activation and all logits kept) ..."
+    )
     plain = measure(plain_plan(read_plan(folder.plan)))
     report = load_report(folder)
     figures = figures_of(report)
     saved = 1 - (figures.measured_bytes or 0) / plain.peak_bytes
-    say()
+    print_text()
     print_table(
         ("quickstart", ""),
         [
@@ -52,10 +56,12 @@ def quickstart(
             *sample_rows(report),
         ],
     )
-    say()
-    say(
+    print_text()
+    print_text(
         "The sample: a problem that was held out, and the model's own text after it. A model this small "
         "learns the form of an answer, and few right ones."
     )
-    say()
-    say(f"Next: memtrain init sft -o my.yaml; memtrain sft my.yaml. The recipe here: {whole(folder.recipe)}")
+    print_text()
+    print_text(
+        f"Next: memtrain init sft -o my.yaml; memtrain sft my.yaml. The recipe here: {whole(folder.recipe)}"
+    )

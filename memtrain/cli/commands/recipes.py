@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.output.terminal import print_table, print_text
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, header, shipped_names
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help="The shipped recipes.")
@@ -25,8 +25,8 @@ def recipes(context: typer.Context) -> None:
     folder = configs_dir()
     rows = [(name, header(folder / f"{name}.yaml")[0]) for name in shipped_names()]
     print_table(("recipe", "what it trains"), rows)
-    say()
-    say("Print one: memtrain recipes show NAME. Run one: memtrain METHOD NAME.")
+    print_text()
+    print_text("Print one: memtrain recipes show NAME. Run one: memtrain METHOD NAME.")
 
 
 @app.command()

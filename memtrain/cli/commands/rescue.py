@@ -88,9 +88,9 @@ def rescue(
     method = None if method is None else spelled_method(method)
     found = rescued(Asked(config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory))
     if output is not None and found.recipe_text:
-        write_text(found.recipe_text, output, replace=force, says_aside=True)
+        write_text(found.recipe_text, output, replace=force, confirm_on_stderr=True)
     if html is not None:
-        write_text(page(found), html, says_aside=as_json)
+        write_text(page(found), html, confirm_on_stderr=as_json)
     if as_json:
         typer.echo(json.dumps(json_of(found), indent=1))
     elif html is None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument
-from memtrain.cli.output.terminal import say, whole
+from memtrain.cli.output.terminal import print_text, whole
 
 
 def score(
@@ -31,7 +31,7 @@ def score(
 
     Keys of a recipe may follow as `section.key=value` (data.columns, length.max_length, cluster.device, ...).
     """
-    from memtrain.cli.output.previous_notes import say_renamed
+    from memtrain.cli.output.previous_notes import print_renamed
     from memtrain.cli.plan.make_plan import model_config
     from memtrain.memory.hardware.devices import detect
     from memtrain.memory.rules.ledger import SourcedRecipe
@@ -44,7 +44,7 @@ def score(
     if not any(word.startswith("length.max_length=") for word in words):
         words.append("length.max_length=null")
     loaded = recipe_of_words(words)
-    say_renamed(loaded)
+    print_renamed(loaded)
     hardware = detect(loaded.recipe.cluster.device)
     config = model_config(loaded.recipe.model)
     settings = scoring_settings(SourcedRecipe(loaded.recipe, loaded.where), hardware, config)
@@ -52,8 +52,8 @@ def score(
     from memtrain.trainers.tools.score import write_rewards
 
     count, share = write_rewards(
-        loaded.recipe, settings, output, scored.adapter, emit=lambda note: say(f"Data {note}.")
+        loaded.recipe, settings, output, scored.adapter, emit=lambda note: print_text(f"Data {note}.")
     )
-    say(f"{count:,} rows scored; the rewards are in {whole(output)}.")
+    print_text(f"{count:,} rows scored; the rewards are in {whole(output)}.")
     if share is not None:
-        say(f"The chosen answer has the higher reward in {share:.1%} of the pairs.")
+        print_text(f"The chosen answer has the higher reward in {share:.1%} of the pairs.")

@@ -29,7 +29,7 @@ def show_data(
     """
     from memtrain.cli.launch.summary import reading_progress
     from memtrain.cli.output.previous_notes import read_recipe
-    from memtrain.cli.output.terminal import say
+    from memtrain.cli.output.terminal import print_text
     from memtrain.cli.plan.recipe_lines import at_their_lines
     from memtrain.errors import RecipeError
     from memtrain.recipes.recipe import HAS_ANSWERS
@@ -62,12 +62,12 @@ def show_data(
     for number, sequence in enumerate(shown, start=1):
         is_packed = len(sequence.pieces) > 1 and not has_parts
         what = f"{len(sequence.pieces)} packed rows, " if is_packed else ""
-        say(f"Sequence {number}: {what}{sequence.num_tokens:,} tokens.")
+        print_text(f"Sequence {number}: {what}{sequence.num_tokens:,} tokens.")
         for piece in sequence.pieces:
             print_piece(piece)
         typer.echo()
     for sentence in data.words():
-        say(sentence)
+        print_text(sentence)
 
 
 def print_piece(piece: Piece) -> None:

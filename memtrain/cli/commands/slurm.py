@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, RecipeArgument
-from memtrain.cli.output.terminal import say, whole
+from memtrain.cli.output.terminal import print_text, whole
 from memtrain.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def slurm(
 
     submission = prepare(recipe, [*(overrides or []), *words], run_dir)
     if submission is None:
-        say("Every run of this job is finished; nothing was written. To run it again: another --run-dir.")
+        print_text(
+            "Every run of this job is finished; nothing was written. To run it again: another --run-dir."
+        )
         return
     _write(submission, submit=submit, dry_run=dry_run)
 
@@ -76,17 +78,19 @@ def _write(submission: Submission, *, submit: bool, dry_run: bool) -> None:
     print_plan(submission.planned[0])
     job = submission.job
     if job.is_array:
-        say(f"{len(job.runs)} runs, the plan of the first above: {', '.join(run.name for run in job.runs)}.")
-    say(f"Asked to save {job.lead_s} s before the time limit: {submission.lead_reason}.")
+        print_text(
+            f"{len(job.runs)} runs, the plan of the first above: {', '.join(run.name for run in job.runs)}."
+        )
+    print_text(f"Asked to save {job.lead_s} s before the time limit: {submission.lead_reason}.")
     submission.write()
     if dry_run:
         typer.echo(job.script.read_text())
         if has_slurm():
-            say(try_submission(job.script))
+            print_text(try_submission(job.script))
     if not submit:
-        say("Nothing was submitted. To submit it:")
+        print_text("Nothing was submitted. To submit it:")
         typer.echo(f"sbatch {shlex.quote(str(job.script))}")
         return
     number = submit_script(job.script)
     submission.record(number)
-    say(f"Submitted as job {number}. `memtrain status {whole(job.folder)}` shows its state.")
+    print_text(f"Submitted as job {number}. `memtrain status {whole(job.folder)}` shows its state.")

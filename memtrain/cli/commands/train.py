@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, complete_recipe
-from memtrain.cli.output.terminal import say, whole
+from memtrain.cli.output.terminal import print_text, whole
 from memtrain.recipes.registry import METHODS
 
 DryRun = Annotated[
@@ -63,7 +63,7 @@ def _verb(method: str | None, says: str) -> Callable[..., None]:
             refuse_dataset(recipe, method)
         else:
             recipe, overrides = str(write_recipe(method, recipe, model, overrides or [])), None
-            say(f"Wrote {whole(recipe)}: the recipe of this run.")
+            print_text(f"Wrote {whole(recipe)}: the recipe of this run.")
         run_recipe(method, recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
 
     command.__doc__ = says
@@ -111,14 +111,14 @@ def run_recipe(
         plan = planned.plan
         check_rewards(loaded, plan.data)
         if resume and is_over(folder, plan):
-            say(
+            print_text(
                 f"The run in {whole(folder.path)} is finished; nothing was done. Its model: "
                 f"{whole(folder.final)}"
             )
-            say("To run it again: --no-resume, or another --run-dir.")
+            print_text("To run it again: --no-resume, or another --run-dir.")
             return folder.path
         if resume and (lost := lost_model(folder)):
-            say(f"The run is finished, but in {whole(folder.final)} {lost}: it is written again.")
+            print_text(f"The run is finished, but in {whole(folder.final)} {lost}: it is written again.")
         print_plan(planned)
         try:
             folder.recipe.write_text(recipe_yaml(plan))
@@ -127,7 +127,7 @@ def run_recipe(
         except OSError as error:
             raise disk_fault(error, "the plan cannot be written", folder.path) from None
         if dry_run:
-            say(f"Nothing was started. The plan is in {whole(folder.plan)}; {whole(script)} runs it.")
+            print_text(f"Nothing was started. The plan is in {whole(folder.plan)}; {whole(script)} runs it.")
             return folder.path
         start(plan, folder, lock, resume=resume)
         print_end(folder)

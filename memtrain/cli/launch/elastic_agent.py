@@ -71,7 +71,7 @@ def run_agent(
         raise KeyboardInterrupt
     if code:
         is_early = bool(asked.signals) and not _has_begun(folder, began)
-        raise watch.hung or _fault(folder, num_ranks, code, is_early=is_early, said=listener.said)
+        raise watch.hung or _fault(folder, num_ranks, code, is_early=is_early, output=listener.output)
     clear_faults(folder)
 
 
@@ -136,8 +136,8 @@ def _wait(process: subprocess.Popen[str], asked: _Asked, watch: HangWatch) -> in
                 asked.send(signal.SIGKILL)
                 process.kill()
     # An agent that was killed leaves its ranks: they save and stop.
-    is_told = code < 0 and asked.send(signal.SIGTERM)
-    while is_told and asked.living:
+    is_reported = code < 0 and asked.send(signal.SIGTERM)
+    while is_reported and asked.living:
         time.sleep(LOOK_S)
         if asked.wants_no_more or watch.is_hung(is_asked=True):
             asked.send(signal.SIGKILL)
@@ -162,7 +162,7 @@ class _Listener(threading.Thread):
         self._held: list[str] = []
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Text that the agent wrote."""
         return "".join(self._held)
 
@@ -177,7 +177,7 @@ class _Listener(threading.Thread):
                 sys.stderr.flush()
 
 
-def _fault(folder: RunFolder, num_ranks: int, code: int, *, is_early: bool, said: str) -> Exception:
+def _fault(folder: RunFolder, num_ranks: int, code: int, *, is_early: bool, output: str) -> Exception:
     """The error that ended the processes, recorded in the run folder too; the agent's own words only where no
     rank left any."""
     error = root_fault(folder, num_ranks)
@@ -188,11 +188,11 @@ def _fault(folder: RunFolder, num_ranks: int, code: int, *, is_early: bool, said
             "run the same command again to resume from here",
         )
     if error is None:
-        sys.stderr.write(plain_line(said))
+        sys.stderr.write(plain_line(output))
         error = LaunchError(
             f"the processes ended with exit code {code} and no error message",
             str(folder.path),
-            "the launcher's messages above" if said else "look for a process that was killed",
+            "the launcher's messages above" if output else "look for a process that was killed",
         )
     correct_status(folder, error)
     return error

@@ -85,7 +85,7 @@ class HangWatch:
 
     def _places(self) -> str:
         """Last known place of each rank."""
-        places = [said.partition(" ")[2] or "its imports" for said in self._seen]
+        places = [message.partition(" ")[2] or "its imports" for message in self._seen]
         return "; ".join(f"rank {rank} is in {place}" for rank, place in enumerate(places))
 
 

@@ -32,8 +32,8 @@ def recipe_yaml(plan: Plan) -> str:
     """The recipe with every default written out: it can be run again by itself, where the environment
     variables that it reads are set."""
     given = _escaped(plan.recipe.model_dump(mode="json", exclude_none=True))
-    said = hidden(cast(dict[str, JsonValue], given), plan.environment)
-    return yaml.safe_dump(said, sort_keys=False, width=100)
+    values = hidden(cast(dict[str, JsonValue], given), plan.environment)
+    return yaml.safe_dump(values, sort_keys=False, width=100)
 
 
 def _escaped(value: object) -> object:

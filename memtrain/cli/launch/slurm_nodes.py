@@ -78,10 +78,10 @@ def _cores_per_process(loaded: LoadedRecipe, asked: Slurm) -> int:
 
 def _known_gpu(loaded: LoadedRecipe, nodes: Sequence[Node]) -> str:
     """The smallest kind of GPU among the nodes."""
-    said = {node.gpu for node in nodes if node.gpu}
-    known = {card_name(gpu) for gpu in said}
-    if not said or None in known:
-        words = f" (its nodes say: {', '.join(sorted(said))})" if said else ""
+    gpus = {node.gpu for node in nodes if node.gpu}
+    known = {card_name(gpu) for gpu in gpus}
+    if not gpus or None in known:
+        words = f" (its nodes say: {', '.join(sorted(gpus))})" if gpus else ""
         asked = loaded.recipe.cluster.slurm
         where = f"partition {asked.partition}" if asked and asked.partition else "the partition"
         raise RecipeError(

@@ -64,14 +64,14 @@ class JobState:
 
     def words(self) -> str:
         """The state in a line for people."""
-        said = [self.state + (f" ({self.reason})" if self.reason else "")]
+        parts = [self.state + (f" ({self.reason})" if self.reason else "")]
         if self.nodes:
-            said.append(f"on {self.nodes}")
-        said.append(f"{self.run_time} of {self.time_limit}")
-        said.append(f"restart {self.restarts}" if self.restarts else "first start")
+            parts.append(f"on {self.nodes}")
+        parts.append(f"{self.run_time} of {self.time_limit}")
+        parts.append(f"restart {self.restarts}" if self.restarts else "first start")
         if not self.is_living:
-            said.append(f"exit code {self.exit_code}")
-        return ", ".join(said)
+            parts.append(f"exit code {self.exit_code}")
+        return ", ".join(parts)
 
 
 def read_record(run: Path) -> JobRecord | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say, whole
+from memtrain.cli.output.terminal import print_table, print_text, whole
 from memtrain.cli.plan.make_plan import Planned
 from memtrain.cli.plan.tables import rows_words, why_words
 from memtrain.errors import printable
@@ -23,13 +23,13 @@ EVERY_S = 0.5
 def reading_progress() -> Iterator[Callable[[int, int], None]]:
     """Takes (rows, tokens) read so far; tells them on a terminal, in one line that is written over."""
     is_live = sys.stderr.isatty()
-    started = told = time.monotonic()
+    started = printed_at = time.monotonic()
 
     def progress(rows: int, tokens: int) -> None:
-        nonlocal told
+        nonlocal printed_at
         now = time.monotonic()
-        if is_live and now - told >= EVERY_S:
-            told = now
+        if is_live and now - printed_at >= EVERY_S:
+            printed_at = now
             speed = rows / max(now - started, 1e-9)
             sys.stderr.write(f"\r\x1b[Ktokenizing: {rows:,} rows, {tokens:,} tokens, {speed:,.0f} rows/s")
             sys.stderr.flush()
@@ -42,10 +42,10 @@ def reading_progress() -> Iterator[Callable[[int, int], None]]:
 def print_plan(planned: Planned) -> None:
     """The plan in short: the rows, the decisions, the predicted peak with and without them."""
     plan = planned.plan
-    say(f"{plan.recipe.method}: {whole(plan.recipe_path)} into {whole(plan.run_dir)}")
-    say(rows_words(planned.profile.report))
+    print_text(f"{plan.recipe.method}: {whole(plan.recipe_path)} into {whole(plan.run_dir)}")
+    print_text(rows_words(planned.profile.report))
     for sentence in plan.data.words():
-        say(sentence)
+        print_text(sentence)
     typer.echo()
     print_table(
         ("setting", "value", "why"),
@@ -53,7 +53,7 @@ def print_plan(planned: Planned) -> None:
     )
     typer.echo()
     peak, plain = plan.prediction.peak, plan.plain.peak
-    say(
+    print_text(
         f"Predicted peak of live tensors: {gib(peak.num_bytes)} in the {peak.phase}; "
         f"{gib(plain.num_bytes)} without memory strategies."
     )

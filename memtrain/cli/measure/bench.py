@@ -42,14 +42,14 @@ class Measured:
     fault: str = ""
     """Reason of a missing measurement: out of memory, or another end of its process."""
 
-    def take(self, told: dict[str, Any]) -> None:
+    def take(self, measured: dict[str, Any]) -> None:
         """Add a measurement, as `memtrain.trainers.tools.bench` prints it."""
-        self.peaks.append(int(told["peak_bytes"]))
-        self.reserved.append(int(told["reserved_bytes"]))
-        self.rss.append(int(told["rss_bytes"]))
-        self.speeds.append(told["tokens"] / max(1e-9, told["seconds"]))
-        self.losses = tuple(told["losses"])
-        rows, tokens, loss_tokens, longest = told["heaviest"]
+        self.peaks.append(int(measured["peak_bytes"]))
+        self.reserved.append(int(measured["reserved_bytes"]))
+        self.rss.append(int(measured["rss_bytes"]))
+        self.speeds.append(measured["tokens"] / max(1e-9, measured["seconds"]))
+        self.losses = tuple(measured["losses"])
+        rows, tokens, loss_tokens, longest = measured["heaviest"]
         self.heaviest = rows, tokens, loss_tokens, longest
 
 
@@ -157,11 +157,11 @@ def in_turns(measured: Sequence[Measured], place: Path, steps: int, repeats: int
             progress(f"{repeat + 1} of {repeats}: {one.variant.name}")
             folder = place / f"variant-{number}"
             folder.mkdir(exist_ok=True)
-            told = measure_apart(one.variant.plan.write(folder), steps)
-            if isinstance(told, str):
-                one.fault = told
+            found = measure_apart(one.variant.plan.write(folder), steps)
+            if isinstance(found, str):
+                one.fault = found
             else:
-                one.take(told)
+                one.take(found)
 
 
 def measure_apart(plan: Path, steps: int) -> dict[str, Any] | str:

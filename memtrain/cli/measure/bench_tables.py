@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from memtrain.cli.measure.bench import Bench, Row
-from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.output.terminal import print_table, print_text
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
 from memtrain.trainers.pages.memory_bars import memory_unit
@@ -20,13 +20,13 @@ HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "of pl
 
 def print_bench(made: Bench) -> None:
     """The waterfall, what each strategy is worth in the whole plan, and the other recipe."""
-    say(heading(made))
+    print_text(heading(made))
     for title, rows in sections(made):
         typer.echo()
-        say(title)
+        print_text(title)
         print_table(HEADERS, table(rows, made.rows[0]))
     typer.echo()
-    say(NOTE)
+    print_text(NOTE)
 
 
 NOTE = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.output.terminal import print_table, print_text
 
 if TYPE_CHECKING:
     from memtrain.trainers.tools.verify.result import Ran, Verification
@@ -41,9 +41,9 @@ def verified(
 
 def print_verification(made: Verification) -> None:
     """The checks, what ran, and the verdict."""
-    say(f"{made.method}: {made.recipe}, {made.steps} steps in {made.dtype} on {made.device}")
+    print_text(f"{made.method}: {made.recipe}, {made.steps} steps in {made.dtype} on {made.device}")
     for note in made.notes:
-        say(f"Note: {note}.")
+        print_text(f"Note: {note}.")
     typer.echo()
     print_table(
         ("check", "outcome", "what was found"),
@@ -61,7 +61,7 @@ def print_verification(made: Verification) -> None:
         typer.echo(f"  {kernel}")
     typer.echo()
     failed = [check.name for check in made.checks if check.outcome == "fail"]
-    say(
+    print_text(
         "The plan gives the numbers of the plain run."
         if made.is_exact
         else f"The plan does NOT give the numbers of the plain run: {', '.join(failed)}."

@@ -15,11 +15,11 @@ def read_recipe(recipe: str, overrides: Sequence[str] = (), *, method: str | Non
     Raises: RecipeError with every fault that was found.
     """
     loaded = load_recipe(recipe, overrides, method=method)
-    say_renamed(loaded)
+    print_renamed(loaded)
     return loaded
 
 
-def say_renamed(loaded: LoadedRecipe, known: Sequence[Renaming] = ()) -> None:
+def print_renamed(loaded: LoadedRecipe, known: Sequence[Renaming] = ()) -> None:
     """Print a note for every previous name that a recipe was read with, but for those `known` already."""
     for one in loaded.renamed:
         if one not in known:

@@ -39,7 +39,7 @@ def wrapped(text: str, width: int, *, drop_whitespace: bool = True) -> list[str]
     return [line.replace(GLUE, " ") for line in lines]
 
 
-def say(text: str = "") -> None:
+def print_text(text: str = "") -> None:
     """Print a paragraph, wrapped at words; a path with spaces is to be given as `whole(path)`."""
     typer.echo("\n".join(wrapped(printable(text), columns())))
 
@@ -84,8 +84,10 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         typer.echo(line)
 
 
-def write_text(text: str, output: Path | None, *, replace: bool = True, says_aside: bool = False) -> None:
-    """Print a text, or write it to a file and say so (`says_aside`: on stderr).
+def write_text(
+    text: str, output: Path | None, *, replace: bool = True, confirm_on_stderr: bool = False
+) -> None:
+    """Print a text, or write it to a file and confirm it (`confirm_on_stderr`: on stderr).
 
     Raises: RecipeError when the file cannot be written, or exists and may not be replaced.
     """
@@ -100,4 +102,4 @@ def write_text(text: str, output: Path | None, *, replace: bool = True, says_asi
         raise RecipeError(
             f"{output} cannot be written: {error.strerror}", "-o", "name a file in a folder that exists"
         ) from error
-    typer.echo(f"wrote {output}", err=says_aside)
+    typer.echo(f"wrote {output}", err=confirm_on_stderr)

@@ -37,7 +37,7 @@ def page(made: Answer, traced: Traced | None) -> str:
     return render(
         TEMPLATE,
         title=f"{resolved.case.recipe.method}: {name} on {made.question.hardware.words()}",
-        said=(verdict, *made.notes),
+        sentences=(verdict, *made.notes),
         memory=_memory(made, traced),
         pareto=_pareto(made),
         tables=_tables(made),

@@ -94,23 +94,23 @@ def resolve_again(asked: SourcedRecipe, facts: PlannerInputs, begun: Begun) -> R
     settings = _read(begun.settings)
     if settings is None:
         why = "the checkpoint's settings are of another version of memtrain, unknown to this one"
-        return _told(resolve(asked, facts), "new", why, begun)
+        return _with_decision(resolve(asked, facts), "new", why, begun)
     asked, facts = _at_its_length(asked, facts, settings)
     moved = _moved(asked, begun)
     if moved:
-        return _told(resolve(asked, facts), "new", f"changed in the recipe: {moved}", begun)
+        return _with_decision(resolve(asked, facts), "new", f"changed in the recipe: {moved}", begun)
     try:
         made = resolve(kept_pins(asked, settings), _with_room(facts, settings))
     except (DoesNotFit, RecipeError) as fault:
         new = resolve(asked, facts)
         why = f"{_why_not(fault, asked, facts, settings)}; the new plan needs {_need(new)}"
-        return _told(new, "new", why, begun)
+        return _with_decision(new, "new", why, begun)
     made = replace(
         made, case=replace(made.case, asked=asked), settings=_same_sampler(made.settings, settings)
     )
     budget = gib(made.prediction.budget_bytes or 0)
     why = f"the plan of the checkpoint; it needs {_need(made)} of {budget}{_beside(facts, settings)}"
-    return _told(made, "kept", why, begun)
+    return _with_decision(made, "kept", why, begun)
 
 
 def _read(saved: Mapping[str, JsonValue]) -> Settings | None:
@@ -194,7 +194,7 @@ def _need(made: Resolved) -> str:
     return f"{gib(made.chosen.need_bytes)} (margin included)"
 
 
-def _told(made: Resolved, value: str, why: str, begun: Begun) -> Resolved:
+def _with_decision(made: Resolved, value: str, why: str, begun: Begun) -> Resolved:
     source = f"checkpoint of step {begun.step}"
-    told = Decision(setting="plan", value=value, reason=why, source=source)
-    return replace(made, decisions=(told, *made.decisions))
+    decision = Decision(setting="plan", value=value, reason=why, source=source)
+    return replace(made, decisions=(decision, *made.decisions))

@@ -80,19 +80,19 @@ def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:
     """The answer of the planner, with the time of a typical step."""
     settings = resolved.settings
     batch, _ = typical_micro_batch(settings, facts)
-    said = [f"micro-batch of {batch.rows} rows"]
+    parts = [f"micro-batch of {batch.rows} rows"]
     if settings.checkpoint_every:
-        said.append("activation checkpointing")
+        parts.append("activation checkpointing")
     if settings.slice_tokens:
-        said.append("streamed layers")
+        parts.append("streamed layers")
     if settings.offload != "none":
-        said.append("activation offloading")
+        parts.append("activation offloading")
     peak = resolved.prediction.peak
     return Cost(
         fits=True,
         peak_bytes=peak.num_bytes,
         step_s=resolved.chosen.step_s,
-        words=f"{gib(peak.num_bytes)} in the {peak.phase}, {', '.join(said)}",
+        words=f"{gib(peak.num_bytes)} in the {peak.phase}, {', '.join(parts)}",
     )
 
 

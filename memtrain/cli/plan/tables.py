@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say, whole
+from memtrain.cli.output.terminal import print_table, print_text, whole
 from memtrain.cli.plan.answer import Answer, everything, figures_words
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.estimate.static import overhead
@@ -31,11 +31,11 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     """The plan: its fit, the owners of each phase, and the gain of each choice."""
     resolved, chosen = made.resolved, made.chosen
     name = recipe_name(made.question.loaded.path)
-    say(f"{name} on {made.question.hardware.words()}: {_fits_words(made)}")
+    print_text(f"{name} on {made.question.hardware.words()}: {_fits_words(made)}")
     for note in made.notes:
-        say(note)
+        print_text(note)
     if made.report is not None:
-        say(rows_words(made.report))
+        print_text(rows_words(made.report))
     typer.echo()
     print_table(*owner_table(resolved.prediction, resolved.plain))
     typer.echo()
@@ -51,7 +51,7 @@ def print_answer(made: Answer, *, explain: bool) -> None:
         ],
     )
     typer.echo()
-    say(
+    print_text(
         f"Predicted speed: {made.tokens_per_s:,.0f} tokens/s, {seconds(chosen.step_s)} a step. It is "
         "computed, not measured: use it to compare plans."
         + (" Generation and scoring of completions are not included." if resolved.case.recipe.online else "")
@@ -60,7 +60,7 @@ def print_answer(made: Answer, *, explain: bool) -> None:
         _print_rest(made)
     else:
         typer.echo()
-        say(
+        print_text(
             "--explain: why other strategies were left out, the best plan of each size, and the lines "
             "that pin this plan. --trace: check the peak by a trace of the run's own step."
         )
@@ -140,7 +140,7 @@ def _print_rest(made: Answer) -> None:
     lines = yaml_lines(pins(resolved.case.asked, resolved.settings))
     if lines:
         typer.echo()
-        say("To pin this plan, write into the recipe:")
+        print_text("To pin this plan, write into the recipe:")
         typer.echo("\n".join(f"  {line}" for line in lines))
 
 
@@ -156,7 +156,7 @@ def _print_engines(made: Answer) -> None:
         for one in made.engines
     ]
     if rows:
-        say("Needs of each engine:")
+        print_text("Needs of each engine:")
         print_table(("engine", "needs", "a step", "why"), rows)
         typer.echo()
 
@@ -178,7 +178,7 @@ def _print_frontier(made: Answer) -> None:
         )
         for one in shown
     ]
-    say("The best plan of each size (* this one):")
+    print_text("The best plan of each size (* this one):")
     print_table(("", "needs", "tokens/s", "how"), rows)
 
 
@@ -199,30 +199,30 @@ def thinned(best: list[Priced], *, chosen: Priced, most: int = 10) -> list[Price
 
 def settings_words(settings: Settings) -> str:
     """The memory choices of settings in a few words."""
-    said = [form_words(settings)] if settings.num_processes > 1 else []
+    parts = [form_words(settings)] if settings.num_processes > 1 else []
     if settings.adapter is not None:
-        said.append("LoRA" if settings.quantize == "none" else f"LoRA on {settings.quantize}")
+        parts.append("LoRA" if settings.quantize == "none" else f"LoRA on {settings.quantize}")
     if settings.checkpoint_every:
         every = settings.checkpoint_every
-        said.append("checkpointing" if every == 1 else f"checkpointing every {every}")
+        parts.append("checkpointing" if every == 1 else f"checkpointing every {every}")
     if settings.slice_tokens:
-        said.append(f"layers in slices of {settings.slice_tokens:,}")
+        parts.append(f"layers in slices of {settings.slice_tokens:,}")
     if settings.offload != "none":
-        said.append(f"offloading {settings.offload}")
+        parts.append(f"offloading {settings.offload}")
     if settings.weights_offload:
-        said.append("weights on CPU")
+        parts.append("weights on CPU")
     if settings.in_backward:
-        said.append("step in backward")
+        parts.append("step in backward")
     if settings.optimizer_offload:
         copies = settings.master_weights and settings.copies != "stochastic"
-        said.append(f"optimizer states{' and float32 copies' * copies} on CPU")
+        parts.append(f"optimizer states{' and float32 copies' * copies} on CPU")
     if settings.optimizer != "adamw":
-        said.append(settings.optimizer)
-    said.append(f"{settings.loss} loss")
+        parts.append(settings.optimizer)
+    parts.append(f"{settings.loss} loss")
     size = (
         f"{settings.micro_tokens:,} tokens" if settings.micro_tokens else f"{settings.micro_batch_size} rows"
     )
-    return ", ".join([*said, f"{size} at once"])
+    return ", ".join([*parts, f"{size} at once"])
 
 
 def seconds(value: float) -> str:
@@ -234,24 +234,24 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
     """Result of the trace beside the arithmetic."""
     typer.echo()
     if traced is None:
-        say(f"The prediction is not checked by a trace: {why_not}.")
+        print_text(f"The prediction is not checked by a trace: {why_not}.")
         return
     resolved = made.resolved
     found = traced.prediction.model_copy(update={"budget_bytes": resolved.prediction.budget_bytes})
     took = "remembered" if traced.is_remembered else f"{traced.seconds:.1f} s"
-    say(f"Checked on the run's own step: {difference(resolved.prediction, found)} ({took}).")
+    print_text(f"Checked on the run's own step: {difference(resolved.prediction, found)} ({took}).")
     waiting = [f"{owner} {gib(size)}" for owner, size in traced.host_bytes.items() if size]
     if waiting:
-        say(f"In host memory meanwhile: {', '.join(waiting)}.")
+        print_text(f"In host memory meanwhile: {', '.join(waiting)}.")
     if not explain:
         return
     typer.echo()
     print_table(*owner_table(found, resolved.plain))
     typer.echo()
-    say(verdict(resolved.settings, found))
+    print_text(verdict(resolved.settings, found))
     if traced.reserved_bytes is not None:
         share = traced.reserved_bytes / found.peak.num_bytes - 1
-        say(
+        print_text(
             "Replayed through the model of CUDA's caching allocator: "
             f"{gib(traced.reserved_bytes)} reserved ({share:+.1%})."
         )
@@ -276,20 +276,22 @@ def _tokens(tokens: int, loss_tokens: int, report: LengthReport) -> str:
 def rows_words(report: LengthReport) -> str:
     """Effects of truncation and packing, in one paragraph: every loss is said here."""
     counted = _tokens(report.num_tokens, report.num_loss_tokens, report)
-    said = [f"{count_of(report.num_rows, 'row')}, {counted}"]
+    parts = [f"{count_of(report.num_rows, 'row')}, {counted}"]
     if report.rows_cut:
         sides = by_answer_words(report.loss_tokens_cut_by_answer)
         lost = _tokens(report.tokens_cut, report.loss_tokens_cut, report)
-        said.append(f"{_were(report.rows_cut)} truncated ({lost}{sides})")
+        parts.append(f"{_were(report.rows_cut)} truncated ({lost}{sides})")
     if report.rows_dropped:
         lost = _tokens(report.tokens_dropped, report.loss_tokens_dropped, report)
-        said.append(f"{_were(report.rows_dropped)} dropped ({lost})")
+        parts.append(f"{_were(report.rows_dropped)} dropped ({lost})")
     if report.rows_split:
-        said.append(f"{_were(report.rows_split)} split into pieces")
+        parts.append(f"{_were(report.rows_split)} split into pieces")
     if report.tokens_idle:
-        said.append(f"pieces without a loss token are left out ({report.tokens_idle:,} tokens)")
+        parts.append(f"pieces without a loss token are left out ({report.tokens_idle:,} tokens)")
     if report.num_sequences != report.pieces:
-        said.append(f"{report.pieces:,} pieces in {report.num_sequences:,} sequences, {report.fill:.2%} full")
+        parts.append(
+            f"{report.pieces:,} pieces in {report.num_sequences:,} sequences, {report.fill:.2%} full"
+        )
     if not (report.tokens_cut or report.tokens_dropped):
-        said.append("no loss token is lost" if report.tokens_idle else "no row was truncated or dropped")
-    return "; ".join(said) + "."
+        parts.append("no loss token is lost" if report.tokens_idle else "no row was truncated or dropped")
+    return "; ".join(parts) + "."

@@ -63,11 +63,11 @@ def as_it_was(
     imported = import_config(foreign, has_stand_ins=True)
     recipe, notes = with_a_length(imported.whole(), max_length)
     facts = replace(facts_of(recipe, hardware, PRESUMED), foreign=TRANSFORMERS)
-    said = {**imported.pins, **(pins or {}), "memory.budget": budget}
-    engine = str(said["cluster.engine"])
+    keys = {**imported.pins, **(pins or {}), "memory.budget": budget}
+    engine = str(keys["cluster.engine"])
     for nearest in dict.fromkeys((engine, "fsdp2", "ddp")):
         try:
-            priced, facts = priced_with(recipe, said | {"cluster.engine": nearest}, facts)
+            priced, facts = priced_with(recipe, keys | {"cluster.engine": nearest}, facts)
         except RecipeError:
             if nearest == "ddp":
                 raise
@@ -79,10 +79,10 @@ def as_it_was(
 
 
 def priced_with(
-    recipe: Recipe, said: Mapping[str, object], facts: PlannerInputs
+    recipe: Recipe, keys: Mapping[str, object], facts: PlannerInputs
 ) -> tuple[Priced, PlannerInputs]:
     """(the settings that some keys leave, priced; the facts that they are priced by)."""
-    for key, value in said.items():
+    for key, value in keys.items():
         if _is_of_method(recipe, key):
             recipe = _set(recipe, key, value)
     _, case, choices = open_space(SourcedRecipe(recipe, lambda key: "default"), facts)

@@ -28,7 +28,7 @@ def page(found: Rescue) -> str:
     return render(
         TEMPLATE,
         title=f"{found.name}: out of memory on {found.hardware.words()}",
-        said=(verdict(found), *found.clues, *found.notes),
+        sentences=(verdict(found), *found.clues, *found.notes),
         memory=_memory(found),
         tool=found.title,
         own=() if found.own is None else key_lines(found.own),
@@ -55,8 +55,8 @@ def _planned(found: Rescue) -> tuple[str, ...]:
     """Sentences about the plan that fits, if there is one."""
     if found.plan is None:
         return ("No plan fits these cards.",)
-    said = (
+    text = (
         f"{settings_words(found.plan.settings)}. Needs {gib(found.plan.chosen.need_bytes)} of "
         f"{gib(found.budget_bytes)}, {time_words(found.plan.chosen, found)}."
     )
-    return tuple(line for line in (said, learns_words(plan_learns(found)), host_words(found)) if line)
+    return tuple(line for line in (text, learns_words(plan_learns(found)), host_words(found)) if line)

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, say
+from memtrain.cli.output.terminal import print_table, print_text
 from memtrain.cli.plan.tables import seconds, settings_words
 from memtrain.cli.rescue.find import Rescue
 from memtrain.cli.rescue.own_tool import Way
@@ -56,13 +56,13 @@ def learns_words(learns: tuple[str, ...]) -> str:
 
 def time_words(priced: Priced, found: Rescue) -> str:
     """A step's time beside that of the run as it was, both predicted."""
-    said = f"{seconds(priced.step_s)} a step"
+    text = f"{seconds(priced.step_s)} a step"
     if found.was is None:
-        return said
+        return text
     share = priced.step_s / found.was.priced.step_s
     way = "slower" if share > 1 else "faster"
-    told = "as fast as" if abs(share - 1) < 0.02 else f"{abs(share - 1):.0%} {way} than"
-    return f"{said}, {told} the run as it was would be (predicted)"
+    speed = "as fast as" if abs(share - 1) < 0.02 else f"{abs(share - 1):.0%} {way} than"
+    return f"{text}, {speed} the run as it was would be (predicted)"
 
 
 def plan_learns(found: Rescue) -> tuple[str, ...]:
@@ -79,11 +79,11 @@ def plan_learns(found: Rescue) -> tuple[str, ...]:
         and one.is_used(settings)
         and (before is None or not one.is_used(before))
     ]
-    said = [f"{one.name} ({one.says})" for one in named]
+    changes = [f"{one.name} ({one.says})" for one in named]
     asked = found.was.recipe.length.max_length if found.was is not None else recipe.length.max_length
     if settings.max_length is not None and asked is not None and settings.max_length < asked:
-        said.append(f"rows are cut at {settings.max_length:,} tokens in place of {asked:,}")
-    return tuple(said)
+        changes.append(f"rows are cut at {settings.max_length:,} tokens in place of {asked:,}")
+    return tuple(changes)
 
 
 def host_words(found: Rescue) -> str:
@@ -100,12 +100,12 @@ def host_words(found: Rescue) -> str:
 
 def print_rescue(found: Rescue, output: Path | None) -> None:
     """The answer on the terminal."""
-    say(verdict(found))
+    print_text(verdict(found))
     for line in (*found.clues, *found.notes):
-        say(line)
+        print_text(line)
     if found.held is not None:
         typer.echo()
-        say(held_words(found.held))
+        print_text(held_words(found.held))
         rows = [(one.owner, gib(one.num_bytes)) for one in found.held.owners]
         print_table(("owner", "bytes"), rows)
     if found.title != "memtrain":
@@ -113,28 +113,28 @@ def print_rescue(found: Rescue, output: Path | None) -> None:
     _print_plan(found, output)
     if found.lost:
         typer.echo()
-        say("Not carried over into the recipe:")
+        print_text("Not carried over into the recipe:")
         for line in found.lost:
-            say(f"- {line}")
+            print_text(f"- {line}")
 
 
 def _print_own(found: Rescue) -> None:
     typer.echo()
     if found.own is not None:
-        say(f"The smallest change in {found.title}:")
+        print_text(f"The smallest change in {found.title}:")
         for line in key_lines(found.own):
             typer.echo(f"  {line}")
-        say(way_words(found.own, found))
+        print_text(way_words(found.own, found))
     elif found.was is not None and found.was.priced.need_bytes <= found.budget_bytes:
-        say(f"By arithmetic nothing has to change in {found.title}.")
+        print_text(f"By arithmetic nothing has to change in {found.title}.")
     else:
-        say(f"No change of keys in {found.title} makes it fit, as far as memtrain knows its keys.")
+        print_text(f"No change of keys in {found.title} makes it fit, as far as memtrain knows its keys.")
 
 
 def _print_plan(found: Rescue, output: Path | None) -> None:
     typer.echo()
     if found.plan is None:
-        say(
+        print_text(
             "memtrain has no plan that fits either, whatever it may learn differently: the cards and the "
             f"host's memory ({gib(found.hardware.host_bytes)}; --host-memory says another) together are too "
             "small. memtrain plan --solve num_gpus says how many cards are enough."
@@ -142,18 +142,20 @@ def _print_plan(found: Rescue, output: Path | None) -> None:
         return
     plan = found.plan
     need = plan.chosen.need_bytes
-    say(
+    print_text(
         f"As a recipe of memtrain: {settings_words(plan.settings)}. Needs {gib(need)} of "
         f"{gib(found.budget_bytes)}, {time_words(plan.chosen, found)}."
     )
-    say(learns_words(plan_learns(found)))
+    print_text(learns_words(plan_learns(found)))
     if words := host_words(found):
-        say(words)
+        print_text(words)
     if output is not None:
         checks = "checks the peak on the run's own step"
-        say(f"Next: memtrain check {output}; memtrain plan {output} --trace {checks}.")
+        print_text(f"Next: memtrain check {output}; memtrain plan {output} --trace {checks}.")
     elif found.recipe_text:
-        say("-o my.yaml writes it. memtrain plan my.yaml --trace checks the peak on the run's own step.")
+        print_text(
+            "-o my.yaml writes it. memtrain plan my.yaml --trace checks the peak on the run's own step."
+        )
 
 
 def as_json(found: Rescue) -> dict[str, Any]:

@@ -104,8 +104,8 @@ def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | Non
     """The peaks of every phase for a micro-batch; of itself the heaviest of the data."""
     batch = batch or heaviest(settings, facts)
     load = Workload(settings, facts.shape, batch)
-    told = estimate(settings, facts.shape, batch, accumulates=may_accumulate(settings, facts))
-    made = with_beside(told, load, kept_bytes(load), facts.rewards)
+    estimated = estimate(settings, facts.shape, batch, accumulates=may_accumulate(settings, facts))
+    made = with_beside(estimated, load, kept_bytes(load), facts.rewards)
     if not facts.history.ratios:
         return made
     kind = kind_of_run(settings, facts.shape, facts.method)

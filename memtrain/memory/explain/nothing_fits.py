@@ -171,7 +171,7 @@ class _Search:
             return None
         for count in GPU_COUNTS:
             size = count if shares_rows else 1
-            said = {"cluster.processes": "auto", "cluster.engine": "fsdp2", CONTEXT: size}
+            extra = {"cluster.processes": "auto", "cluster.engine": "fsdp2", CONTEXT: size}
             updates = {"num_processes": count, "engine": "fsdp2"} | held_by(size)
             if count <= here or not self._may_fit(change, updates):
                 continue
@@ -186,7 +186,7 @@ class _Search:
             )
             made = self._planned(
                 (Change(words), *_one(change)),
-                said,
+                extra,
                 replace(self.facts, hardware=machine),
             )
             if made is not None:
@@ -231,11 +231,11 @@ class _Search:
         return peak <= _limit(settings, budget or self.budget)
 
     def _planned(
-        self, changes: tuple[Change, ...], said: Mapping[str, object], facts: PlannerInputs
+        self, changes: tuple[Change, ...], extra: Mapping[str, object], facts: PlannerInputs
     ) -> Suggestion | None:
         """The way with the peak of the plan that is made for it; None where no plan fits."""
         recipe = self.asked.recipe
-        keys = {key: value for change in changes for key, value in change.keys.items()} | dict(said)
+        keys = {key: value for change in changes for key, value in change.keys.items()} | dict(extra)
         for key, value in keys.items():
             recipe = with_key(recipe, key, value)
         updates = {key: value for change in changes for key, value in change.settings.items()}

@@ -79,11 +79,11 @@ def _reason(strategy: Strategy, chosen: Priced, case: StrategyContext) -> str:
     wish = wish_of(strategy, case)
     priced = _with(strategy, chosen, case)
     if wish == "off" and strategy.wish(case.recipe) == "allow":
-        told = f": {_against(priced, chosen)}" if isinstance(priced, Priced) else ""
-        return f"changes the result of training; memory.allow: [{strategy.name}] permits it{told}"
+        difference = f": {_against(priced, chosen)}" if isinstance(priced, Priced) else ""
+        return f"changes the result of training; memory.allow: [{strategy.name}] permits it{difference}"
     if wish == "off":
-        said = [key for key in strategy.use_keys(case.recipe) if asked.is_set(key)]
-        return f"ruled out by {said[0]} ({asked.where(said[0])})" if said else "not asked for"
+        set_keys = [key for key in strategy.use_keys(case.recipe) if asked.is_set(key)]
+        return f"ruled out by {set_keys[0]} ({asked.where(set_keys[0])})" if set_keys else "not asked for"
     if isinstance(priced, str):
         return priced
     if priced is None:
@@ -196,12 +196,12 @@ def _explain_offloading(ledger: DecisionLog, settings: Settings, gained: str) ->
         ledger.decide("activation_offloading", settings.offload, f"{gained}{kept}", path)
     if memory.offload_disk is not None:
         limit = gib(memory.offload_host or 0)
-        said = (
+        reason = (
             f"offloaded activations beyond {limit} of a process, the oldest first"
             if is_away
             else "not used: nothing is offloaded"
         )
-        ledger.decide("offload_disk", memory.offload_disk, said, "memory.offload_disk")
+        ledger.decide("offload_disk", memory.offload_disk, reason, "memory.offload_disk")
 
 
 def _explain_optimizer(ledger: DecisionLog, settings: Settings, chosen: Priced, facts: PlannerInputs) -> None:

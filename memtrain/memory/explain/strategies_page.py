@@ -119,12 +119,12 @@ def _name(other: str) -> str:
 
 def _section(strategy: Strategy, recipe: Recipe) -> list[str]:
     """The text of a strategy's page, its exclusions, and the place of its figures."""
-    says, _, source = _said_of(strategy).partition(" Source: ")
+    says, _, source = _page_text(strategy).partition(" Source: ")
     first = min(says.index(f"{label}: ") for label in LABELS if f"{label}: " in says)
     title = says[:first].strip().partition(": ")[2]
     parts = re.split(rf"({'|'.join(LABELS)}): ", says[first:])[1:]
-    told = dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
-    told |= {
+    entries = dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
+    entries |= {
         "Not with": "; ".join(
             f"{_name(one.other) if one.strategy == strategy.name else _name(one.strategy)} ({one.reason})"
             for one in EXCLUSIONS
@@ -135,16 +135,16 @@ def _section(strategy: Strategy, recipe: Recipe) -> list[str]:
         "Measured": strategy.measured,
         "Source": source,
     }
-    lines = [f"- **{label}**: {words.rstrip('.')}." for label, words in told.items()]
+    lines = [f"- **{label}**: {words.rstrip('.')}." for label, words in entries.items()]
     return [f"### `{strategy.name}`", "", f"{title[0].upper()}{title[1:]}", "", *lines, ""]
 
 
 def _source(strategy: Strategy) -> str:
     """The sentence after `Source:` of the strategy's page, up to its first semicolon or bracket."""
-    return _said_of(strategy).partition("Source: ")[2].split(";")[0].split(" (")[0].rstrip(".,")
+    return _page_text(strategy).partition("Source: ")[2].split(";")[0].split(" (")[0].rstrip(".,")
 
 
-def _said_of(strategy: Strategy) -> str:
+def _page_text(strategy: Strategy) -> str:
     """The docstring of the strategy's page, in one line."""
     module = next(
         module

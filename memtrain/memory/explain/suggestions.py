@@ -84,22 +84,22 @@ def suggestions(
 def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
     """Changes that this run has not made yet: exact changes first, then the others."""
     if settings.checkpoint_every != 1:
-        yield _said("memory.activation_checkpointing", "on", {"checkpoint_every": 1})
+        yield _change("memory.activation_checkpointing", "on", {"checkpoint_every": 1})
     is_apart = settings.device == "cuda"
     if settings.offload == "none" and settings.checkpoint_every and is_apart:
-        yield _said("memory.activation_offloading", "on", {"offload": "boundaries"})
+        yield _change("memory.activation_offloading", "on", {"offload": "boundaries"})
     if settings.loss == "full":
-        yield _said("memory.loss", "chunked", {"loss": "chunked"})
+        yield _change("memory.loss", "chunked", {"loss": "chunked"})
     elif settings.loss == "chunked" and settings.loss_tile_bytes > 16 * MIB:
         tile = {"memory.loss_chunk_size": 16 * MIB}
         yield Change("memory.loss_chunk_size: 16MiB", {"loss_tile_bytes": 16 * MIB}, tile)
     if _at_once(settings, heaviest) > 1:
-        yield _said("train.micro_batch_size", 1, {"micro_batch_size": 1})
+        yield _change("train.micro_batch_size", 1, {"micro_batch_size": 1})
     if not settings.optimizer_offload and settings.optimizer in ("adamw", "muon") and is_apart:
-        yield _said("memory.optimizer_offload", "on", {"optimizer_offload": True})
+        yield _change("memory.optimizer_offload", "on", {"optimizer_offload": True})
     for kind, facts in OPTIMIZERS.items():
         if settings.optimizer in facts.smaller_than and (is_apart or not facts.is_bitsandbytes):
-            yield _said("optim.kind", kind, {"optimizer": kind})
+            yield _change("optim.kind", kind, {"optimizer": kind})
     if settings.adapter is None:
         lora = {"adapter": Adapter()}
         yield Change("model.adapter: {kind: lora}", lora, {"model.adapter": Adapter()})
@@ -112,7 +112,7 @@ def _changes(settings: Settings, heaviest: HeaviestBatch) -> Iterator[Change]:
         yield Change(f"length.max_length: {length}", {"max_length": length}, shorter, length)
 
 
-def _said(key: str, value: str | int, settings: Mapping[str, object]) -> Change:
+def _change(key: str, value: str | int, settings: Mapping[str, object]) -> Change:
     """A change of one key, as it is written."""
     return Change(f"{key}: {value}", settings, {key: value})
 
@@ -133,7 +133,7 @@ def _slices(settings: Settings) -> Iterator[Change]:
     for size in (2, 4, 8):
         if settings.num_processes % size == 0:
             multiple = row_multiple(settings.pad_to_multiple_of, size)
-            yield _said(CONTEXT, size, held_by(size) | {"pad_to_multiple_of": multiple})
+            yield _change(CONTEXT, size, held_by(size) | {"pad_to_multiple_of": multiple})
 
 
 def _at_once(settings: Settings, heaviest: HeaviestBatch) -> int:

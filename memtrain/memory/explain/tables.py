@@ -55,18 +55,18 @@ def verdict(settings: Settings, prediction: Prediction) -> str:
         parts.append(f"{gib(extra.fixed)} for the CUDA context and its workspaces")
     else:
         parts.append(f"{gib(extra.fixed)} for the interpreter and its libraries")
-    said = f"Needs {gib(need)} on each device: {', '.join(parts)}."
+    need_text = f"Needs {gib(need)} on each device: {', '.join(parts)}."
     if prediction.budget_bytes is None:
-        return said
+        return need_text
     left = prediction.budget_bytes - need
     fits = f"{gib(left)} stay free" if left >= 0 else f"{gib(-left)} are missing"
-    return f"{said} Of the budget of {gib(prediction.budget_bytes)}, {fits}."
+    return f"{need_text} Of the budget of {gib(prediction.budget_bytes)}, {fits}."
 
 
 def difference(arithmetic: Prediction, trace: Prediction) -> str:
     """Distance of the arithmetic from the trace at the peak, in words."""
-    told, found = arithmetic.peak, trace.peak
-    share = told.num_bytes / found.num_bytes - 1
+    predicted, found = arithmetic.peak, trace.peak
+    share = predicted.num_bytes / found.num_bytes - 1
     return f"traced {gib(found.num_bytes)} in the {found.phase}; the arithmetic says {share:+.1%}"
 
 

@@ -56,11 +56,11 @@ class Measured(Section):
 
 def folder() -> Path | None:
     """Folder of the store, or None where the store of measurements is switched off."""
-    said = os.environ.get(VARIABLE)
-    if said == OFF:
+    written = os.environ.get(VARIABLE)
+    if written == OFF:
         return None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(said) if said else cache / "memtrain" / "calibration"
+    return Path(written) if written else cache / "memtrain" / "calibration"
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Measured peaks of ended runs beside their predictions, and the correction of the next prediction.
 
-A correction is a share of the predicted peak, bounded, told on a line of its own. A run that did not rehearse
+A correction is a share of the predicted peak, bounded, shown on a line of its own. A run without a dry run
 may never have met its heaviest batch: it says only how much more was needed, never how much less.
 """
 
@@ -61,13 +61,13 @@ def read_history() -> History:
         return EMPTY
 
 
-def note_run(kind: str, *, predicted_bytes: int, measured_bytes: int, is_rehearsed: bool) -> None:
+def note_run(kind: str, *, predicted_bytes: int, measured_bytes: int, had_preflight: bool) -> None:
     """Remember a run that ended. `predicted_bytes`: without a correction."""
     base = folder()
     if base is None or not kind or not predicted_bytes or not measured_bytes:
         return
     ratio = measured_bytes / predicted_bytes
-    if not is_rehearsed and ratio < 1:
+    if not had_preflight and ratio < 1:
         return
     ratios = dict(read_history().ratios)
     ratios[kind] = (*ratios.get(kind, ()), round(ratio, 6))[-KEPT:]

@@ -104,8 +104,8 @@ def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:
     try:
         given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
     except (ValueError, RecursionError) as error:
-        said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        what = f"{file} is empty" if not raw.strip() else f"{file} is not JSON: {said}"
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        what = f"{file} is empty" if not raw.strip() else f"{file} is not JSON: {reason}"
         raise LaunchError(what, key, again) from None
     if not isinstance(given, dict):
         raise LaunchError(f"{file} holds no JSON object", key, again)
@@ -132,12 +132,12 @@ def check_numbers(config: Mapping[str, Any], where: str) -> None:
         for name, limits in NUMBERS.items():
             for number in _each(known.get(name)):
                 _check(name, number, limits, where, is_whole=False)
-        for name, (kind, item, said) in KINDS.items():
+        for name, (kind, item, expected) in KINDS.items():
             value: object = known.get(name)
             items = cast(list[object], value) if item is not None and isinstance(value, list) else []
             is_kind = value is None or isinstance(value, kind)
             if not is_kind or not all(isinstance(one, item or object) for one in items):
-                raise _refused(name, cast(object, value), where, f"it must be {said}")
+                raise _refused(name, cast(object, value), where, f"it must be {expected}")
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -32,7 +32,7 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault(key, cast(Mapping[str, Any], inner)[key])
     for name, others in OTHER_NAMES.items():
         if found.get(name) is None:
-            said = [found[other] for other in others if found.get(other) is not None]
-            if said:
-                found[name] = said[0]
+            values = [found[other] for other in others if found.get(other) is not None]
+            if values:
+                found[name] = values[0]
     return found

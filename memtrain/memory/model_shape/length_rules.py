@@ -95,8 +95,8 @@ def _rotary(config: Mapping[str, Any]) -> Iterator[LengthRule]:
         most = config.get("max_position_embeddings")
         if kind == "longrope":
             # A configuration's own number comes before that of its section: transformers writes it there.
-            said = (config.get("original_max_position_embeddings"), section.get(ORIGINAL), most)
-            most = next((one for one in said if one), None)
+            lengths = (config.get("original_max_position_embeddings"), section.get(ORIGINAL), most)
+            most = next((one for one in lengths if one), None)
         tokens = int(most or 0)
         yield LengthRule(kind, tokens, "row", ROTARY[kind].format(n=tokens))
 

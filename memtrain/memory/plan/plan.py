@@ -152,12 +152,12 @@ class PreparedData(Section):
 
     def words(self) -> list[str]:
         """Sentences on the trained parts of rows, the ends of turns, and keys without effect."""
-        said = [f"source {one}" for one in self.train.source_words()]
+        sentences = [f"source {one}" for one in self.train.source_words()]
         if self.eval is not None:
-            said += [f"held-out source {one}" for one in self.eval.source_words()]
-        said += [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
-        said += [f"data {note}" for note in self.notes]
-        return [f"{one[0].upper()}{one[1:]}." for one in said if one]
+            sentences += [f"held-out source {one}" for one in self.eval.source_words()]
+        sentences += [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
+        sentences += [f"data {note}" for note in self.notes]
+        return [f"{one[0].upper()}{one[1:]}." for one in sentences if one]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -196,8 +196,8 @@ class Plan(Section):
         return _digest(self._text().encode())
 
     def _text(self) -> str:
-        said = self.model_dump(mode="json") | {"recipe": self.hidden_recipe()}
-        return json.dumps(said, indent=1) + "\n"
+        values = self.model_dump(mode="json") | {"recipe": self.hidden_recipe()}
+        return json.dumps(values, indent=1) + "\n"
 
     def hidden_recipe(self, *, with_digest: bool = False) -> dict[str, JsonValue]:
         """The recipe as JSON, with no text that came from the environment: in every file this form stands."""
@@ -213,10 +213,10 @@ def _renewed(raw: bytes) -> str | bytes:
 
     Raises: ValueError when it is no JSON.
     """
-    said: object = json.loads(raw, object_hook=renewed_counts)
-    if not isinstance(said, dict):
+    loaded: object = json.loads(raw, object_hook=renewed_counts)
+    if not isinstance(loaded, dict):
         return raw
-    plan = cast(dict[str, JsonValue], said)
+    plan = cast(dict[str, JsonValue], loaded)
     for part, renewed in (("recipe", renewed_recipe), ("settings", renewed_settings)):
         saved = plan.get(part)
         if isinstance(saved, dict):

@@ -203,8 +203,8 @@ class Settings(Section):
     @property
     def row_limits(self) -> RowLimits:
         """Limits and packing of rows."""
-        said: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(RowLimits)}
-        return RowLimits(**said)
+        limits: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(RowLimits)}
+        return RowLimits(**limits)
 
     @property
     def num_replicas(self) -> int:

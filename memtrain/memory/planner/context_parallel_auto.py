@@ -89,7 +89,7 @@ def _words(size: int, found: Sequence[tuple[int, Chosen]], first: DoesNotFit | N
     return "faster than whole rows"
 
 
-def told(decisions: tuple[Decision, ...], size: int, words: str) -> tuple[Decision, ...]:
+def with_reason(decisions: tuple[Decision, ...], size: int, words: str) -> tuple[Decision, ...]:
     """The decisions, with why so many processes hold a row together."""
     mine = Decision(setting=SETTING, value=str(size), reason=words, source="rule")
     others = tuple(one for one in decisions if one.setting != SETTING)

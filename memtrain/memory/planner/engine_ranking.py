@@ -26,13 +26,13 @@ class Weighed:
 
 def form_words(settings: Settings) -> str:
     """An engine in words: `fsdp2, parameters on the host, 2 a row`."""
-    said = [settings.engine]
+    parts = [settings.engine]
     if settings.shard_offload != "none":
-        said.append(f"{settings.shard_offload} on the host")
+        parts.append(f"{settings.shard_offload} on the host")
     if settings.context_parallel > 1:
         by = " by heads" if settings.context_by == "ulysses" else ""
-        said.append(f"{settings.context_parallel} a row{by}")
-    return ", ".join(said)
+        parts.append(f"{settings.context_parallel} a row{by}")
+    return ", ".join(parts)
 
 
 def weighed_engines(

@@ -19,14 +19,14 @@ from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Decision, Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.planner.context_parallel_auto import by_context, told
+from memtrain.memory.planner.context_parallel_auto import by_context, with_reason
 from memtrain.memory.planner.loss_tile import explain_tile, with_larger_tile, with_small_tiles
 from memtrain.memory.planner.search import ENGINE_TIE, Space, fastest, num_moved, price_all, space, waits
 from memtrain.memory.planner.use_and_never import honoured
 from memtrain.memory.rules.base_settings import decide_base
 from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
-from memtrain.memory.rules.oom_recovery import decide_recovery, decide_rehearsal, in_backward_choices
+from memtrain.memory.rules.oom_recovery import decide_preflight, decide_recovery, in_backward_choices
 from memtrain.memory.strategies.base import StrategyContext
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, open_recovery, wish_of, without_strategies
@@ -73,7 +73,7 @@ def resolved_if_it_fits(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     if asked.recipe.cluster.context_parallel != "auto":
         return _resolve(asked, facts)
     found, words, tried = by_context(asked, facts, _resolve)
-    decisions = told(found.decisions, found.settings.context_parallel, words)
+    decisions = with_reason(found.decisions, found.settings.context_parallel, words)
     return replace(found, decisions=decisions, tried=tried)
 
 
@@ -93,7 +93,7 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     settings = chosen.settings.model_copy(
         update={
             "recovery": recovery,
-            "preflight": decide_rehearsal(ledger, chosen.settings),
+            "preflight": decide_preflight(ledger, chosen.settings),
             "zero_bucket": bucket_of(facts.shape) if uses_zero(chosen.settings) else 0,
         }
     )

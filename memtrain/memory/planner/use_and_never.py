@@ -77,10 +77,10 @@ def _check(recipe: Recipe, asked: SourcedRecipe) -> None:
     try:
         Recipe.model_validate(recipe.model_dump())
     except ValidationError as error:
-        said = [str(fault["msg"]).removeprefix("Value error, ") for fault in error.errors()]
+        messages = [str(fault["msg"]).removeprefix("Value error, ") for fault in error.errors()]
         what = "memory.use and memory.never do not give a valid recipe together"
         fix = "choose other strategies there"
-        raise RecipeError([Fault(f"{what}: {one}", asked.where(named), fix) for one in said]) from None
+        raise RecipeError([Fault(f"{what}: {one}", asked.where(named), fix) for one in messages]) from None
 
 
 def _keys(strategy: Strategy, recipe: Recipe, word: str) -> Mapping[str, object]:

@@ -66,7 +66,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     max_steps = _max_steps(ledger, facts, rows, tokens)
     passes = max_steps / max(1, facts.count_steps(rows, tokens, 1.0))
     settings = Settings.model_validate(
-        _said(recipe, hardware)
+        _from_recipe(recipe, hardware)
         | precision_settings(recipe, dtype)
         | form.updates()
         | {
@@ -125,7 +125,7 @@ def _threads(recipe: Recipe, hardware: Hardware, processes: int) -> int:
     return max(1, hardware.num_nodes * hardware.num_cores // processes)
 
 
-def _said(recipe: Recipe, hardware: Hardware) -> dict[str, object]:
+def _from_recipe(recipe: Recipe, hardware: Hardware) -> dict[str, object]:
     """Settings that repeat the recipe; settings of strategies are off until the search chooses."""
     return {
         "value": (recipe.ppo or Ppo()).value if METHODS[recipe.method].has_value else "none",

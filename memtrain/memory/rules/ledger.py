@@ -55,10 +55,10 @@ class DecisionLog:
     def decide(self, setting: str, value: object, reason: str, path: str | None = None) -> None:
         """Note a decision; its source is the place in the recipe when `path` was written there."""
         source = self.asked.where(path) if path is not None else "rule"
-        said = path is not None and self.asked.is_set(path)
-        shown = reason if not said else f"asked for; {reason}" if reason else "asked for"
+        is_written = path is not None and self.asked.is_set(path)
+        shown = reason if not is_written else f"asked for; {reason}" if reason else "asked for"
         self.decisions.append(
-            Decision(setting=setting, value=str(value), reason=shown, source=source if said else "rule")
+            Decision(setting=setting, value=str(value), reason=shown, source=source if is_written else "rule")
         )
 
     def has(self, package: str) -> bool:

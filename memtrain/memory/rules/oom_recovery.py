@@ -24,7 +24,7 @@ RETRIES: dict[RecoveryStep, str] = {
 """Words of the rungs, in the order in which they are tried."""
 
 
-def decide_rehearsal(ledger: DecisionLog, settings: Settings) -> bool:
+def decide_preflight(ledger: DecisionLog, settings: Settings) -> bool:
     """Whether the heaviest batch is tried before the first step."""
     wanted = ledger.asked.recipe.memory.preflight
     if uses_zero(settings):

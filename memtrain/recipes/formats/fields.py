@@ -273,13 +273,13 @@ def loss_mask(given: Mapping[str, Any], place: str) -> bool:
 
     Raises: BadRow when they are anything but 0, 1, true and false, or contradict each other.
     """
-    said = {name: given[name] for name in ("weight", "train") if given.get(name) is not None}
-    for name, value in said.items():
+    marks = {name: given[name] for name in ("weight", "train") if given.get(name) is not None}
+    for name, value in marks.items():
         if value not in (0, 1):
             raise BadRow(f"the {name} of {place} is {shown(value)}", "a weight is 1 (in the loss) or 0 (not)")
-    if len(set(map(bool, said.values()))) > 1:
+    if len(set(map(bool, marks.values()))) > 1:
         raise BadRow(f"weight and train of {place} contradict each other", "leave one of them out")
-    return all(said.values())
+    return all(marks.values())
 
 
 def refuse_switched_off(messages: str | Messages, column: str) -> None:
@@ -346,7 +346,7 @@ def same_kind(parts: Mapping[str, str | Messages]) -> None:
         kinds = {
             column: "a string" if isinstance(part, str) else "messages" for column, part in parts.items()
         }
-        said = ", ".join(f"'{column}' is {kind}" for column, kind in kinds.items())
+        kinds_text = ", ".join(f"'{column}' is {kind}" for column, kind in kinds.items())
         raise BadRow(
-            f"strings and messages are mixed in one row: {said}", "make all of them one or the other"
+            f"strings and messages are mixed in one row: {kinds_text}", "make all of them one or the other"
         )

@@ -95,14 +95,14 @@ def hidden(
 
     `with_digest` tells two values of one variable apart, without saying either.
     """
-    return _replaced(recipe, texts, lambda text: text.value, lambda text: _said(text, with_digest))
+    return _replaced(recipe, texts, lambda text: text.value, lambda text: _shown_reference(text, with_digest))
 
 
 def revealed(
     recipe: Mapping[str, JsonValue], texts: Sequence[EnvironmentText], *, with_digest: bool = False
 ) -> dict[str, JsonValue]:
     """A hidden recipe with the values of `texts` again; where a digest is another, its reference stays."""
-    return _replaced(recipe, texts, lambda text: _said(text, with_digest), lambda text: text.value)
+    return _replaced(recipe, texts, lambda text: _shown_reference(text, with_digest), lambda text: text.value)
 
 
 def read_again(texts: Sequence[EnvironmentText], where: str) -> tuple[EnvironmentText, ...]:
@@ -128,7 +128,7 @@ def _value(text: EnvironmentText, where: str) -> str:
     return REFERENCE.sub(one, text.reference)
 
 
-def _said(text: EnvironmentText, with_digest: bool) -> str:
+def _shown_reference(text: EnvironmentText, with_digest: bool) -> str:
     if not with_digest:
         return text.reference
     digest = hashlib.blake2b(text.value.encode("utf-8", "surrogateescape"), digest_size=DIGEST_BYTES)

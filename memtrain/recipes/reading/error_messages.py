@@ -93,8 +93,8 @@ def default_words(section: type[Section], name: str) -> str:
     if isinstance(default, Section):
         return " to take the defaults"
     is_size = any(parse_bytes in readers(metadata) for _, metadata in parts(field_types(section)[name]))
-    told = size_words(default) if is_size and isinstance(default, int) else plain_words(default)
-    return f" to take the default, {told}"
+    default_text = size_words(default) if is_size and isinstance(default, int) else plain_words(default)
+    return f" to take the default, {default_text}"
 
 
 def size_words(size_bytes: int) -> str:

@@ -83,7 +83,7 @@ def readers(metadata: list[object]) -> list[Callable[..., object]]:
 
 def describe(annotation: Annotation) -> str:
     """Values that a type accepts, in words: `a whole number above 0, or auto`."""
-    told: list[str] = []
+    kinds: list[str] = []
     words: list[str] = []
     for base, metadata in parts(annotation):
         if get_origin(base) is Literal:
@@ -91,10 +91,10 @@ def describe(annotation: Annotation) -> str:
         elif base is type(None):
             words.append("null")
         else:
-            told.append(_describe_one(base, metadata))
-    if words and not told and words != ["null"]:
+            kinds.append(_describe_one(base, metadata))
+    if words and not kinds and words != ["null"]:
         return ", ".join(words[:-1]) + f" or {words[-1]}" if len(words) > 1 else words[0]
-    return ", or ".join([", ".join(told), *words])
+    return ", or ".join([", ".join(kinds), *words])
 
 
 def _describe_one(base: Annotation, metadata: list[object]) -> str:
@@ -133,17 +133,17 @@ def _describe_list(base: Annotation, metadata: list[object]) -> str:
 
 
 def _bounds(metadata: list[object]) -> str:
-    told: list[str] = []
+    bounds: list[str] = []
     for one in metadata:
         if isinstance(one, annotated_types.Gt):
-            told.append(f"above {one.gt}")
+            bounds.append(f"above {one.gt}")
         elif isinstance(one, annotated_types.Ge):
-            told.append(f"from {one.ge}")
+            bounds.append(f"from {one.ge}")
         elif isinstance(one, annotated_types.Lt):
-            told.append(f"to below {one.lt}" if told else f"below {one.lt}")
+            bounds.append(f"to below {one.lt}" if bounds else f"below {one.lt}")
         elif isinstance(one, annotated_types.Le):
-            told.append(f"to {one.le}")
-    return " " + " ".join(told) if told else ""
+            bounds.append(f"to {one.le}")
+    return " " + " ".join(bounds) if bounds else ""
 
 
 def follow(root: type[Section], loc: tuple[str | int, ...]) -> tuple[Path, Annotation]:

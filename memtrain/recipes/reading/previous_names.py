@@ -149,7 +149,7 @@ def _renewed_references(leaf: Leaf, faults: Faults, path: Path) -> str:
     if "${" not in text:
         return text
 
-    def said(match: re.Match[str]) -> str:
+    def renamed(match: re.Match[str]) -> str:
         dots, written = match[1], match[2]
         base = path[: max(len(path) - len(dots), 0)] if dots else ()
         own = tuple(written.replace("[", ".").replace("]", "").split("."))
@@ -162,7 +162,7 @@ def _renewed_references(leaf: Leaf, faults: Faults, path: Path) -> str:
         )
         return f"{match[0][: match.start(1) - match.start()]}{dots}{name}"
 
-    return _REFERENCE.sub(said, text)
+    return _REFERENCE.sub(renamed, text)
 
 
 def _renewed_value(text: str, key: str) -> str:

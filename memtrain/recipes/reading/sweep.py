@@ -59,5 +59,5 @@ def split_values(text: str) -> list[str]:
 def folder_name(overrides: Sequence[str]) -> str:
     """A name for one run of a sweep: the last part of each key with its value, odd letters replaced."""
     words = [override.partition("=") for override in overrides]
-    said = "_".join(f"{str(path_of(key)[-1])}={value}" for key, _, value in words)
-    return "".join(letter if letter.isalnum() or letter in "=_.-+" else "-" for letter in said)
+    pairs = "_".join(f"{str(path_of(key)[-1])}={value}" for key, _, value in words)
+    return "".join(letter if letter.isalnum() or letter in "=_.-+" else "-" for letter in pairs)

@@ -41,8 +41,8 @@ def unknown_key(key: str, section: type[Section], path: Path) -> Unknown:
     other = difflib.get_close_matches(key.lower(), RENAMED_KEYS, n=1, cutoff=0.8)
     if other and _likeness(key, other[0]) > max((_likeness(key, one) for one in (*near, *leaves)), default=0):
         advice = RENAMED_KEYS[other[0]]
-        told = advice if advice.startswith("remove") else f"the key here is {advice}"
-        fix = f"did you mean '{other[0]}'? {told[0].upper()}{told[1:]}"
+        suggestion = advice if advice.startswith("remove") else f"the key here is {advice}"
+        fix = f"did you mean '{other[0]}'? {suggestion[0].upper()}{suggestion[1:]}"
         return Unknown(f"{shown}: unknown key", fix, tuple(re.findall(r"`([\w.]+)", advice)))
     if near:
         return _did_you_mean(shown, near, [dotted((*path, name)) for name in near])
@@ -58,5 +58,5 @@ def _likeness(key: str, other: str) -> float:
 
 
 def _did_you_mean(shown: str, words: list[str], meant: list[str]) -> Unknown:
-    told = " or ".join(f"'{word}'" for word in words)
-    return Unknown(f"{shown}: unknown key", f"did you mean {told}?", tuple(meant))
+    suggestion = " or ".join(f"'{word}'" for word in words)
+    return Unknown(f"{shown}: unknown key", f"did you mean {suggestion}?", tuple(meant))

@@ -113,8 +113,8 @@ class _Checked:
             if key not in known:
                 if not (path == () and key in METHODS):
                     # Advice is a search over every key: past what is told of one recipe there is none.
-                    is_told = len(self.faults.found) < MOST_FAULTS
-                    unknown = unknown_key(key, section, path) if is_told else Unknown(NOT_SHOWN, "", ())
+                    is_reported = len(self.faults.found) < MOST_FAULTS
+                    unknown = unknown_key(key, section, path) if is_reported else Unknown(NOT_SHOWN, "", ())
                     self.faults.add(unknown.what, entry.place, unknown.fix)
                     self.meant.update(unknown.meant)
                 continue
@@ -180,14 +180,14 @@ def _emit(errors: Sequence[ErrorDetails], checked: _Checked) -> set[Path]:
         at_fault.add(_blamed(messages[0], path, checked) if is_rule else path)
         if any(error["type"] == "missing" for error in group):
             if not checked.is_meant(path) and not checked.at_fault:
-                _tell_missing(path, annotation, place, checked.faults)
+                _add_missing(path, annotation, place, checked.faults)
         elif messages and path and checked.is_meant(path):
             continue
         elif is_rule or (messages and _reader_speaks(annotation)):
             if not checked.names_a_fault(messages[0], path):
-                _tell_rule(messages[0], path, place, checked)
+                _add_broken_rule(messages[0], path, place, checked)
         elif node.place not in broken:
-            _tell_value(path, annotation, node, checked.faults)
+            _add_wrong_value(path, annotation, node, checked.faults)
     return at_fault
 
 
@@ -221,7 +221,7 @@ def _nearest(tree: Mapping, path: Path) -> tuple[Place, Node]:
     return tree.place, tree
 
 
-def _tell_missing(path: Path, annotation: Annotation, place: Place, faults: Faults) -> None:
+def _add_missing(path: Path, annotation: Annotation, place: Place, faults: Faults) -> None:
     section = section_of(annotation)
     if section is None:
         faults.add(f"{dotted(path)}: missing", place, f"add it. {sentence(path)}")
@@ -230,7 +230,7 @@ def _tell_missing(path: Path, annotation: Annotation, place: Place, faults: Faul
         faults.add(f"{dotted(path)}: missing", place, f"add `{path[-1]}:` with its keys ({keys}, ...)")
 
 
-def _tell_rule(message: str, path: Path, place: Place, checked: _Checked) -> None:
+def _add_broken_rule(message: str, path: Path, place: Place, checked: _Checked) -> None:
     """A rule between keys: `what; way out`. A rule of the whole recipe is told at the first key it names."""
     what, _, fix = message.partition("; ")
     if not path:
@@ -241,5 +241,5 @@ def _tell_rule(message: str, path: Path, place: Place, checked: _Checked) -> Non
     checked.faults.add(what, place, fix)
 
 
-def _tell_value(path: Path, annotation: Annotation, node: Node, faults: Faults) -> None:
+def _add_wrong_value(path: Path, annotation: Annotation, node: Node, faults: Faults) -> None:
     faults.add(f"{dotted(path)}: {refusal(node, annotation)}", node.place, way_out(path, annotation, node))

@@ -109,13 +109,15 @@ class Faults:
         ordered = sorted(
             self.found, key=lambda one: (one[0].line == 0, files[one[0].source], one[0].line, one[0].column)
         )
-        told = list(dict.fromkeys(fault for _, fault in ordered))
-        if len(told) <= MOST_FAULTS:
-            return told
+        in_order_once = list(dict.fromkeys(fault for _, fault in ordered))
+        if len(in_order_once) <= MOST_FAULTS:
+            return in_order_once
         rest = Fault(
-            f"{len(told) - MOST_FAULTS:,} more faults are not shown", told[MOST_FAULTS].where, MEND_FIRST
+            f"{len(in_order_once) - MOST_FAULTS:,} more faults are not shown",
+            in_order_once[MOST_FAULTS].where,
+            MEND_FIRST,
         )
-        return [*told[:MOST_FAULTS], rest]
+        return [*in_order_once[:MOST_FAULTS], rest]
 
 
 def visible(text: str) -> str:

@@ -42,10 +42,10 @@ def _value_words(section: type[Section], name: str, value: object) -> str:
 
 def _list_words(items: tuple[Section, ...]) -> str:
     """Sections of a list on one line, each by its keys beyond the defaults."""
-    told: list[str] = []
+    places: list[str] = []
     for item in items:
         written = item.model_dump(exclude_defaults=True)
         first, *more = written.items()
         rest = ", ".join(f"{key}: {plain_words(value)}" for key, value in more)
-        told.append(f"{first[1]} ({rest})" if rest else str(first[1]))
-    return "; ".join(told)
+        places.append(f"{first[1]} ({rest})" if rest else str(first[1]))
+    return "; ".join(places)

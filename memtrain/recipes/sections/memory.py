@@ -169,18 +169,18 @@ class Memory(Section):
 
     @model_validator(mode="after")
     def _waits_somewhere(self) -> Memory:
-        said = {
+        given = {
             "offload_keep": self.offload_keep != "auto",
             "offload_disk": self.offload_disk is not None,
             "offload_host": self.offload_host is not None,
         }
-        named = " and ".join(f"memory.{name}" for name, is_said in said.items() if is_said)
+        named = " and ".join(f"memory.{name}" for name, is_given in given.items() if is_given)
         if named and self.activation_offloading == "off":
             raise ValueError(
                 f"{named} is for offloaded activations, and none are offloaded; remove it, or set "
                 "memory.activation_offloading: on"
             )
-        if said["offload_disk"] != said["offload_host"]:
+        if given["offload_disk"] != given["offload_host"]:
             raise ValueError(
                 "memory.offload_disk takes activations beyond memory.offload_host; set both, or neither"
             )

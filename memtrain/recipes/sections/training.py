@@ -44,7 +44,7 @@ class Train(Section):
     Costs one more forward pass a step, without gradients."""
 
     @model_validator(mode="after")
-    def _said_once(self) -> Train:
+    def _set_once(self) -> Train:
         if self.batch_size is not None and self.batch_tokens is not None:
             raise ValueError("the batch is given twice; set train.batch_size or train.batch_tokens, not both")
         if self.epochs is not None and self.max_steps is not None:

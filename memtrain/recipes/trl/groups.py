@@ -260,7 +260,7 @@ def _listed(value: object) -> list[object]:
     return cast(list[object], value) if isinstance(value, list) else [value]
 
 
-def telling(made: Translation) -> None:
+def logging_keys(made: Translation) -> None:
     """Trackers."""
     asked = made.get("report_to", "none")
     names = [str(one) for one in _listed(asked)]
@@ -347,7 +347,7 @@ ALL: tuple[Callable[[Translation], None], ...] = (
     optimizer,
     evaluation,
     saving,
-    telling,
+    logging_keys,
     devices,
     losses,
     dropout,

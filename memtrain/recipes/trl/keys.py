@@ -9,7 +9,7 @@ _UPLOAD = Unmapped("nothing is uploaded; `hf upload` takes the run's final/ fold
 _COMPILE = Unmapped("models are not compiled")
 _LOADER = Automatic("rows are read from memory-mapped files; there are no loader processes to set")
 _DDP = Automatic("gradients are exchanged by memtrain's own fixed-order sum")
-_TELLING = Automatic("metrics.jsonl has every step, on every kind of screen")
+_LOGGING = Automatic("metrics.jsonl has every step, on every kind of screen")
 _COMPLETIONS = Automatic("completions are kept in completions.jsonl; `generate.show` says how many")
 _ENTROPY = Unmapped("an entropy weight that adapts itself; `grpo.entropy_coef` is a constant")
 _AGENT = Unmapped("completions that call tools")
@@ -177,13 +177,13 @@ RUN: dict[str, Rule] = {
     "ignore_data_skip": Unmapped("continuing with rows that were trained on before"),
     "enable_jit_checkpoint": Automatic("SIGTERM always saves"),
     "logging_steps": RecipeKey("log.every_steps"),
-    "logging_strategy": _TELLING,
-    "logging_first_step": _TELLING,
+    "logging_strategy": _LOGGING,
+    "logging_first_step": _LOGGING,
     "logging_nan_inf_filter": Automatic("a loss that is not finite is reported, not hidden"),
-    "log_level": _TELLING,
-    "log_level_replica": _TELLING,
-    "log_on_each_node": _TELLING,
-    "disable_tqdm": _TELLING,
+    "log_level": _LOGGING,
+    "log_level_replica": _LOGGING,
+    "log_on_each_node": _LOGGING,
+    "disable_tqdm": _LOGGING,
     "skip_memory_metrics": Automatic("memory is always measured; `memory.measure_peaks`"),
     "report_to": ReadTogether(),
     "run_name": Automatic("trackers get the run folder's name"),

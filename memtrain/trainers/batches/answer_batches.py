@@ -132,7 +132,7 @@ class AnswerFeed:
 
     def data_event(self, split: str) -> DataEvent:
         """Effects of truncation on the rows."""
-        return self.split.told(split, self.sequences.profile.report)
+        return self.split.data_event(split, self.sequences.profile.report)
 
     def _collated(
         self, groups: list[Group], labels: list[float], reference: list[float] | None

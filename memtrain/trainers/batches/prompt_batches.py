@@ -67,4 +67,4 @@ class PromptFeed:
 
     def data_event(self, split: str) -> DataEvent:
         """Effects of truncation on the prompts."""
-        return self.split.told(split, self.prompts.report)
+        return self.split.data_event(split, self.prompts.report)

@@ -39,7 +39,7 @@ class SplitRows:
         """(layout of all epochs, [E + 1] where the sequences of each begin); see `laid_epochs`."""
         return laid_epochs(lay, self.rows, self.later, count)
 
-    def told(self, split: str, report: LengthReport) -> DataEvent:
+    def data_event(self, split: str, report: LengthReport) -> DataEvent:
         """The line of the metrics that says what truncation and packing did to the rows."""
         return DataEvent(
             split=split,

@@ -60,7 +60,7 @@ class TokenFeed:
 
     def data_event(self, split: str) -> DataEvent:
         """Effects of truncation and packing on the rows."""
-        return self.split.told(split, self.sequences.profile.report)
+        return self.split.data_event(split, self.sequences.profile.report)
 
     def _pieces(self, sequence: int) -> list[Piece]:
         held = self.sequences

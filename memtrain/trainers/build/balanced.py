@@ -58,8 +58,8 @@ class Balanced:
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Means of the method itself, and the load-balance loss."""
         own = {name: value for name, value in sums.items() if name != AUX_LOSS}
-        told = means_of(self.inner, own, count)
-        return told | ({AUX_LOSS: sums[AUX_LOSS] / count} if AUX_LOSS in sums else {})
+        means = means_of(self.inner, own, count)
+        return means | ({AUX_LOSS: sums[AUX_LOSS] / count} if AUX_LOSS in sums else {})
 
 
 def balanced(method: Method, scorer: nn.Module, settings: Settings) -> Method:

@@ -104,10 +104,10 @@ def check_same_plan_on_ranks(plan: Plan, ranks: Ranks) -> None:
     Raises: LaunchError, on every rank, naming those that differ from rank 0.
     """
     # A digest: the recipe may hold secrets of the environment, which must be the same on every node.
-    said = hashlib.blake2b(
+    digest = hashlib.blake2b(
         plan.model_dump_json().encode("utf-8", "surrogatepass"), digest_size=16
     ).hexdigest()
-    mine = (said, torch.__version__, transformers.__version__)
+    mine = (digest, torch.__version__, transformers.__version__)
     all_of_them = ranks.gather(mine)
     for what, values in zip(("plan", "torch", "transformers"), zip(*all_of_them, strict=True), strict=True):
         others = [str(rank) for rank, value in enumerate(values) if value != values[0]]

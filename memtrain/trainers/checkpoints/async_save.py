@@ -70,16 +70,16 @@ class Background:
         if self._save is None:
             return True
         self._join()
-        told = self._ranks.gather((self._fault, self._entries))
+        gathered = self._ranks.gather((self._fault, self._entries))
         save = self._save
-        if any(fault is not None for fault, _ in told):
+        if any(fault is not None for fault, _ in gathered):
             self._save = None
-        agree(save, [fault for fault, _ in told], self._ranks)
+        agree(save, [fault for fault, _ in gathered], self._ranks)
         if self._is_named or self._ranks.world == 1:
             self._save = None
             return True
         self._is_named = True
-        entries = [entry for _, share in told for entry in share]
+        entries = [entry for _, share in gathered for entry in share]
         if self._ranks.is_main:
             self._start(lambda: save.finish(entries))
         return False

@@ -249,12 +249,12 @@ def attempted(save: Save, act: Callable[[], None]) -> tuple[Fault, ...] | None:
 
 def agree(save: Save, faults: Iterable[tuple[Fault, ...] | None], ranks: Ranks) -> None:
     """Give a save up where it failed on any rank. Raises: LaunchError, the same on every rank."""
-    told = [one for one in faults if one is not None]
-    if not told:
+    known = [one for one in faults if one is not None]
+    if not known:
         return
     if ranks.is_main:
         shutil.rmtree(save.unfinished, ignore_errors=True)
-    raise LaunchError(list(told[0]))
+    raise LaunchError(list(known[0]))
 
 
 def _files_of(part: Path) -> Iterator[Path]:

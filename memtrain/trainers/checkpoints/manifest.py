@@ -109,14 +109,14 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise ValueError(f"no {MANIFEST_FILE}: the checkpoint was never finished")
     try:
-        said = json.loads(path.read_bytes())
+        loaded = json.loads(path.read_bytes())
     except ValueError:
         raise ValueError(f"its {MANIFEST_FILE} is damaged") from None
-    found = said.get("format") if isinstance(said, dict) else None
+    found = loaded.get("format") if isinstance(loaded, dict) else None
     if found != FORMAT:
         raise OtherVersion(f"its format is {found}; this version of memtrain reads {FORMAT}")
     try:
-        manifest = Manifest.model_validate_json(json.dumps(said))
+        manifest = Manifest.model_validate_json(json.dumps(loaded))
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
         raise OtherVersion(f"this version of memtrain does not know its {MANIFEST_FILE} ({key})") from None

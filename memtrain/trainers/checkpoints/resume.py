@@ -96,8 +96,8 @@ def check_resumable(facts: CheckpointFacts, plan: Plan) -> list[str]:
     refused = [one for one in other_run if one not in waived]
     if refused:
         raise ResumeError([_fault(one, facts.step) for one in refused])
-    said = [f"another run from here: {sentence(one)}" for one in waived]
-    return said + [
+    notes = [f"another run from here: {sentence(one)}" for one in waived]
+    return notes + [
         f"not bit-identical from here, because sums are taken in another order: {sentence(one)}"
         for one in _rounding(facts, plan)
     ]

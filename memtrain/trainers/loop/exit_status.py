@@ -11,7 +11,7 @@ from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
-from memtrain.trainers.run_folder.report.final_status import tell_end
+from memtrain.trainers.run_folder.report.final_status import record_end
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 from memtrain.trainers.runtime.ranks import Ranks
 
@@ -25,7 +25,7 @@ def record_exit(folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterat
 
     def end(state: RunState, message: str) -> None:
         if ranks.is_main:
-            tell_end(folder, state, position.step, message)
+            record_end(folder, state, position.step, message)
 
     if ranks.is_main:
         folder.write_status(RunState.RUNNING, position.step)

@@ -26,7 +26,7 @@ from memtrain.trainers.online.rewards.reading import reading_of, write_reading
 from memtrain.trainers.protocols.events import FinalEvent, MemoryEvent, NoteEvent
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.report.model_card import write_card
-from memtrain.trainers.run_folder.report.report import REHEARSAL
+from memtrain.trainers.run_folder.report.report import DRY_RUN
 
 SAMPLE_TOKENS = 48
 GATHERED_TOKENS = 16
@@ -41,7 +41,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         if best is not None and best.manifest.facts.step != run.position.step:
             load_weights(best, built.scorer, run.ranks)
             best_step = best.manifest.facts.step
-    tell_other_peaks(run)
+    note_other_peaks(run)
     state = built.spread.gather(built.model)
     scorer, gather = built.scorer, built.spread.gather
     value_state = gather(value_of(scorer)) if isinstance(scorer, ValueScorer) else None
@@ -89,7 +89,7 @@ def _other_scores(run: Run, built: Built) -> str:
         return f"the scores of final/ in plain transformers were not checked: {lines[0]}"
 
 
-def tell_other_peaks(run: Run) -> None:
+def note_other_peaks(run: Run) -> None:
     """Tell the peak of every phase in which another rank needed more than the main one."""
     phases = run.ranks.gather(run.watch.phases)
     for name, mine in phases[0].items():
@@ -105,7 +105,7 @@ def remember_peaks(run: Run) -> None:
     """
     prediction, seen = run.plan.prediction, run.watch.phases
     predicted = {phase.phase: phase.num_bytes for phase in prediction.phases}
-    measured = {name: max(seen.get(name, 0), seen.get(f"{REHEARSAL}{name}", 0)) for name in predicted}
+    measured = {name: max(seen.get(name, 0), seen.get(f"{DRY_RUN}{name}", 0)) for name in predicted}
     both = [name for name, num_bytes in measured.items() if num_bytes]
     if not run.ranks.is_main or not both:
         return
@@ -114,7 +114,7 @@ def remember_peaks(run: Run) -> None:
             prediction.kind,
             predicted_bytes=max(predicted[name] for name in both),
             measured_bytes=max(measured[name] for name in both),
-            is_rehearsed=any(name.startswith(REHEARSAL) for name in seen),
+            had_preflight=any(name.startswith(DRY_RUN) for name in seen),
         )
     except OSError as error:
         text = f"the measured peaks could not be stored for later plans: {error.strerror}"

@@ -100,10 +100,10 @@ def _steps_left(run: Run) -> None:
 
 def _agreed_to_stop(run: Run) -> bool:
     """Whether any rank was asked to stop. What is being saved goes on where every rank has done its part."""
-    told = run.ranks.max({"stop": float(run.is_asked_to_stop()), "writing": float(run.saver.is_at_work)})
-    if not told["writing"]:
+    agreed = run.ranks.max({"stop": float(run.is_asked_to_stop()), "writing": float(run.saver.is_at_work)})
+    if not agreed["writing"]:
         run.saver.advance()
-    return told["stop"] > 0
+    return agreed["stop"] > 0
 
 
 def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
@@ -119,8 +119,8 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
     with run.watch.phase(phase, tokens=work.num_tokens), run.host_time.step():
         sums = whole_gradients(run, work)
         norm = run.step.update(lr=lr, num_steps=work.step + 1)
-        told = _to_host(sums | {"grad_norm": norm / run.ranks.world})
-    totals = run.ranks.sum(told)
+        own_sums = _to_host(sums | {"grad_norm": norm / run.ranks.world})
+    totals = run.ranks.sum(own_sums)
     _emit(run, work, totals, lr, time.perf_counter() - started, rollout_s)
     if run.position.skipped_steps > skipped:
         run.emit(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))

@@ -10,7 +10,7 @@ import memtrain.errors
 from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError, sayable
 from memtrain.recipes.sections.base import Section
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
-from memtrain.trainers.run_folder.report.final_status import tell_end
+from memtrain.trainers.run_folder.report.final_status import record_end
 from memtrain.trainers.runtime.atomic_files import write_whole
 
 LAUNCHED = "MEMTRAIN_LAUNCHED"
@@ -46,8 +46,8 @@ class RankFault(Section):
 def note_fault(folder: RunFolder, rank: int, error: Exception) -> None:
     """Leave word of what ended this rank."""
     if isinstance(error, MemtrainError):
-        told = tuple((one.what, one.where, one.fix) for one in error.faults)
-        fault = RankFault(rank=rank, time=time.time(), kind=type(error).__name__, faults=told)
+        faults = tuple((one.what, one.where, one.fix) for one in error.faults)
+        fault = RankFault(rank=rank, time=time.time(), kind=type(error).__name__, faults=faults)
     else:
         trace = sayable("".join(traceback.format_exception(error)))
         is_echo = any(word in trace for word in ECHOES)
@@ -94,7 +94,7 @@ def correct_status(folder: RunFolder, error: Exception) -> None:
         return
     what = error.faults[0].what if isinstance(error, MemtrainError) else str(error).splitlines()[0]
     state = RunState.FAILED if status.state is RunState.RUNNING else status.state
-    tell_end(folder, state, status.step, what)
+    record_end(folder, state, status.step, what)
 
 
 def _silent(folder: RunFolder, found: list[RankFault], num_ranks: int) -> LaunchError:

@@ -48,7 +48,7 @@ class Saver:
         """Time for which the steps waited for the save that is under way."""
         self._waited_s = 0.0
         self._left: list[str] = []
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     @property
     def is_at_work(self) -> bool:
@@ -104,8 +104,8 @@ class Saver:
     def _emit(self, seconds: float) -> None:
         """The checkpoint stands. What could not be removed is told once."""
         for text in self._left:
-            if text not in self._told:
-                self._told.add(text)
+            if text not in self._noted:
+                self._noted.add(text)
                 self._sinks.emit(NoteEvent(step=self._step, text=text))
         self._sinks.emit(
             SaveEvent(step=self._step, seconds=seconds, held_s=self._held_s, waited_s=self._waited_s)

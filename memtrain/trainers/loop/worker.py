@@ -43,7 +43,7 @@ from memtrain.trainers.loop.exit_status import record_exit
 from memtrain.trainers.loop.finish import finish
 from memtrain.trainers.loop.loop import Run, train
 from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
-from memtrain.trainers.loop.oom.preflight import rehearse
+from memtrain.trainers.loop.oom.preflight import preflight
 from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
 from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, note_fault
 from memtrain.trainers.loop.saver import Saver
@@ -97,7 +97,7 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         built = build(plan, make_spread(plan.settings))
         step = _take_up(plan, found, built, position, ranks)
         sinks = stack.enter_context(open_sinks(plan, folder, ranks, position))
-        _tell_start(sinks, plan, built, found, notes, position)
+        _emit_start(sinks, plan, built, found, notes, position)
         _try_final(built, folder, sinks, position, is_main=ranks.is_main)
         recovery = _recovery(plan, built, position, sinks)
         watch = _watch(plan, built, sinks.emit, ranks, position)
@@ -122,7 +122,7 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
             position=position,
             started=started,
         )
-        _rehearse(run, built)
+        _run_preflight(run, built)
         train(run)
         finish(run, built, folder)
         ranks.barrier()
@@ -166,11 +166,11 @@ def _explained(
 
 def _asked(stop: StopRequest, sinks: EventSinks, position: TrainState) -> Callable[[], bool]:
     """Whether this rank is to stop, told once where nobody is left who would hear why."""
-    told: list[str] = []
+    noted: list[str] = []
 
     def asked() -> bool:
-        if stop.is_alone and not told:
-            told.append(GONE)
+        if stop.is_alone and not noted:
+            noted.append(GONE)
             sinks.emit(NoteEvent(step=position.step, text=GONE))
         return stop.asked
 
@@ -208,7 +208,7 @@ def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks
     return begin(built.parts, plan.recipe, plan.settings, scaled_by(position))
 
 
-def _tell_start(
+def _emit_start(
     sinks: EventSinks, plan: Plan, built: Built, found: Found, notes: list[str], position: TrainState
 ) -> None:
     """The fate of the rows, or the step of the resumed run, with notes for the reader."""
@@ -217,16 +217,18 @@ def _tell_start(
         if built.eval is not None:
             sinks.emit(of_split(built.eval.data_event("held-out"), plan.data.eval))
         notes = [*notes, *(f"data {note}" for note in plan.data.notes)]
-    said = [f"skipped {one.path.name}: {one.reason}" for one in found.rejected] + notes
+    notes_at_start = [f"skipped {one.path.name}: {one.reason}" for one in found.rejected] + notes
     if found.checkpoint is not None:
-        said.append(f"resumed at step {position.step}")
+        notes_at_start.append(f"resumed at step {position.step}")
     if built.why_whole:
-        said.append(f"each process loaded the whole model before it was sharded: {built.why_whole}")
+        notes_at_start.append(f"each process loaded the whole model before it was sharded: {built.why_whole}")
     if plan.settings.device == "cuda":
-        said.append(allocator_words(plan.settings.expandable_segments))
+        notes_at_start.append(allocator_words(plan.settings.expandable_segments))
         if is_random(plan.recipe.model):
-            said.append("random weights were drawn on the GPU: a CPU draws other numbers for the same seed")
-    for text in said:
+            notes_at_start.append(
+                "random weights were drawn on the GPU: a CPU draws other numbers for the same seed"
+            )
+    for text in notes_at_start:
         sinks.emit(NoteEvent(step=position.step, text=text))
 
 
@@ -246,11 +248,11 @@ def _try_final(
         sinks.emit(NoteEvent(step=position.step, text=text))
 
 
-def _rehearse(run: Run, built: Built) -> None:
-    """Rehearse the run if its plan says so; refused where that needed more than the recipe's budget."""
+def _run_preflight(run: Run, built: Built) -> None:
+    """Make the dry run if the plan has one; refused where that needed more than the recipe's budget."""
     plan = run.plan
     if plan.settings.preflight and run.position.step < plan.settings.max_steps:
-        found = rehearse(run)
+        found = preflight(run)
         refuse_over_budget(plan, run.recovery.settings, built.model, found.peak_bytes, found.load)
 
 
@@ -336,7 +338,7 @@ def main() -> int:
             pulse.start()
         work(plan, resume=asked.resume, family=Family.of_this_process(os.environ))
     except Exception as error:
-        return _told(folder, rank, error)
+        return _report_fault(folder, rank, error)
     finally:
         if pulse is not None:
             pulse.stop()
@@ -344,7 +346,7 @@ def main() -> int:
     return 0
 
 
-def _told(folder: RunFolder, rank: int, error: Exception) -> int:
+def _report_fault(folder: RunFolder, rank: int, error: Exception) -> int:
     """Say what ended this rank, where the launcher or the user will look; the exit code."""
     is_of_many = "RANK" in os.environ
     if is_of_many:

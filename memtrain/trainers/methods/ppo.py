@@ -72,18 +72,18 @@ class Ppo(PolicyMethod[PpoRecipe]):
         reward_A = reward_A.nan_to_num(nan=0.0) - section.cut_penalty * torch.from_numpy(window.is_cut_A)
         assert window.value_N is not None, "The pass was made."
         value_N = torch.from_numpy(window.value_N).double()
-        reward_N, told = torch.zeros_like(value_N), {"beta": self.beta} if section.beta else {}
+        reward_N, metrics = torch.zeros_like(value_N), {"beta": self.beta} if section.beta else {}
         if section.beta:
             assert window.old_N is not None, "The pass was made."
             assert window.reference_N is not None, "The pass was made."
             log_ratio_N = torch.from_numpy(window.old_N.astype(np.float64) - window.reference_N)
             reward_N = -self.beta * log_ratio_N
-            told["kl"] = sum_per_answer(log_ratio_N, lengths_A).mean().item()
+            metrics["kl"] = sum_per_answer(log_ratio_N, lengths_A).mean().item()
         reward_N[torch.from_numpy(window.answer_ptr[1:]) - 1] += reward_A
         advantage_N, return_N = generalised_advantages(
             reward_N, value_N, window.length_A.tolist(), gamma=section.gamma, lam=section.gae_lambda
         )
-        told |= {
+        metrics |= {
             "value/mean": value_N.mean().item(),
             "value/explained": _explained(value_N, return_N),
         }
@@ -96,8 +96,8 @@ class Ppo(PolicyMethod[PpoRecipe]):
         window.advantage_A = mean_A.float().numpy()
         if section.kl_target is not None:
             ratio = window.num_answers / section.kl_horizon
-            self.beta = adapted(self.beta, told["kl"], section.kl_target, ratio)
-        return told
+            self.beta = adapted(self.beta, metrics["kl"], section.kl_target, ratio)
+        return metrics
 
     def kept(self) -> dict[str, float]:
         """The weight of the KL term after this rollout."""

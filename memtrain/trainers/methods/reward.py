@@ -67,6 +67,6 @@ class Reward:
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Means over pairs; at evaluation, the calibration error instead of its bins."""
-        told, error = calibration_error(sums, count)
-        means = {name: value / count for name, value in told.items()}
+        means_of_sums, error = calibration_error(sums, count)
+        means = {name: value / count for name, value in means_of_sums.items()}
         return means if error is None else means | {"calibration": error}

@@ -37,11 +37,11 @@ class InBackward:
             begin=lambda model, num_micro_batches: None,
             clip=self._norm,
             step=lambda optimizer: None,
-            rehearsing=self._rehearsing,
+            dry_step=self._dry_step,
         )
 
     @contextmanager
-    def _rehearsing(self, makes_states: bool) -> Iterator[None]:
+    def _dry_step(self, makes_states: bool) -> Iterator[None]:
         """Weights stay where they are inside; optimizer states appear, or are not touched."""
         self._is_real, self._makes_states = False, makes_states
         try:

@@ -49,16 +49,16 @@ class LossScaling:
             backward=lambda loss: self.inner.backward(loss * self.position.loss_scale),
             clip=self._clip,
             step=self._step,
-            rehearsing=self._rehearsing,
+            dry_step=self._dry_step,
         )
 
     @contextmanager
-    def _rehearsing(self, makes_states: bool) -> Iterator[None]:
+    def _dry_step(self, makes_states: bool) -> Iterator[None]:
         """Context of a step that is only tried: the scale and its counts are as before after it."""
         state = self.position
         before = state.loss_scale, state.scaled_steps, state.skipped_steps
         try:
-            with self.inner.rehearsing(makes_states):
+            with self.inner.dry_step(makes_states):
                 yield
         finally:
             state.loss_scale, state.scaled_steps, state.skipped_steps = before

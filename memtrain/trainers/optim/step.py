@@ -33,7 +33,7 @@ class DistributedStep:
     """Scales gradients down to a norm; the norm before, as a scalar on the device."""
     step: Callable[[Optimizer], None] = step_whole
     """Moves the weights by their gradients."""
-    rehearsing: Callable[[bool], AbstractContextManager[None]] = lambda makes_states: nullcontext()
+    dry_step: Callable[[bool], AbstractContextManager[None]] = lambda makes_states: nullcontext()
     """Context in which a backward pass moves no weight; it may make optimizer states that are not there."""
 
 

@@ -111,7 +111,7 @@ class ZeroOptimizer(Optimizer):
         for index, shape in enumerate(self._shapes):
             made = {key: hold(self._whole(index, key, shape)) for key in self._keys()}
             entries[index] = made | self._counters()
-        return {"state": {i: one for i, one in entries.items() if one}, "param_groups": self._told_groups()}
+        return {"state": {i: one for i, one in entries.items() if one}, "param_groups": self._whole_groups()}
 
     def own_state(self, hold: Callable[[Tensor], Tensor]) -> State:
         """The state of this rank's pieces, by the number of the weight; of each tensor what `hold` makes."""
@@ -129,7 +129,7 @@ class ZeroOptimizer(Optimizer):
                 "numbers": numbers,
                 "counters": self._counters(),
             }
-        return {"state": entries, "param_groups": self._told_groups()}
+        return {"state": entries, "param_groups": self._whole_groups()}
 
     def own_weights(self) -> dict[int, tuple[int, Tensor]]:
         """(first number, numbers) of this rank's pieces of the weights themselves, by their number."""
@@ -143,18 +143,18 @@ class ZeroOptimizer(Optimizer):
             found[piece.weight] = piece.first, numbers.detach().view(-1)[first : first + piece.count]
         return found
 
-    def _told_groups(self) -> list[State]:
+    def _whole_groups(self) -> list[State]:
         """Groups as the inner optimizer of whole weights would tell them."""
-        told: list[State] = []
+        groups: list[State] = []
         first = 0
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             count = len(outer["params"])
-            told.append(
+            groups.append(
                 {key: value for key, value in inner.items() if key != "params"}
                 | {"params": list(range(first, first + count))}
             )
             first += count
-        return told
+        return groups
 
     def _keys(self) -> list[str]:
         """States that have a number for each of a weight's."""

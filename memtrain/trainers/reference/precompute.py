@@ -107,14 +107,14 @@ def read_values(folder: Path) -> Floats:
     Raises: DataError when they differ from those that were written.
     """
     path, digest = folder / VALUES_FILE, folder / DIGEST_FILE
-    said = path.read_bytes()
-    if not digest.is_file() or digest.read_text() != xxh3_128_hexdigest(said):
+    content = path.read_bytes()
+    if not digest.is_file() or digest.read_text() != xxh3_128_hexdigest(content):
         raise DataError(
             f"'{VALUES_FILE}' is damaged: its checksum differs",
             str(path),
             f"remove '{folder}'; it will be made again",
         )
-    return np.load(io.BytesIO(said))
+    return np.load(io.BytesIO(content))
 
 
 def _computed(

@@ -21,7 +21,7 @@ class EventSinks:
     """Takes events; on other ranks than the main one it does nothing."""
 
     emit: Callable[[Event], None]
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     """Puts a line on the terminal and into the log, and nowhere else."""
     sync: Callable[[], None]
     """Holds until the metrics are on the disk: a checkpoint must not outlive them."""
@@ -31,7 +31,7 @@ class EventSinks:
 def open_sinks(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterator[EventSinks]:
     """The sinks of this rank, until the end of the run. Metrics after `position` are cut off."""
     if not ranks.is_main:
-        yield EventSinks(emit=lambda event: None, say=lambda text: None, sync=lambda: None)
+        yield EventSinks(emit=lambda event: None, print_line=lambda text: None, sync=lambda: None)
         return
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(folder.metrics, resumed_at=position.step or None))
@@ -54,6 +54,6 @@ def open_sinks(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainState
             elif isinstance(event, EvalEvent):
                 progress.evaluated(event)
             elif isinstance(event, NoteEvent):
-                progress.say(event.text)
+                progress.print_line(event.text)
 
-        yield EventSinks(emit, progress.say, metrics.sync)
+        yield EventSinks(emit, progress.print_line, metrics.sync)

@@ -53,11 +53,11 @@ class Progress:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[figures]}"),
         )
         is_live = is_shown and self._console.is_terminal
         self._bar = Bar(*columns, console=self._console, transient=True) if is_live else None
-        self._task = self._bar.add_task("starting", total=total_steps, told="") if self._bar else None
+        self._task = self._bar.add_task("starting", total=total_steps, figures="") if self._bar else None
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -80,38 +80,38 @@ class Progress:
         self._has_rollouts = self._has_rollouts or ROLLOUT_TOKENS in step.extra
         self._recent.append((speed_tokens(step, self._has_rollouts), now_s - self._ended_s))
         self._ended_s = now_s
-        told = self._told(step)
+        figures = self._figures(step)
         if self._bar is not None and self._task is not None:
             counted = f"step {step.step}/{self.total_steps}"
             with self._shown():
-                self._bar.update(self._task, completed=step.step, description=counted, told=told)
+                self._bar.update(self._task, completed=step.step, description=counted, figures=figures)
         is_due = step.step % self.every_steps == 0 or step.step in (self.first_step + 1, self.total_steps)
         if is_due:
-            self._line(f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {told}", True)
+            self._line(f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {figures}", True)
 
     def evaluated(self, event: EvalEvent) -> None:
         """Tell the held-out loss, or the reward where completions were written and judged."""
-        told = f"loss {decimal(event.loss)}"
+        figures = f"loss {decimal(event.loss)}"
         if event.extra and REWARD in event.extra:
-            told = f"reward {decimal(event.extra[REWARD])}{length_words(event)}"
+            figures = f"reward {decimal(event.extra[REWARD])}{length_words(event)}"
         if pairs := pair_words(event):
-            told += f"  {pairs}"
-        self.say(f"step {event.step}  held-out {told}")
+            figures += f"  {pairs}"
+        self.print_line(f"step {event.step}  held-out {figures}")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Tell something in a line of its own."""
         self._line(text, False)
 
-    def _told(self, step: StepEvent) -> str:
+    def _figures(self, step: StepEvent) -> str:
         tokens = sum(count for count, _ in self._recent)
         seconds = max(sum(taken for _, taken in self._recent), 1e-9)
         left_s = (self.total_steps - step.step) * seconds / len(self._recent)
-        told = [f"loss {decimal(step.loss)}", f"lr {step.lr:.2e}", f"{tokens / seconds:,.0f} tokens/s"]
+        figures = [f"loss {decimal(step.loss)}", f"lr {step.lr:.2e}", f"{tokens / seconds:,.0f} tokens/s"]
         if step.extra and REWARD in step.extra:
-            told.insert(1, f"reward {decimal(step.extra[REWARD])}{length_words(step)}")
+            figures.insert(1, f"reward {decimal(step.extra[REWARD])}{length_words(step)}")
         if step.peak_bytes:
-            told.append(f"peak {gib(step.peak_bytes)}")
-        return "  ".join([*told, f"{duration(left_s)} left"])
+            figures.append(f"peak {gib(step.peak_bytes)}")
+        return "  ".join([*figures, f"{duration(left_s)} left"])
 
     def _line(self, text: str, is_step: bool) -> None:
         text = printable(text)
@@ -148,12 +148,12 @@ def length_words(event: StepEvent | EvalEvent) -> str:
 
 def pair_words(event: EvalEvent) -> str:
     """Accuracy and margin of held-out pairs; empty where there are none."""
-    told = [
+    figures = [
         f"{name} {decimal(event.extra[key])}"
         for key, name in (("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"))
         if key in event.extra
     ]
-    return "  ".join(told)
+    return "  ".join(figures)
 
 
 def decimal(value: float) -> str:

@@ -43,8 +43,8 @@ class Family:
     @staticmethod
     def of_this_process(environment: Mapping[str, str]) -> Family:
         """Family of this process now."""
-        said = environment.get(OWNER)
-        return Family(Owner.model_validate_json(said) if said else None, os.getppid())
+        owner = environment.get(OWNER)
+        return Family(Owner.model_validate_json(owner) if owner else None, os.getppid())
 
     def is_gone(self) -> bool:
         """Whether the launcher, or what it started the ranks by, has ended before this rank.

@@ -79,8 +79,8 @@ def _taken_apart(value: Any, parts: list[bytes]) -> Any:
     fields = _fields(kind)
     if fields is None:
         raise TypeError(f"a {kind.__name__} is no message between ranks")
-    said = {name: _taken_apart(getattr(value, name), parts) for name in fields}
-    return {"record": [kind.__module__, kind.__qualname__, said]}
+    values = {name: _taken_apart(getattr(value, name), parts) for name in fields}
+    return {"record": [kind.__module__, kind.__qualname__, values]}
 
 
 def _part(raw: bytes, parts: list[bytes]) -> int:
@@ -110,8 +110,8 @@ def _put_together(node: Any, parts: list[bytes]) -> Any:
     if kind == "dict":
         return {_put_together(key, parts): _put_together(item, parts) for key, item in inside}
     if kind == "record":
-        module, name, said = inside
-        return _record(module, name, said, parts)
+        module, name, values = inside
+        return _record(module, name, values, parts)
     number, dtype, shape = inside
     raw = bytearray(parts[number])
     if kind == "array":
@@ -121,10 +121,10 @@ def _put_together(node: Any, parts: list[bytes]) -> Any:
     return torch.frombuffer(raw, dtype=NUMBER_TYPES[dtype]).reshape(shape)
 
 
-def _record(module: str, name: str, said: Mapping[str, Any], parts: list[bytes]) -> Any:
+def _record(module: str, name: str, values: Mapping[str, Any], parts: list[bytes]) -> Any:
     if not module.startswith(OWN):
         raise ValueError(f"a message between ranks speaks of {module}.{name}, which is no record of memtrain")
     kind = getattr(importlib.import_module(module), name)
-    if not isinstance(kind, type) or _fields(kind) != list(said):
+    if not isinstance(kind, type) or _fields(kind) != list(values):
         raise ValueError(f"a message between ranks speaks of {module}.{name}, which has other fields")
-    return kind(**{field: _put_together(value, parts) for field, value in said.items()})
+    return kind(**{field: _put_together(value, parts) for field, value in values.items()})

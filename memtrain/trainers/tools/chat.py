@@ -72,10 +72,10 @@ class Chat:
             pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
             **samples,
         )
-        said = str(self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+        answer = str(self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip()
         if self.has_template:
-            self.messages.append({"role": "assistant", "content": said})
-        return said
+            self.messages.append({"role": "assistant", "content": answer})
+        return answer
 
 
 def load_trained(trained: TrainedModel, vocab_size: int) -> Any:

@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.__main__ import main
 from memtrain.cli.launch.elastic_agent import plain_line
-from memtrain.cli.output.terminal import say, table_lines
+from memtrain.cli.output.terminal import print_text, table_lines
 from memtrain.errors import OR, DataError, Fault, printable
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eexe.txt\ud83d\x00"
@@ -34,7 +34,7 @@ def test_a_fault_is_three_lines_whatever_it_names():
 
 
 def test_sentences_and_tables_are_shown_without_orders(capsys: pytest.CaptureFixture[str]):
-    say(f"Data {ESCAPES}")
+    print_text(f"Data {ESCAPES}")
     assert capsys.readouterr().out == f"Data {SHOWN}\n"
     lines = table_lines(("key", "value"), [(f"a\n{ESCAPES}", ESCAPES)], 200)
     assert len(lines) == 2

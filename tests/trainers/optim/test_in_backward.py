@@ -132,7 +132,7 @@ def test_a_rehearsal_moves_nothing_and_makes_the_states(make_settings):
     optimizer = build_optimizer(model, Optim(max_grad_norm=None), make_settings())
     engine = InBackward(optimizer, list(model.parameters())).engine()
     set_rate(optimizer, 0.0)
-    with engine.rehearsing(True):
+    with engine.dry_step(True):
         model(torch.ones(2, WIDTH)).sum().backward()
     assert len(optimizer.state) == 2 * NUM_LAYERS
     assert not any(state["exp_avg"].any() for state in optimizer.state.values()), "states of no gradient"

@@ -77,7 +77,7 @@ def test_what_overflows_at_every_scale_ends_the_run():
 def test_a_rehearsed_step_leaves_the_scale_where_it_was():
     state = TrainState(loss_scale=4.0, scaled_steps=5)
     engine = LossScaling(DistributedStep(), state).engine()
-    with engine.rehearsing(True):
+    with engine.dry_step(True):
         state.loss_scale, state.skipped_steps = 1.0, 3
     assert state == TrainState(loss_scale=4.0, scaled_steps=5)
 

@@ -29,8 +29,8 @@ def wish(recipe: Recipe) -> StrategyRequest:
     memory = recipe.memory
     if memory.streamed_layers != "auto":
         return "on" if memory.streamed_layers == "on" else "off"
-    is_said = memory.activation_checkpointing != "auto" or memory.checkpoint_every != "auto"
-    return "off" if is_said else "auto"
+    is_written = memory.activation_checkpointing != "auto" or memory.checkpoint_every != "auto"
+    return "off" if is_written else "auto"
 
 
 def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:

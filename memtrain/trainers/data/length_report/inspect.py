@@ -179,31 +179,31 @@ def distributions(
 def notes(seen: Read, work: Work, data: Data, extent: Extent, held_out: int) -> tuple[str, ...]:
     """Further remarks that are needed to read the numbers."""
     unrendered = unrendered_words(seen.unrendered, seen.rows_read - seen.faulty.rows)
-    said = [f"Data {note}." for note in (*work.notes, *unrendered)]
+    notes = [f"Data {note}." for note in (*work.notes, *unrendered)]
     if extent.is_partial:
-        said.append(
+        notes.append(
             f"Partial: reading was stopped after the first {seen.rows_read:,} rows, which are not a "
             "random sample."
         )
     if extent.sampled_of is not None:
-        said.append(
+        notes.append(
             f"Estimated from {seen.rows_read:,} of {extent.sampled_of:,} rows, each as likely as any other; "
             "counts are scaled up, intervals hold the true value 95 times in 100. A sample shows fewer "
             "duplicates, and a shorter longest row, than there are."
         )
     if seen.counts.is_thinned:
-        said.append(
+        notes.append(
             f"The tables are computed from {seen.counts.num_rows:,} of {seen.counts.num_seen:,} rows, "
             "chosen by their hashes, and scaled up, to bound memory."
         )
     if seen.faulty.rows:
         skips = data.on_bad_row == "skip"
         then = "they are left out" if skips else "training stops at the first, unless data.on_bad_row is skip"
-        said.append(f"{count_of(seen.faulty.rows, 'bad row')} not in these numbers: {then}.")
+        notes.append(f"{count_of(seen.faulty.rows, 'bad row')} not in these numbers: {then}.")
     if held_out:
-        said.append(
+        notes.append(
             f"{round(held_out * extent.scale):,} rows are held out (data.eval_fraction) and not counted."
         )
     if seen.is_cached:
-        said.append("Counted from tokenized rows in the cache; nothing was tokenized.")
-    return tuple(said)
+        notes.append("Counted from tokenized rows in the cache; nothing was tokenized.")
+    return tuple(notes)

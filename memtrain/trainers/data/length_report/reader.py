@@ -232,9 +232,9 @@ def tokenizer_threads() -> int:
     """Threads that the tokenizer would take: what its environment says, else the cores."""
     if os.environ.get(PARALLELISM, "true").lower() in ("false", "off", "no", "n", "f", "0", ""):
         return 1
-    said = os.environ.get("RAYON_NUM_THREADS", "")
-    if said.isdecimal() and int(said):
-        return int(said)
+    value = os.environ.get("RAYON_NUM_THREADS", "")
+    if value.isdecimal() and int(value):
+        return int(value)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

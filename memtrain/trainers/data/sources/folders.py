@@ -137,11 +137,11 @@ def unread_notes(place: str, unread: Sequence[Unread]) -> Iterator[str]:
         by_why[one.why].append(one)
     for why, files in by_why.items():
         named = sorted(files, key=lambda one: -one.num_bytes)[:NUM_NAMED]
-        said = [f"{os.path.relpath(one.path, place)} ({bytes_words(one.num_bytes)})" for one in named]
+        parts = [f"{os.path.relpath(one.path, place)} ({bytes_words(one.num_bytes)})" for one in named]
         if rest := files[NUM_NAMED:]:
             total = sum(one.num_bytes for one in files) - sum(one.num_bytes for one in named)
-            said.append(f"{len(rest):,} more ({bytes_words(total)})")
-        yield f"not read in {place}, {why}: {', '.join(said)}"
+            parts.append(f"{len(rest):,} more ({bytes_words(total)})")
+        yield f"not read in {place}, {why}: {', '.join(parts)}"
 
 
 def bytes_words(num_bytes: int) -> str:

@@ -190,8 +190,8 @@ def builtin(source: Source, form: Format) -> Stream:
     def read(count: int = count, _seed: int = 0) -> Iterator[Line]:
         return enumerate(arithmetic.rows(count, seed, form), start=1)
 
-    said = f"arithmetic:{arithmetic.VERSION}:{count}:{seed}:{form}"
-    return Stream(source.source, read, lambda: said, take=read)
+    identity = f"arithmetic:{arithmetic.VERSION}:{count}:{seed}:{form}"
+    return Stream(source.source, read, lambda: identity, take=read)
 
 
 def hub_stream(source: Source) -> Stream:
@@ -232,8 +232,8 @@ def hub_streamed(source: Source) -> Stream:
     def take(limit: int, seed: int) -> Iterator[Line]:
         return read(loaded.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS).take(limit))
 
-    said = f"hub:{source.source}:{source.name}:{source.split}:{revision}:streamed"
-    return Stream(f"hub:{source.source}", read, lambda: said, take=take)
+    identity = f"hub:{source.source}:{source.name}:{source.split}:{revision}:streamed"
+    return Stream(f"hub:{source.source}", read, lambda: identity, take=take)
 
 
 @contextmanager

@@ -24,9 +24,9 @@ def cache_dir(given: str | None) -> Path:
     return Path(given or os.environ.get("MEMTRAIN_CACHE") or "~/.cache/memtrain").expanduser()
 
 
-def key_of(said: dict[str, Any]) -> str:
+def key_of(values: dict[str, Any]) -> str:
     """Key of what something is made of: equal where all of it is equal."""
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:KEY_LETTERS]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:KEY_LETTERS]
 
 
 def kept(folder: Path, marker: str, make: Callable[[Path], None]) -> bool:

@@ -83,8 +83,8 @@ class Stored(Section):
         """Digest (xxh3, 128 bits) of all fields but `digest`."""
         from xxhash import xxh3_128_hexdigest
 
-        said = json.dumps(self.model_dump(mode="json", exclude={"digest"}), sort_keys=True)
-        return xxh3_128_hexdigest(said.encode())
+        content = json.dumps(self.model_dump(mode="json", exclude={"digest"}), sort_keys=True)
+        return xxh3_128_hexdigest(content.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class StoreWriter:
         lengths = rows.part_tokens.reshape(-1, self.num_parts).sum(axis=1)
         self.longest = max(self.longest, int(lengths.max()))
 
-    def finish(self, **said: Any) -> None:
+    def finish(self, **fields: Any) -> None:
         """Close the files and write the meta, whose other fields are `said`."""
         from xxhash import xxh3_128_hexdigest
 
@@ -199,7 +199,7 @@ class StoreWriter:
             has_columns=self.has_columns,
             files={name: files[name].num_bytes for name in sorted(files)},
             sums=xxh3_128_hexdigest(sums),
-            **said,
+            **fields,
         )
         meta = meta.model_copy(update={"digest": meta.own_digest()})
         (self.folder / META_FILE).write_text(meta.model_dump_json(indent=1) + "\n")
@@ -219,14 +219,14 @@ def checked_files(folder: Path, meta: Stored) -> dict[str, CheckedFile]:
     from xxhash import xxh3_128_hexdigest
 
     path = folder / SUMS_FILE
-    said = path.read_bytes() if path.is_file() else b""
-    if xxh3_128_hexdigest(said) != meta.sums:
+    content = path.read_bytes() if path.is_file() else b""
+    if xxh3_128_hexdigest(content) != meta.sums:
         raise DataError(
             f"'{path.name}' is damaged: its checksum differs",
             str(path),
             f"remove '{folder}'; it will be made again",
         )
-    sums: Sums = np.frombuffer(said, np.uint64)
+    sums: Sums = np.frombuffer(content, np.uint64)
     files: dict[str, CheckedFile] = {}
     first = 0
     for name, num_bytes in sorted(meta.files.items()):

@@ -99,19 +99,21 @@ def turn_end_of(tokenizer: PreTrainedTokenizerFast, given: Mapping[str, Any]) ->
 
 def trained_words(made_of: dict[str, Any]) -> str:
     """Parts of a store's rows that are learnt; empty for prompts, of which nothing is."""
-    said, kind = made_of["rendering"], made_of["kind"]
+    rendering, kind = made_of["rendering"], made_of["kind"]
     forms = {FORMS[reading["form"]].stored_as or reading["form"] for reading in made_of["readings"]}
     if kind == "prompt":
         return ""
-    if said["last_turn_only"]:
+    if rendering["last_turn_only"]:
         return "the last turn of the assistant only (data.last_turn_only_loss)"
-    if said["assistant_only"]:
+    if rendering["assistant_only"]:
         return "assistant only (data.assistant_only_loss)"
     if FORMS[kind].num_answers:
         return "the answers"
     words = {
         "messages": "all turns (data.assistant_only_loss: true trains on the assistant's only)",
-        "prompt_completion": "completions only" if said["completion_only"] else "prompts and completions",
+        "prompt_completion": "completions only"
+        if rendering["completion_only"]
+        else "prompts and completions",
         "text": "whole rows",
         "ids": "whole rows, or the tokens that their labels select",
     }

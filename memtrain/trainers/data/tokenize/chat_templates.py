@@ -102,12 +102,12 @@ def _finds_turns(template: str, special_tokens: Mapping[str, str]) -> bool:
         text = written(template, special_tokens, probe, (), False)
         if text is None:
             continue
-        said = [message["content"].strip() for message in probe if message["role"] == "assistant"]
+        answers = [message["content"].strip() for message in probe if message["role"] == "assistant"]
         try:
             spans = marked(probe, (), rendering)[1]
         except BadRow:
             return False
-        found.append(all(words in text[slice(*span)] for words, span in zip(said, spans, strict=True)))
+        found.append(all(words in text[slice(*span)] for words, span in zip(answers, spans, strict=True)))
     return len(found) > 0 and all(found)
 
 

@@ -74,14 +74,14 @@ class Encoder:
                 return before, len(whole) - len(bare) - before
         return 0, 0
 
-    def _token_bytes(self, said: dict) -> Ints | None:
+    def _token_bytes(self, config: dict) -> Ints | None:
         """Bytes of text that each token stands for; None where tokens are not made of bytes."""
-        if said["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(said["decoder"] or {}):
+        if config["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(config["decoder"] or {}):
             return None
         num_bytes = np.zeros(max(self.tokenizer.get_vocab().values()) + 1, np.int64)
-        for token, number in said["model"]["vocab"].items():
+        for token, number in config["model"]["vocab"].items():
             num_bytes[number] = len(token)
-        for added in said["added_tokens"]:
+        for added in config["added_tokens"]:
             num_bytes[added["id"]] = len(added["content"].encode())
         return num_bytes
 

@@ -100,9 +100,9 @@ def template_text(chat_template: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        said = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
         raise DataError(
-            f"the chat template {path} cannot be read: {said}",
+            f"the chat template {path} cannot be read: {reason}",
             "model.chat_template",
             "name a Jinja file in UTF-8",
         ) from None
@@ -110,5 +110,5 @@ def template_text(chat_template: str) -> str:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Digest of all that decides which ids a text becomes: the fast tokenizer, its special tokens."""
-    said = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
-    return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}\n{said}".encode()).hexdigest()[:32]
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}\n{special}".encode()).hexdigest()[:32]

@@ -150,10 +150,10 @@ def unrendered_words(counts: Mapping[str, int], num_rows: int) -> Iterator[str]:
     if not counts:
         return
     order = sorted(counts, key=lambda name: (name.startswith("column"), -counts[name], name))
-    said = [f"{name} ({share_words(counts[name], num_rows)})" for name in order[:NUM_NAMED]]
+    parts = [f"{name} ({share_words(counts[name], num_rows)})" for name in order[:NUM_NAMED]]
     if len(order) > NUM_NAMED:
-        said.append(f"{len(order) - NUM_NAMED:,} more")
-    yield f"not in the rendered text of the rows: {', '.join(said)}"
+        parts.append(f"{len(order) - NUM_NAMED:,} more")
+    yield f"not in the rendered text of the rows: {', '.join(parts)}"
 
 
 def share_words(count: int, num_rows: int) -> str:

@@ -115,16 +115,16 @@ def part_of(name: str) -> str:
 
 
 def _tried(settings: Settings) -> list[str]:
-    said = []
+    tried = []
     if "split" in settings.recovery:
-        said.append("already already split to one sequence")
+        tried.append("batches split down to one sequence")
     if settings.checkpoint_every == 1:
-        said.append("every layer checkpointed")
+        tried.append("every layer checkpointed")
     if settings.slice_tokens:
-        said.append(f"layers in slices of {settings.slice_tokens:,} tokens")
+        tried.append(f"layers in slices of {settings.slice_tokens:,} tokens")
     if settings.offload != "none":
-        said.append("activations offloaded")
-    return said
+        tried.append("activations offloaded")
+    return tried
 
 
 def _tensors(states: Iterable[object]) -> list[Tensor]:

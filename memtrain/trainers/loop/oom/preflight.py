@@ -1,8 +1,8 @@
-"""The rehearsal: the heaviest batch, an evaluation and a save before the first step, undone to the bit.
+"""The dry run: the heaviest batch, an evaluation and a save before the first step, undone to the bit.
 
 Weights do not move: gradients, learning rate and decay are zero when the optimizer steps, and a checksum
 says so. Optimizer states go again, random states come back. What memory that ran out has taught
-(recover.py) stays: that is what the rehearsal is for.
+(recover.py) stays: the dry run serves that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.optim.step import set_rate, update
 from memtrain.trainers.protocols.events import NoteEvent
 from memtrain.trainers.protocols.feed import Ints, eval_micro_batches
-from memtrain.trainers.run_folder.report.report import REHEARSAL
+from memtrain.trainers.run_folder.report.report import DRY_RUN
 from memtrain.trainers.runtime.seed import random_state, restore_random_state
 
 PIECE = 1 << 24
@@ -36,8 +36,8 @@ PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
-    """Result of a rehearsal."""
+class PreflightResult:
+    """Result of a dry run."""
 
     peak_bytes: int
     """Highest peak of live tensors of any rank; 0 where nothing is measured."""
@@ -45,7 +45,7 @@ class Rehearsed:
     """Tokens of the heaviest micro-batch, padding included."""
 
 
-def rehearse(run: Run) -> Rehearsed:
+def preflight(run: Run) -> PreflightResult:
     """Try what is heaviest in every phase of the run that is left. Called by all ranks together.
 
     Raises: OutOfMemory when it does not fit whatever is done; LaunchError when checkpoints cannot be written.
@@ -57,17 +57,17 @@ def rehearse(run: Run) -> Rehearsed:
             _evaluation(run)
         except Exhausted as spent:
             raise run.post_mortem(spent) from None
-        with run.watch.phase(f"{REHEARSAL}saving"):
+        with run.watch.phase(f"{DRY_RUN}saving"):
             try_save(run)
         tokens = load_of(run.steps.feed, heaviest.sequences, run.plan.settings)
         peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
     assert bits_of(run.step.parameters) == before, "A dry run moves no weight."
     predicted = run.plan.prediction.peak.num_bytes
-    said = f"dry run of {heaviest.words}, {tokens:,} tokens"
+    text = f"dry run of {heaviest.words}, {tokens:,} tokens"
     if run.watch.is_on:
-        said += f": peak {gib(peak)}, predicted {gib(predicted)}"
-    run.emit(NoteEvent(step=run.position.step, text=said))
-    return Rehearsed(peak, tokens)
+        text += f": peak {gib(peak)}, predicted {gib(predicted)}"
+    run.emit(NoteEvent(step=run.position.step, text=text))
+    return PreflightResult(peak, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def _undone(run: Run) -> Iterator[None]:
     for group in run.step.optimizer.param_groups:
         group["weight_decay"] = 0.0
     try:
-        with run.step.engine.rehearsing(is_fresh):
+        with run.step.engine.dry_step(is_fresh):
             yield
     finally:
         run.step.optimizer.zero_grad(set_to_none=True)
@@ -174,10 +174,10 @@ def _steps(run: Run, heaviest: Heaviest) -> None:
     )
     set_rate(run.step.optimizer, 0.0)
     if not run.step.optimizer.state:
-        with run.watch.phase(f"{REHEARSAL}first step"):
+        with run.watch.phase(f"{DRY_RUN}first step"):
             whole_gradients(run, work)
             _step_nowhere(run)
-    with run.watch.phase(f"{REHEARSAL}steady step"):
+    with run.watch.phase(f"{DRY_RUN}steady step"):
         whole_gradients(run, work)
         run.step.optimizer.zero_grad(set_to_none=True)
 
@@ -204,7 +204,7 @@ def _evaluation(run: Run) -> None:
     heaviest = max(micro_batches, key=lambda sequences: load_of(feed, sequences, run.plan.settings))
     was_training = run.step.model.training
     run.step.model.eval()
-    with run.watch.phase(f"{REHEARSAL}evaluation"), torch.no_grad():
+    with run.watch.phase(f"{DRY_RUN}evaluation"), torch.no_grad():
         before_step(run, feed, heaviest, [heaviest], is_trial=True)
         run.recovery.each(feed, [heaviest], lambda sequences: score(run, feed, sequences), ranks=run.ranks)
     run.step.model.train(was_training)

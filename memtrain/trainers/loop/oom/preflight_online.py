@@ -23,7 +23,7 @@ from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.rollout.protocol import WeighsTokens
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
 from memtrain.trainers.protocols.feed import Ints
-from memtrain.trainers.run_folder.report.report import REHEARSAL
+from memtrain.trainers.run_folder.report.report import DRY_RUN
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def write_longest(steps: OnlineSteps) -> None:
     groups = [Group(steps.prompts.ids(row), count, seed=0) for row in longest_rows(steps, num_groups)]
     every_id = tuple(range(len(steps.built.tokenizer)))
     sampling = replace(sampling_of(plan, steps.built), stop_ids=every_id, stop_strings=())
-    steps.written(groups, sampling, phase=f"{REHEARSAL}generation")
+    steps.written(groups, sampling, phase=f"{DRY_RUN}generation")
 
 
 def longest_rows(steps: OnlineSteps, count: int) -> list[int]:
@@ -77,7 +77,7 @@ def weighed(steps: OnlineSteps) -> Rollout:
     window = new_window(0, rows, [0] * len(rows), prompts, samples, len(steps.judging.functions))
     window.reward_AF[:] = (np.arange(window.num_answers) % 2)[:, None]
     weighing = AdvantageStep(steps.method, steps.feed, steps.passes, steps.judging.weight_F, count)
-    with steps.watch.phase(f"{REHEARSAL}passes"):
+    with steps.watch.phase(f"{DRY_RUN}passes"):
         weighing.weigh(window)
     return window
 

@@ -182,21 +182,21 @@ class Recovery:
         """
         self.failures.append(failure)
         allowed = self.settings.recovery
-        said = f"ran out of memory with {failure.load:,} tokens in a pass of step {self.position.step + 1}: "
+        text = f"ran out of memory with {failure.load:,} tokens in a pass of step {self.position.step + 1}: "
         if "split" in allowed and not failure.is_single:
             self.position.micro_batch_limit = failure.load
-            said += "the step was repeated, with micro-batches of this size split from now on"
+            text += "the step was repeated, with micro-batches of this size split from now on"
             if self.has_dropout:
-                said += " (dropout masks are drawn again for each part)"
+                text += " (dropout masks are drawn again for each part)"
         else:
             name = next_strategy(self.settings)
             if name is None:
                 raise Exhausted(failure)
             self._switch(name)
             self.position.switched_on = [*self.position.switched_on, name]
-            said += f"{OOM_STEPS[name](self.settings)}, and the step was repeated"
+            text += f"{OOM_STEPS[name](self.settings)}, and the step was repeated"
         self.position.num_recoveries += 1
-        self.emit(said)
+        self.emit(text)
 
     def _learn_of_evaluation(self, failure: Failure) -> None:
         if failure.is_single and not _can(self.settings, "loss_tile"):

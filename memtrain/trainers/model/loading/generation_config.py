@@ -25,18 +25,18 @@ def storable(model: nn.Module) -> tuple[GenerationConfig | None, list[str]]:
     if given is None:
         return None, []
     made: GenerationConfig = deepcopy(given)
-    told: list[str] = []
+    notes: list[str] = []
     plain = GenerationConfig()
     for _ in range(MOST_MENDED):
         fault = _refusal(made)
         if not fault:
-            return made, told
+            return made, notes
         name = _named(fault, made)
         if "`do_sample=True`" in fault and made.do_sample is not True:
             made.do_sample = True
-            told.append(f"generation_config.json has {name} and no do_sample; saved with do_sample: true")
+            notes.append(f"generation_config.json has {name} and no do_sample; saved with do_sample: true")
         else:
-            told.append(
+            notes.append(
                 f"generation_config.json has {name}: {getattr(made, name)}, which transformers refuses; "
                 f"it is saved with {getattr(plain, name)}"
             )

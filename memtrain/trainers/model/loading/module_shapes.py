@@ -86,8 +86,8 @@ def counted_shape(
         found = shape_of(config, where, head)
         return replace(found, note="; ".join(note for note in (found.note, why) if note))
     inner = config.get("text_config")
-    said = {"text_config": {**inner, **numbers}} if isinstance(inner, Mapping) else numbers
-    return shape_of({**config, **said}, where, head, counts=counts)
+    overrides = {"text_config": {**inner, **numbers}} if isinstance(inner, Mapping) else numbers
+    return shape_of({**config, **overrides}, where, head, counts=counts)
 
 
 def counts_of(model: PreTrainedModel) -> Counts:
@@ -155,7 +155,7 @@ def _num_positions(model: PreTrainedModel, embedding: nn.Module) -> int | None:
 
 def _numbers(config: PretrainedConfig) -> dict[str, Any]:
     text = config.get_text_config()
-    said, other = canonical(text.to_dict()), text.attribute_map
+    values, other = canonical(text.to_dict()), text.attribute_map
     names = (*OTHER_NAMES, "vocab_size", "tie_word_embeddings", "head_dim")
-    found = {name: said.get(name, said.get(other.get(name, name))) for name in names}
+    found = {name: values.get(name, values.get(other.get(name, name))) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, int | float)}

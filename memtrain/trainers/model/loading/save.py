@@ -155,7 +155,7 @@ def try_final(
     stub = {name: torch.zeros(1) for name in [(adapted or names)[0], *beside]}
     try:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
-        told = storable(base)[1] if base is model or _ends_otherwise(base) else []
+        notes = storable(base)[1] if base is model or _ends_otherwise(base) else []
         with TemporaryDirectory(dir=run_dir, prefix=TRIED) as place:
             save_final(model, tokenizer, Path(place) / "final", stub)
     except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, NotImplementedError) as error:
@@ -165,7 +165,7 @@ def try_final(
             "model.path",
             "fix its configuration files; nothing was trained",
         ) from error
-    return told
+    return notes
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Kept:
         """The numbers of this rank, in memory from now on, where they can be written."""
         if self.here is None:
             self.here = _room(len(stretch), self.dtype).copy_(self.read(stretch))
-            self.read = _told(self.here)
+            self.read = _stored(self.here)
         return self.here
 
     def numbers(self, stretch: range) -> Tensor:
@@ -203,7 +203,7 @@ class _Making(TorchDispatchMode):
 
 def _hold(weight: Tensor, own: Tensor) -> None:
     """Keep numbers that are in this process's memory."""
-    _keep(weight, _told(own)).here = own
+    _keep(weight, _stored(own)).here = own
 
 
 def _keep(weight: Tensor, read: Callable[[range], Tensor]) -> Kept:
@@ -230,5 +230,5 @@ def _nowhere(stretch: range) -> Tensor:
     raise AssertionError("The numbers of a weight are taken once.")
 
 
-def _told(own: Tensor) -> Callable[[range], Tensor]:
+def _stored(own: Tensor) -> Callable[[range], Tensor]:
     return lambda stretch: own

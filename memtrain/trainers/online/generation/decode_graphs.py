@@ -129,7 +129,7 @@ class DecodeGraphs:
     """Recordings of a sampler, until one fails: the same tokens are written without them from then on."""
 
     make: Callable[[], Recorder]
-    tell: Callable[[str], None]
+    emit: Callable[[str], None]
     recorder: Recorder | None = None
     is_on: bool = True
 
@@ -144,7 +144,7 @@ class DecodeGraphs:
             raise
         except RuntimeError as error:
             self.is_on = False
-            self.tell(
+            self.emit(
                 "the passes of this model that write a token cannot be captured as CUDA graphs: the same "
                 f"completions without them, slower ({str(error).splitlines()[0]})"
             )

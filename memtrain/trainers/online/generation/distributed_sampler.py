@@ -41,13 +41,15 @@ class Generating:
         own = groups[rank::world]
         made: list[list[Sample]] | None = None
 
-        def told(place: int, samples: list[Sample]) -> None:
+        def report_group(place: int, samples: list[Sample]) -> None:
             if on_done is not None:
                 on_done(rank + place * world, samples)
 
         with self.writing():
             while made is None and self.max_rows:
-                made, is_whole = attempt(lambda: self.make(self.max_rows).generate(own, sampling, told))
+                made, is_whole = attempt(
+                    lambda: self.make(self.max_rows).generate(own, sampling, report_group)
+                )
                 if not is_whole:
                     free()
                     self._halve()

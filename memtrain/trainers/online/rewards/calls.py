@@ -20,8 +20,8 @@ class Exited(Exception):
     """A call tried to end the process: `sys.exit`, or what stands for Ctrl-C."""
 
     def __init__(self, error: BaseException) -> None:
-        said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else "KeyboardInterrupt"
-        super().__init__(f"tried to end the process: {said}")
+        how = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else "KeyboardInterrupt"
+        super().__init__(f"tried to end the process: {how}")
         self.__traceback__ = error.__traceback__
 
 

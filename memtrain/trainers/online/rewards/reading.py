@@ -112,8 +112,8 @@ class RewardReader:
                 return Piece(text, len(prompt), ((len(prompt), len(text)),), adds_specials=True)
             prompt = ({"role": "user", "content": prompt},)
         tools = asked.tools if "tools" in (rendering.chat_template or "") else ()
-        prompt, said = _with_answer(prompt, answer.completion)
-        text, _ = conversation((*prompt, said), tools, rendering)
+        prompt, answer_text = _with_answer(prompt, answer.completion)
+        text, _ = conversation((*prompt, answer_text), tools, rendering)
         try:
             cut = len(prompt_of(text, prompt, tools, rendering))
         except BadRow:

@@ -70,9 +70,9 @@ def score(
             outcomes = won_shares(answers, function, ask, group_size)
         else:
             outcomes = _outcomes(answers, function, rewards, early, group_size)
-        values, told = _values(outcomes, function, rewards)
+        values, own = _values(outcomes, function, rewards)
         columns.append(values)
-        metrics |= told
+        metrics |= own
     return Scores(torch.tensor(columns, dtype=torch.float64).T.reshape(len(answers), len(functions)), metrics)
 
 
@@ -131,7 +131,7 @@ def _values(
         if outcome.error is not None:
             num_errors += 1
             value = _by_policy(
-                rewards.on_error, "on_error", _said(outcome.error), function, index, outcome.error
+                rewards.on_error, "on_error", _error_text(outcome.error), function, index, outcome.error
             )
         elif isinstance(value, Mapping):
             for name, number in value.items():
@@ -174,18 +174,18 @@ def as_float(number: Real) -> float:
 
 
 def _by_policy(
-    policy: str, key: str, said: str, function: Function, index: int, error: Exception | None
+    policy: str, key: str, what: str, function: Function, index: int, error: Exception | None
 ) -> float:
     if policy == "error":
         raise DataError(
-            f"reward '{function.label}' {said} (completion {index} of the batch)",
+            f"reward '{function.label}' {what} (completion {index} of the batch)",
             _place(function, error),
             f"fix it, or set rewards.{key}: zero or skip",
         ) from error
     return 0.0 if policy == "zero" else math.nan
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return (
         str(error) if isinstance(error, TookTooLong | Exited) else f"raised {type(error).__name__}: {error}"
     )
@@ -206,14 +206,14 @@ def _metrics(
     label: str, values: list[float], reported: dict[str, list[float]], num_errors: int, num_nans: int
 ) -> dict[str, float]:
     known = [value for value in values if not math.isnan(value)]
-    told: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if known:
-        told[f"rewards/{label}"] = sum(known) / len(known)
+        metrics[f"rewards/{label}"] = sum(known) / len(known)
     if len(known) < len(values):
-        told[f"rewards/{label}/no_verdict"] = float(len(values) - len(known))
+        metrics[f"rewards/{label}/no_verdict"] = float(len(values) - len(known))
     if num_errors:
-        told[f"rewards/{label}/errors"] = float(num_errors)
+        metrics[f"rewards/{label}/errors"] = float(num_errors)
     if num_nans:
-        told[f"rewards/{label}/not_finite"] = float(num_nans)
-    told |= {f"rewards/{label}/{name}": sum(all_) / len(all_) for name, all_ in reported.items()}
-    return told
+        metrics[f"rewards/{label}/not_finite"] = float(num_nans)
+    metrics |= {f"rewards/{label}/{name}": sum(all_) / len(all_) for name, all_ in reported.items()}
+    return metrics

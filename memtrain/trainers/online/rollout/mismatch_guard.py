@@ -86,7 +86,7 @@ class MismatchAlarm:
                 "raise generate.max_logprob_gap (null: never) and look at mismatch/ in the metrics",
             )
         if len(self.past) == LEAST_REMEMBERED:
-            self._tell_of_steady(statistics.median(self.past))
+            self._note_steady(statistics.median(self.past))
         usual = statistics.median(self.past) if len(self.past) >= LEAST_REMEMBERED else mean
         if mean > max(NOTICED, JUMP * usual):
             self.emit(
@@ -95,7 +95,7 @@ class MismatchAlarm:
             )
         self.past.append(mean)
 
-    def _tell_of_steady(self, usual: float) -> None:
+    def _note_steady(self, usual: float) -> None:
         """Tell, once, a difference that has been there in every step: no jump would ever show it."""
         if self.rounding is not None and not usual <= self.rounding:
             self.emit(

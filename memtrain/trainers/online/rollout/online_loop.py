@@ -140,10 +140,10 @@ class OnlineSteps:
         numbers = range(len(held_out.tokens))
         groups = [Group(held_out.ids(number), 1, self._seed("held-out", number)) for number in numbers]
         samples = self.written(groups, sampling_of(self.plan, self.built, is_evaluation=True))
-        reward_AF, told = self.judging.verdicts(held_out, list(numbers), samples)
+        reward_AF, metrics = self.judging.score(held_out, list(numbers), samples)
         total = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F).nanmean().item()
         lengths = [len(sample.token_ids) for group in samples for sample in group]
-        extra = {REWARD: total, **told, "completion_tokens": float(np.mean(lengths))}
+        extra = {REWARD: total, **metrics, "completion_tokens": float(np.mean(lengths))}
         self.emit(
             EvalEvent(
                 step=self.position.step,
@@ -180,7 +180,7 @@ class OnlineSteps:
         generated = time.perf_counter()
         window = new_window(number, rows, parts, prompts, samples, len(self.judging.functions))
         with self._watched("rewards"):
-            window.reward_AF, window.metrics = self.judging.verdicts(self.prompts, rows, samples, early)
+            window.reward_AF, window.metrics = self.judging.score(self.prompts, rows, samples, early)
         judged = time.perf_counter()
         weighing = AdvantageStep(self.method, self.feed, self.passes, self.judging.weight_F, count)
         with self._watched("passes"):
@@ -309,7 +309,7 @@ def online_steps(
         sinks.emit(NoteEvent(step=position.step, text=text))
 
     generating = open_generating(plan, built, ranks, version=lambda: position.step, emit=note)
-    judging = build_judging(plan, built, ranks, sinks.say)
+    judging = build_judging(plan, built, ranks, sinks.print_line)
     watch.resident_bytes += judging.held_bytes
     check_columns(dict(enumerate(judging.functions)), list(built.train.columns(0)))
     steps = OnlineSteps(

@@ -44,7 +44,7 @@ class RewardScoring:
     ranks: Ranks
     path: Path
     """File in which completions are shown."""
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     """Takes what the terminal and the log show."""
 
     @property
@@ -67,7 +67,7 @@ class RewardScoring:
         if self.ranks.is_main and early.callers:
             early.begin(number, self._answers(feed, row, samples))
 
-    def verdicts(
+    def score(
         self,
         feed: PromptFeed,
         rows: Sequence[int],
@@ -103,7 +103,7 @@ class RewardScoring:
                 "prompt": self._text(window.prompt(answer).tolist()),
                 "completion": self._text(window.answer(answer).tolist()),
                 "rewards": {
-                    function.label: _told(window.reward_AF[answer, index])
+                    function.label: _known(window.reward_AF[answer, index])
                     for index, function in enumerate(self.functions)
                 },
                 "advantage": float(window.advantage_A[answer]),
@@ -112,7 +112,7 @@ class RewardScoring:
             for answer in sorted(set(numbers.tolist()))
         ]
         show(self.path, lines)
-        self.say(as_text(lines[0]))
+        self.print_line(as_text(lines[0]))
 
     def _answers(self, feed: PromptFeed, row: int, samples: Sequence[Sample]) -> list[Answer]:
         """The completions of one row with all that a reward may want to know."""
@@ -147,7 +147,7 @@ class RewardScoring:
         return str(self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True))
 
 
-def build_judging(plan: Plan, built: Built, ranks: Ranks, say: Callable[[str], None]) -> RewardScoring:
+def build_judging(plan: Plan, built: Built, ranks: Ranks, print_line: Callable[[str], None]) -> RewardScoring:
     """The rewards of a plan, loaded.
 
     Raises: RecipeError when a function is not there; LaunchError when a model is no reward model.
@@ -168,8 +168,8 @@ def build_judging(plan: Plan, built: Built, ranks: Ranks, say: Callable[[str], N
         if function.recipe.model is not None
     }
     path = Path(plan.run_dir) / COMPLETIONS_FILE
-    return RewardScoring(rewards, functions, models, built.tokenizer, ranks, path, say)
+    return RewardScoring(rewards, functions, models, built.tokenizer, ranks, path, print_line)
 
 
-def _told(reward: float) -> float | None:
+def _known(reward: float) -> float | None:
     return None if np.isnan(reward) else float(reward)

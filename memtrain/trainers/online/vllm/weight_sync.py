@@ -264,7 +264,7 @@ def try_handle(buffer: Tensor, python: str, environment: Mapping[str, str]) -> s
         handle = shared_handle(buffer)
         buffer.fill_(PROBE_VALUE)
         torch.cuda.synchronize(buffer.device)
-        told = subprocess.run(
+        ran = subprocess.run(
             [python, str(Path(__file__).with_name("worker.py")), "--probe-handle"],
             input=handle,
             capture_output=True,
@@ -275,9 +275,9 @@ def try_handle(buffer: Tensor, python: str, environment: Mapping[str, str]) -> s
         )
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if told.returncode:
-        return (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
-    read = told.stdout.strip()
+    if ran.returncode:
+        return (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
+    read = ran.stdout.strip()
     return "" if read == str(PROBE_VALUE) else f"the other process reads {read}, not {PROBE_VALUE}"
 
 

@@ -182,7 +182,7 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             self.engine.add_request(request, {"prompt_token_ids": group["prompt"]}, params)
-        told = time.monotonic()
+        reported_at = time.monotonic()
         while groups:
             for made in self.engine.step():
                 if made.finished:
@@ -193,10 +193,10 @@ class Engine:
                             "samples": [sample_of(one) for one in made.outputs],
                         }
                     )
-                    told = time.monotonic()
-            if time.monotonic() - told > PROGRESS_S:
+                    reported_at = time.monotonic()
+            if time.monotonic() - reported_at > PROGRESS_S:
                 self.wire.send({"ev": "progress"})
-                told = time.monotonic()
+                reported_at = time.monotonic()
 
 
 def sample_of(output: Any) -> Frame:

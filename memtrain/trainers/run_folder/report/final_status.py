@@ -10,7 +10,7 @@ from memtrain.trainers.run_folder.folder import RunFolder, RunState, Status
 from memtrain.trainers.run_folder.report.report_html import write_report
 
 
-def tell_end(folder: RunFolder, state: RunState, step: int, message: str = "") -> None:
+def record_end(folder: RunFolder, state: RunState, step: int, message: str = "") -> None:
     """Write the status of a run that has ended, and its report.
 
     Raises: LaunchError when the disk refuses those of a run that is done. What ended any other run is about

@@ -35,9 +35,9 @@ MOST_AVERAGED_STEPS = 10
 """First and last loss are means over a tenth of the steps, at most of this many: steps are noisy; taste."""
 
 
-REHEARSAL = "dry run: "
+DRY_RUN = "dry run: "
 """Words before the name of a phase of the dry run: its peak is compared with the same prediction."""
-PREVIOUS_REHEARSAL = "rehearsal: "
+PREVIOUS_DRY_RUN = "rehearsal: "
 """The same words in the metrics of runs by earlier versions."""
 
 
@@ -120,7 +120,7 @@ def load_report(folder: RunFolder) -> Report:
     peaks: dict[str, MemoryEvent] = {}
     for event in events:
         if isinstance(event, MemoryEvent):
-            event = replace(event, phase=event.phase.replace(PREVIOUS_REHEARSAL, REHEARSAL))
+            event = replace(event, phase=event.phase.replace(PREVIOUS_DRY_RUN, DRY_RUN))
             known = peaks.get(event.phase)
             peaks[event.phase] = event if known is None or event.allocated > known.allocated else known
     finals = [event for event in events if isinstance(event, FinalEvent)]
@@ -180,7 +180,7 @@ def phases_of(report: Report) -> list[PhaseMemory]:
     predicted = {peak.phase: peak for peak in report.plan.prediction.phases} if report.plan else {}
     measured = {event.phase: event for event in report.memory}
     predicted |= {
-        f"{REHEARSAL}{phase}": peak for phase, peak in predicted.items() if f"{REHEARSAL}{phase}" in measured
+        f"{DRY_RUN}{phase}": peak for phase, peak in predicted.items() if f"{DRY_RUN}{phase}" in measured
     }
     return [
         PhaseMemory(phase, predicted.get(phase), measured.get(phase)) for phase in {**predicted, **measured}

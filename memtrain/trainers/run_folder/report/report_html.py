@@ -64,7 +64,7 @@ def render_report(report: Report) -> str:
         TEMPLATES / "report.html.j2",
         report=report,
         state=state_of(report),
-        told_at=_moment(report.status.time) if report.status else "",
+        updated_at=_moment(report.status.time) if report.status else "",
         tiles=_tiles(report, figures_of(report)),
         large=large,
         groups=groups,

@@ -61,9 +61,9 @@ def as_fake_cuda(*names: str) -> Iterator[None]:
 
     is_fooled = called_from(*names)
     with ExitStack() as undo:
-        for name, said in _CARD_CALLS.items():
+        for name, fake in _CARD_CALLS.items():
             undo.enter_context(
-                replaced(torch.cuda, name, _either(getattr(torch.cuda, name), said, is_fooled))
+                replaced(torch.cuda, name, _either(getattr(torch.cuda, name), fake, is_fooled))
             )
         for name in _MAKERS.split():
             undo.enter_context(replaced(torch, name, _moving(getattr(torch, name), is_fooled)))
@@ -72,11 +72,17 @@ def as_fake_cuda(*names: str) -> Iterator[None]:
         undo.enter_context(replaced(FakeTensor, "to", _moving(to, is_fooled)))
         undo.enter_context(
             replaced(
-                FakeTensor, "device", _told(plain.fget, lambda t: _seen(plain.fget(t)), is_fooled, plain.fset)
+                FakeTensor,
+                "device",
+                _property_by_caller(plain.fget, lambda t: _seen(plain.fget(t)), is_fooled, plain.fset),
             )
         )
         undo.enter_context(
-            replaced(FakeTensor, "is_cuda", _told(_never, lambda t: plain.fget(t).type == "cpu", is_fooled))
+            replaced(
+                FakeTensor,
+                "is_cuda",
+                _property_by_caller(_never, lambda t: plain.fget(t).type == "cpu", is_fooled),
+            )
         )
         yield
 
@@ -143,10 +149,10 @@ def _never(tensor: FakeTensor) -> bool:
     return False
 
 
-def _either(plain: Any, said: Callable[..., Any], is_fooled: Callable[[], bool]) -> Any:
+def _either(plain: Any, fake: Callable[..., Any], is_fooled: Callable[[], bool]) -> Any:
     @wraps(plain, updated=())
     def called(*args: Any, **kwargs: Any) -> Any:
-        return (said if is_fooled() else plain)(*args, **kwargs)
+        return (fake if is_fooled() else plain)(*args, **kwargs)
 
     return called
 
@@ -165,10 +171,10 @@ def _moving(plain: Any, is_fooled: Callable[[], bool]) -> Any:
     return called
 
 
-def _told(
+def _property_by_caller(
     plain: Callable[[Any], Any],
-    said: Callable[[Any], Any],
+    fake: Callable[[Any], Any],
     is_fooled: Callable[[], bool],
     setter: Callable[[Any, Any], None] | None = None,
 ) -> property:
-    return property(lambda tensor: (said if is_fooled() else plain)(tensor), setter)
+    return property(lambda tensor: (fake if is_fooled() else plain)(tensor), setter)

@@ -76,8 +76,8 @@ def probe_alone(planned: Side, plain: Side, sequences: Ints) -> Alone:
 def _length(padded: Any, row: int, places: NDArray[np.int64]) -> int:
     """Tokens of a padded row: its positions say it where they stop with it, else its last scored token."""
     position_T = padded.position_ids[row]
-    told = int(position_T[-1]) + 1
-    return told if told < len(position_T) else min(told, int(places.max()) + 2)
+    length = int(position_T[-1]) + 1
+    return length if length < len(position_T) else min(length, int(places.max()) + 2)
 
 
 def _larger(known: float, found: float) -> float:

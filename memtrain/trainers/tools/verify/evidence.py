@@ -134,9 +134,9 @@ class Watch:
         for handle in self._layers.handles:
             handle.remove()
         if fault[0] is None:
-            self.ran = self._told()
+            self.ran = self._summary()
 
-    def _told(self) -> Ran:
+    def _summary(self) -> Ran:
         side, layers = self.side, self._layers
         micro_batches = [
             side.stepper.steps.feed.micro_batch(sequences) for sequences in self.work.micro_batches

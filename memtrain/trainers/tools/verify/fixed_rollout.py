@@ -97,7 +97,7 @@ class FixedSampler:
 class FixedJudging(RewardScoring):
     """Gives every answer a reward that only its tokens decide; calls none of the recipe's rewards."""
 
-    def verdicts(
+    def score(
         self,
         feed: PromptFeed,
         rows: Sequence[int],
@@ -132,13 +132,13 @@ def online_source(plan: Plan, built: Built, rollouts: Rollouts) -> StepSource | 
         tokenizer=built.tokenizer,
         ranks=ranks,
         path=Path(plan.run_dir) / COMPLETIONS_FILE,
-        say=lambda text: None,
+        print_line=lambda text: None,
     )
     return OnlineSteps(
         plan=plan,
         built=built,
         ranks=ranks,
-        watch=MemoryWatch(device, 0, lambda *told: None, is_on=False),
+        watch=MemoryWatch(device, 0, lambda *values: None, is_on=False),
         emit=lambda event: None,
         generating=Generating(make=sampler, max_rows=max(1, plan.settings.rollout_rows), ranks=ranks),
         judging=judging,

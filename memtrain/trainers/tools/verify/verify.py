@@ -73,9 +73,9 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
     the next step.
     """
     assert steps >= 2, "A resumed run needs a second step."
-    told = [*notes]
+    all_notes = [*notes]
     if plan.settings.num_processes > 1:
-        told.append(f"one process here, instead of {plan.settings.num_processes}")
+        all_notes.append(f"one process here, instead of {plan.settings.num_processes}")
     plan = on_one_process(plan, steps=steps)
     make_accelerator(plan.settings)
     rollouts = Rollouts()
@@ -83,7 +83,7 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
     found = compare_steps(pair, steps)
     checks = [_worst(name, [step.named() for step in found.steps]) for name in _names(found.steps)]
     checks += [_contamination(pair, found.work), _alone(pair, found.work), _ran(pair, found)]
-    ran = _told(found.ran, pair.planned), _told(found.plainly, pair.plain)
+    ran = _ran_of(found.ran, pair.planned), _ran_of(found.plainly, pair.plain)
     del pair
     gc.collect()
     checks.append(_resume(plan, rollouts))
@@ -99,7 +99,7 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
         gradients=_by_parameter(found.steps),
         planned=ran[0],
         plain=ran[1],
-        notes=tuple(told),
+        notes=tuple(all_notes),
         versions=plan.versions,
     )
 
@@ -230,25 +230,25 @@ def _ran(pair: Pair, compared: Compared) -> Check:
     missing = {name: one.expected for name, one in found.items() if one.had_work and not one.acted}
     acted = [name for name, one in found.items() if one.acted]
     idle = [name for name, one in found.items() if not one.had_work and not one.acted]
-    said = [f"{name} did not act: no {expected}" for name, expected in missing.items()]
-    said += [f"seen at work: {', '.join(acted)}"] if acted else []
-    said += [f"no effect in such a small step: {', '.join(idle)}"] if idle else []
+    parts = [f"{name} did not act: no {expected}" for name, expected in missing.items()]
+    parts += [f"seen at work: {', '.join(acted)}"] if acted else []
+    parts += [f"no effect in such a small step: {', '.join(idle)}"] if idle else []
     return _check(
-        "ran", not missing, float(len(missing)), 0.0, ", ".join(missing), "; ".join(said) or "no strategy"
+        "ran", not missing, float(len(missing)), 0.0, ", ".join(missing), "; ".join(parts) or "no strategy"
     )
 
 
 def _resume(plan: Plan, rollouts: Rollouts) -> Check:
     resumed = probe_resume(plan, rollouts)
     fine = f"step 2 after a checkpoint of step 1 is the same to the bit ({resumed.num_compared:,} numbers)"
-    said = f"step 2 after a checkpoint of step 1 is another: {resumed.where}"
+    text = f"step 2 after a checkpoint of step 1 is another: {resumed.where}"
     return _check(
         "resume",
         resumed.is_same,
         float(resumed.num_differing),
         0.0,
         resumed.where,
-        fine if resumed.is_same else said,
+        fine if resumed.is_same else text,
     )
 
 
@@ -261,6 +261,6 @@ def _not_run(name: str, why: str) -> Check:
     return Check(name=name, outcome="not run", found=None, limit=None, where="", says=why)
 
 
-def _told(watched: Watched, side: Side) -> Ran:
+def _ran_of(watched: Watched, side: Side) -> Ran:
     known = {name: value for name, value in asdict(watched).items() if name in Ran.model_fields}
     return Ran(**known, optimizer=type(side.built.optimizer).__name__)

@@ -19,7 +19,7 @@ def test_the_end_of_a_failed_run_hides_no_error(tmp_path, monkeypatch, capsys: p
     """Raised here, they would stand in its place, or end the watch that kills ranks that hang."""
     monkeypatch.setattr(RunFolder, "write_status", refuses)
     monkeypatch.setattr(final_status, "write_report", breaks)
-    final_status.tell_end(RunFolder(tmp_path), RunState.FAILED, 3, "rank 1 was killed")
+    final_status.record_end(RunFolder(tmp_path), RunState.FAILED, 3, "rank 1 was killed")
     said = capsys.readouterr().err
     assert said.count("note: the end of the run could not be recorded: ") == 2
     assert "the disk is full" in said
@@ -29,5 +29,5 @@ def test_the_end_of_a_failed_run_hides_no_error(tmp_path, monkeypatch, capsys: p
 def test_a_run_is_not_done_before_its_report_and_status_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(final_status, "write_report", breaks)
     with pytest.raises(RuntimeError):
-        final_status.tell_end(RunFolder(tmp_path), RunState.DONE, 3)
+        final_status.record_end(RunFolder(tmp_path), RunState.DONE, 3)
     assert RunFolder(tmp_path).read_status() is None
