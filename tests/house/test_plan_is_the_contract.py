@@ -16,7 +16,7 @@ from memtrain.recipes.sections.length import Length, RowLimits, limits_of, trunc
 ROOT = Path(__file__).parents[2]
 SETTLED = (
     *("length", "row_limits", "cluster", "memory", "train.epochs", "train.max_steps"),
-    *("model.dtype", "model.attention", "model.liger", "model.adapter", "model.quantize"),
+    *("model.dtype", "model.attention", "model.kernels", "model.liger", "model.adapter", "model.quantize"),
     *("optim.kind", "optim.master_weights", "optim.in_backward", "save.layout", "save.async_save"),
     *("train.batch_size", "train.batch_tokens", "train.micro_batch_size", "train.micro_tokens"),
     *("generate.backend", "generate.gather_weights", "generate.rows"),

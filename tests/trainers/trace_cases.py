@@ -72,6 +72,7 @@ BASE = {
 }
 PADDED = {"attention": "transformers", "padding_free": False}
 HALF = {"dtype": "bfloat16"}
+FUSED = {"kernels": "fused"} | HALF
 EVERY = {"checkpoint_every": 1}
 SHARED = {"shared_prompts": True}
 OWN_VALUE = {"value": "own"}
@@ -225,6 +226,10 @@ STRATEGIES = {
     "QLoRA, checkpointed, 8-bit AdamW": sft(
         QWEN, {"adapter": LORA, "quantize": "4bit", "optimizer": "paged_adamw_8bit"} | EVERY | HALF, 2
     ),
+    "fused kernels": sft(LLAMA, FUSED),
+    "fused kernels, checkpointed": sft(QWEN, FUSED | EVERY, 2),
+    "fused kernels, LoRA": sft(QWEN, FUSED | {"adapter": LORA}),
+    "fused kernels, offloading all": sft(QWEN, FUSED | {"offload": "all"}),
     "8-bit weights": sft(LLAMA, {"adapter": LORA, "quantize": "8bit"} | HALF),
     "8-bit weights, checkpointed": sft(LLAMA, {"adapter": LORA, "quantize": "8bit"} | EVERY | HALF),
 }
@@ -242,6 +247,7 @@ STREAMED = {
     "streamed": streamed(LLAMA, {}),
     "streamed, bfloat16, accumulating": streamed(QWEN, HALF, 2),
     "streamed, LoRA": streamed(LLAMA, {"adapter": LORA} | HALF),
+    "streamed, fused kernels": streamed(QWEN, FUSED | {"adapter": LORA}),
     "streamed, QLoRA": streamed(LLAMA, {"adapter": LORA, "quantize": "4bit"} | HALF),
     "streamed, inputs on the host": streamed(LLAMA, {"adapter": LORA, "offload": "boundaries"} | HALF),
     "streamed, dpo, a copy": streamed(LLAMA, {"reference": "copy"} | SHARED, method="dpo"),

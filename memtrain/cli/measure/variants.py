@@ -44,6 +44,7 @@ STAGES = (
     Stage("a prompt once", "prompts"),
     Stage("the reference", "reference"),
     Stage("Liger's kernels", (), ("liger",)),
+    Stage("fused kernels", (), ("kernels",)),
     Stage("the loss", "loss"),
     Stage("checkpointing", "checkpointing", with_it=("offloading", "weights on the host")),
     Stage("offloading", "offloading"),

@@ -26,9 +26,10 @@ def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
     """Kept by RMS norms over `width` numbers a token, without their outputs.
 
     4*N*width for the float32 copy (in float32 the input itself), its normalized form where the scale is
-    trained, and 4*N for each root mean square. Liger's kernel keeps its input as it came, and the latter.
+    trained, and 4*N for each root mean square. Fused kernels and Liger's keep the input as it came, and the
+    latter.
     """
-    if load.settings.liger:
+    if load.settings.liger or load.is_fused:
         return load.a * load.N * width + 4 * load.N * num_scales
     normalized = 0
     if load.trains_all:
@@ -67,13 +68,18 @@ def _scores(load: Workload) -> int:
 def mlp_kept(load: Workload) -> int:
     """Kept by the MLP of one layer: 4*a*N*M for gate, activated gate, up and their product.
 
-    Liger's kernel activates the gate again in the backward pass.
+    Fused kernels and Liger's activate the gate again in the backward pass.
     """
     shape, N, a = load.shape, load.N, load.a
-    needs_product = load.trains_all or _keeps_input(load, "down_proj")
-    dense = a * N * shape.mlp_width * (2 + (not load.settings.liger) + needs_product)
+    keeps_gate = not (load.settings.liger or load.is_fused)
+    dense = a * N * shape.mlp_width * (2 + keeps_gate + _needs_product(load))
     is_mixed = shape.num_expert_layers < shape.num_layers
     return max(dense if is_mixed else 0, experts_kept(load))
+
+
+def _needs_product(load: Workload) -> bool:
+    """Whether the last map of the MLP keeps its input."""
+    return load.trains_all or _keeps_input(load, "down_proj")
 
 
 def experts_kept(load: Workload) -> int:
@@ -128,11 +134,14 @@ def scratch_at_peak(load: Workload) -> int:
 
 
 def mlp_backward(load: Workload) -> int:
-    """Bytes at the MLP's moment of a layer's backward pass."""
+    """Bytes at the MLP's moment of a layer's backward pass.
+
+    The product's gradient has the product's place; where nothing kept that, fused kernels hold it besides.
+    """
     shape, N, a = load.shape, load.N, load.a
     experts = shape.experts
     width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
-    factors = 1 if load.settings.liger else 2
+    factors = 1 if load.settings.liger else 2 + (load.is_fused and not _needs_product(load))
     return layer_kept(load) + a * N * (shape.width + factors * width) + _in_float(load, 16 * N * width)
 
 
@@ -204,7 +213,12 @@ def layer_forward(load: Workload) -> int:
 
 
 def norm_backward(load: Workload) -> int:
-    """Peak of a norm's backward pass beside its kept tensors: three float32 copies and more."""
+    """Peak of a norm's backward pass beside its kept tensors: three float32 copies and more.
+
+    In one kernel: the gradients of the picked rows, of its output and of its input.
+    """
+    if load.is_fused and load.settings.device == "cuda":
+        return 3 * load.a * load.N * load.shape.width
     return load.N * load.shape.width * (12 + (3 if load.trains_all else 4) * load.a)
 
 

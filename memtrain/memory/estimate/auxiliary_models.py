@@ -52,6 +52,7 @@ def judge_settings(
     """
     own = settings.dtype if dtype == "auto" else dtype
     plain = {"dtype": own, "adapter": None, "quantize": "none", "liger": False}
+    plain |= {"kernels": "transformers"}
     in_parts = shards_weights(settings)
     plain |= {"engine": "fsdp2" if in_parts else "ddp", "loads_shards": in_parts}
     form = settings.row_form

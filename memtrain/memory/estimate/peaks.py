@@ -340,9 +340,10 @@ def _kept(load: Workload) -> tuple[int, int, int]:
     stay = min(count, settings.offload_keep) if is_away else count
     everything = stay * boundary + count * kept_despite(load) + (num_layers - count) * full + tables
     is_last_plain = (num_layers - 1) % every != 0
-    # In float32 the input that was held is the very tensor that the layer's first norm keeps.
-    shared = boundary if stay and not load.is_half else 0
-    of_first = boundary if stay == count and not load.is_half else 0
+    # In float32, and by fused kernels, the input that was held is the tensor that the first norm keeps.
+    keeps_input = not load.is_half or load.is_fused
+    shared = boundary if stay and keeps_input else 0
+    of_first = boundary if stay == count and keeps_input else 0
     return everything - shared, full - shared if is_last_plain else 0, boundary + tables - of_first
 
 

@@ -28,6 +28,10 @@ FORWARD_OPERATORS, BACKWARD_OPERATORS = 47, 75
 """Operators of one layer that are launched (views left out)."""
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3.9, 6.7
 """Bytes that one layer reads and writes outside matrix products and attention, over what the layer keeps."""
+FUSED_OPERATORS, FUSED_TRAFFIC = 0.64, 0.55
+"""Shares of both that fused kernels leave: 78 operators of a layer in place of 122; of the bytes, over what a
+layer keeps, 2.8 of 4.1 forward and 3.6 of 9.2 backward. Counted on traces of Qwen3-0.6B
+(benchmarks/kernel_counts.py)."""
 FLASH_BACKWARD = 2.5
 """Operations of flash attention's backward pass over its forward pass. Source: Dao 2023, arXiv:2307.08691,
 section 4.1 (5 products against 2)."""
@@ -219,6 +223,8 @@ def _layer_traffic(load: Workload) -> float:
         moved += MERGED_TRAFFIC * load.N * load.shape.query_width * (forward + 1)
     if load.settings.liger:
         moved *= 0.6
+    elif load.is_fused:
+        moved *= FUSED_TRAFFIC
     if load.settings.quantize != "none":
         stored = 0.516 if load.settings.quantize == "4bit" else 1.0
         weights = load.shape.num_linear_weights / load.shape.num_layers
@@ -245,7 +251,7 @@ def _layer_operators(load: Workload) -> float:
     adapters = 0
     if load.settings.adapter is not None:
         adapters = 6 * len(load.shape.adapted(load.settings.adapter))
-    fused = 0.5 if load.settings.liger else 1.0
+    fused = 0.5 if load.settings.liger else FUSED_OPERATORS if load.is_fused else 1.0
     per_layer = fused * (FORWARD_OPERATORS * forward + BACKWARD_OPERATORS) + adapters * (forward + 2)
     return load.shape.num_layers * per_layer * num_slices(load)
 

@@ -77,6 +77,11 @@ class Workload:
         return self.a == 2
 
     @property
+    def is_fused(self) -> bool:
+        """Norms and gated products keep their inputs alone; never in another tool's run."""
+        return self.settings.kernels == "fused" and self.batch.foreign is None
+
+    @property
     def trains_all(self) -> bool:
         """Every weight is trained, none is frozen."""
         return self.settings.adapter is None

@@ -21,6 +21,8 @@ class Family:
     """q, k and v are one linear map, gate and up another."""
     norms_in_float: bool = False
     """The norm multiplies by its scale in float32 (others round first)."""
+    has_fused: bool = False
+    """Norms, rotary positions and MLPs have a form in few kernels (trainers/model/kernels)."""
     sliding: Literal["none", "all", "types"] = "none"
     """Layers that a `sliding_window` concerns when `layer_types` does not say."""
     defaults: Mapping[str, Any] | None = None
@@ -48,23 +50,27 @@ _GEMMA3 = _defaults(262208, 2304, 9216, 26, 8, num_key_value_heads=4, sliding_wi
 _MISTRAL = _defaults(32000, 4096, 14336, 32, 32, num_key_value_heads=8, sliding_window=4096)
 _MOE = {"moe_intermediate_size": 768, "num_local_experts": 128, "num_experts_per_tok": 8}
 FAMILIES: dict[str, Family] = {
-    "llama": Family(defaults=_defaults(32000, 4096, 11008, 32, 32)),
-    "mistral": Family(bias="none", sliding="all", defaults=_MISTRAL),
+    "llama": Family(has_fused=True, defaults=_defaults(32000, 4096, 11008, 32, 32)),
+    "mistral": Family(has_fused=True, bias="none", sliding="all", defaults=_MISTRAL),
     "mixtral": Family(
+        has_fused=True,
         bias="none",
         sliding="all",
         defaults=_MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     ),
-    "qwen2": Family(bias="qkv", defaults=_QWEN),
-    "qwen3": Family(qk_norm="head", defaults=_QWEN | {"head_dim": 128}),
+    "qwen2": Family(has_fused=True, bias="qkv", defaults=_QWEN),
+    "qwen3": Family(has_fused=True, qk_norm="head", defaults=_QWEN | {"head_dim": 128}),
     "qwen3_moe": Family(
-        qk_norm="head", defaults=_defaults(151936, 2048, 6144, 24, 32, num_key_value_heads=4, **_MOE)
+        has_fused=True,
+        qk_norm="head",
+        defaults=_defaults(151936, 2048, 6144, 24, 32, num_key_value_heads=4, **_MOE),
     ),
     "smollm3": Family(
-        defaults=_defaults(128256, 2048, 11008, 36, 16, num_key_value_heads=4, tie_word_embeddings=True)
+        has_fused=True,
+        defaults=_defaults(128256, 2048, 11008, 36, 16, num_key_value_heads=4, tie_word_embeddings=True),
     ),
     "phi3": Family(bias="none", fused=True, sliding="all", defaults=_defaults(32064, 3072, 8192, 32, 32)),
-    "granite": Family(defaults=_defaults(32000, 4096, 11008, 32, 32)),
+    "granite": Family(has_fused=True, defaults=_defaults(32000, 4096, 11008, 32, 32)),
     "olmo2": Family(qk_norm="whole", norms_in_float=True, defaults=_OLMO),
     "olmo3": Family(
         qk_norm="whole", norms_in_float=True, sliding="types", defaults=_OLMO | {"sliding_window": 4096}

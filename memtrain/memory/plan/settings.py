@@ -73,6 +73,8 @@ class Settings(Section):
     """Attention back end; `transformers` is transformers' own on padded rows."""
     liger: Annotated[bool, Mark("sums")]
     """Liger kernels for norms, SwiGLU and RoPE."""
+    kernels: Annotated[Literal["transformers", "fused"], Mark("sums")] = "transformers"
+    """Norms, SwiGLU and RoPE as transformers computes them, or in few kernels."""
     adapter: Annotated[Adapter | None, Mark("recipe")]
     """The adapter that is trained, or none."""
     quantize: Annotated[Literal["none", "4bit", "8bit"], Mark("recipe")]

@@ -14,6 +14,7 @@ from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_batch_candidates, refuse_uneven_groups
 from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, sharing_settings
 from memtrain.memory.rules.engines import first_form, refuse_engine
+from memtrain.memory.rules.kernels import decide_kernels
 from memtrain.memory.rules.ledger import (
     DecisionLog,
     decide_attention,
@@ -75,7 +76,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             "threads": _threads(recipe, hardware, processes),
             "engine": first_form(recipe).engine,
             "attention": str(attention.backend),
-            "liger": _uses_liger(ledger, hardware),
+            **decide_kernels(ledger, hardware, facts.shape, facts.config),
             "router_aux_loss_coef": router_weight,
             "reference": decide_reference(ledger, passes=passes),
             "batch_size": rows,
@@ -158,17 +159,6 @@ def _padding_free(ledger: DecisionLog, *, can_pack: bool) -> bool:
     if length.packing != "none" or length.padding_free:
         return can_pack
     return length.padding_free is None and can_pack and not length.group_by_length
-
-
-def _uses_liger(ledger: DecisionLog, hardware: Hardware) -> bool:
-    wanted = ledger.asked.recipe.model.liger
-    if wanted == "off":
-        ledger.decide("liger", False, "", "model.liger")
-        return False
-    runs = hardware.device == "cuda" and ledger.has("liger_kernel")
-    reason = "installed, and the device is CUDA" if runs else "not installed"
-    ledger.decide("liger", runs, reason if hardware.device == "cuda" else "CUDA only", "model.liger")
-    return runs
 
 
 def _max_steps(ledger: DecisionLog, facts: PlannerInputs, rows: int | None, tokens: int | None) -> int:

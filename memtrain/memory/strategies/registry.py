@@ -47,6 +47,7 @@ STRATEGIES: dict[str, Strategy] = {
 UNNAMED: Updates = {
     "attention": "transformers",
     "liger": False,
+    "kernels": "transformers",
     "pad_to_multiple_of": None,
     "shard_offload": "none",
 }

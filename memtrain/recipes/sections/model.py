@@ -125,6 +125,11 @@ class Model(Section):
     liger: Literal["auto", "on", "off"] = "auto"
     """Liger kernels for RMSNorm, SwiGLU and RoPE. `auto`: when installed and on CUDA."""
 
+    kernels: Literal["auto", "fused", "transformers"] = "auto"
+    """RMSNorm, SwiGLU and RoPE in few kernels that keep less memory, or transformers' own code. The loss is
+    the same but for the order of sums in a norm, also in bfloat16; gradients are rounded less often. `auto`:
+    `fused` on CUDA without Liger, where the model's family has them."""
+
     adapter: Adapter | None = None
     """Train an adapter. Not given: every weight is trained."""
 

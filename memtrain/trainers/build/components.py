@@ -41,6 +41,7 @@ from memtrain.trainers.model.attention.padding_check import verify_padding
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model, verify_head
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer
+from memtrain.trainers.model.kernels.apply import apply_kernels
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import load_model, local_device
@@ -253,6 +254,7 @@ def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreT
     if plan.data.turn_end is not None:
         stop_at(model, plan.data.turn_end.token_id)
     apply_liger(model, settings)
+    apply_kernels(model, settings)
     if settings.adapter is not None:
         model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)
     treat_model(model, recipe, settings)

@@ -45,6 +45,7 @@ RESOLVED_KEYS = (
     "memory",
     "model.attention",
     "model.dtype",
+    "model.kernels",
     "model.liger",
     "train.batch_size",
     "train.batch_tokens",

@@ -18,6 +18,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.store.cache import cache_dir
 from memtrain.trainers.model.heads.build import scorer_of
+from memtrain.trainers.model.kernels.apply import apply_kernels
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
 from memtrain.trainers.model.offload.activations import engine_for
@@ -116,6 +117,7 @@ def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
 
     def made() -> nn.Module:
         model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)
+        apply_kernels(model, settings)
         return frozen_scorer(model, settings)
 
     # Of the policy's own weights, an adapter that needs whole ones or DeepSpeed asks otherwise.

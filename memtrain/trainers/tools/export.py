@@ -93,6 +93,7 @@ def _on_host(plan: Plan) -> Plan:
         "quantize": "none",
         "attention": "transformers",
         "liger": False,
+        "kernels": "transformers",
         "checkpoint_every": 0,
         "offload": "none",
     }

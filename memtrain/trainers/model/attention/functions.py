@@ -141,7 +141,8 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
             query, key, value = (
                 F.pad(one, (0, max(D, D_value) - one.shape[-1])) for one in (query, key, value)
             )
-        query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        # Views both ways: the gradient of `tensor[0]` would be written into zeros.
+        query_THD, key_TKD, value_TKD = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
         scale = scaling if scaling is not None else D**-0.5
         if isinstance(layout, SlicedLayout):
             out_THD = attend_sliced(query_THD, key_TKD, value_TKD, layout, scale, backend)

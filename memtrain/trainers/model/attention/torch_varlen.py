@@ -72,7 +72,7 @@ class TorchFlash:
             0.0,
             part.is_causal,
             # Dropout's state, which a dropout of 0 never reads.
-            torch.zeros(2, dtype=torch.uint64, device=query_THD.device),
+            torch.empty(2, dtype=torch.uint64, device=query_THD.device),
             torch.empty(0, device=query_THD.device),
             scale=scale,
         )

@@ -19,6 +19,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.heads.reward_head import in_float
+from memtrain.trainers.model.kernels.apply import apply_kernels
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import AUTO, DTYPES
@@ -67,6 +68,7 @@ def bare_model(
         if not is_reference:
             # What it puts into the family's module stays, and a reference that is made afterwards has it too.
             apply_liger(base, settings)
+        apply_kernels(base, settings)
         adapter = None if is_reference else settings.adapter
         model = base if adapter is None else add_adapter(base, adapter, quantize=settings.quantize, head=head)
         if head == "score":

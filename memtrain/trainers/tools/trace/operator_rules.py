@@ -112,6 +112,7 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     from transformers import masking_utils
 
     from memtrain.trainers.losses.head import gradients, linear_nll, linear_recompute, products, tiles
+    from memtrain.trainers.model.kernels import rms_norm
     from memtrain.trainers.optim import offload as optim_offload
 
     undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
@@ -122,6 +123,8 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))
         undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
         undo.append(_replaced(optim_offload, "HOST", HOST))
+        undo.append(_replaced(rms_norm, "normalized", _one_norm_kernel))
+        undo.append(_replaced(rms_norm, "norm_gradients", _norm_kernels))
         undo.append(_replaced(torch.nn.functional, "dropout", _fused_dropout))
     try:
         yield
@@ -132,6 +135,22 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
 
 def _kernel_without_temporaries(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
     out.add_(1.0)
+
+
+def _one_norm_kernel(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """aten._fused_rms_norm on CUDA: the output, and a number a token."""
+    return x * 1.0, torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+
+
+def _norm_kernels(
+    grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """aten._fused_rms_norm_backward on CUDA: a kernel for the input, two for the weight (sums of blocks, and
+    theirs, which are small).
+
+    Source: torch 2.13, aten/src/ATen/native/cuda/layer_norm_kernel.cu, LayerNormBackwardKernelImplInternal.
+    """
+    return x * 1.0 if needs[0] else None, (weight * 1.0).mul_(1.0) if needs[1] else None
 
 
 def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

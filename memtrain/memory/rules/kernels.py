@@ -1,0 +1,67 @@
+"""Kernels of norms, SwiGLU and RoPE: Liger's, fused ones of torch's operators, or transformers' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.rules.ledger import DecisionLog
+
+SILU = ("silu", "swish")
+
+
+def decide_kernels(
+    ledger: DecisionLog, hardware: Hardware, shape: ModelShape, config: Mapping[str, Any]
+) -> dict[str, object]:
+    """Settings `liger` and `kernels`. Refused: fused kernels beside Liger's, or of a family without them."""
+    uses_liger = _uses_liger(ledger, hardware)
+    return {"liger": uses_liger, "kernels": _kernels(ledger, hardware, _why_not(shape, config), uses_liger)}
+
+
+def _uses_liger(ledger: DecisionLog, hardware: Hardware) -> bool:
+    wanted = ledger.asked.recipe.model.liger
+    if wanted == "off":
+        ledger.decide("liger", False, "", "model.liger")
+        return False
+    if wanted == "auto" and ledger.asked.recipe.model.kernels != "auto":
+        ledger.decide("liger", False, "other kernels are asked for", "model.kernels")
+        return False
+    runs = hardware.device == "cuda" and ledger.has("liger_kernel")
+    reason = "installed, and the device is CUDA" if runs else "not installed"
+    ledger.decide("liger", runs, reason if hardware.device == "cuda" else "CUDA only", "model.liger")
+    return runs
+
+
+def _kernels(ledger: DecisionLog, hardware: Hardware, why_not: str, uses_liger: bool) -> str:
+    """`fused` where the recipe asks for it, or on a GPU whose model has them."""
+    wanted = ledger.asked.recipe.model.kernels
+    if wanted == "fused" and why_not:
+        ledger.refuse(
+            f"model.kernels is fused, and {why_not}", "model.kernels", "set model.kernels: transformers"
+        )
+    if wanted == "fused" and uses_liger:
+        ledger.refuse(
+            "model.kernels is fused, and model.liger: on has its own kernels for the same parts",
+            "model.kernels",
+            "set model.liger: off, or model.kernels: auto",
+        )
+    if wanted != "auto":
+        ledger.decide("kernels", wanted, "", "model.kernels")
+        return wanted
+    is_fused = hardware.device == "cuda" and not uses_liger and not why_not
+    chosen = "fused" if is_fused else "transformers"
+    reason = "few kernels, and less is kept" if is_fused else why_not
+    if not reason:
+        reason = "Liger has its own" if uses_liger else "fused is for CUDA"
+    ledger.decide("kernels", chosen, reason, "model.kernels")
+    return chosen
+
+
+def _why_not(shape: ModelShape, config: Mapping[str, Any]) -> str:
+    """Reason that the model has no fused kernels; empty where it has."""
+    if shape.counts is not None or not shape.family.has_fused:
+        return f"{config.get('model_type', 'this model')} has no fused kernels"
+    activation = config.get("hidden_act", "silu")
+    return "" if activation in SILU else f"fused kernels activate by silu, and the model by {activation}"

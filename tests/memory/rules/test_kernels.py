@@ -1,0 +1,63 @@
+"""The choice of kernels: fused on CUDA where the family has them, unless Liger's are there."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.rules.kernels import decide_kernels
+from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
+from memtrain.recipes.recipe import Recipe
+
+CPU = SimpleNamespace(device="cpu")
+GPU = Hardware.named("h100")
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+SMALL |= {"intermediate_size": 48}
+
+
+def decided(model_type="qwen3", hardware=GPU, presumed=(), config=None, **model):
+    """(settings, reason of `kernels`, refusals)."""
+    tiny = {"config": {"model_type": "llama"}, "tokenizer": "builtin:tiny"}
+    recipe = Recipe.model_validate(
+        {"method": "sft", "model": tiny | model, "data": {"train": ("rows.jsonl",)}}
+    )
+    where = lambda key: "recipe.yaml:1" if key.removeprefix("model.") in model else "default"  # noqa: E731
+    ledger = DecisionLog(SourcedRecipe(recipe, where), presumed=frozenset(presumed))
+    config = {"model_type": model_type} | SMALL | (config or {})
+    found = decide_kernels(ledger, hardware, shape_of(config), config)
+    reason = next(one.reason for one in ledger.decisions if one.setting == "kernels")
+    return found, reason, [fault.what for fault in ledger.faults]
+
+
+@pytest.mark.parametrize(
+    ("changes", "liger", "kernels", "reason"),
+    [
+        ({}, False, "fused", "few kernels"),
+        ({"hardware": CPU}, False, "transformers", "fused is for CUDA"),
+        ({"model_type": "gemma"}, False, "transformers", "gemma has no fused kernels"),
+        ({"config": {"hidden_act": "relu2"}}, False, "transformers", "the model by relu2"),
+        ({"presumed": ("liger_kernel",)}, True, "transformers", "Liger has its own"),
+        ({"presumed": ("liger_kernel",), "liger": "off"}, False, "fused", "few kernels"),
+        ({"presumed": ("liger_kernel",), "kernels": "fused"}, False, "fused", "asked for"),
+        ({"hardware": CPU, "kernels": "fused"}, False, "fused", "asked for"),
+        ({"kernels": "transformers"}, False, "transformers", "asked for"),
+    ],
+)
+def test_kernels_follow_device_family_and_liger(changes, liger, kernels, reason):
+    found, told, refusals = decided(**changes)
+    assert found == {"liger": liger, "kernels": kernels}
+    assert reason in told
+    assert not refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "olmo2"}, "olmo2 has no fused kernels"),
+        ({"presumed": ("liger_kernel",), "liger": "on"}, "has its own kernels for the same parts"),
+    ],
+)
+def test_fused_kernels_that_cannot_be_are_refused(changes, reason):
+    _, _, refusals = decided(kernels="fused", **changes)
+    assert any(reason in one for one in refusals)
