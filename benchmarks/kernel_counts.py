@@ -43,11 +43,11 @@ from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
 from memtrain.trainers.tools.trace.fake_cuda import replaced
 from memtrain.trainers.tools.trace.fake_model import fakeify, without_data
-from memtrain.trainers.tools.trace.liger import playing_liger
+from memtrain.trainers.tools.trace.liger import as_fake_liger
 from memtrain.trainers.tools.trace.operator_rules import with_operator_rules
 from memtrain.trainers.tools.trace.setup import build_step
 from memtrain.trainers.tools.trace.steps import one_step
-from memtrain.trainers.tools.trace.trace import Job, bare_cast
+from memtrain.trainers.tools.trace.trace import Job, bare_models
 
 FREE = {
     "_reshape_alias",
@@ -192,11 +192,11 @@ def micro_batch(form: dict[str, Any]) -> dict[str, Any]:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         with_operator_rules(settings.device, skips_tiles=False),
-        playing_liger(settings, config),
+        as_fake_liger(settings, config),
         counted_launches(counter),
     ):
         with unset_fake_temporarily():
-            cast = bare_cast(job, "meta")
+            cast = bare_models(job, "meta")
         for model in cast.models:
             fakeify(model)
         cast = replace(

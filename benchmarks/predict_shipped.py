@@ -20,7 +20,7 @@ from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.resolve import open_space, resolve
 from memtrain.memory.planner.search import price_all
-from memtrain.memory.planner.use_and_never import honoured
+from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.reading.shipped import configs_dir, shipped_names
@@ -44,7 +44,7 @@ def needs_line(name: str) -> str:
     """The line of a recipe's header: the card, what it needs there with margin, and the least of any plan."""
     # Without Liger, whether or not it is installed here: the same line on every machine.
     loaded = load_recipe(name, ["model.liger=off"])
-    asked = honoured(SourcedRecipe(loaded.recipe, loaded.where))
+    asked = with_use_and_never(SourcedRecipe(loaded.recipe, loaded.where))
     config = known_config(str(loaded.recipe.model.path))
     assert config is not None, f"{name}: its model is not in memory/model_shape/known_models.py"
     looked = LookedAt(config)

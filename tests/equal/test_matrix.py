@@ -58,7 +58,7 @@ def test_a_plain_run_that_cells_share_is_that_of_each_alone(tmp_path: Path, meth
 
 def test_a_strategy_that_does_not_act_breaks_its_cell(matrix: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "memtrain.trainers.build.components.treat_model", lambda model, recipe, settings: None
+        "memtrain.trainers.build.components.prepare_model", lambda model, recipe, settings: None
     )
     cell = exactness.Cell("sft", "masked", ("activation_checkpointing",))
     assert "activation_checkpointing did not act" in broken(matrix, [cell])[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from memtrain.cli.rescue.find import Asked, Rescue, rescued_foreign
+from memtrain.cli.rescue.find import Rescue, RescueQuestion, rescued_foreign
 from memtrain.recipes.importers.importing import TOOLS, Foreign
 
 FILE = Path(__file__).parent / "reports.yaml"
@@ -24,7 +24,7 @@ class Report:
     """One row."""
 
     link: str
-    asked: Asked
+    asked: RescueQuestion
     foreign: Foreign
     beyond: str
     """Why no plan can fit; empty where one should."""
@@ -47,7 +47,7 @@ def reports() -> list[Report]:
 def _report(row: dict[str, Any]) -> Report:
     processes = row.get("processes", 1)
     foreign = Foreign(TOOLS[row["tool"]], row["config"], row.get("method"), processes, row["link"])
-    asked = Asked(
+    asked = RescueQuestion(
         config="",
         traceback=f"torch.cuda.OutOfMemoryError: CUDA out of memory. {row.get('message', '')}",
         gpu=row.get("gpu"),

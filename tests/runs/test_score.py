@@ -18,7 +18,7 @@ from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.loop import final_scores
 from memtrain.trainers.model.loading import save
-from memtrain.trainers.online.rewards.answer import Answer, Asked
+from memtrain.trainers.online.rewards.answer import Answer, RowPrompt
 from memtrain.trainers.online.rewards.models import load_reward_model
 from memtrain.trainers.online.rewards.reading import read_reading
 from memtrain.trainers.tools.merge import merge_run
@@ -238,7 +238,7 @@ def test_a_judge_reads_conversations_at_the_place_that_was_learnt(folder: Path):
     (scores,) = scored(final, str(rows), folder)[:1]
     plan = read_plan(Path(final).parent / PLAN_FILE)
     judge = load_reward_model(RewardModel(path=final), plan.settings, model_type="qwen3")
-    answers = [Answer("", words, (5, 6), {}, (7,), asked=Asked(tuple(asked))) for words in said]
+    answers = [Answer("", words, (5, 6), {}, (7,), asked=RowPrompt(tuple(asked))) for words in said]
     assert judge.scores(answers) == pytest.approx([scores["chosen"], scores["rejected"]], abs=1e-5)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from memtrain.memory.estimate.auxiliary_models import RewardShape, judging_bytes, with_beside
+from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_scoring_bytes, with_beside
 from memtrain.memory.estimate.peaks import estimate, kept_bytes, phase_peak
-from memtrain.memory.estimate.pricing import asks_of
+from memtrain.memory.estimate.pricing import head_output_of
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
@@ -22,10 +22,10 @@ from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.tools.trace import liger as kernels
 from memtrain.trainers.tools.trace import operator_rules as oracle
 from memtrain.trainers.tools.trace import trace as run
-from memtrain.trainers.tools.trace.client import judged_of, uses_liger
-from memtrain.trainers.tools.trace.fake_ranks import playing_ranks
-from memtrain.trainers.tools.trace.fake_zero import playing_zero
-from memtrain.trainers.tools.trace.trace import Job, bare_cast, run_steps
+from memtrain.trainers.tools.trace.client import reward_model_jobs, uses_liger
+from memtrain.trainers.tools.trace.fake_ranks import as_fake_ranks
+from memtrain.trainers.tools.trace.fake_zero import as_fake_zero
+from memtrain.trainers.tools.trace.trace import Job, bare_models, run_steps
 
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -114,7 +114,7 @@ class Case:
             num_micro_batches=self.num_micro_batches,
             want_stats=True,
             passes=passes,
-            judges=judged_of(self.rewards, LONGEST),
+            judges=reward_model_jobs(self.rewards, LONGEST),
         )
 
     def estimated(self):
@@ -122,7 +122,7 @@ class Case:
         head = METHOD_NAMES[self.method].head
         shape = shape_of(self.config, head=head)
         scored = 0 if head == "score" else self.batch.scored_tokens
-        batch = self.batch._replace(asks=asks_of(self.method), scored_tokens=scored)
+        batch = self.batch._replace(asks=head_output_of(self.method), scored_tokens=scored)
         load = Workload(self.settings, shape, batch)
         told = estimate(self.settings, shape, batch, accumulates=self.num_micro_batches > 1)
         told = with_beside(told, load, kept_bytes(load), self.rewards)
@@ -132,7 +132,7 @@ class Case:
         if not self.rewards:
             return told
         resting = {one.owner: one.num_bytes for one in told.phases[-1].owners}
-        reading = judging_bytes(self.settings, self.rewards, LONGEST)
+        reading = reward_scoring_bytes(self.settings, self.rewards, LONGEST)
         judging = phase_peak("rewards", resting | {"activations": reading})
         return told.model_copy(update={"phases": (*told.phases, judging)})
 
@@ -400,7 +400,7 @@ def on_a_cpu(job):
     run.with_operator_rules = lambda kind, **skips: oracle.with_operator_rules("cpu", **skips)
     kernels.as_fake_cuda = lambda *names: nullcontext()
     try:
-        with kernels.playing_liger(job.settings, job.config):
+        with kernels.as_fake_liger(job.settings, job.config):
             yield
     finally:
         run.with_operator_rules, kernels.as_fake_cuda = before
@@ -424,7 +424,7 @@ class Nobody(Recorder):
 
 def real_peak(job):
     """Peak bytes of torch's own CPU allocator in the same steps, without the random states of checkpoints."""
-    with playing_ranks(job.settings), playing_zero(job.settings):
+    with as_fake_ranks(job.settings), as_fake_zero(job.settings):
         return _real_peak(job)
 
 
@@ -433,9 +433,9 @@ def _real_peak(job):
     if is_sharded(job.settings) or job.settings.weights_offload:
         # Whole weights are let go when they are cut, or moved: the allocator must have seen them come.
         return allocator_peak(
-            [], lambda: run_steps(bare_cast(job, "cpu"), job, Nobody(), is_marked=False)
+            [], lambda: run_steps(bare_models(job, "cpu"), job, Nobody(), is_marked=False)
         ) - (random_states(job))
-    cast = bare_cast(job, "cpu")
+    cast = bare_models(job, "cpu")
     peak = allocator_peak(cast.models, lambda: run_steps(cast, job, Nobody(), is_marked=False))
     return peak - random_states(job)
 

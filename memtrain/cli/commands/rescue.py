@@ -75,7 +75,7 @@ def rescue(
     long as they may be. Nothing is started, and no GPU is needed.
     """
     from memtrain.cli.output.terminal import write_text
-    from memtrain.cli.rescue.find import Asked, rescued
+    from memtrain.cli.rescue.find import RescueQuestion, rescued
     from memtrain.cli.rescue.page import page
     from memtrain.cli.rescue.words import as_json as json_of
     from memtrain.cli.rescue.words import print_rescue
@@ -86,7 +86,9 @@ def rescue(
         config = str(find_recipe(config))
     text = "" if traceback is None else sys.stdin.read() if traceback == "-" else _read(traceback)
     method = None if method is None else spelled_method(method)
-    found = rescued(Asked(config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory))
+    found = rescued(
+        RescueQuestion(config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory)
+    )
     if output is not None and found.recipe_text:
         write_text(found.recipe_text, output, replace=force, confirm_on_stderr=True)
     if html is not None:

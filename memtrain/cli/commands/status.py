@@ -22,17 +22,17 @@ LINES = 40
 
 def status(run: RunArgument) -> None:
     """State of a run: its step, its loss, its job. Of an array, a line for each run."""
-    from memtrain.cli.launch.status import standing_of
+    from memtrain.cli.launch.status import run_status
 
     folders = runs_below(run)
     if len(folders) > 1:
-        stands = [standing_of(folder) for folder in folders]
+        stands = [run_status(folder) for folder in folders]
         print_table(
             ("run", "state", "step", "loss", "job"),
             [(one.folder.name, one.state, one.steps, one.loss, one.job) for one in stands],
         )
         return
-    one = standing_of(folders[0])
+    one = run_status(folders[0])
     print_table(("run", str(one.folder)), one.lines())
 
 

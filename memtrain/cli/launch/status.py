@@ -14,7 +14,7 @@ from memtrain.trainers.run_folder.metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunStatus:
     """State of a run, in words."""
 
     folder: Path
@@ -40,7 +40,7 @@ class Standing:
         return [(name, text) for name, text in named.items() if text]
 
 
-def standing_of(path: Path) -> Standing:
+def run_status(path: Path) -> RunStatus:
     """State of the run of a folder now.
 
     Raises: LaunchError when SLURM does not answer, or the plan is of another version.
@@ -53,7 +53,7 @@ def standing_of(path: Path) -> Standing:
     steps = [event for event in events if isinstance(event, StepEvent)]
     evals = [event for event in events if isinstance(event, EvalEvent)]
     saved = list(complete_steps(folder.checkpoints).values())
-    return Standing(
+    return RunStatus(
         folder=path,
         state=_state(folder),
         steps=f"{steps[-1].step if steps else 0} of {plan.settings.max_steps}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memtrain.memory.estimate.pricing import PlannerInputs, asks_of, predict, price
+from memtrain.memory.estimate.pricing import PlannerInputs, head_output_of, predict, price
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.plan import Plan, Prediction
 from memtrain.memory.plan.settings import Settings
@@ -123,7 +123,7 @@ def predicted_of(one: Variant, heaviest: tuple[int, int, int, int]) -> int:
     """Bytes predicted of a variant, given (rows, tokens, learnt tokens, longest row) of what was measured."""
     if one.off_plan is None:
         return one.predicted_bytes
-    batch = HeaviestBatch(*heaviest, asks_of(one.off_plan.method))
+    batch = HeaviestBatch(*heaviest, head_output_of(one.off_plan.method))
     return peak_of_steps(predict(one.plan.settings, one.off_plan, batch))
 
 

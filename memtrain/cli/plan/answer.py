@@ -17,15 +17,15 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.length_profile import LengthReport
-from memtrain.memory.planner.engine_ranking import Weighed, weighed_engines
+from memtrain.memory.planner.engine_ranking import RankedEngine, rank_engines
 from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve, resolved_if_it_fits
 from memtrain.memory.planner.search import frontier, price_all
-from memtrain.memory.planner.use_and_never import honoured
+from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
-from memtrain.trainers.tools.trace.client import Judged, Traced, judged_of
+from memtrain.trainers.tools.trace.client import RewardModelJob, Traced, reward_model_jobs
 
 Progress = Callable[[int, int], None]
 
@@ -74,11 +74,11 @@ class Answer:
         return frontier(self.resolved.tried)
 
     @cached_property
-    def engines(self) -> tuple[Weighed, ...]:
+    def engines(self) -> tuple[RankedEngine, ...]:
         """Need of each engine."""
         resolved = self.resolved
         budget = resolved.prediction.budget_bytes or 0
-        return weighed_engines(resolved.chosen, everything(self), budget, resolved.case)
+        return rank_engines(resolved.chosen, everything(self), budget, resolved.case)
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,7 +97,7 @@ def ask(
 
     Raises: RecipeError and LaunchError with what cannot be planned.
     """
-    asked = honoured(SourcedRecipe(loaded.recipe, loaded.where))
+    asked = with_use_and_never(SourcedRecipe(loaded.recipe, loaded.where))
     recipe = asked.recipe
     hardware, presumed = look_at_devices(gpu, num_gpus, budget, recipe.cluster.device)
     if host_bytes is not None:
@@ -226,12 +226,14 @@ def passes_batch(resolved: Resolved) -> HeaviestBatch | None:
     return heaviest(larger, resolved.case.facts)
 
 
-def judges_of(resolved: Resolved) -> tuple[Judged, ...]:
+def judges_of(resolved: Resolved) -> tuple[RewardModelJob, ...]:
     """The reward models beside the policy, with the most that each reads at once."""
     facts, recipe = resolved.case.facts, resolved.case.recipe
     if not facts.rewards:
         return ()
-    return judged_of(facts.rewards, longest_prompt(facts, recipe.generation) + recipe.generation.max_tokens)
+    return reward_model_jobs(
+        facts.rewards, longest_prompt(facts, recipe.generation) + recipe.generation.max_tokens
+    )
 
 
 def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]:

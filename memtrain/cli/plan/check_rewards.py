@@ -11,7 +11,7 @@ from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.online.rewards.declared import declared_functions
 from memtrain.trainers.online.rewards.functions import check_columns
-from memtrain.trainers.online.rewards.reading import asked_of, reader_of
+from memtrain.trainers.online.rewards.reading import prompt_of_row, reader_of
 
 
 def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> None:
@@ -44,4 +44,4 @@ def _check_models(rewards: Rewards, store: TokenStore) -> None:
     for number, one in enumerate(rewards.functions):
         if one.model is not None and asked is not None:
             where = f"rewards.functions.{number}.model"
-            reader_of(one.model).check(asked_of(asked), one.label, where)
+            reader_of(one.model).check(prompt_of_row(asked), one.label, where)

@@ -12,7 +12,7 @@ from memtrain.cli.plan.check_rewards import check_rewards
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import DataError, Fault, LaunchError, MemtrainError
 from memtrain.memory.hardware.packages import installed
-from memtrain.memory.planner.use_and_never import honoured
+from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, used_columns
 from memtrain.recipes.formats.fields import BadRow, Row
@@ -70,7 +70,7 @@ def check_run(loaded: LoadedRecipe) -> list[Line]:
     recipe = loaded.recipe
     look = _Look(loaded)
     tokenizer = cache(lambda: tokenizer_of(recipe.model))
-    look.at("strategies", lambda: _nothing(honoured(SourcedRecipe(recipe, loaded.where))))
+    look.at("strategies", lambda: _nothing(with_use_and_never(SourcedRecipe(recipe, loaded.where))))
     has_model = look.at("model", lambda: model_words(recipe))
     # A folder that is missing is one fault, not two.
     looks = has_model or recipe.model.tokenizer is not None

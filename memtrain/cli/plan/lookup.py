@@ -16,7 +16,7 @@ from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.model_shape.rope_scaling import scaled
 from memtrain.memory.plan.units import gib
-from memtrain.memory.rules.assumed_lengths import unread_counter, unread_profile
+from memtrain.memory.rules.assumed_lengths import assumed_counter, assumed_profile
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 from memtrain.recipes.recipe import HAS_ANSWERS
@@ -225,17 +225,17 @@ def facts_without_data(
     from memtrain.cli.plan.make_plan import reward_shapes
 
     recipe = asked.recipe
-    profile = unread_profile(asked, shares_prompts=True)
+    profile = assumed_profile(asked, shares_prompts=True)
     apart = None
     if recipe.method in HAS_ANSWERS or recipe.online is not None:
-        own = unread_profile(asked, shares_prompts=False)
-        apart = (own, unread_counter(recipe, own))
+        own = assumed_profile(asked, shares_prompts=False)
+        apart = (own, assumed_counter(recipe, own))
     return PlannerInputs(
         hardware=hardware,
         shape=shape_for(looked.config, recipe.model.path or "model.config", METHODS[recipe.method].head),
         config=looked.config,
         profile=profile,
-        count_steps=unread_counter(recipe, profile),
+        count_steps=assumed_counter(recipe, profile),
         method=recipe.method,
         apart=apart,
         rewards=reward_shapes(recipe, looked.config, lambda model: look_at_model(model).config),

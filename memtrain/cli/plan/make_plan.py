@@ -24,7 +24,7 @@ from memtrain.memory.model_shape.rope_scaling import scaled
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.memory.planner.resolve import resolve
-from memtrain.memory.planner.use_and_never import honoured
+from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 from memtrain.recipes.reading.load import LoadedRecipe
@@ -60,7 +60,7 @@ def make_plan(
     """
     from memtrain.trainers.model.loading.module_shapes import check_model
 
-    asked = honoured(SourcedRecipe(loaded.recipe, loaded.where))
+    asked = with_use_and_never(SourcedRecipe(loaded.recipe, loaded.where))
     recipe = asked.recipe
     with at_their_lines(loaded):
         data = prepare(recipe, progress=progress)

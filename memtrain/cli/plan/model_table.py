@@ -15,7 +15,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.explain.nothing_fits import NoPlan
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.units import gib
-from memtrain.memory.planner.use_and_never import honoured
+from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe, recipe_of_words
 from memtrain.recipes.reading.shipped import ENDINGS, shipped_names
@@ -64,7 +64,9 @@ def table_of(model: str, overrides: Sequence[str], cards: Sequence[str] = CARDS)
     cells: list[Cell] = []
     for way in WAYS:
         loaded = _recipe(model, way, overrides)
-        own = replace(first, loaded=loaded, asked=honoured(SourcedRecipe(loaded.recipe, loaded.where)))
+        own = replace(
+            first, loaded=loaded, asked=with_use_and_never(SourcedRecipe(loaded.recipe, loaded.where))
+        )
         for card in (*here, *cards):
             hardware, presumed = look_at_devices(card, None, None, "auto")
             cells.append(_cell(way, replace(own, hardware=hardware, presumed=presumed)))

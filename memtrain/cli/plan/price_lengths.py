@@ -16,7 +16,7 @@ from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
 from memtrain.recipes.sections.length import Length, with_prompts_apart
 from memtrain.trainers.data.length_report.candidates import Price
-from memtrain.trainers.data.length_report.layouts import LAYINGS, LaidOut, Laying
+from memtrain.trainers.data.length_report.layouts import ROW_LAYOUTS, LaidOut, RowLayout
 from memtrain.trainers.data.length_report.result import Cost
 from memtrain.trainers.data.packing.step_order import BatchSize, count_steps
 
@@ -45,8 +45,8 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
         memory = recipe.memory.model_copy(update={"budget": budget_bytes})
         recipe = recipe.model_copy(update={"memory": memory})
 
-    def price(length: Length, rows: Laying) -> Cost | None:
-        if not isinstance(rows, LAYINGS[recipe.method]):  # The rows are of another method than the recipe.
+    def price(length: Length, rows: RowLayout) -> Cost | None:
+        if not isinstance(rows, ROW_LAYOUTS[recipe.method]):  # Rows of another method.
             return None
         asked = SourcedRecipe(recipe.model_copy(update={"length": length}), loaded.where)
         shared = rows.at(length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memtrain.cli.rescue.as_it_was import AsItWas, died_in
-from memtrain.cli.rescue.traceback import Died
+from memtrain.cli.rescue.traceback import OomReport
 from memtrain.memory.estimate.pricing import heaviest
 from memtrain.memory.estimate.static import weights_bytes
 from memtrain.memory.plan.units import MIB, gib
@@ -17,7 +17,7 @@ LARGE = 0.08
 """Share of a card that is worth a sentence. Taste."""
 
 
-def clues(died: Died, was: AsItWas | None, budget: int) -> Iterator[str]:
+def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
     """Sentences, the surest first."""
     if died.on_host:
         yield (

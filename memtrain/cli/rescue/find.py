@@ -10,7 +10,7 @@ from typing import get_args
 from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was, died_in, facts_of, with_a_length
 from memtrain.cli.rescue.clues import clues
 from memtrain.cli.rescue.own_tool import Way, own_way
-from memtrain.cli.rescue.traceback import NOTHING, Died, read_traceback
+from memtrain.cli.rescue.traceback import NOTHING, OomReport, read_traceback
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, known_names
@@ -50,7 +50,7 @@ NEAR = 0.04
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RescueQuestion:
     """The command's words."""
 
     config: str
@@ -74,7 +74,7 @@ class Rescue:
     method: str
     hardware: Hardware
     budget_bytes: int
-    died: Died
+    died: OomReport
     was: AsItWas | None
     """None for a recipe of memtrain."""
     held: PhasePeak | None
@@ -93,7 +93,7 @@ class Rescue:
     notes: tuple[str, ...]
 
 
-def rescued(asked: Asked) -> Rescue:
+def rescued(asked: RescueQuestion) -> Rescue:
     """The answer: the owners of the memory, and the changes that make the run fit.
 
     Raises: RecipeError for a configuration or a card that cannot be read; LaunchError for a model that is
@@ -105,11 +105,11 @@ def rescued(asked: Asked) -> Rescue:
     return rescued_foreign(read_foreign(asked.config, asked.tool, asked.method, asked.num_gpus), asked)
 
 
-def _died(asked: Asked) -> Died:
+def _died(asked: RescueQuestion) -> OomReport:
     return read_traceback(asked.traceback) if asked.traceback.strip() else NOTHING
 
 
-def rescued_foreign(foreign: Foreign, asked: Asked) -> Rescue:
+def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     """The same for a configuration that was read already.
 
     Raises: RecipeError, LaunchError.
@@ -150,7 +150,7 @@ def rescued_foreign(foreign: Foreign, asked: Asked) -> Rescue:
     )
 
 
-def _own_recipe(asked: Asked) -> Recipe | None:
+def _own_recipe(asked: RescueQuestion) -> Recipe | None:
     """The recipe of memtrain that is asked for; None for a configuration of another tool."""
     path = Path(asked.config) if len(asked.config) < 4096 and "\n" not in asked.config else None
     if asked.tool is not None or path is None or path.suffix not in (".yaml", ".yml") or not path.is_file():
@@ -160,7 +160,7 @@ def _own_recipe(asked: Asked) -> Recipe | None:
     return load_recipe(str(path)).recipe
 
 
-def _of_recipe(asked: Asked, recipe: Recipe, died: Died) -> Rescue:
+def _of_recipe(asked: RescueQuestion, recipe: Recipe, died: OomReport) -> Rescue:
     """A run of memtrain's own: what it would be planned as now, and what fits."""
     processes = recipe.cluster.processes
     hardware, budget = devices(asked, died, asked.num_gpus or (processes if processes != "auto" else 1))
@@ -186,7 +186,7 @@ def _of_recipe(asked: Asked, recipe: Recipe, died: Died) -> Rescue:
     )
 
 
-def devices(asked: Asked, died: Died, processes: int) -> tuple[Hardware, int]:
+def devices(asked: RescueQuestion, died: OomReport, processes: int) -> tuple[Hardware, int]:
     """(the cards, bytes of one that may be used): those that are named, or the traceback's.
 
     Raises: RecipeError where neither says them.

@@ -55,7 +55,7 @@ HOST = (
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class OomReport:
     """Facts of a traceback; None where it does not say them."""
 
     moment: str | None
@@ -75,11 +75,11 @@ class Died:
     """The host's memory ran out, not the card's."""
 
 
-NOTHING = Died(None, None, None, None, None, None, None, False)
+NOTHING = OomReport(None, None, None, None, None, None, None, False)
 """No traceback."""
 
 
-def read_traceback(text: str) -> Died:
+def read_traceback(text: str) -> OomReport:
     """Facts of a run's death from the end of its output."""
     text = text[-MOST_LETTERS:]
     is_cuda = re.search(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", text, re.I) is not None
@@ -98,7 +98,7 @@ def read_traceback(text: str) -> Died:
         # Where a message does not say what the process holds, its CUDA context is in the rest.
         own = 0 if mine is not None else CONTEXT_BYTES
         others = None if held is None else max(0, capacity - free - held - own)
-    return Died(
+    return OomReport(
         moment=_moment(text),
         asked_bytes=_size(text, rf"[Tt]ried to allocate {_SIZE}", rf"you tried to allocate {_SIZE}"),
         capacity_bytes=capacity,

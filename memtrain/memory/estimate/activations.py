@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from memtrain.memory.estimate.adapters import adapter_kept
 from memtrain.memory.estimate.context_parallel import (
-    dealt_kept,
     gathered_backward,
     gathered_forward,
     num_gathered_kv,
+    ulysses_kept,
 )
 from memtrain.memory.estimate.workload import Workload
 
@@ -44,7 +44,7 @@ def attention_kept(load: Workload) -> int:
     """
     shape, N, a = load.shape, load.N, load.a
     Q, K = shape.query_width, shape.kv_width  # noqa: N806
-    kept = a * N * (Q + 2 * K) + a * N * Q + dealt_kept(load)
+    kept = a * N * (Q + 2 * K) + a * N * Q + ulysses_kept(load)
     if shape.family.qk_norm != "none":
         scales = shape.num_heads + shape.num_kv_heads if shape.family.qk_norm == "head" else 2
         kept += norm_kept(load, Q + K, num_scales=scales)

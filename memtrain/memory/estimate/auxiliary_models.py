@@ -37,11 +37,11 @@ class RewardShape:
 
     def weights_bytes(self, settings: Settings) -> int:
         """The model's weights on one rank, without a head over the vocabulary."""
-        own = judge_settings(settings, self.dtype, is_alike=self.is_alike)
+        own = reward_model_settings(settings, self.dtype, is_alike=self.is_alike)
         return share(DTYPE_BYTES[own.dtype] * headless(self.shape).num_parameters, own, of="weights")
 
 
-def judge_settings(
+def reward_model_settings(
     settings: Settings, dtype: str, *, is_alike: bool, follows_lengths: bool = False
 ) -> Settings:
     """Settings of a reward model of some precision beside a policy: without an adapter; in FSDP2's shards
@@ -65,7 +65,7 @@ def judge_settings(
     return settings.model_copy(update=plain | form.updates())
 
 
-def judged_batch(longest: int, max_length: int | None = None) -> HeaviestBatch:
+def reward_model_batch(longest: int, max_length: int | None = None) -> HeaviestBatch:
     """The most that a reward model reads at once of answers of `longest` tokens with their prompts."""
     longest = min(longest, max_length or longest)
     count = max(1, READ_TOKENS // longest)
@@ -130,13 +130,13 @@ def value_model(load: Workload, activations: int, phase: str, *, passes: bool) -
     return found
 
 
-def judging_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: int) -> int:
+def reward_scoring_bytes(settings: Settings, rewards: Sequence[RewardShape], longest: int) -> int:
     """Most that a reward model holds beside its weights while it reads, of all of them in turn."""
     loads = [
         Workload(
-            judge_settings(settings, one.dtype, is_alike=one.is_alike),
+            reward_model_settings(settings, one.dtype, is_alike=one.is_alike),
             one.shape,
-            judged_batch(longest, one.max_length),
+            reward_model_batch(longest, one.max_length),
         )
         for one in rewards
     ]

@@ -24,7 +24,7 @@ def num_gathered_kv(load: Workload) -> int:
     return min(load.num_whole, (2 * settings.context_parallel - 1) * load.batch.longest)
 
 
-def dealt(load: Workload) -> int:
+def ulysses_width(load: Workload) -> int:
     """Numbers that a process sends of each of its tokens where heads are dealt out: Q + 2K, K for each copy.
 
     0 where they are not dealt out.
@@ -36,9 +36,9 @@ def dealt(load: Workload) -> int:
     return shape.query_width + 2 * copies * shape.kv_width
 
 
-def dealt_kept(load: Workload) -> int:
+def ulysses_kept(load: Workload) -> int:
     """Extra bytes of attention by heads: its output before it goes back, and copies of keys."""
-    numbers = dealt(load)
+    numbers = ulysses_width(load)
     return load.a * load.N * (numbers - 2 * load.shape.kv_width) if numbers else 0
 
 
@@ -47,8 +47,8 @@ def gathered_forward(load: Workload) -> int:
 
     By heads: what is dealt out, laid in order to be sent, and as it arrives.
     """
-    if dealt(load):
-        return 2 * load.a * load.N * dealt(load)
+    if ulysses_width(load):
+        return 2 * load.a * load.N * ulysses_width(load)
     return 4 * load.a * num_gathered_kv(load) * load.shape.kv_width
 
 
@@ -57,6 +57,6 @@ def gathered_backward(load: Workload) -> int:
 
     By heads: the output's gradient, and those that go back, laid in order and as they arrive.
     """
-    if dealt(load):
-        return load.a * load.N * (load.shape.query_width + 2 * dealt(load))
+    if ulysses_width(load):
+        return load.a * load.N * (load.shape.query_width + 2 * ulysses_width(load))
     return (4 * load.a + 8) * num_gathered_kv(load) * load.shape.kv_width

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, norm_kept
 from memtrain.memory.estimate.loss_tiles import tile_columns, tile_tokens
-from memtrain.memory.estimate.workload import Asks, Workload
+from memtrain.memory.estimate.workload import HeadOutput, Workload
 
 
 class HeadBytes(NamedTuple):
@@ -69,9 +69,9 @@ def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
     logits = 4 * load.S * load.shape.vocab_size
     cap = logits if load.shape.logit_softcap else 0
     asks, foreign = load.batch.asks, load.batch.foreign
-    tile = min(STATISTICS * logits, load.settings.loss_tile_bytes) if asks is Asks.NLL else 0
+    tile = min(STATISTICS * logits, load.settings.loss_tile_bytes) if asks is HeadOutput.NLL else 0
     kept, forward, backward, evaluation = FULL_LOGITS[asks]
-    if foreign is not None and asks is Asks.NLL:
+    if foreign is not None and asks is HeadOutput.NLL:
         tile, (kept, forward, backward, evaluation) = 0, foreign.logits
     return (
         round(kept * logits) + cap,
@@ -81,10 +81,10 @@ def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
     )
 
 
-FULL_LOGITS: dict[Asks, tuple[float, float, float, float]] = {
-    Asks.NLL: (1, 2, 3, 2),
-    Asks.LOGPS: (1, 2, 3, 2),
-    Asks.ENTROPIES: (2, 4, 4, 4),
+FULL_LOGITS: dict[HeadOutput, tuple[float, float, float, float]] = {
+    HeadOutput.NLL: (1, 2, 3, 2),
+    HeadOutput.LOGPS: (1, 2, 3, 2),
+    HeadOutput.ENTROPIES: (2, 4, 4, 4),
 }
 """(kept, forward, backward, evaluation) of full logits, in copies of them. Counted in
 trainers/losses/head/linear_full.py and torch's cross_entropy."""
@@ -102,14 +102,14 @@ def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int
     """
     shape, a, S, tile_bytes = load.shape, load.a, load.S, load.settings.loss_tile_bytes  # noqa: N806
     V, W = shape.vocab_size, shape.width  # noqa: N806
-    scored = _tile(load, V, buffers=1 if load.batch.asks is Asks.LOGPS else 2)
+    scored = _tile(load, V, buffers=1 if load.batch.asks is HeadOutput.LOGPS else 2)
     if not trains_head or not load.is_half or tile_bytes >= 4 * V * W:
-        is_plain = load.batch.asks is not Asks.NLL
+        is_plain = load.batch.asks is not HeadOutput.NLL
         T, tile = _tile(load, V, buffers=2 - is_plain + shape.logit_softcap)  # noqa: N806
         kept = a * S * W + (4 * V * W if trains_head else 0)
         narrowed = a * V * W if trains_head and load.is_half else 0
         scratch = tile + _beside_a_tile(load, T, V, min(4 * V * W, tile_bytes)) + 4 * T * W * load.is_half
-        if load.batch.asks is not Asks.NLL:
+        if load.batch.asks is not HeadOutput.NLL:
             # The loss comes after the log-probs: its gradients are made in the backward pass, tile by tile.
             forward = scored[1] + _widened(load, scored[0], V)
             return 0, forward, kept + max(scratch, narrowed), forward

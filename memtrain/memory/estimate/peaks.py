@@ -51,7 +51,7 @@ from memtrain.memory.estimate.weights_offload import (
     staged_here,
     trains_away,
 )
-from memtrain.memory.estimate.workload import Asks, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import HeadOutput, HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
@@ -245,7 +245,7 @@ def widest_mlp(load: Workload) -> int:
 
 def reference_pass(load: Workload, head: HeadBytes) -> int:
     """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then."""
-    if load.batch.asks is not Asks.LOGPS or load.settings.reference not in LIVE:
+    if load.batch.asks is not HeadOutput.LOGPS or load.settings.reference not in LIVE:
         return 0
     return max(forward_of_layer(load), head.evaluation) + positions_and_mask(load)
 

@@ -10,7 +10,7 @@ from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate, kept_bytes
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
-from memtrain.memory.estimate.workload import Asks, ForeignStep, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import ForeignStep, HeadOutput, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
@@ -144,14 +144,14 @@ def heaviest(settings: Settings, facts: PlannerInputs) -> HeaviestBatch:
     if profile.rows_per_sequence > 1:
         longest = profile.longest_piece
     scored = 0 if METHODS[facts.method].head == "score" else profile.most_scored(sequences, tokens)
-    return HeaviestBatch(rows, tokens, scored, longest, asks_of(facts.method), facts.foreign)
+    return HeaviestBatch(rows, tokens, scored, longest, head_output_of(facts.method), facts.foreign)
 
 
-def asks_of(method: str) -> Asks:
+def head_output_of(method: str) -> HeadOutput:
     """Outputs that the loss of a method needs from the LM head. (`sft.loss: dft` asks for a little more.)"""
     if METHODS[method].is_online:
-        return Asks.ENTROPIES
-    return Asks.LOGPS if METHODS[method].num_answers else Asks.NLL
+        return HeadOutput.ENTROPIES
+    return HeadOutput.LOGPS if METHODS[method].num_answers else HeadOutput.NLL
 
 
 def typical_micro_batch(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBatch, int]:

@@ -13,9 +13,14 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
-from memtrain.memory.estimate.context_parallel import dealt, num_gathered_kv
+from memtrain.memory.estimate.context_parallel import num_gathered_kv, ulysses_width
 from memtrain.memory.estimate.loss_tiles import tile_tokens
-from memtrain.memory.estimate.sharded.communication import Sending, Waiting, sending, waiting
+from memtrain.memory.estimate.sharded.communication import (
+    CommunicationTime,
+    HostShardTime,
+    communication_time,
+    waiting,
+)
 from memtrain.memory.estimate.static import num_trained, offloaded_states, static_bytes, trains_head
 from memtrain.memory.estimate.weights_offload import NUM_BUFFERS, Pass, away, host_step_s, pass_time
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
@@ -90,7 +95,7 @@ def step_time(
     computing = products + traffic + tails
     forward = computing / sum(_passes(load))
     again = forward * ((settings.reference in WITH_A_PASS) + bool(settings.router_aux_loss_coef))
-    sent, waits = sending(settings, shape, rates), waiting(settings, shape, rates)
+    sent, waits = communication_time(settings, shape, rates), waiting(settings, shape, rates)
     passes = _passes_time(forward, computing - forward, copy, sent, waits, num_micro_batches)
     if settings.weights_offload:
         passes = num_micro_batches * _fetched_passes(
@@ -109,7 +114,12 @@ def step_time(
 
 
 def _passes_time(
-    forward: float, backward: float, copy: float, sent: Sending, waits: Waiting, num_micro_batches: int
+    forward: float,
+    backward: float,
+    copy: float,
+    sent: CommunicationTime,
+    waits: HostShardTime,
+    num_micro_batches: int,
 ) -> float:
     """Seconds of all passes of a step, with what is copied and sent meanwhile.
 
@@ -288,10 +298,10 @@ def gathered_bytes(load: Workload) -> float:
     back. Links between devices are faster than the bus: this is the slow end.
     """
     forward, _ = _passes(load)
-    if dealt(load):
+    if ulysses_width(load):
         # There and back, in each forward pass and in the backward pass: all but a process's own heads.
         own = 1 - 1 / load.settings.context_parallel
-        sent = own * load.a * load.N * (dealt(load) + load.shape.query_width)
+        sent = own * load.a * load.N * (ulysses_width(load) + load.shape.query_width)
         return load.shape.num_layers * sent * (forward + 1)
     of_layer = num_gathered_kv(load) * load.shape.kv_width * (2 * load.a * (forward + 1) + 8)
     return load.shape.num_layers * of_layer

@@ -12,7 +12,7 @@ from memtrain.memory.plan.settings import Settings
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Asks(StrEnum):
+class HeadOutput(StrEnum):
     """Outputs that a loss needs from an LM head."""
 
     NLL = "nll"
@@ -52,7 +52,7 @@ class HeaviestBatch(NamedTuple):
     """Tokens that the loss scores; `tokens` where it is not known."""
     longest: int
     """Tokens of the longest sequence: padded rows are all as long."""
-    asks: Asks = Asks.NLL
+    asks: HeadOutput = HeadOutput.NLL
     """Outputs for the scored tokens that the loss needs."""
     foreign: ForeignStep | None = None
     """The step of another tool, where it is not memtrain's."""

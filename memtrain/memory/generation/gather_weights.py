@@ -19,7 +19,7 @@ from memtrain.memory.rules.ledger import DecisionLog
 PATH = "generate.gather_weights"
 
 
-class Ways(NamedTuple):
+class GatherBytes(NamedTuple):
     """Bytes of gathered weights while completions are written."""
 
     whole: int
@@ -48,7 +48,7 @@ def refuse_gathering(ledger: DecisionLog, settings: Settings) -> None:
         )
 
 
-def ways(settings: Settings, facts: PlannerInputs, *, rows: int, tokens: int) -> Ways:
+def gather_bytes(settings: Settings, facts: PlannerInputs, *, rows: int, tokens: int) -> GatherBytes:
     """Needs of each way, and the slowdown of streaming, for `rows` completions of `tokens`.
 
     Writing reads every weight once a token, computes 2 operations a weight and row, and launches a layer's
@@ -65,13 +65,13 @@ def ways(settings: Settings, facts: PlannerInputs, *, rows: int, tokens: int) ->
     launch = shape.num_layers * FORWARD_OPERATORS * rates.launch_s
     compute = launch + whole / rates.bytes_per_s + 2.0 * shape.num_parameters * rows / rate
     starts = num_groups(settings, shape) * COLLECTIVE_S[settings.device]
-    sending = whole * (count - 1) / count / rates.host_bytes_per_s + starts
-    slowdown = tokens * (compute + sending) / (tokens * compute + sending)
-    return Ways(whole, streamed, slowdown)
+    communication_time = whole * (count - 1) / count / rates.host_bytes_per_s + starts
+    slowdown = tokens * (compute + communication_time) / (tokens * compute + communication_time)
+    return GatherBytes(whole, streamed, slowdown)
 
 
 def decide_gathering(
-    ledger: DecisionLog, settings: Settings, found: Ways, peak: int, budget: int | None
+    ledger: DecisionLog, settings: Settings, found: GatherBytes, peak: int, budget: int | None
 ) -> bool:
     """Whether weights are gathered once for a rollout. `peak`: bytes of its phase without them."""
     wanted = ledger.asked.recipe.generation.gather_weights

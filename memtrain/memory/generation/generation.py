@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memtrain.memory.estimate.activations import positions_and_mask
-from memtrain.memory.estimate.auxiliary_models import judging_bytes, with_beside
+from memtrain.memory.estimate.auxiliary_models import reward_scoring_bytes, with_beside
 from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
 from memtrain.memory.estimate.pricing import PlannerInputs, heaviest
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
 from memtrain.memory.estimate.streamed_layers import forward_of_layer
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.generation.cuda_graphs import decide_graphs
-from memtrain.memory.generation.gather_weights import decide_gathering, refuse_gathering, ways
+from memtrain.memory.generation.gather_weights import decide_gathering, gather_bytes, refuse_gathering
 from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.model_shape.families import ATTENTIONS_PER_LAYER
 from memtrain.memory.model_shape.shape import ModelShape
@@ -73,7 +73,7 @@ def with_generation(
     owners = {one.owner: one.num_bytes for one in resting.owners}
     if shards_weights(settings):
         tokens = recipe.generation.max_tokens
-        found = ways(settings, facts, rows=rows, tokens=tokens)
+        found = gather_bytes(settings, facts, rows=rows, tokens=tokens)
         without = resting.num_bytes + sum(moment(rows).values())
         gathers = decide_gathering(ledger, settings, found, without, budget)
         owners["gathered weights"] = found.whole if gathers else found.streamed
@@ -81,7 +81,7 @@ def with_generation(
     phases = [*prediction.phases, phase_peak("generation", owners | moment(rows))]
     if facts.rewards:
         longest = prompt + recipe.generation.max_tokens
-        reading = judging_bytes(settings, facts.rewards, longest)
+        reading = reward_scoring_bytes(settings, facts.rewards, longest)
         phases.append(phase_peak("rewards", owners | {"activations": reading}))
     factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes)
     if recipe.online.needs.passes:

@@ -59,7 +59,7 @@ class EngineNeed:
     sleep: Sleep
 
     @property
-    def standing(self) -> int:
+    def resident_bytes(self) -> int:
         """Always there, keys left out."""
         return self.asleep if self.sleep != "none" else self.weights + self.process
 
@@ -184,9 +184,11 @@ def training_budget(recipe: Recipe, facts: PlannerInputs, settings: Settings) ->
         return budget
     assert settings.batch_size is not None, "A step is counted in completions."
     need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
-    standing = need.standing if need.sleep != "none" else need.standing + standing_keys(need, budget)
+    resident_bytes = (
+        need.resident_bytes if need.sleep != "none" else need.resident_bytes + kv_cache_bytes(need, budget)
+    )
     per_device = settings.num_processes if settings.device == "cpu" else 1
-    return max(0, budget - standing * per_device)
+    return max(0, budget - resident_bytes * per_device)
 
 
 def leaves_room(recipe: Recipe, facts: PlannerInputs, priced: Priced) -> bool:
@@ -201,7 +203,7 @@ def leaves_room(recipe: Recipe, facts: PlannerInputs, priced: Priced) -> bool:
     return needed(resting.num_bytes, settings) + least <= budget_of(recipe, facts.hardware)
 
 
-def standing_keys(need: EngineNeed, budget: int) -> int:
+def kv_cache_bytes(need: EngineNeed, budget: int) -> int:
     """Keys of an engine that never sleeps."""
     return max(need.least_keys, min(need.wanted_keys, int(STANDING_SHARE * budget)))
 
@@ -226,7 +228,7 @@ def with_engine(
     if section.memory_share != "auto":
         room = min(room, int(section.memory_share * hardware.memory_bytes) - fixed)
     if need.sleep == "none" and not section.devices:
-        room = min(room, standing_keys(need, budget))
+        room = min(room, kv_cache_bytes(need, budget))
     if room < need.least_keys:
         raise _no_room(ledger, need, room + fixed, beside)
     keys = min(room, need.wanted_keys)

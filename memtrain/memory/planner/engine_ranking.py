@@ -14,7 +14,7 @@ from memtrain.memory.strategies.base import StrategyContext
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class RankedEngine:
     """An engine with its host offload and the number of processes that hold a row together."""
 
     name: str
@@ -35,9 +35,9 @@ def form_words(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def weighed_engines(
+def rank_engines(
     chosen: Priced, tried: Sequence[Priced], budget: int, case: StrategyContext
-) -> tuple[Weighed, ...]:
+) -> tuple[RankedEngine, ...]:
     """Every engine beside the one of the plan; none with one process."""
     if chosen.settings.num_processes == 1:
         return ()
@@ -47,7 +47,7 @@ def weighed_engines(
     own = form_words(chosen.settings)
     found = [_weighed(name, of_form, own, chosen, budget, case) for name, of_form in forms.items()]
     closed = closed_engines(case.recipe, chosen.settings, case.facts.has)
-    return (*found, *(Weighed(engine, None, f"not weighed: {why}") for engine, why in closed))
+    return (*found, *(RankedEngine(engine, None, f"not weighed: {why}") for engine, why in closed))
 
 
 def _order(one: Priced) -> tuple[int, int, str]:
@@ -57,14 +57,14 @@ def _order(one: Priced) -> tuple[int, int, str]:
 
 def _weighed(
     name: str, of_form: Sequence[Priced], own: str, chosen: Priced, budget: int, case: StrategyContext
-) -> Weighed:
+) -> RankedEngine:
     facts = case.facts
     best = fastest(of_form, budget, facts, case.recipe.memory.headroom)
     if name == own:
-        return Weighed(name, chosen, "taken")
+        return RankedEngine(name, chosen, "taken")
     if best is not None:
-        return Weighed(name, best, time_words(best.token_s / chosen.token_s))
+        return RankedEngine(name, best, time_words(best.token_s / chosen.token_s))
     smallest = min(of_form, key=lambda one: one.need_bytes)
     if smallest.need_bytes <= budget and not fits_host(smallest, facts):
-        return Weighed(name, smallest, "does not fit the host's memory")
-    return Weighed(name, smallest, "does not fit")
+        return RankedEngine(name, smallest, "does not fit the host's memory")
+    return RankedEngine(name, smallest, "does not fit")

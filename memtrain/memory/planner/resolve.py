@@ -22,7 +22,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.context_parallel_auto import by_context, with_reason
 from memtrain.memory.planner.loss_tile import explain_tile, with_larger_tile, with_small_tiles
 from memtrain.memory.planner.search import ENGINE_TIE, Space, fastest, num_moved, price_all, space, waits
-from memtrain.memory.planner.use_and_never import honoured
+from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.base_settings import decide_base
 from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
@@ -123,7 +123,7 @@ def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog,
 
     Raises: RecipeError with every refusal.
     """
-    asked = honoured(asked)
+    asked = with_use_and_never(asked)
     case = StrategyContext(asked, facts)
     ledger = DecisionLog(asked, facts.presumed)
     base, micro_batches = decide_base(ledger, facts)

@@ -25,7 +25,7 @@ ONE_OF: Mapping[str, str] = {
 """Axes of which a run has one strategy, and why."""
 
 
-def honoured(asked: SourcedRecipe) -> SourcedRecipe:
+def with_use_and_never(asked: SourcedRecipe) -> SourcedRecipe:
     """The same wish with the keys that its strategies stand for; strategies the search decides stay names.
 
     Raises: RecipeError when a strategy is both used and never used, the recipe's own keys say otherwise, or

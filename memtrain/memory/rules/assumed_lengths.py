@@ -10,7 +10,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 
 
-def unread_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfile:
+def assumed_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfile:
     """Sequences of `length.max_length` tokens, many of them.
 
     Rows with answers: each answer is as long as may be, with a prompt of `length.max_prompt` tokens (none
@@ -63,7 +63,7 @@ def _tokens(recipe: Recipe, longest: int, *, shares_prompts: bool) -> tuple[int,
     return (prompt if shares_prompts else answers * prompt) + answers * answer, answers
 
 
-def unread_counter(recipe: Recipe, profile: LengthProfile) -> CountSteps:
+def assumed_counter(recipe: Recipe, profile: LengthProfile) -> CountSteps:
     """Steps over as many rows as the profile has: a number to plan with, not one to show."""
 
     def count(rows: int | None, tokens: int | None, epochs: float) -> int:

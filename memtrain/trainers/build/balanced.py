@@ -14,7 +14,7 @@ from memtrain.trainers.batches.collate import MicroBatch
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.experts.load_balance import LoadBalance
 from memtrain.trainers.model.heads.reward_head import RewardScorer
-from memtrain.trainers.protocols.method import LooksAhead, Loss, Method, StepPreview, means_of
+from memtrain.trainers.protocols.method import BeforeStep, Loss, Method, StepPreview, means_of
 from memtrain.trainers.reference.reference import evaluating
 
 AUX_LOSS = "router_aux_loss"
@@ -32,7 +32,7 @@ class Balanced:
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Count which experts the tokens of a step go to: a pass without gradients over each micro-batch."""
-        if isinstance(self.inner, LooksAhead):
+        if isinstance(self.inner, BeforeStep):
             self.inner.before_step(model, ahead)
         if not torch.is_grad_enabled():
             return

@@ -73,7 +73,7 @@ class Stepper:
         """
         feed, seed = self.steps.feed, self.plan.recipe.train.seed
         set_rate(self.built.optimizer, self.plan.recipe.optim.lr)
-        self.training.look_ahead(
+        self.training.before_step(
             StepPreview(feed, work.sequences, work.micro_batches, self.device, 1, is_trial=is_trial)
         )
         return self.training.gradients(

@@ -27,8 +27,8 @@ from memtrain.trainers.build.training_step import (
     StepParts,
     assemble,
     make_scorer,
+    prepare_model,
     share_rows,
-    treat_model,
 )
 from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
@@ -257,7 +257,7 @@ def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreT
     apply_kernels(model, settings)
     if settings.adapter is not None:
         model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)
-    treat_model(model, recipe, settings)
+    prepare_model(model, recipe, settings)
     return model
 
 

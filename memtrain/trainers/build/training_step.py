@@ -28,7 +28,7 @@ from memtrain.trainers.model.offload.copy_engines import CopyEngine
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.step import DistributedStep, forward_backward, update
-from memtrain.trainers.protocols.method import LooksAhead, Method, StepPreview, TracksPolicy
+from memtrain.trainers.protocols.method import BeforeStep, Method, StepPreview, TracksPolicy
 from memtrain.trainers.reference.reference import Reference
 
 Model = PreTrainedModel | PeftModel
@@ -66,9 +66,9 @@ class TrainingStep:
     max_grad_norm: float | None
     follower: TracksPolicy | None = None
 
-    def look_ahead(self, ahead: StepPreview) -> None:
+    def before_step(self, ahead: StepPreview) -> None:
         """Show the coming sequences to a method whose losses depend on all of them."""
-        if isinstance(self.method, LooksAhead):
+        if isinstance(self.method, BeforeStep):
             self.method.before_step(self.model, ahead)
 
     def gradients(
@@ -102,7 +102,7 @@ class TrainingStep:
         return norm
 
 
-def treat_model(
+def prepare_model(
     model: Model, recipe: Recipe, settings: Settings, copies: CopyEngine | None = None
 ) -> Offloader | None:
     """Checkpointing, offloading and noise, as the plan says; the mover of activations, where there is one.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memtrain.trainers.protocols.method import LooksAhead, Loss, Method, StepPreview, means_of
+from memtrain.trainers.protocols.method import BeforeStep, Loss, Method, StepPreview, means_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Shared:
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Run the method's own work before a step."""
-        if isinstance(self.inner, LooksAhead):
+        if isinstance(self.inner, BeforeStep):
             self.inner.before_step(model, ahead)
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:

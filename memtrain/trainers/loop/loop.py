@@ -224,7 +224,7 @@ def before_step(
     run: Run, feed: Feed, sequences: Ints, micro_batches: Sequence[Ints], *, is_trial: bool = False
 ) -> None:
     """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
-    run.step.look_ahead(
+    run.step.before_step(
         StepPreview(
             feed,
             sequences,

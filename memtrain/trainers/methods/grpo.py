@@ -70,12 +70,12 @@ class Grpo(PolicyMethod[GrpoRecipe]):
             off_policy_limit=own.off_policy_limit,
         )
 
-    def advantages(self, judged: ScoredRollout) -> Tensor:
+    def advantages(self, scored: ScoredRollout) -> Tensor:
         """Rewards against their group [A]; exactly 0 where a group has no best answer."""
-        group_size = judged.group_size
-        total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
+        group_size = scored.group_size
+        total_A = weighted_rewards(scored.reward_AF, scored.weight_F)
         if self.section.combine_rewards == "normalise_then_sum":
-            return decoupled_advantages(judged.reward_AF, judged.weight_F, group_size)
+            return decoupled_advantages(scored.reward_AF, scored.weight_F, group_size)
         advantage_A = group_advantages(total_A, group_size, self.section.scale_rewards)
         zero_advantage_A = zero_std_groups(total_A, group_size).repeat_interleave(group_size)
         return advantage_A.masked_fill(zero_advantage_A, 0.0)

@@ -55,9 +55,9 @@ class OnlineDpo:
     """Of the whole step."""
     answer_feed: type[PairFeed] = PairFeed
 
-    def advantages(self, judged: ScoredRollout) -> Tensor:
+    def advantages(self, scored: ScoredRollout) -> Tensor:
         """1 for the chosen answer of each prompt, -1 for the rejected one, 0 for others [A]."""
-        return best_and_worst(judged, self.section.min_reward_gap)
+        return best_and_worst(scored, self.section.min_reward_gap)
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Count the pairs of the step."""
@@ -97,14 +97,14 @@ class OnlineDpo:
         return means | ({"pairs": pairs} if "pairs" in sums else {}) | self.metrics
 
 
-def best_and_worst(judged: ScoredRollout, min_reward_gap: float = 0.0) -> Tensor:
+def best_and_worst(scored: ScoredRollout, min_reward_gap: float = 0.0) -> Tensor:
     """1 for the best answer of each group, -1 for the worst one, 0 for all others [A].
 
     The first of several that are equally good. A group has no pair, and is 0, where best and worst do not
     differ by more than `min_reward_gap`, or fewer than two answers have a verdict and may be learnt.
     """
-    total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
-    total_Gk = total_A.masked_fill(~judged.may_learn_A, torch.nan).view(-1, judged.group_size)
+    total_A = weighted_rewards(scored.reward_AF, scored.weight_F)
+    total_Gk = total_A.masked_fill(~scored.may_learn_A, torch.nan).view(-1, scored.group_size)
     best_G = total_Gk.nan_to_num(nan=-torch.inf).argmax(1, keepdim=True)
     worst_G = total_Gk.nan_to_num(nan=torch.inf).argmin(1, keepdim=True)
     margin_G = total_Gk.gather(1, best_G) - total_Gk.gather(1, worst_G)

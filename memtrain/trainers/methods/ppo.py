@@ -57,17 +57,17 @@ class Ppo(PolicyMethod[PpoRecipe]):
     beta: float = 0.0
     """The KL term's weight as it is now."""
 
-    def advantages(self, judged: ScoredRollout) -> Tensor:
+    def advantages(self, scored: ScoredRollout) -> Tensor:
         """The reward of each answer [A], 0 where there is no verdict: its tokens are weighed apart."""
-        return weighted_rewards(judged.reward_AF, judged.weight_F).nan_to_num(nan=0.0)
+        return weighted_rewards(scored.reward_AF, scored.weight_F).nan_to_num(nan=0.0)
 
-    def weigh_tokens(self, window: Rollout, judged: ScoredRollout) -> dict[str, float]:
+    def weigh_tokens(self, window: Rollout, scored: ScoredRollout) -> dict[str, float]:
         """Advantages and returns of all tokens, and beta for the next rollout; what is told of them.
 
         Answers without a verdict are not learnt from.
         """
         section, lengths_A = self.section, torch.from_numpy(window.length_A)
-        reward_A = weighted_rewards(judged.reward_AF, judged.weight_F)
+        reward_A = weighted_rewards(scored.reward_AF, scored.weight_F)
         window.is_trained_A = window.is_trained_A & ~reward_A.isnan().numpy()
         reward_A = reward_A.nan_to_num(nan=0.0) - section.cut_penalty * torch.from_numpy(window.is_cut_A)
         assert window.value_N is not None, "The pass was made."

@@ -57,15 +57,15 @@ class Rloo(PolicyMethod[RlooRecipe]):
     kl: float | None = None
     """Mean over completions of log p - log q, of the newest rollout."""
 
-    def advantages(self, judged: ScoredRollout) -> Tensor:
+    def advantages(self, scored: ScoredRollout) -> Tensor:
         """Clipped rewards less the KL term, against the mean of the others [A]."""
-        group_size = judged.group_size
-        total_A = weighted_rewards(judged.reward_AF, judged.weight_F)
+        group_size = scored.group_size
+        total_A = weighted_rewards(scored.reward_AF, scored.weight_F)
         if self.section.reward_clip is not None:
             total_A = total_A.clamp(*self.section.reward_clip)
-        if judged.kl_A is not None:
-            total_A = penalised_rewards(total_A, judged.kl_A, beta=self.section.beta)
-            self.kl = judged.kl_A.mean().item()
+        if scored.kl_A is not None:
+            total_A = penalised_rewards(total_A, scored.kl_A, beta=self.section.beta)
+            self.kl = scored.kl_A.mean().item()
         normalise = self.section.normalise_advantages
         advantage_A = leave_one_out_advantages(total_A, group_size, normalise=normalise)
         if normalise:

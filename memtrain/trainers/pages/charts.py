@@ -102,7 +102,7 @@ def line_chart(
         ]
         if one.has_dots:
             drawn += [_dot(place(point), one.colour) for point in one.points if math.isfinite(point[1])]
-    values = {
+    chart_data = {
         "x": [low_x, high_x],
         "px": [LEFT, right],
         "lines": [
@@ -111,7 +111,7 @@ def line_chart(
         ],
     }
     drawn.append(f'<line class="cursor" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/>')
-    data = escape(json.dumps(values), quote=True)
+    data = escape(json.dumps(chart_data), quote=True)
     return svg(drawn, label, (width, height), f' data-lines="{data}"')
 
 

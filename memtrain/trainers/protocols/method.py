@@ -68,7 +68,7 @@ class StepPreview:
 
 
 @runtime_checkable
-class LooksAhead(Protocol):
+class BeforeStep(Protocol):
     """A method whose loss depends on the whole step."""
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
@@ -77,7 +77,7 @@ class LooksAhead(Protocol):
 
 
 @runtime_checkable
-class TellsMeans(Protocol):
+class ReportsMeans(Protocol):
     """A method whose sums are not all means over `count`."""
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -100,6 +100,6 @@ class TracksPolicy(Protocol):
 
 def means_of(method: Method, sums: Mapping[str, float], count: float) -> dict[str, float]:
     """The means that are told of sums over `count`."""
-    if isinstance(method, TellsMeans):
+    if isinstance(method, ReportsMeans):
         return method.means(sums, count)
     return {name: value / count for name, value in sums.items()}

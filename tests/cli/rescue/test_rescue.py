@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.__main__ import main
-from memtrain.cli.rescue.find import Asked, recipe_with, rescued
+from memtrain.cli.rescue.find import RescueQuestion, recipe_with, rescued
 from memtrain.cli.rescue.page import page
 from memtrain.cli.rescue.words import as_json, plan_learns
 from memtrain.errors import RecipeError
@@ -37,7 +37,7 @@ def axolotl(tmp_path: Path) -> str:
 
 def test_the_owners_at_the_moment_of_the_death_are_told(axolotl: str):
     """1,000 MiB are float32 logits of 2 rows x 4,096 tokens x 32,000 words: 8,192 x 32,000 x 4 bytes."""
-    found = rescued(Asked(axolotl, LOGITS))
+    found = rescued(RescueQuestion(axolotl, LOGITS))
     assert found.held is not None
     assert found.held.phase == "loss"
     assert found.held.owners[0].owner in ("activations", "logits")
@@ -46,7 +46,7 @@ def test_the_owners_at_the_moment_of_the_death_are_told(axolotl: str):
 
 
 def test_the_smallest_change_of_the_own_tool_keeps_the_batch(axolotl: str):
-    found = rescued(Asked(axolotl, LOGITS))
+    found = rescued(RescueQuestion(axolotl, LOGITS))
     assert found.was is not None
     assert found.was.priced.need_bytes > found.budget_bytes
     assert found.own is not None
@@ -56,7 +56,7 @@ def test_the_smallest_change_of_the_own_tool_keeps_the_batch(axolotl: str):
 
 
 def test_the_recipe_fits_and_learns_the_same(axolotl: str):
-    found = rescued(Asked(axolotl, LOGITS))
+    found = rescued(RescueQuestion(axolotl, LOGITS))
     assert found.plan is not None
     assert found.plan.chosen.need_bytes <= found.budget_bytes
     assert plan_learns(found) == ()
@@ -68,7 +68,7 @@ def test_the_recipe_fits_and_learns_the_same(axolotl: str):
 def test_what_is_learnt_differently_is_said(tmp_path: Path):
     """Weights of 7.6 billion in half precision with their gradients need more than 24 GiB by themselves."""
     (tmp_path / "sft.yaml").write_text(FULL)
-    found = rescued(Asked(str(tmp_path / "sft.yaml"), gpu="4090", host_memory="64GiB"))
+    found = rescued(RescueQuestion(str(tmp_path / "sft.yaml"), gpu="4090", host_memory="64GiB"))
     assert found.plan is not None
     assert plan_learns(found) != ()
     recipe = load_text(found.recipe_text, "rescued.yaml").recipe
@@ -84,7 +84,7 @@ def test_other_processes_on_the_card_leave_less(axolotl: str):
         "allocated memory 20.00 GiB is allocated by PyTorch, and 7.00 GiB is reserved by PyTorch but "
         "unallocated."
     )
-    found = rescued(Asked(axolotl, text))
+    found = rescued(RescueQuestion(axolotl, text))
     assert found.budget_bytes == pytest.approx(29.15 * 2**30, rel=1e-3)
     told = " ".join(found.clues)
     assert "Other processes hold 50.0" in told
@@ -92,7 +92,7 @@ def test_other_processes_on_the_card_leave_less(axolotl: str):
 
 
 def test_the_answer_is_one_page_and_one_json(axolotl: str):
-    found = rescued(Asked(axolotl, LOGITS))
+    found = rescued(RescueQuestion(axolotl, LOGITS))
     made = json.loads(json.dumps(as_json(found)))
     assert made["own_tool"]["keys"]["micro_batch_size"] == 1
     assert made["memtrain"]["need_bytes"] <= made["budget_bytes"] < made["as_it_was"]["need_bytes"]
@@ -107,26 +107,26 @@ def test_a_recipe_of_memtrain_is_rescued_too(tmp_path: Path):
         "method: sft\nmodel: {path: Qwen/Qwen3-8B}\ndata: {train: rows.jsonl}\nlength: {max_length: 4096}\n"
     )
     (tmp_path / "own.yaml").write_text(text)
-    found = rescued(Asked(str(tmp_path / "own.yaml"), gpu="a100-40"))
+    found = rescued(RescueQuestion(str(tmp_path / "own.yaml"), gpu="a100-40"))
     assert found.title == "memtrain"
     assert found.plan is not None
 
 
 def test_nothing_is_guessed_about_the_card(axolotl: str):
     with pytest.raises(RecipeError, match="the card of the run is unknown"):
-        rescued(Asked(axolotl))
+        rescued(RescueQuestion(axolotl))
 
 
 def test_rows_of_no_length_are_asked_for(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(
         "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: a/b\nmax_length: null\n"
     )
-    asked = Asked(str(tmp_path / "run.yaml"), gpu="4090", method="sft", max_length=512)
+    asked = RescueQuestion(str(tmp_path / "run.yaml"), gpu="4090", method="sft", max_length=512)
     assert rescued(asked).plan is not None
 
 
 def test_a_budget_that_was_asked_for_is_in_the_recipe(axolotl: str):
-    found = rescued(Asked(axolotl, gpu="4090", budget="20GiB"))
+    found = rescued(RescueQuestion(axolotl, gpu="4090", budget="20GiB"))
     recipe = load_text(found.recipe_text, "rescued.yaml").recipe
     assert recipe.memory.budget == found.budget_bytes == 20 * 2**30
 

@@ -8,10 +8,10 @@ import pytest
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.activations import attention_kept
 from memtrain.memory.estimate.context_parallel import (
-    dealt,
     gathered_backward,
     gathered_forward,
     num_gathered_kv,
+    ulysses_width,
 )
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
@@ -102,7 +102,7 @@ def test_heads_that_are_dealt_out_are_priced(
     said = {"cluster__context_parallel": size, "cluster__context_parallel_mode": "ulysses"}
     settings = ask(facts, **ONE, **said).settings
     load = Workload(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
-    assert (dealt(load), num_gathered_kv(load)) == (numbers, 0)
+    assert (ulysses_width(load), num_gathered_kv(load)) == (numbers, 0)
     tokens = 2048 // size
     assert gathered_forward(load) == 2 * 4 * tokens * numbers
     by_keys = Workload(settings.model_copy(update={"context_by": "all_gather"}), facts.shape, load.batch)

@@ -3,7 +3,7 @@
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.memory.generation.gather_weights import Ways, decide_gathering
+from memtrain.memory.generation.gather_weights import GatherBytes, decide_gathering
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
@@ -42,7 +42,7 @@ def test_streamed_weights_need_less_and_take_longer(ask, known, engine: str):
 def test_auto_gathers_where_it_fits_and_streams_where_it_does_not(known, recipe_of, make_settings):
     """1 GiB of weights beside 1 GiB of the rest: two fit a budget of 3, and not one of 2."""
     settings = make_settings(num_processes=2, engine="fsdp2", device="cuda")
-    found = Ways(whole=GIB, streamed=GIB // 16, slowdown=3.0)
+    found = GatherBytes(whole=GIB, streamed=GIB // 16, slowdown=3.0)
     reasons: list[str] = []
     for budget, gathers in ((4 * GIB, True), (2 * GIB, False)):
         ledger = DecisionLog(

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.memory.plan.length_profile import longest_first
-from memtrain.memory.rules.assumed_lengths import unread_profile
+from memtrain.memory.rules.assumed_lengths import assumed_profile
 from memtrain.memory.rules.ledger import SourcedRecipe
 
 Rows = list[tuple[int, int]]
@@ -50,7 +50,7 @@ def test_only_completions_are_scored_where_they_are_written_here(recipe_of):
     """Four completions of at most 8 tokens: 32, however long their prompts are."""
     said = {"method": "grpo", "rewards.functions": ["length"], "generate.max_tokens": 8}
     recipe = recipe_of(said | {"length.max_length": 100})
-    profile = unread_profile(SourcedRecipe(recipe, lambda dotted: "default"), shares_prompts=True)
+    profile = assumed_profile(SourcedRecipe(recipe, lambda dotted: "default"), shares_prompts=True)
     assert profile.heaviest(4, None) == (4, 400)
     assert profile.most_scored(4, 400) == 32
     assert profile.most_scored(4, 20) == 20

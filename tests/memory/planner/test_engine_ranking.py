@@ -7,11 +7,11 @@ import pytest
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.host_memory import host_bytes
 from memtrain.memory.estimate.pricing import PlannerInputs, heaviest, price
-from memtrain.memory.estimate.sharded.communication import sending, waiting_bytes
+from memtrain.memory.estimate.sharded.communication import communication_time, waiting_bytes
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import GIB
-from memtrain.memory.planner.engine_ranking import Weighed, form_words, weighed_engines
+from memtrain.memory.planner.engine_ranking import RankedEngine, form_words, rank_engines
 from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, open_space
 from memtrain.memory.planner.search import ENGINE_TIE, TIE, fastest
@@ -39,10 +39,10 @@ def plan(ask, facts_of, profile_of):
     return made
 
 
-def weighed(made: Resolved) -> tuple[Weighed, ...]:
+def weighed(made: Resolved) -> tuple[RankedEngine, ...]:
     _, case, choices = open_space(made.case.asked, made.case.facts)
     tried = [price(one, case.facts) for group in choices.groups for one in group]
-    return weighed_engines(made.chosen, tried, made.prediction.budget_bytes, made.case)
+    return rank_engines(made.chosen, tried, made.prediction.budget_bytes, made.case)
 
 
 def told(made: Resolved) -> dict[str, str]:
@@ -200,15 +200,15 @@ def test_what_is_sent_is_counted_by_hand(plan):
     made = plan("Qwen/Qwen3-1.7B", "h100", 2, cluster__engine="ddp")
     shape, rates = made.case.facts.shape, made.case.facts.hardware.rates
     numbers, bus = shape.num_parameters, rates.host_bytes_per_s
-    assert sending(made.settings, shape, rates).last == pytest.approx(4 * numbers / bus)
+    assert communication_time(made.settings, shape, rates).last == pytest.approx(4 * numbers / bus)
     first = made.settings.model_copy(update={"engine": "zero1"})
-    sent = sending(first, shape, rates)
+    sent = communication_time(first, shape, rates)
     assert (sent.last, sent.after, sent.forward) == (
         pytest.approx(2 * numbers / bus),
         pytest.approx(numbers / bus),
         0,
     )
-    cut = sending(made.settings.model_copy(update={"engine": "fsdp2"}), shape, rates)
+    cut = communication_time(made.settings.model_copy(update={"engine": "fsdp2"}), shape, rates)
     starts = (shape.num_layers + 2) * 5e-5
     assert cut.forward == pytest.approx(numbers / bus + starts)
     # FSDP2 sums float32 gradients.

@@ -1,4 +1,4 @@
-"""Every strategy is honoured by its name; every pair that excludes each other is refused with its reason."""
+"""Every strategy is applied by its name; every pair that excludes each other is refused with its reason."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -9,7 +9,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.planner.use_and_never import honoured
+from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.base import TRAINED, StrategyContext
 from memtrain.memory.strategies.exclusions import EXCLUSIONS, excluded
@@ -170,7 +170,7 @@ def test_use_and_never_say_their_keys_and_keep_their_place(recipe_of):
     asked = SourcedRecipe(
         recipe_of({"memory.never": "padding_free"}), lambda key: "r:1" if "never" in key else "default"
     )
-    changed = honoured(asked)
+    changed = with_use_and_never(asked)
     assert changed.recipe.length.padding_free is False
     assert changed.where("length.padding_free") == "r:1"
     assert asked.recipe.length.padding_free is None

@@ -23,36 +23,36 @@ RECORDED = json.loads((Path(__file__).parents[1] / "data" / "trl_online_dpo.json
 NAN = math.nan
 
 
-def judged(rewards: list[float], group_size: int, may_learn: list[bool] | None = None) -> ScoredRollout:
+def scored(rewards: list[float], group_size: int, may_learn: list[bool] | None = None) -> ScoredRollout:
     values = torch.tensor(rewards, dtype=torch.float64)[:, None]
     learns = torch.tensor(may_learn or [True] * len(rewards))
     return ScoredRollout(values, torch.ones(1, dtype=torch.float64), group_size, learns)
 
 
 def test_the_best_and_the_worst_of_a_group_are_its_pair():
-    found = best_and_worst(judged([0.2, 1.0, -1.0, 0.5, 3.0, 1.0, 2.0, 0.0], 4))
+    found = best_and_worst(scored([0.2, 1.0, -1.0, 0.5, 3.0, 1.0, 2.0, 0.0], 4))
     assert found.tolist() == [0, 1, -1, 0, 1, 0, 0, -1]
 
 
 def test_a_group_of_equals_has_no_pair():
-    assert best_and_worst(judged([1.0, 1.0, 0.0, 1.0], 2)).tolist() == [0, 0, -1, 1]
+    assert best_and_worst(scored([1.0, 1.0, 0.0, 1.0], 2)).tolist() == [0, 0, -1, 1]
 
 
 def test_the_first_of_several_that_are_equally_good_is_taken():
-    assert best_and_worst(judged([0.0, 1.0, 1.0, 0.0], 4)).tolist() == [-1, 1, 0, 0]
+    assert best_and_worst(scored([0.0, 1.0, 1.0, 0.0], 4)).tolist() == [-1, 1, 0, 0]
 
 
 def test_no_verdict_is_neither_best_nor_worst():
-    assert best_and_worst(judged([NAN, 1.0, 0.0, NAN, NAN, 5.0], 3)).tolist() == [0, 1, -1, 0, 0, 0]
+    assert best_and_worst(scored([NAN, 1.0, 0.0, NAN, NAN, 5.0], 3)).tolist() == [0, 1, -1, 0, 0, 0]
 
 
 def test_a_completion_that_may_not_be_learnt_is_in_no_pair():
     may_learn = [False, True, True, True]
-    assert best_and_worst(judged([9.0, 1.0, 0.0, 0.5], 4, may_learn)).tolist() == [0, 1, -1, 0]
+    assert best_and_worst(scored([9.0, 1.0, 0.0, 0.5], 4, may_learn)).tolist() == [0, 1, -1, 0]
 
 
 def test_a_pair_needs_the_margin_that_is_asked_for():
-    assert best_and_worst(judged([1.0, 0.5, 1.0, 0.0], 2), 0.5).tolist() == [0, 0, 1, -1]
+    assert best_and_worst(scored([1.0, 0.5, 1.0, 0.0], 2), 0.5).tolist() == [0, 0, 1, -1]
 
 
 def test_losses_by_hand():
@@ -69,7 +69,7 @@ def test_losses_and_gradients_are_those_of_trl(case: dict):
     batch = RECORDED["batch"]
     half = len(batch["lengths"]) // 2
     order = [place for prompt in range(half) for place in (prompt, prompt + half)]
-    signs = best_and_worst(judged([batch["rewards"][one] for one in order], 2))
+    signs = best_and_worst(scored([batch["rewards"][one] for one in order], 2))
     pairs = []
     for prompt in range(half):
         of_prompt = signs[2 * prompt : 2 * prompt + 2]

@@ -33,7 +33,7 @@ def a_window() -> Rollout:
     return window
 
 
-def judged(*rewards: float) -> ScoredRollout:
+def scored(*rewards: float) -> ScoredRollout:
     values = torch.tensor(rewards, dtype=torch.float64)[:, None]
     return ScoredRollout(
         values, torch.ones(1, dtype=torch.float64), 1, torch.ones(len(rewards), dtype=torch.bool)
@@ -43,7 +43,7 @@ def judged(*rewards: float) -> ScoredRollout:
 def weighed(window: Rollout, rewards: tuple[float, float], **knobs: Any) -> tuple[Ppo, dict[str, float]]:
     section = PpoRecipe(normalise_advantages=False, **knobs)
     method = Ppo(section, None, beta=section.beta)
-    return method, method.weigh_tokens(window, judged(*rewards))
+    return method, method.weigh_tokens(window, scored(*rewards))
 
 
 def test_advantages_and_returns_by_hand():

@@ -17,7 +17,7 @@ from memtrain.trainers.build.components import Built, build
 from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
 from memtrain.trainers.methods.kto import partners_of
 from memtrain.trainers.protocols.feed import Steps
-from memtrain.trainers.protocols.method import LooksAhead, StepPreview
+from memtrain.trainers.protocols.method import BeforeStep, StepPreview
 from memtrain.trainers.reference.precompute import fingerprint
 from memtrain.trainers.reference.reference import EmaReference
 
@@ -72,7 +72,7 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(
     work = steps.work(0, rank=0, num_ranks=1)
     batch = built.train.micro_batch(work.sequences)
     with HostSyncs() as counted:
-        if isinstance(built.method, LooksAhead):
+        if isinstance(built.method, BeforeStep):
             ahead = StepPreview(built.train, work.sequences, work.micro_batches, torch.device("cpu"), 1)
             built.method.before_step(built.scorer, ahead)
         made = built.method.loss(built.scorer, batch, denominator=6.0, want_stats=True)

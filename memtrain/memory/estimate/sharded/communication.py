@@ -28,7 +28,7 @@ MODULES_OF_LAYER = 9
 """Modules of a layer with weights of their own, which DeepSpeed gathers one by one: seven maps, two norms."""
 
 
-class Sending(NamedTuple):
+class CommunicationTime(NamedTuple):
     """Seconds of what travels."""
 
     forward: float = 0.0
@@ -48,31 +48,33 @@ def num_groups(settings: Settings, shape: ModelShape) -> int:
     return shape.num_layers * (MODULES_OF_LAYER if uses_zero(settings) else 1) + 2
 
 
-def sending(settings: Settings, shape: ModelShape, rates: Rates) -> Sending:
+def communication_time(settings: Settings, shape: ModelShape, rates: Rates) -> CommunicationTime:
     """Communication of a run's engine; nothing with one process."""
     count = settings.num_processes
     if count == 1:
-        return Sending()
+        return CommunicationTime()
     part = (count - 1) / count / rates.host_bytes_per_s
     # Whatever the weights are, gradients are summed in float32.
     gradients = 4 * num_trained(settings, shape)
     if settings.engine == "ddp":
-        return Sending(last=2 * part * gradients)
+        return CommunicationTime(last=2 * part * gradients)
     if not shards_weights(settings):
         reduced, trained = part * gradients, trained_parts(settings, shape)
         gathered = sum(number * size for number, size in trained)
         every = reduced if settings.engine == "zero2" else 0.0
-        return Sending(backward=every, last=reduced - every, after=part * gathered)
+        return CommunicationTime(backward=every, last=reduced - every, after=part * gathered)
     gathered = part * weights_bytes(settings, shape) + _starts(settings, shape)
     summed = part * gradients
-    return Sending(gathered, gathered + summed + _starts(settings, shape), is_ahead=not uses_zero(settings))
+    return CommunicationTime(
+        gathered, gathered + summed + _starts(settings, shape), is_ahead=not uses_zero(settings)
+    )
 
 
 def _starts(settings: Settings, shape: ModelShape) -> float:
     return num_groups(settings, shape) * COLLECTIVE_S[settings.device]
 
 
-class Waiting(NamedTuple):
+class HostShardTime(NamedTuple):
     """Seconds for shards that wait in host memory (`cluster.cpu_offload`)."""
 
     forward: float = 0.0
@@ -85,22 +87,24 @@ class Waiting(NamedTuple):
     """The optimizer's step, which the host makes."""
 
 
-def waiting(settings: Settings, shape: ModelShape, rates: Rates) -> Waiting:
+def waiting(settings: Settings, shape: ModelShape, rates: Rates) -> HostShardTime:
     """Time of copies to the host and of the step there; nothing where shards stay on the device.
 
     A rank's host memory moves as much as that of one core. Taste: nothing of it was measured.
     """
     if settings.shard_offload == "none" or not is_sharded(settings) or settings.device == "cpu":
-        return Waiting()
+        return HostShardTime()
     count, bus = settings.num_processes, rates.host_bytes_per_s
     trained = sum(number * size for number, size in trained_parts(settings, shape)) / count
     # Gradients, weights and states are read, and all but gradients written.
     step = 2 * (waiting_bytes(settings, shape) - trained) / CPU_RATES.bytes_per_s
     if settings.shard_offload == "optimizer":
         every = trained / bus if settings.engine != "zero1" else 0.0
-        return Waiting(backward=every, after=(trained + (trained if not every else 0.0)) / bus, step=step)
+        return HostShardTime(
+            backward=every, after=(trained + (trained if not every else 0.0)) / bus, step=step
+        )
     own = weights_bytes(settings, shape) / count / bus
-    return Waiting(forward=own, backward=own + trained / bus, step=step)
+    return HostShardTime(forward=own, backward=own + trained / bus, step=step)
 
 
 def waiting_bytes(settings: Settings, shape: ModelShape) -> int:

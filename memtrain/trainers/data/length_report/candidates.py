@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from memtrain.recipes.sections.length import Length, other_length
 from memtrain.trainers.data.length_report.distribution import ratio_interval, share_interval
-from memtrain.trainers.data.length_report.layouts import LaidOut, Laying, Padded
+from memtrain.trainers.data.length_report.layouts import LaidOut, Padded, RowLayout
 from memtrain.trainers.data.length_report.result import (
     Batch,
     Candidate,
@@ -25,12 +25,12 @@ from memtrain.trainers.data.packing.step_order import BatchSize, Epoch, make_epo
 Ints = NDArray[np.int64]
 MOST_CANDIDATES = 8
 
-Price = Callable[[Length, Laying], Cost | None]
+Price = Callable[[Length, RowLayout], Cost | None]
 """Prediction of the planner for these rows, laid out as a `length:` section says."""
 
 
 @dataclass(frozen=True, slots=True)
-class SourcedRecipe:
+class CandidateInputs:
     """Inputs of the counts of the candidates."""
 
     length: Length
@@ -60,7 +60,7 @@ def default_candidates(lengths: Ints, own: int | None) -> tuple[int, ...]:
     return tuple(sorted({*chosen, *([own] if own else [])}))
 
 
-def candidate(rows: Laying, max_length: int, asked: SourcedRecipe) -> Candidate:
+def candidate(rows: RowLayout, max_length: int, asked: CandidateInputs) -> Candidate:
     """A row of the table for one max_length."""
     longest, scale = rows.longest_of_rows, asked.scale
     longer = int((longest > max_length).sum())
@@ -79,7 +79,7 @@ def candidate(rows: Laying, max_length: int, asked: SourcedRecipe) -> Candidate:
     )
 
 
-def order_of(rows: Laying, length: Length) -> tuple[str, ...]:
+def order_of(rows: RowLayout, length: Length) -> tuple[str, ...]:
     """The ways to truncate, the recipe's own first."""
     own = length.truncation or rows.truncations[0]
     return (own, *(way for way in rows.truncations if way != own))
@@ -98,7 +98,7 @@ def _loss(way: str, laid: LaidOut, scale: float) -> Loss:
     )
 
 
-def _packing(rows: Laying, max_length: int, packing: PackingKind, asked: SourcedRecipe) -> Packing:
+def _packing(rows: RowLayout, max_length: int, packing: PackingKind, asked: CandidateInputs) -> Packing:
     truncation = asked.length.truncation if packing == "bfd" else None
     laid = rows.at(other_length(asked.length, max_length, truncation, packing))
     report, scale = laid.report, asked.scale
@@ -115,7 +115,7 @@ def _packing(rows: Laying, max_length: int, packing: PackingKind, asked: Sourced
     )
 
 
-def _cost(rows: Laying, max_length: int, asked: SourcedRecipe) -> Cost | None:
+def _cost(rows: RowLayout, max_length: int, asked: CandidateInputs) -> Cost | None:
     """Of the recipe's own truncation and packing."""
     if asked.price is None:
         return None
@@ -123,19 +123,19 @@ def _cost(rows: Laying, max_length: int, asked: SourcedRecipe) -> Cost | None:
     return asked.price(other_length(asked.length, max_length, own.truncation, own.packing), rows)
 
 
-def _epoch(tokens: Ints, asked: SourcedRecipe, *, grouped: bool) -> Epoch:
+def _epoch(tokens: Ints, asked: CandidateInputs, *, grouped: bool) -> Epoch:
     size = BatchSize(asked.batch.rows, asked.batch.tokens)
     return make_epoch(tokens, size, seed=asked.seed, epoch=0, shuffle=asked.shuffle, group_by_length=grouped)
 
 
-def _steps(tokens: Ints, asked: SourcedRecipe) -> int:
+def _steps(tokens: Ints, asked: CandidateInputs) -> int:
     """Optimizer steps of one epoch over sequences of `tokens` tokens."""
     if asked.batch.rows is not None:
         return -(-round(len(tokens) * asked.scale) // asked.batch.rows)
     return round(_epoch(tokens, asked, grouped=False).num_steps * asked.scale)
 
 
-def _padding(laid: LaidOut, asked: SourcedRecipe) -> Padding:
+def _padding(laid: LaidOut, asked: CandidateInputs) -> Padding:
     multiple = asked.length.pad_to_multiple_of or 1
     shares = [
         padding_share(
@@ -176,6 +176,6 @@ def flat_share(tokens: Ints, epoch: Epoch, batch: Batch, multiple: int) -> float
     return padding / (padding + int(tokens.sum()))
 
 
-def candidates(rows: Laying, max_lengths: Sequence[int], asked: SourcedRecipe) -> tuple[Candidate, ...]:
+def candidates(rows: RowLayout, max_lengths: Sequence[int], asked: CandidateInputs) -> tuple[Candidate, ...]:
     """The table."""
     return tuple(candidate(rows, max_length, asked) for max_length in max_lengths)

@@ -15,14 +15,14 @@ from memtrain.recipes.sections.data import Data, Format
 from memtrain.recipes.sections.length import Length
 from memtrain.recipes.sections.training import Train
 from memtrain.trainers.data.length_report.candidates import (
+    CandidateInputs,
     Price,
-    SourcedRecipe,
     candidates,
     default_candidates,
 )
 from memtrain.trainers.data.length_report.distribution import distribution
 from memtrain.trainers.data.length_report.format import count_of
-from memtrain.trainers.data.length_report.layouts import Laying, PromptRows, laying_of
+from memtrain.trainers.data.length_report.layouts import PromptRows, RowLayout, row_layout_of
 from memtrain.trainers.data.length_report.reader import Progress, Read, read
 from memtrain.trainers.data.length_report.recommend import recommend
 from memtrain.trainers.data.length_report.result import Batch, Distribution, Extent, Inspection, LongRow
@@ -77,12 +77,12 @@ def inspect(
     method = question.method or method_of(work.job.kind)
     seen = read(work, data, seed=seed, sample=question.sample, progress=progress)
     chosen = choose_rows(data, seen.counts, seed)
-    rows = laying_of(method, seen.counts, chosen.train)
+    rows = row_layout_of(method, seen.counts, chosen.train)
     lengths = rows.longest_of_rows
     extent = extent_of(seen)
     batch = batch_of(question.train)
     own = question.length.max_length if "max_length" in question.length.model_fields_set else None
-    asked = SourcedRecipe(question.length, batch, seed, question.train.shuffle, extent.scale, price)
+    asked = CandidateInputs(question.length, batch, seed, question.train.shuffle, extent.scale, price)
     tried = sorted(set(question.max_lengths)) or default_candidates(lengths, own)
     table = candidates(rows, tried, asked)
     loss_tokens = 0 if isinstance(rows, PromptRows) else round(int(rows.held_R.sum()) * extent.scale)
@@ -156,7 +156,7 @@ def batch_of(train: Train) -> Batch:
 
 
 def distributions(
-    work: Work, seen: Read, rows: Laying, chosen: Ints, data: Data, scale: float
+    work: Work, seen: Read, rows: RowLayout, chosen: Ints, data: Data, scale: float
 ) -> tuple[Distribution, ...]:
     """Lengths of rows, of their parts and of what is learnt."""
     counts = seen.counts

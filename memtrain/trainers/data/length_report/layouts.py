@@ -48,7 +48,7 @@ class LaidOut:
     """Lengths before truncation: the field of `Laying`."""
 
 
-class Laying(Protocol):
+class RowLayout(Protocol):
     """Rows of one kind of method."""
 
     packings: tuple[PackingKind, ...]
@@ -218,12 +218,12 @@ def sums(rows: Ints, values: Ints, num_rows: int) -> Ints:
     return np.bincount(rows, weights=values, minlength=num_rows).astype(np.int64)
 
 
-def laying_of(method: str, counts: Counts, rows: Ints) -> Laying:
+def row_layout_of(method: str, counts: Counts, rows: Ints) -> RowLayout:
     """The rows as a method lays them out."""
-    return LAYINGS[method](counts, rows)
+    return ROW_LAYOUTS[method](counts, rows)
 
 
-LAYINGS: dict[str, type[TokenRows] | type[AnswerRows] | type[PromptRows]] = {
+ROW_LAYOUTS: dict[str, type[TokenRows] | type[AnswerRows] | type[PromptRows]] = {
     name: PromptRows if method.is_online else AnswerRows if method.num_answers else TokenRows
     for name, method in METHODS.items()
 }

@@ -12,7 +12,7 @@ MOST_SCANNED = 200_000
 are put together in its place, which no step can exceed. Taste: a second."""
 
 
-def load_of(feed: Feed, sequences: Ints, settings: Settings) -> int:
+def padded_tokens(feed: Feed, sequences: Ints, settings: Settings) -> int:
     """Tokens that some sequences put into the model at once, padding included."""
     tokens = feed.tokens[sequences]
     if not len(tokens):
@@ -30,7 +30,7 @@ def heaviest_micro_batch(
     for step in range(start, settings.max_steps):
         works = [steps.work(step, rank=replica, num_ranks=replicas) for replica in range(replicas)]
         for sequences in (one for work in works for one in work.micro_batches):
-            load = load_of(feed, sequences, settings)
+            load = padded_tokens(feed, sequences, settings)
             if load > most:
                 heaviest, most = sequences, load
         seen += works[0].num_sequences

@@ -21,7 +21,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.checkpoints.state_io import save_state
 from memtrain.trainers.loop.loop import Run, before_step, score, whole_gradients
-from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro_batch, load_of, step_of
+from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro_batch, padded_tokens, step_of
 from memtrain.trainers.loop.oom.preflight_online import made_up_rollout
 from memtrain.trainers.loop.oom.recover import Exhausted
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
@@ -59,7 +59,7 @@ def preflight(run: Run) -> PreflightResult:
             raise run.post_mortem(spent) from None
         with run.watch.phase(f"{DRY_RUN}saving"):
             try_save(run)
-        tokens = load_of(run.steps.feed, heaviest.sequences, run.plan.settings)
+        tokens = padded_tokens(run.steps.feed, heaviest.sequences, run.plan.settings)
         peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
     assert bits_of(run.step.parameters) == before, "A dry run moves no weight."
     predicted = run.plan.prediction.peak.num_bytes
@@ -201,7 +201,7 @@ def _evaluation(run: Run) -> None:
         return
     feed = run.eval_feed
     micro_batches = eval_micro_batches(feed, run.plan.settings, rank=0, num_ranks=1)
-    heaviest = max(micro_batches, key=lambda sequences: load_of(feed, sequences, run.plan.settings))
+    heaviest = max(micro_batches, key=lambda sequences: padded_tokens(feed, sequences, run.plan.settings))
     was_training = run.step.model.training
     run.step.model.eval()
     with run.watch.phase(f"{DRY_RUN}evaluation"), torch.no_grad():

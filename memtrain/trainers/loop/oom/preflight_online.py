@@ -20,7 +20,7 @@ from memtrain.trainers.online.generation.protocol import Group, Sample
 from memtrain.trainers.online.rollout.advantage_step import AdvantageStep
 from memtrain.trainers.online.rollout.mismatch_guard import SeesMismatch
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
-from memtrain.trainers.online.rollout.protocol import WeighsTokens
+from memtrain.trainers.online.rollout.protocol import WeightsTokens
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
 from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.run_folder.report.report import DRY_RUN
@@ -34,7 +34,7 @@ def made_up_rollout(steps: OnlineSteps, *, writes: bool = True) -> Iterator[Ints
     """
     method, feed = steps.method, steps.feed
     before = feed.window, feed.norms, method.metrics
-    kept = method.kept() if isinstance(method, WeighsTokens) else {}
+    kept = method.kept() if isinstance(method, WeightsTokens) else {}
     try:
         if writes:
             write_longest(steps)
@@ -43,7 +43,7 @@ def made_up_rollout(steps: OnlineSteps, *, writes: bool = True) -> Iterator[Ints
         feed.window, feed.norms, method.metrics = before
         if isinstance(method, SeesMismatch):
             method.seen.clear()
-        if isinstance(method, WeighsTokens):
+        if isinstance(method, WeightsTokens):
             method.go_on(kept)
 
 

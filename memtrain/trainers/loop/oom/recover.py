@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
-from memtrain.trainers.loop.oom.heaviest_batch import load_of
+from memtrain.trainers.loop.oom.heaviest_batch import padded_tokens
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.oom_errors import attempt, free
@@ -214,7 +214,7 @@ class Recovery:
         )
 
     def _failure(self, feed: Feed, sequences: Ints) -> Failure:
-        return Failure(load_of(feed, sequences, self.settings), is_single=len(sequences) < 2)
+        return Failure(padded_tokens(feed, sequences, self.settings), is_single=len(sequences) < 2)
 
     def _agree(self, failure: Failure | None, ranks: Ranks) -> Failure | None:
         """The worst failure of all ranks: the lightest load that ran out, a single sequence if any was."""
@@ -233,7 +233,7 @@ class Recovery:
 
     def _below(self, feed: Feed, sequences: Ints, limit: int | None) -> Iterator[Ints]:
         """The sequences in halves of about equal load, and these again, until each is below the limit."""
-        if limit is None or len(sequences) < 2 or load_of(feed, sequences, self.settings) < limit:
+        if limit is None or len(sequences) < 2 or padded_tokens(feed, sequences, self.settings) < limit:
             yield sequences
             return
         ends = np.cumsum(feed.tokens[sequences])

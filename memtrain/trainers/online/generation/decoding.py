@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs, Run
 from memtrain.trainers.online.generation.forward import write_tokens
-from memtrain.trainers.online.generation.kv_cache import KVCache, Standing, Widths, standing
+from memtrain.trainers.online.generation.kv_cache import KVCache, RowPositions, Widths, row_positions
 from memtrain.trainers.online.generation.protocol import Sampling
 from memtrain.trainers.online.generation.token_sampling import choose
 
@@ -30,7 +30,7 @@ Written = list[list[tuple[int, float]]]
 class Frame:
     """Passes of some widths: where their rows stand, and their recording once there is one."""
 
-    at: Standing
+    at: RowPositions
     start: Run | None = None
 
 
@@ -51,8 +51,8 @@ class Decoder:
     logp_RT: Tensor = field(init=False)
     uniform_RT: Tensor = field(init=False)
     seen_RV: Tensor | None = None
-    at: Standing | None = None
-    """Standing of the rows; None when they have changed."""
+    at: RowPositions | None = None
+    """Positions of the rows; None when they have changed."""
     frames: dict[Widths, Frame] = field(default_factory=dict[Widths, Frame])
 
     def __post_init__(self) -> None:
@@ -91,12 +91,12 @@ class Decoder:
         keyed = [number - 1 for number in tokens]
         if self.graphs is None or not self.graphs.is_on:
             if self.at is None:
-                self.at = standing(groups(), keyed, prompts, self.ids_RT.device)
+                self.at = row_positions(groups(), keyed, prompts, self.ids_RT.device)
             self._passes(self.at, num_tokens)
             return self._fetched(self.at.row_R, self.at.written_R, num_tokens)
         here = groups()
         widths = self._widths(here, max(keyed) + num_tokens, prompts)
-        stands = standing(here, keyed, prompts, self.ids_RT.device, widths)
+        stands = row_positions(here, keyed, prompts, self.ids_RT.device, widths)
         frame = self.frames.get(widths)
         left = num_tokens
         if frame is None:
@@ -138,12 +138,12 @@ class Decoder:
         for _ in range(num_tokens):
             frame.start()
 
-    def _passes(self, at: Standing, num_tokens: int) -> None:
+    def _passes(self, at: RowPositions, num_tokens: int) -> None:
         for _ in range(num_tokens):
             self._one_pass(at)
             at.longest_written += 1
 
-    def _one_pass(self, at: Standing) -> None:
+    def _one_pass(self, at: RowPositions) -> None:
         """Write a token of every row. Nothing waits for the device, and no number of Python is changed."""
         newest_R = self.ids_RT[at.row_R, at.written_R]
         logits_RV = write_tokens(self.model, newest_R, self.keys, at, self.backend)

@@ -21,7 +21,7 @@ from memtrain.trainers.model.attention.functions import UNSUPPORTED
 from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
 from memtrain.trainers.model.streamed.layer_keys import SliceLayout
-from memtrain.trainers.online.generation.kv_cache import KVCache, Standing, attend
+from memtrain.trainers.online.generation.kv_cache import KVCache, RowPositions, attend
 
 NAME = "memtrain_rollout"
 """The name that transformers knows this attention by."""
@@ -38,7 +38,7 @@ class Pass:
     """Slot of the first prompt."""
     bounds: tuple[int, ...] = ()
     """Of the prompts in their row."""
-    at: Standing | None = None
+    at: RowPositions | None = None
 
     @property
     def row(self) -> Layout | None:
@@ -80,7 +80,7 @@ def read_prompts(
 
 
 def write_tokens(
-    model: nn.Module, ids_R: Tensor, keys: KVCache, at: Standing, backend: AttentionBackend
+    model: nn.Module, ids_R: Tensor, keys: KVCache, at: RowPositions, backend: AttentionBackend
 ) -> Tensor:
     """Logits [R, V] of the token after `ids_R`, the newest token of each row."""
     keys.begin_pass()
@@ -93,7 +93,7 @@ def write_tokens(
     ).logits[0]
 
 
-def places_of(at: Standing) -> Tensor:
+def places_of(at: RowPositions) -> Tensor:
     """int64 [R], the place of each row's newest token in its prompt with its completion."""
     return at.prompt_G[at.group_R] + at.written_R
 
@@ -153,7 +153,7 @@ def _function_of(backend: AttentionBackend) -> Any:
     return ALL_ATTENTION_FUNCTIONS[NAMES[backend]]
 
 
-def _check(module: nn.Module, at: Standing, others: dict[str, Any]) -> None:
+def _check(module: nn.Module, at: RowPositions, others: dict[str, Any]) -> None:
     """Raise LaunchError for what this attention would silently not do."""
     found = next((meaning for key, meaning in UNSUPPORTED.items() if others.get(key) is not None), None)
     window = others.get("sliding_window")

@@ -28,7 +28,7 @@ class Widths(NamedTuple):
 
 
 @dataclass(slots=True)
-class Standing:
+class RowPositions:
     """Rows that are being written, and where each of them stands.
 
     Made for `Widths`, rows past the real ones stand at the start of group 0: free slots are theirs, and
@@ -72,7 +72,7 @@ class Standing:
         """Tensors that a pass reads of where the rows stand."""
         return (self.group_R, self.written_R, self.prompt_G, self.place_R, self.row_Gm, self.row_R)
 
-    def take(self, other: Standing) -> None:
+    def take(self, other: RowPositions) -> None:
         """Stand where `other`, of the same widths, stands; the tensors keep their places in memory."""
         for own, its in zip(self.tensors(), other.tensors(), strict=True):
             own.copy_(its)
@@ -86,14 +86,14 @@ class Standing:
         self.hidden_RS = torch.cat([of_prompt_RP, own_t > self.written_R[:, None]], -1)
 
 
-def standing(
+def row_positions(
     groups: list[int],
     written: list[int],
     prompts: list[int],
     device: torch.device,
     widths: Widths | None = None,
-) -> Standing:
-    """The standing of rows that belong to `groups` (slots) and have `written` tokens."""
+) -> RowPositions:
+    """Positions of rows that belong to `groups` (slots) and have `written` tokens."""
     counts = [0] * len(prompts)
     offsets: list[int] = []
     for group in groups:
@@ -108,7 +108,7 @@ def standing(
     places = [group * widest + offset for group, offset in zip(groups, offsets, strict=True)]
     spare = 0 if widths is None else widths.rows - len(groups)
     is_in_order = widths is None and places == list(range(num_groups * widest))
-    return Standing(
+    return RowPositions(
         group_R=torch.tensor(groups + [0] * spare, device=device),
         written_R=torch.tensor(written + [0] * spare, device=device),
         prompt_G=torch.tensor(prompts + [0] * (num_groups - len(prompts)), device=device),
@@ -174,7 +174,7 @@ class KVCache:
                 kept_key[first + index, :, there] = key_KSD[:, here]
                 kept_value[first + index, :, there] = value_KSD[:, here]
 
-    def write(self, turn: int, key_RKD: Tensor, value_RKD: Tensor, at: Standing) -> Pair:
+    def write(self, turn: int, key_RKD: Tensor, value_RKD: Tensor, at: RowPositions) -> Pair:
         """Append a token's keys to every row; views [R, K, t, D] of all keys, the new ones too."""
         kept_key, kept_value = self.rows[turn]
         kept_key[at.row_R, :, at.written_R] = key_RKD
@@ -209,7 +209,7 @@ class KVCache:
         )
 
 
-def attend(query_RHD: Tensor, own: Pair, prompts: Pair, at: Standing, scale: float) -> Tensor:
+def attend(query_RHD: Tensor, own: Pair, prompts: Pair, at: RowPositions, scale: float) -> Tensor:
     """Attention of one token a row to its group's prompt and to what the row wrote: [R, H, D].
 
     One softmax over both, in fp32. Prompt keys are never repeated: the rows of a group, and the query heads
@@ -235,7 +235,7 @@ def attend(query_RHD: Tensor, own: Pair, prompts: Pair, at: Standing, scale: flo
     return (from_prompt + on_own @ value_RKtD).reshape(R, H, -1)
 
 
-def _on_grid(held_RKhx: Tensor, at: Standing) -> Tensor:
+def _on_grid(held_RKhx: Tensor, at: RowPositions) -> Tensor:
     """[G, K, m * h, x]: what the rows of a group hold, as queries of one product."""
     _, K, h, x = held_RKhx.shape
     G, m = at.row_Gm.shape
@@ -243,7 +243,7 @@ def _on_grid(held_RKhx: Tensor, at: Standing) -> Tensor:
     return held.reshape(G, m, K, h, x).transpose(1, 2).reshape(G, K, m * h, x)
 
 
-def _off_grid(held_GKqx: Tensor, at: Standing, heads: int) -> Tensor:
+def _off_grid(held_GKqx: Tensor, at: RowPositions, heads: int) -> Tensor:
     """[R, K, h, x]: the rows' own again."""
     G, K, _, x = held_GKqx.shape
     m = at.row_Gm.shape[1]

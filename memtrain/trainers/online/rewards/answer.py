@@ -10,7 +10,7 @@ from memtrain.recipes.formats.fields import Messages, Tool
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RowPrompt:
     """A prompt as its row says it, before any tokenizer and template."""
 
     prompt: str | Messages
@@ -27,5 +27,5 @@ class Answer:
     columns: Mapping[str, Any]
     """Other columns of the row."""
     prompt_ids: tuple[int, ...] = ()
-    asked: Asked | None = None
+    asked: RowPrompt | None = None
     """Prompt in the words of the row, which a reward model renders by its own template."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memtrain.memory.estimate.auxiliary_models import READ_TOKENS, judge_settings
+from memtrain.memory.estimate.auxiliary_models import READ_TOKENS, reward_model_settings
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
@@ -116,7 +116,7 @@ def load_reward_model(
     reader = reader_of(recipe)
     own = reader.tokenizer
     config = read_config(find_origin(recipe.path, recipe.revision))
-    plain = judge_settings(
+    plain = reward_model_settings(
         settings,
         recipe.dtype,
         is_alike=config.model_type == model_type,

@@ -23,7 +23,7 @@ from memtrain.trainers.data.tokenize.chat import specials_of, template_of
 from memtrain.trainers.data.tokenize.encode import Encoder
 from memtrain.trainers.data.tokenize.render import Piece, Rendering, conversation, ended, prompt_of
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
-from memtrain.trainers.online.rewards.answer import Answer, Asked
+from memtrain.trainers.online.rewards.answer import Answer, RowPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -73,7 +73,7 @@ class RewardReader:
     tokenizer: PreTrainedTokenizerFast
     reading: Reading = field(default_factory=Reading)
 
-    def check(self, asked: Asked, label: str, where: str) -> None:
+    def check(self, asked: RowPrompt, label: str, where: str) -> None:
         """Raise RecipeError where prompts like this one cannot be written as in the model's training."""
         is_chat = not isinstance(asked.prompt, str)
         fault = fix = ""
@@ -143,11 +143,11 @@ def _with_answer(prompt: Messages, completion: str) -> tuple[Messages, dict[str,
     return prompt[:-1], begun | {"content": str(begun["content"]) + completion}
 
 
-def asked_of(kept: str | dict[str, Any]) -> Asked:
+def prompt_of_row(kept: str | dict[str, Any]) -> RowPrompt:
     """Prompt of a row, as a store keeps it."""
     held: dict[str, Any] = json.loads(kept) if isinstance(kept, str) else kept
     prompt = held["prompt"]
-    return Asked(prompt if isinstance(prompt, str) else tuple(prompt), tuple(held["tools"]))
+    return RowPrompt(prompt if isinstance(prompt, str) else tuple(prompt), tuple(held["tools"]))
 
 
 def model_of(recipe: RewardModel) -> Model:

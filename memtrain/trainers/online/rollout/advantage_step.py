@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memtrain.trainers.online.rollout.advantages import zero_std_groups
-from memtrain.trainers.online.rollout.protocol import OnlineMethod, ScoredRollout, WeighsTokens
+from memtrain.trainers.online.rollout.protocol import OnlineMethod, ScoredRollout, WeightsTokens
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.online.rollout.scoring_passes import Passes
@@ -46,17 +46,17 @@ class AdvantageStep:
             window.is_trained_A = np.ones_like(may_learn_A)
             self.passes().fill(self.feed, needs)
             kl_A = _sums(window) if needs.reference else None
-        judged = ScoredRollout(
+        scored = ScoredRollout(
             reward_AF=torch.from_numpy(window.reward_AF),
             weight_F=self.weight_F,
             group_size=self.group_size,
             may_learn_A=torch.from_numpy(may_learn_A),
             kl_A=kl_A,
         )
-        window.advantage_A = method.advantages(judged).float().numpy()
+        window.advantage_A = method.advantages(scored).float().numpy()
         window.is_trained_A = may_learn_A
-        if isinstance(method, WeighsTokens):
-            window.metrics |= method.weigh_tokens(window, judged)
+        if isinstance(method, WeightsTokens):
+            window.metrics |= method.weigh_tokens(window, scored)
             window.kept = method.kept()
         if needs.skip_zero_advantage:
             window.is_trained_A = may_learn_A & (window.advantage_A != 0)

@@ -38,8 +38,8 @@ from memtrain.trainers.online.rewards.functions import check_columns
 from memtrain.trainers.online.rollout.advantage_step import AdvantageStep, rollout_facts
 from memtrain.trainers.online.rollout.advantages import weighted_rewards
 from memtrain.trainers.online.rollout.mismatch_guard import ROUNDING, MismatchAlarm
-from memtrain.trainers.online.rollout.protocol import OnlineMethod, WeighsTokens
-from memtrain.trainers.online.rollout.reward_scoring import RewardScoring, build_judging
+from memtrain.trainers.online.rollout.protocol import OnlineMethod, WeightsTokens
+from memtrain.trainers.online.rollout.reward_scoring import RewardScoring, build_reward_scoring
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window, window_of
 from memtrain.trainers.online.rollout.scoring_passes import Passes
@@ -129,7 +129,7 @@ class OnlineSteps:
         cut_after(self.judging.path, step)
         if state:
             self.feed.window = window_of(state)
-            if isinstance(self.method, WeighsTokens):
+            if isinstance(self.method, WeightsTokens):
                 self.method.go_on(self.feed.window.kept)
 
     def evaluate(self) -> float:
@@ -181,7 +181,7 @@ class OnlineSteps:
         window = new_window(number, rows, parts, prompts, samples, len(self.judging.functions))
         with self._watched("rewards"):
             window.reward_AF, window.metrics = self.judging.score(self.prompts, rows, samples, early)
-        judged = time.perf_counter()
+        scored = time.perf_counter()
         weighing = AdvantageStep(self.method, self.feed, self.passes, self.judging.weight_F, count)
         with self._watched("passes"):
             weighing.weigh(window)
@@ -189,8 +189,8 @@ class OnlineSteps:
         window.metrics |= rollout_facts(window, reward_A, count) | {
             "generated_per_s": len(window.ids_N) / max(1e-9, generated - started),
             "seconds_generation": generated - started,
-            "seconds_rewards": judged - generated,
-            "seconds_passes": time.perf_counter() - judged,
+            "seconds_rewards": scored - generated,
+            "seconds_passes": time.perf_counter() - scored,
         }
         self.num_watched += 1
         if self._is_shown(step):
@@ -309,7 +309,7 @@ def online_steps(
         sinks.emit(NoteEvent(step=position.step, text=text))
 
     generating = open_generating(plan, built, ranks, version=lambda: position.step, emit=note)
-    judging = build_judging(plan, built, ranks, sinks.print_line)
+    judging = build_reward_scoring(plan, built, ranks, sinks.print_line)
     watch.resident_bytes += judging.held_bytes
     check_columns(dict(enumerate(judging.functions)), list(built.train.columns(0)))
     steps = OnlineSteps(

@@ -42,16 +42,16 @@ class OnlineMethod(Protocol):
     answer_feed: type[PolicyFeed]
     """Feed that turns answers into micro-batches."""
 
-    def advantages(self, judged: ScoredRollout) -> Tensor:
+    def advantages(self, scored: ScoredRollout) -> Tensor:
         """The advantage of each answer [A]."""
         ...
 
 
 @runtime_checkable
-class WeighsTokens(Protocol):
+class WeightsTokens(Protocol):
     """A method whose advantages are those of single tokens."""
 
-    def weigh_tokens(self, window: Rollout, judged: ScoredRollout) -> dict[str, float]:
+    def weigh_tokens(self, window: Rollout, scored: ScoredRollout) -> dict[str, float]:
         """Give the window advantages and returns of its tokens; what is told of them. Passes were made."""
         ...
 

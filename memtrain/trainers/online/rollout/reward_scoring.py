@@ -24,7 +24,7 @@ from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rewards.early import Early
 from memtrain.trainers.online.rewards.functions import Function, load_functions
 from memtrain.trainers.online.rewards.models import RewardJudge, load_reward_model
-from memtrain.trainers.online.rewards.reading import asked_of
+from memtrain.trainers.online.rewards.reading import prompt_of_row
 from memtrain.trainers.online.rewards.score import Answer, score
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout
 from memtrain.trainers.runtime.ranks import Ranks
@@ -125,7 +125,7 @@ class RewardScoring:
                 completion_ids=sample.token_ids,
                 columns=columns,
                 prompt_ids=ids,
-                asked=None if asked is None else asked_of(asked),
+                asked=None if asked is None else prompt_of_row(asked),
             )
             for sample in samples
         ]
@@ -147,7 +147,9 @@ class RewardScoring:
         return str(self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True))
 
 
-def build_judging(plan: Plan, built: Built, ranks: Ranks, print_line: Callable[[str], None]) -> RewardScoring:
+def build_reward_scoring(
+    plan: Plan, built: Built, ranks: Ranks, print_line: Callable[[str], None]
+) -> RewardScoring:
     """The rewards of a plan, loaded.
 
     Raises: RecipeError when a function is not there; LaunchError when a model is no reward model.

@@ -182,7 +182,7 @@ class BlockwiseStates(Optimizer):
 
 
 @contextmanager
-def playing_bitsandbytes(settings: Settings) -> Iterator[None]:
+def as_fake_bitsandbytes(settings: Settings) -> Iterator[None]:
     """Optimizers of bitsandbytes are played inside. On a CPU nothing is paged."""
     from memtrain.trainers.optim import build as optim
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.auxiliary_models import RewardShape, judged_batch
+from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_model_batch
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Prediction
@@ -25,7 +25,7 @@ WORKER = "memtrain.trainers.tools.trace.worker"
 """The module that traces, as text: it is on a higher floor."""
 
 
-class Judged(Section):
+class RewardModelJob(Section):
     """A reward model beside the policy."""
 
     config: dict[str, Any]
@@ -52,7 +52,7 @@ class TraceJob(Section):
     """The heaviest micro-batch (see HeaviestBatch)."""
     passes: HeaviestBatch | None = None
     """The heaviest micro-batch of answers that are scored before they are learnt from; None: none are."""
-    judges: tuple[Judged, ...] = ()
+    judges: tuple[RewardModelJob, ...] = ()
     accumulates: bool
     """A step has several micro-batches."""
     is_whole: bool = False
@@ -110,7 +110,7 @@ def job_of(
     accumulates: bool,
     is_whole: bool = False,
     passes: HeaviestBatch | None = None,
-    judges: Sequence[Judged] = (),
+    judges: Sequence[RewardModelJob] = (),
 ) -> TraceJob:
     """The job that traces these settings."""
     return TraceJob(
@@ -128,14 +128,14 @@ def job_of(
     )
 
 
-def judged_of(rewards: Sequence[RewardShape], longest: int) -> tuple[Judged, ...]:
+def reward_model_jobs(rewards: Sequence[RewardShape], longest: int) -> tuple[RewardModelJob, ...]:
     """Reward models that read answers of `longest` tokens with their prompts."""
     return tuple(
-        Judged(
+        RewardModelJob(
             config=dict(one.config),
             dtype=one.dtype,
             is_alike=one.is_alike,
-            batch=judged_batch(longest, one.max_length),
+            batch=reward_model_batch(longest, one.max_length),
         )
         for one in rewards
     )

@@ -83,7 +83,7 @@ def policy_micro_batch(subject: Subject, batch: HeaviestBatch) -> PolicyMicro:
     )
 
 
-def judged_micro_batch(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
+def reward_model_micro_batch(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
     """Completions that a reward model reads, every prompt one token long."""
     return _answers(subject, batch, num_answers=1)
 

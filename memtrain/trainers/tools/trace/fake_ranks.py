@@ -27,7 +27,7 @@ Rules = dict[Any, Callable[..., Any]]
 
 
 @contextmanager
-def playing_ranks(settings: Settings) -> Iterator[None]:
+def as_fake_ranks(settings: Settings) -> Iterator[None]:
     """Context in which this process is rank 0 of the run; its collectives move nothing and allocate what they
     would."""
     if settings.num_processes == 1:

@@ -28,7 +28,7 @@ AGREEING = ("stage3", "partition_parameters", "partitioned_param_coordinator")
 
 
 @contextmanager
-def playing_zero(settings: Settings) -> Iterator[None]:
+def as_fake_zero(settings: Settings) -> Iterator[None]:
     """DeepSpeed can be begun inside, by one rank, with data or without; its groups are gone afterwards."""
     if not uses_zero(settings):
         yield
@@ -62,7 +62,7 @@ def zero_without_data(settings: Settings) -> Iterator[None]:
 
 
 @contextmanager
-def playing_zero_settings(settings: Settings, max_grad_norm: float | None) -> Iterator[Settings]:
+def as_fake_zero_settings(settings: Settings, max_grad_norm: float | None) -> Iterator[Settings]:
     """DeepSpeed is begun inside with the buffers of `settings`, on a device that is a CPU to it.
 
     Yields the settings to begin with.

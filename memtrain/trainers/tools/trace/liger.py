@@ -20,7 +20,7 @@ LIBRARY = "liger_kernel"
 
 
 @contextmanager
-def playing_liger(settings: Settings, config: Mapping[str, Any]) -> Iterator[None]:
+def as_fake_liger(settings: Settings, config: Mapping[str, Any]) -> Iterator[None]:
     """Liger's code takes the branches of a GPU inside. What it puts into the family's module is taken out
     again."""
     if not uses_liger(settings):

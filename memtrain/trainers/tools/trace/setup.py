@@ -18,8 +18,8 @@ from memtrain.trainers.build.training_step import (
     TrainingStep,
     assemble,
     make_scorer,
+    prepare_model,
     share_rows,
-    treat_model,
 )
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.optim.loss_scaling import summed_wide
@@ -28,11 +28,11 @@ from memtrain.trainers.reference.build import frozen_scorer, make_reference
 from memtrain.trainers.reference.reference import Reference
 from memtrain.trainers.tools.trace.fake_host import TracedHost
 from memtrain.trainers.tools.trace.fake_ranks import layout_without_data
-from memtrain.trainers.tools.trace.fake_zero import playing_zero_settings
+from memtrain.trainers.tools.trace.fake_zero import as_fake_zero_settings
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StepSetup:
     """Parts of a traced step."""
 
     scorer: AnyScorer
@@ -68,7 +68,7 @@ def build_step(
     *,
     own: Model | None = None,
     is_fake: bool,
-) -> Stage:
+) -> StepSetup:
     """Scorer, reference, method, optimizer and engine around `model`.
 
     `copy`: the same model a second time, without an adapter, where the settings hold a reference beside the
@@ -77,7 +77,7 @@ def build_step(
     """
     plays_host = is_fake and settings.device == "cuda"
     models = [one for one in (model, own) if one is not None]
-    moving = [treat_model(one, recipe, settings, TracedHost() if plays_host else None) for one in models]
+    moving = [prepare_model(one, recipe, settings, TracedHost() if plays_host else None) for one in models]
     scorer = make_scorer(model, own, recipe, settings)
     share_rows(scorer, settings)
     layout = layout_without_data(settings)
@@ -92,10 +92,10 @@ def build_step(
         scorer, recipe, settings, copy=held, precompute=lambda reference: None, lay=layout.lay_frozen
     )
     parts = assemble(scorer, trained, reference, recipe, settings)
-    with playing_zero_settings(settings, recipe.optim.max_grad_norm) as played:
+    with as_fake_zero_settings(settings, recipe.optim.max_grad_norm) as played:
         # Scales depend on data; the sums that they need are made all the same.
         step = begin(parts, recipe, played, lambda engine: replace(engine, begin=summed_wide(engine)))
-    return Stage(
+    return StepSetup(
         scorer=scorer,
         step=step,
         recipe=recipe,

@@ -17,13 +17,13 @@ from memtrain.trainers.online.rollout.scoring_passes import policy_pass, referen
 from memtrain.trainers.protocols.method import StepPreview
 from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.tools.trace.dummy_batches import DummyFeed
-from memtrain.trainers.tools.trace.setup import Stage
+from memtrain.trainers.tools.trace.setup import StepSetup
 
 Enter = Callable[[str], None]
 
 
 def one_step(
-    stage: Stage,
+    stage: StepSetup,
     *,
     want_stats: bool,
     enter: Enter = lambda phase: None,
@@ -53,22 +53,22 @@ def one_step(
     enter("end")
 
 
-def before_step(stage: Stage) -> None:
+def before_step(stage: StepSetup) -> None:
     """Run the method's work before the first micro-batch of a step."""
     feed = DummyFeed(stage.micro_batches[0])
     sequences = [np.array([number]) for number in range(len(stage.micro_batches))]
     device = torch.device("cpu")
-    stage.step.look_ahead(StepPreview(feed, np.concatenate(sequences), sequences, device, 1))
+    stage.step.before_step(StepPreview(feed, np.concatenate(sequences), sequences, device, 1))
 
 
-def one_evaluation(stage: Stage) -> None:
+def one_evaluation(stage: StepSetup) -> None:
     """A pass over the first micro-batch without gradients, with statistics."""
     with torch.no_grad(), evaluating(stage.scorer):
         before_step(stage)
         stage.method.loss(stage.scorer, stage.micro_batches[0], denominator=1.0, want_stats=True)
 
 
-def one_pass(stage: Stage, micro_batch: Any) -> None:
+def one_pass(stage: StepSetup, micro_batch: Any) -> None:
     """The passes of an online method over answers that are written and not yet learnt from."""
     method = own_method(stage.method)
     assert isinstance(method, OnlineMethod), "Only these methods score answers before they learn."
@@ -123,7 +123,7 @@ def watch_layers(model: nn.Module, recorder: Recorder, prefix: Callable[[], str]
     layers[-1].register_forward_hook(after_layers)
 
 
-def gradients_of(stage: Stage) -> list[Tensor]:
+def gradients_of(stage: StepSetup) -> list[Tensor]:
     """The gradients of what this rank steps."""
     return [parameter.grad for parameter in stage.parameters if parameter.grad is not None]
 
@@ -141,7 +141,7 @@ def own_gradients(model: nn.Module, recorder: Recorder) -> None:
         parameter.register_post_accumulate_grad_hook(ready)
 
 
-def own_states(stage: Stage, recorder: Recorder) -> None:
+def own_states(stage: StepSetup, recorder: Recorder) -> None:
     """Assign the optimizer's states to `optimizer`, its float32 copies to `master copies`."""
     recorder.own(tensors_of(stage.optimizer.state), "optimizer")
     masters = getattr(stage.optimizer, "_masters", [])

@@ -22,18 +22,18 @@ from memtrain.trainers.model.offload.weights import chosen, weights_of
 from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.runtime.weight_layout import local_of
-from memtrain.trainers.tools.trace.bitsandbytes import playing_bitsandbytes
-from memtrain.trainers.tools.trace.client import Judged
+from memtrain.trainers.tools.trace.bitsandbytes import as_fake_bitsandbytes
+from memtrain.trainers.tools.trace.client import RewardModelJob
 from memtrain.trainers.tools.trace.dummy_batches import DUMMIES, Subject
 from memtrain.trainers.tools.trace.fake_host import bytes_on_host
 from memtrain.trainers.tools.trace.fake_host_shards import shards_on_host
 from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify, without_data
-from memtrain.trainers.tools.trace.fake_ranks import layout_without_data, playing_ranks, slicing_without_data
-from memtrain.trainers.tools.trace.fake_zero import own_parts, playing_zero, zero_without_data
-from memtrain.trainers.tools.trace.liger import playing_liger
+from memtrain.trainers.tools.trace.fake_ranks import as_fake_ranks, layout_without_data, slicing_without_data
+from memtrain.trainers.tools.trace.fake_zero import as_fake_zero, own_parts, zero_without_data
+from memtrain.trainers.tools.trace.liger import as_fake_liger
 from memtrain.trainers.tools.trace.operator_rules import RULES, SCRATCH, with_operator_rules
-from memtrain.trainers.tools.trace.reward_models import Judge, bare_judge, one_judgement
-from memtrain.trainers.tools.trace.setup import Stage, build_step
+from memtrain.trainers.tools.trace.reward_models import BareRewardModel, bare_reward_model, one_scoring
+from memtrain.trainers.tools.trace.setup import StepSetup, build_step
 from memtrain.trainers.tools.trace.steps import (
     gradients_of,
     one_evaluation,
@@ -65,7 +65,7 @@ class Job:
     want_stats: bool = False
     passes: HeaviestBatch | None = None
     """Batch that an online method scores without gradients before it learns from it; None: it scores none."""
-    judges: tuple[Judged, ...] = ()
+    judges: tuple[RewardModelJob, ...] = ()
     """Reward models beside the policy."""
 
 
@@ -84,15 +84,15 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         with_operator_rules(settings.device, skips_tiles=skips_tiles),
-        playing_liger(settings, job.config),
-        playing_ranks(settings),
+        as_fake_liger(settings, job.config),
+        as_fake_ranks(settings),
         shards_on_host(settings),
-        playing_zero(settings),
+        as_fake_zero(settings),
         zero_without_data(settings),
         slicing_without_data(settings) as rules,
     ):
         with unset_fake_temporarily():
-            cast = bare_cast(job, "meta")
+            cast = bare_models(job, "meta")
         for model in cast.models:
             own = settings.model_copy(update={"adapter": None}) if model is cast.copy else settings
             fakeify(model, on_host=chosen(model, own) if settings.device == "cuda" else ())
@@ -123,7 +123,7 @@ class Models:
     """Batch that an online method scores before it learns."""
     own: Any | None = None
     """A value model beside the policy."""
-    judges: Sequence[Judge] = ()
+    judges: Sequence[BareRewardModel] = ()
     """Reward models beside it."""
 
     @property
@@ -133,7 +133,7 @@ class Models:
         return [model for model in (self.model, self.copy, self.own, *judges) if model is not None]
 
 
-def bare_cast(job: Job, device: str) -> Models:
+def bare_models(job: Job, device: str) -> Models:
     """The models of a job on `device`, and its micro-batches on the CPU."""
     recipe, settings = job.recipe, job.settings
     head = METHODS[recipe.method].head
@@ -148,13 +148,13 @@ def bare_cast(job: Job, device: str) -> Models:
     subject, make = Subject(recipe, settings), DUMMIES[module.feed]
     micro_batches = [make(subject, job.batch) for _ in range(min(2, job.num_micro_batches))]
     passes = None if job.passes is None else make(subject, job.passes)
-    judges = [bare_judge(recipe, settings, judged, device) for judged in job.judges]
+    judges = [bare_reward_model(recipe, settings, judged, device) for judged in job.judges]
     return Models(model, copy, micro_batches, passes, own, judges)
 
 
 def run_steps(
     cast: Models, job: Job, recorder: Recorder, *, is_fake: bool = False, is_marked: bool = True
-) -> Stage:
+) -> StepSetup:
     """Run the steps around models, real or fake, under `recorder`."""
     with ExitStack() as held:
         held.enter_context(recorder)
@@ -170,7 +170,7 @@ def run_steps(
         in_shards = is_sharded(job.settings)
         if in_shards:
             held.enter_context(recorder.resizing())
-        with playing_bitsandbytes(job.settings):
+        with as_fake_bitsandbytes(job.settings):
             stage = build_step(
                 cast.model,
                 cast.copy,
@@ -210,11 +210,11 @@ def run_steps(
     return stage
 
 
-def _after_steps(cast: Models, job: Job, stage: Stage, recorder: Recorder) -> None:
+def _after_steps(cast: Models, job: Job, stage: StepSetup, recorder: Recorder) -> None:
     """The phases beside a step: rewards, passes before an update, or an evaluation."""
     for judge in cast.judges:
         recorder.enter("rewards")
-        one_judgement(judge)
+        one_scoring(judge)
     if cast.passes is not None:
         recorder.enter("passes")
         one_pass(stage, cast.passes)
@@ -223,7 +223,7 @@ def _after_steps(cast: Models, job: Job, stage: Stage, recorder: Recorder) -> No
         one_evaluation(stage)
 
 
-def _on_host(stage: Stage) -> dict[str, int]:
+def _on_host(stage: StepSetup) -> dict[str, int]:
     """Bytes by owner: the ring of offloaded activations, the optimizer's states, and shards that wait there
     with the sums of their gradients."""
     ring = sum(offloader.pool.num_bytes for offloader in stage.offloaders)

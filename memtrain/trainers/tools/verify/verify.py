@@ -107,7 +107,7 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
 def build_pair(plan: Plan, rollouts: Rollouts) -> Pair:
     """Both sides of a plan that is repeatable and of one process, from equal weights, on the same pieces."""
     planned = planned_side(plan, rollouts)
-    return Pair(planned, plain_side(planned))
+    return Pair(planned, baseline_side(planned))
 
 
 def planned_side(plan: Plan, rollouts: Rollouts) -> Side:
@@ -122,7 +122,7 @@ def planned_side(plan: Plan, rollouts: Rollouts) -> Side:
     return Side(plan, planned, rollouts, is_plain=False)
 
 
-def plain_side(planned: Side) -> Side:
+def baseline_side(planned: Side) -> Side:
     """The plain side of a planned one: equal weights, the same pieces."""
     plainly = plain_plan(planned)
     plain = built_side(plainly, is_plain=True)

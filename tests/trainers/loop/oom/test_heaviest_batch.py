@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.trainers.loop.oom.heaviest_batch import load_of, longest_together, step_of
+from memtrain.trainers.loop.oom.heaviest_batch import longest_together, padded_tokens, step_of
 
 
 def feed_of(*tokens: int) -> Any:
@@ -45,7 +45,7 @@ def test_a_micro_batch_is_filled_from_the_longest_row_down(
 def test_no_limit_is_passed_and_nothing_that_fits_is_left(lengths: list[int], rows: int, tokens: int | None):
     feed, asked = feed_of(*lengths), limits(rows, tokens)
     taken = longest_together(feed, asked)
-    load = load_of(feed, taken, limits(rows, tokens or 1))
+    load = padded_tokens(feed, taken, limits(rows, tokens or 1))
     assert len(set(taken.tolist())) == len(taken) <= rows
     if tokens is not None and len(taken) > 1:
         assert load <= tokens

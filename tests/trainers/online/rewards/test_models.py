@@ -14,7 +14,7 @@ from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.online.rewards import models
-from memtrain.trainers.online.rewards.answer import Answer, Asked
+from memtrain.trainers.online.rewards.answer import Answer, RowPrompt
 from memtrain.trainers.online.rewards.models import load_reward_model
 
 TINY = {
@@ -47,7 +47,7 @@ def answers() -> list[Answer]:
     """Two prompts with two completions each, of different lengths: strings."""
     written = {"Ana has 3 pens.": (" 3", " three of them"), "Hm": (" no", " yes, 12")}
     return [
-        Answer(prompt, completion, (1, 2), {}, (3,), asked=Asked(prompt))
+        Answer(prompt, completion, (1, 2), {}, (3,), asked=RowPrompt(prompt))
         for prompt, group in written.items()
         for completion in group
     ]

@@ -17,7 +17,7 @@ from memtrain.trainers.memory_meter.cpu_allocator_peak import allocator_peak
 from memtrain.trainers.tools.trace import client as traced
 from memtrain.trainers.tools.trace.client import can_trace
 from memtrain.trainers.tools.trace.fake_model import bare_model
-from memtrain.trainers.tools.trace.trace import bare_cast, run_steps, trace
+from memtrain.trainers.tools.trace.trace import bare_models, run_steps, trace
 
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
@@ -84,7 +84,7 @@ def peak_of_rank(name, rank, port):
     with patch.dict(os.environ, place):
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
         job = ZERO[name].job
-        peak = allocator_peak([], lambda: run_steps(bare_cast(job, "cpu"), job, Nobody(), is_marked=False))
+        peak = allocator_peak([], lambda: run_steps(bare_models(job, "cpu"), job, Nobody(), is_marked=False))
         dist.destroy_process_group()
     return peak
 
