@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference clean
+.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference pictures clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,8 +57,12 @@ format: setup
 # The site of docs/, in site/.
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	$(BIN)/zensical build --clean --strict -f zensical.toml
 	@echo "open site/index.html"
+
+# The tutorials' output and the pictures of the manual, by running what they show (about five minutes).
+pictures: setup
+	$(BIN)/python benchmarks/pictures.py
 
 docs-reference: setup
 	$(BIN)/memtrain schema -o configs/recipe.schema.json

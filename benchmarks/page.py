@@ -385,7 +385,7 @@ def exactness(result: Result) -> list[str]:
     kinds = [cell[3] for part in result.values() for cell in part["cells"]]
     row = [len(kinds), *(kinds.count(kind) for kind in ("exact", "refused", "broken"))]
     lines = table(("cells", "exact", "refused by the plan", "broken"), [row])
-    return [*lines, "", "The matrix, with every reason: [exactness.md](exactness.md)."]
+    return [*lines, "", "With every reason: [the matrix of strategies](exactness.md)."]
 
 
 TRL_BUFFER_MIB = 512
@@ -482,7 +482,7 @@ WRITTEN = {
     "The planner": (
         "## Precision",
         "",
-        "What each way to train bfloat16 weights learns: [precision.md](precision.md).",
+        "What each way to train bfloat16 weights learns: [what bfloat16 training learns](precision.md).",
         "",
     )
 }
@@ -583,7 +583,7 @@ SECTIONS = (
     Section(
         "The planner",
         "memory_tables",
-        "On a CPU: predicted peaks against the real allocator; tables in [memory.md](memory.md).",
+        "On a CPU: predicted peaks against the real allocator; tables in [memory planning](memory.md).",
         memory_tables,
         "python benchmarks/memory_tables.py",
     ),

@@ -21,6 +21,9 @@ from memtrain.recipes.edit import with_key
 from memtrain.recipes.reading.load import load_text
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.pages.charts import COLOURS
+from memtrain.trainers.pages.page import standalone
+from memtrain.trainers.pages.scatter import Spot, agreement_chart
 
 ROOT = Path(__file__).parents[2]
 RUNS = Path(__file__).parent / "runs.json"
@@ -42,8 +45,6 @@ LEFT_AS_THEY_ARE: Mapping[str, object] = {
 }
 FOREIGN = {"fms-acceleration": TRANSFORMERS}
 """Sources whose plain loss and optimizer step are another tool's; torchtune's are the same as memtrain's."""
-WIDTH, HEIGHT, EDGE = 640, 480, 50
-COLOURS = ("#3b6ea8", "#d98c3f", "#5b9b6b", "#b5546b", "#8a78b5", "#8c7a5b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def page(found: Sequence[Compared]) -> str:
     return "\n".join(lines) + "\n"
 
 
-HEAD = """# Predictions beside what others measured
+HEAD = """# Predictions against published runs
 
 Written by `python benchmarks/published/predict.py` from `benchmarks/published/runs.json`: {total}
 runs on GPUs that others published, each with its source, setting and figure; {planned} of them are
@@ -171,43 +172,17 @@ empty, the work is taken to be the same.
 """
 
 
-def dot(x: float, y: float, colour: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" fill-opacity="0.6"/>'
-
-
-def text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" font-size="11" text-anchor="middle">{words}</text>'
-
-
 def plot(found: Sequence[Compared]) -> str:
-    """Predicted over measured, on logarithmic axes, a colour for each source, the line of equality."""
-    import math
-
-    points = [(one.run["source"], one.run["measured_gib"], one.gib) for one in found if one.gib is not None]
-    low = min(min(x, y) for _, x, y in points) * 0.9
-    high = max(max(x, y) for _, x, y in points) * 1.1
-
-    def across(value: float, size: int) -> float:
-        return EDGE + (size - 2 * EDGE) * math.log(value / low) / math.log(high / low)
-
-    sources = list(dict.fromkeys(source for source, _, _ in points))
-    size = f'width="{WIDTH}" height="{HEIGHT}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">']
-    parts.append(f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>')
-    start, end = EDGE, (WIDTH - EDGE, EDGE)
-    parts.append(f'<path d="M{start} {HEIGHT - EDGE}L{end[0]} {end[1]}" stroke="#999" fill="none"/>')
-    for tick in (5, 10, 20, 40, 80, 120):
-        if low < tick < high:
-            x, y = across(tick, WIDTH), HEIGHT - across(tick, HEIGHT)
-            parts += [text(x, HEIGHT - 20, str(tick)), text(28, y + 4, str(tick))]
-    for source, x, y in points:
-        at = across(x, WIDTH), HEIGHT - across(y, HEIGHT)
-        parts.append(dot(*at, COLOURS[sources.index(source) % len(COLOURS)]))
-    for place, source in enumerate(sources):
-        colour, y = COLOURS[place % len(COLOURS)], 30 + 16 * place
-        parts += [dot(EDGE + 10, y - 4, colour), text(EDGE + 55, y, source)]
-    parts += [text(WIDTH / 2, HEIGHT - 4, "measured, GiB"), text(45, 20, "predicted, GiB"), "</svg>"]
-    return "\n".join(parts) + "\n"
+    """Predicted against measured on one logarithmic scale, a colour for each source."""
+    sources = list(dict.fromkeys(one.run["source"] for one in found if one.gib is not None))
+    colours = {source: COLOURS[min(at, len(COLOURS) - 1)] for at, source in enumerate(sources)}
+    spots = [
+        Spot(run["measured_gib"], one.gib, f"{run['source']}: {run['setting']}", colours[run["source"]])
+        for one in found
+        if one.gib is not None and (run := one.run)
+    ]
+    title = "Predicted against published peaks"
+    return standalone(agreement_chart(spots, title, unit="GiB", legend=list(colours.items()))) + "\n"
 
 
 def main() -> None:

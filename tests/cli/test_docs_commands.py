@@ -115,13 +115,6 @@ def test_there_are_commands_to_run():
     assert sum(len(commands(page)) for page in PAGES) > 25
 
 
-def test_every_page_is_in_the_navigation():
-    site = (ROOT / "mkdocs.yml").read_text()
-    assert [
-        page for page in PAGES if page.startswith("docs/") and page.removeprefix("docs/") not in site
-    ] == []
-
-
 def test_every_text_of_the_errors_page_is_in_the_source():
     """A page of errors that no longer exist helps nobody."""
     source = "\n".join(path.read_text() for path in (ROOT / "memtrain").rglob("*.py"))

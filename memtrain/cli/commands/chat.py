@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_text
+from memtrain.cli.output.terminal import hide_progress_bars, print_text
 
 
 def chat(
@@ -26,6 +26,7 @@ def chat(
     from memtrain.trainers.tools.trained_model import text_model
 
     trained = text_model(run)
+    hide_progress_bars()
     from memtrain.trainers.tools.chat import Chat
 
     talk = Chat(trained, system)

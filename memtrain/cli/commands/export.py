@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_text
+from memtrain.cli.output.terminal import hide_progress_bars, print_text
 
 
 def export(
@@ -24,6 +24,7 @@ def export(
     ] = "50GB",
 ) -> None:
     """Write the model of a checkpoint in the Hugging Face format, whatever engine trained it."""
+    hide_progress_bars()
     from memtrain.trainers.tools.export import export_run
 
     made = export_run(run, output, step=step, dtype=dtype, max_shard_bytes=_bytes_of(max_shard_size))

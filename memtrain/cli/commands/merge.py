@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_text, whole
+from memtrain.cli.output.terminal import hide_progress_bars, print_text, whole
 
 
 def merge(
@@ -22,6 +22,7 @@ def merge(
     ] = None,
 ) -> None:
     """Fold a run's adapter into its base model and write a full one. The run stays as it is."""
+    hide_progress_bars()
     from memtrain.trainers.tools.merge import merge_run
 
     merged = merge_run(run, output, dtype)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memtrain.cli.arguments import OverridesArgument
-from memtrain.cli.output.terminal import print_text, whole
+from memtrain.cli.output.terminal import hide_progress_bars, print_text, whole
 
 
 def score(
@@ -49,6 +49,7 @@ def score(
     config = model_config(loaded.recipe.model)
     settings = scoring_settings(SourcedRecipe(loaded.recipe, loaded.where), hardware, config)
 
+    hide_progress_bars()
     from memtrain.trainers.tools.score import write_rewards
 
     count, share = write_rewards(

@@ -44,6 +44,13 @@ def print_text(text: str = "") -> None:
     typer.echo("\n".join(wrapped(printable(text), columns())))
 
 
+def hide_progress_bars() -> None:
+    """Silence of transformers' progress bars, which would stand among the lines of a command."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """A table as lines: columns two spaces apart, the last one wrapped at `width`, the head first.
 

@@ -21,7 +21,7 @@ INTRODUCTION = """\
 Written from the pages in `memtrain/memory/strategies/` by `make docs-reference`; each page names its source.
 In a recipe: `memory.use` (it must be used), `memory.never` (it must not), `memory.allow` (it changes the
 result of training, and may be used where no exact plan fits). The strategies of a plan and their gains:
-[memory.md](memory.md)."""
+[memory planning](memory.md)."""
 
 
 LABELS = ("When", "Saves", "Costs", "Not exact", "Exact", "Refused")
@@ -74,7 +74,7 @@ def _proven_together() -> list[str]:
         "the two together, or on the diagonal the one alone, gave the losses, log-probs, gradients and",
         "updates of the plain run. On all others the plan refuses them, with a reason (`-`: on all), or the",
         "two were not made together (`?`).",
-        "By method, in triples, and every reason: [exactness.md](exactness.md).",
+        "By method, in triples, and every reason: [the matrix of strategies](exactness.md).",
         "",
         *pairs_table(made["strategies"], exact),
         "",

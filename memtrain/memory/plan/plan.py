@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from pathlib import Path
@@ -224,6 +225,14 @@ def _renewed(raw: bytes) -> str | bytes:
     return json.dumps(plan)
 
 
+def run_fix(run: Path) -> str:
+    """Way out where a run folder is not there: the nearest runs beside it."""
+    runs = [one.parent for one in sorted(run.parent.glob(f"*/{PLAN_FILE}"))]
+    near = difflib.get_close_matches(run.name, [one.name for one in runs], n=3, cutoff=0.4)
+    found = [one for one in runs if one.name in near] or runs[:3]
+    return f"did you mean {' or '.join(map(str, found))}?" if found else "give the folder of a run"
+
+
 def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
     """The plan in a `plan.json`, which must have this digest where one is given; what the recipe reads from
     the environment is read again, if it `reveals`.
@@ -231,6 +240,8 @@ def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
     Raises: LaunchError when there is none, it is another one, or of another version of memtrain, or an
     environment variable of its recipe is not set here.
     """
+    if not path.parent.is_dir():
+        raise LaunchError(f"there is no folder {path.parent}", str(path.parent), run_fix(path.parent))
     if not path.is_file():
         raise LaunchError(
             "the run folder has no plan", str(path), "run the training command; it writes plan.json"

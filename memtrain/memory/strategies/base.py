@@ -66,7 +66,7 @@ Updates = Mapping[str, object]
 """New values of some settings."""
 
 
-ON_A_CPU = "peak of a step on a CPU: [memory.md](memory.md#measured)"
+ON_A_CPU = "peak of a step on a CPU: [memory, measured](memory.md#measured)"
 ON_A_GPU = "not yet: it needs a GPU"
 """Words of the manual for the places of the figures."""
 

@@ -68,10 +68,17 @@ def pareto_chart(
     return svg(drawn, label, (WIDTH, chart.height))
 
 
-def agreement_chart(spots: Sequence[Spot], label: str, *, unit: str, height: int = 420) -> str:
+def agreement_chart(
+    spots: Sequence[Spot],
+    label: str,
+    *,
+    unit: str,
+    legend: Sequence[tuple[str, str]] = (),
+    height: int = 420,
+) -> str:
     """An SVG of y against x on one logarithmic scale, with the line where they are equal.
 
-    Empty without points.
+    `legend`: name and CSS class of each kind of points, written into the picture. Empty without points.
     """
     if not spots:
         return ""
@@ -90,6 +97,10 @@ def agreement_chart(spots: Sequence[Spot], label: str, *, unit: str, height: int
     equal = f'<polyline class="line faint" points="{corners}"/>'
     drawn = [*chart.axes(f"measured, {unit}", f"predicted, {unit}"), equal]
     drawn += [chart.dot(spot) for spot in spots]
+    for at, (name, colour) in enumerate(legend):
+        y = chart.top + 16 + 18 * at
+        drawn.append(f'<circle class="fill {colour}" cx="{LEFT + 16}" cy="{y - 4}" r="4"/>')
+        drawn.append(f'<text x="{LEFT + 28}" y="{y}">{escape(name)}</text>')
     return svg(drawn, label, (WIDTH, height))
 
 

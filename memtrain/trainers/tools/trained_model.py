@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import LaunchError
+from memtrain.memory.plan.plan import run_fix
 from memtrain.trainers.run_folder.folder import RunFolder
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -55,7 +56,7 @@ def trained_model(run: Path) -> TrainedModel:
     Raises: LaunchError when there is none, or it is not a folder.
     """
     if not run.is_dir():
-        raise LaunchError(f"there is no folder {run}", str(run), "give the folder of a run")
+        raise LaunchError(f"there is no folder {run}", str(run), run_fix(run))
     final = RunFolder(run).final
     for folder in (final, run):
         for file in (ADAPTER, CONFIG):

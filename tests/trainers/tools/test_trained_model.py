@@ -9,6 +9,7 @@ import pytest
 
 from memtrain.__main__ import main
 from memtrain.errors import LaunchError
+from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers.tools.trained_model import modelfile, serve_words, text_model, trained_model
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -125,3 +126,13 @@ def test_push_is_dry_without_a_network_and_uploads_the_folder_with_one(
     assert main(["push", str(run), "me/gone"]) == 5
     assert "me/gone was not uploaded: no route" in capsys.readouterr().err
     assert main(["push", str(run), "model"]) == 2
+
+
+def test_a_run_that_is_not_there_leads_to_those_that_are(tmp_path: Path):
+    (tmp_path / "alpaca-sft").mkdir()
+    (tmp_path / "alpaca-sft" / "plan.json").write_text("{}")
+    for look in (trained_model, lambda run: read_plan(run / "plan.json")):
+        with pytest.raises(LaunchError, match=f"did you mean {tmp_path}/alpaca-sft"):
+            look(tmp_path / "alpaca")
+    with pytest.raises(LaunchError, match="give the folder of a run"):
+        trained_model(tmp_path / "none" / "x")

@@ -36,7 +36,7 @@ STRATEGY = Strategy(
     says="only those bits of float32 copies are kept that the bfloat16 weights lack",
     saves="2 bytes for each trained weight",
     costs="float32 numbers are assembled in every step",
-    measured="its losses: [precision.md](precision.md)",
+    measured="its losses: [what bfloat16 training learns](precision.md)",
     is_exact=True,
     evidence="bits beside the weights",
     is_used=lambda settings: settings.copies == "split",

@@ -35,7 +35,7 @@ STRATEGY = Strategy(
     says="weights without float32 copies, rounded up or down at random",
     saves="4 bytes for each trained weight",
     costs="noise in every step, right on average",
-    measured="its losses: [precision.md](precision.md)",
+    measured="its losses: [what bfloat16 training learns](precision.md)",
     is_exact=False,
     evidence="weights without copies",
     is_used=lambda settings: settings.copies == "stochastic",

@@ -44,7 +44,7 @@ class Dpo(WithReference):
     loss: Annotated[tuple[PairLossName, ...], BeforeValidator(one_or_many), Field(min_length=1)] = (
         "sigmoid",
     )
-    """A loss or several, which are summed: `sigmoid` is DPO (arXiv:2305.18290); docs/methods.md lists the
+    """A loss or several, which are summed: `sigmoid` is DPO (arXiv:2305.18290); docs/preference.md lists the
     papers of the others. `simpo`, `orpo`, `cpo` and `sft` need no reference."""
 
     loss_weights: Annotated[tuple[float, ...], BeforeValidator(one_or_many)] = ()

@@ -69,7 +69,7 @@ def render_report(report: Report) -> str:
         large=large,
         groups=groups,
         folded=folded,
-        memory=_memory(report),
+        memory=memory_of(report),
         phases=phases_of(report),
         splits=[(data, _lengths(report, data), lost_words(data), source_words(data)) for data in report.data],
         decisions=[(one.setting, one.value, one.reason, one.source) for one in decisions],
@@ -113,7 +113,8 @@ def _value_and_remark(words: str) -> tuple[str, str]:
     return value, remark.rstrip(")")
 
 
-def _memory(report: Report) -> Figure:
+def memory_of(report: Report) -> Figure:
+    """Bars of each phase, predicted and measured, and of the run without any strategy."""
     rows: list[OwnerBar] = []
     for one in phases_of(report):
         if one.predicted:
