@@ -1,4 +1,4 @@
-"""The command `memtrain`: runs a verb, and turns what goes wrong into words and an exit code."""
+"""The command `memtrain`: runs a command, and turns errors into messages and an exit code."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _our_fault() -> int:
-    """Say that it is ours, with the traceback of what is handled now; the exit code."""
+    """Report a bug of memtrain with the traceback of the handled error; the exit code."""
     print("this is a bug in memtrain, not in the recipe; please report the trace below", file=sys.stderr)
     print(printable(traceback.format_exc()), file=sys.stderr, end="")
     return EXIT_OUR_FAULT

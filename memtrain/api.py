@@ -158,7 +158,7 @@ def train(
 def inspect_lengths(
     dataset: str | Path, *, model: str | None = None, overrides: Overrides | None = None
 ) -> Inspection:
-    """Length distribution of a dataset, and what each `max_length` loses; `model` names the tokenizer.
+    """Length distribution of a dataset, and the losses of each `max_length`; `model` names the tokenizer.
 
     Raises: RecipeError, DataError.
     """

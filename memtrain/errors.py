@@ -1,4 +1,4 @@
-"""Errors: one class for each kind of fault, with its exit code, its place and its mend."""
+"""Errors: a class for each kind of fault, with exit code, place and fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_OUR_FAULT = 70
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-"""Control characters but tab and line end, what turns the direction of text, and halves of characters."""
+"""Control characters but tab and line end, marks of text direction, and halves of characters."""
 
 
 def printable(text: str, *, is_line: bool = False) -> str:
@@ -35,7 +35,7 @@ OR = "\n   or: "
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault: what is wrong (with the value in hand), where (`file:line:column`), and the way out."""
+    """A fault: the error (with the value in hand), its place (`file:line:column`), and the fix."""
 
     what: str
     where: str = ""

@@ -1,1 +1,1 @@
-"""Words: what the user types and reads; starts processes."""
+"""The command line: arguments, output, and the start of processes."""

@@ -1,4 +1,4 @@
-"""The verbs of the command line: one line each here, imported only when they are called."""
+"""The commands of the command line: a line for each, imported only when called."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from memtrain.recipes.reading.shipped import ENDINGS, shipped_names
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Shipped recipes, and recipe files and folders on the disk, that start with what is typed."""
+    """Shipped recipes, and recipe files and folders on the disk, that start with the typed text."""
     names = [name for name in shipped_names() if name.startswith(incomplete)]
     typed = Path(incomplete)
     folder = typed if incomplete.endswith("/") or not incomplete else typed.parent
@@ -28,7 +28,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Keys of a recipe that start with what is typed, ready for their value."""
+    """Keys of a recipe that start with the typed text, ready for their value."""
     from memtrain.recipes.reading.field_types import every_key
     from memtrain.recipes.recipe import Recipe
 

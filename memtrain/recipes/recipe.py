@@ -166,7 +166,7 @@ class Recipe(Section):
                 )
 
     def _correction_can_be_made(self, section: WithMismatch) -> None:
-        """The probabilities of the sampler are those that the trainer's are compared with."""
+        """The sampler's probabilities are compared with the trainer's."""
         is_corrected = section.importance_correction not in ("auto", "none")
         if section.importance_correction == "auto":
             self._check_bounds_are_read(section)

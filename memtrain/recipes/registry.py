@@ -30,7 +30,7 @@ class Method:
     reads_margin: bool = False
     """Whether the loss reads the margin that a pair may have."""
     starter: tuple[tuple[str, str], ...] = ()
-    """Keys of `memtrain init`, with their values, beside those of every method; `#`: commented out."""
+    """Keys of `memtrain init` for this method, with their values; `#`: commented out."""
 
     @property
     def has_prompts(self) -> bool:

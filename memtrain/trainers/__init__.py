@@ -1,1 +1,1 @@
-"""The work: what every rank does; torch lives here."""
+"""Training: the work of every rank; torch is imported here only."""

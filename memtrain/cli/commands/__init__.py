@@ -1,1 +1,1 @@
-"""Commands: one verb a file; heavy imports stay inside the functions."""
+"""Commands: each in a file; heavy imports stay inside the functions."""

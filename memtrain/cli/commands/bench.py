@@ -1,4 +1,4 @@
-"""`memtrain bench`: what each strategy of a plan saves and costs, measured on this machine."""
+"""`memtrain bench`: savings and costs of each strategy of a plan, measured on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memtrain check`: is the recipe right, and what does it say."""
+"""`memtrain check`: faults of a recipe, or its keys with their values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check(
         ),
     ] = False,
 ) -> None:
-    """Check a recipe and what it names: every fault at once, each with its line; else every key with its
-    place.
+    """Check a recipe, its model and its data: every fault at once, each with its line; else every key with
+    its place.
 
     Looked at: keys, model and weight files, tokenizer, the first rows of each source, reward functions,
     trackers, packages. Nothing is downloaded, and nothing is started.
@@ -59,7 +59,7 @@ def check(
 
 
 def _rewritten(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
-    """The recipe after today's names were written into its file, and into those that it extends.
+    """The recipe after today's names were written into its file and the files that it extends.
 
     Raises: RecipeError when a word cannot be replaced by itself, or a file cannot be written.
     """

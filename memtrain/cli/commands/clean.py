@@ -1,4 +1,4 @@
-"""`memtrain clean`: removes what killed processes left half-written in a run folder."""
+"""`memtrain clean`: removes half-written files of killed processes from a run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memtrain.cli.output.terminal import print_text, whole
 def clean(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.", show_default=False)],
 ) -> None:
-    """Remove what killed processes left half-written. The next start of the run does so too.
+    """Remove half-written files of killed processes. The next start of the run does so too.
 
     Checkpoints, metrics and models stay. Refused while a process runs there.
     """

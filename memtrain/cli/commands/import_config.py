@@ -47,7 +47,7 @@ def import_config(
     processes: Processes = None,
     force: Force = False,
 ) -> None:
-    """Write the recipe that trains what another tool's configuration trains; list what has no counterpart."""
+    """Write the recipe of another tool's training; list its keys without a counterpart."""
     _import(config, tool, method, output, processes, force)
 
 
@@ -60,7 +60,7 @@ def import_trl(
     processes: Processes = None,
     force: Force = False,
 ) -> None:
-    """Write the recipe that trains what a TRL configuration trains; list what has no counterpart."""
+    """Write the recipe of a TRL configuration; list its keys without a counterpart."""
     _import(str(config), "trl", method, output, processes, force)
 
 

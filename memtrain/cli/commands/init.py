@@ -14,7 +14,7 @@ from memtrain.recipes.registry import METHODS, spelled_method
 
 
 def complete_method(incomplete: str) -> list[str]:
-    """Methods that start with what is typed."""
+    """Methods that start with the typed text."""
     return [name for name in METHODS if name.startswith(incomplete)]
 
 

@@ -1,4 +1,4 @@
-"""`memtrain inspect-lengths`: how long the rows are, and what each max_length loses and costs."""
+"""`memtrain inspect-lengths`: lengths of the rows, and the losses and costs of each max_length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memtrain methods`: what a recipe may ask for."""
+"""`memtrain methods`: the methods and strategies that a recipe may ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memtrain plan`: what a run will do and need, before anything is started, for this machine or another."""
+"""`memtrain plan`: settings and memory of a run before anything is started, for this machine or another."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from memtrain.cli.output.terminal import print_table, print_text, whole
 def quickstart(
     run_dir: Annotated[str, typer.Option("--run-dir", help="Folder of the run.")] = "runs/quickstart",
 ) -> None:
-    """Train a tiny model on built-in word problems, and say what the plan saved. About a minute on one core.
+    """Train a tiny model on built-in word problems, and show the savings of the plan. About a minute on one
+    core.
 
     Nothing is downloaded: the model starts from random weights and knows nothing, not even English. The
     sample at the end shows that it has learnt the form of an answer; right answers take a larger model.

@@ -13,13 +13,13 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, help="The shipped
 
 
 def complete_name(incomplete: str) -> list[str]:
-    """Shipped recipes that start with what is typed."""
+    """Shipped recipes that start with the typed text."""
     return [name for name in shipped_names() if name.startswith(incomplete)]
 
 
 @app.callback(invoke_without_command=True)
 def recipes(context: typer.Context) -> None:
-    """List the shipped recipes: the name, and what it trains."""
+    """List the shipped recipes: the name, and the training."""
     if context.invoked_subcommand is not None:
         return
     folder = configs_dir()

@@ -1,4 +1,4 @@
-"""`memtrain rescue`: a run that died for want of memory, what held it, and the smallest change that fits."""
+"""`memtrain rescue`: a run out of memory, the owners of its memory, and the smallest change that fits."""
 
 from __future__ import annotations
 

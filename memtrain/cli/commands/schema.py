@@ -1,4 +1,4 @@
-"""`memtrain schema`: what a recipe may say, for editors and for readers."""
+"""`memtrain schema`: the keys of a recipe, for editors and for readers."""
 
 from __future__ import annotations
 

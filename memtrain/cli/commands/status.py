@@ -1,4 +1,4 @@
-"""`memtrain status` and `memtrain logs`: how a run stands, and what it prints, here or as a SLURM job."""
+"""`memtrain status` and `memtrain logs`: state and output of a run, here or as a SLURM job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def logs(
         int, typer.Option("--lines", "-n", help="Number of last lines that are shown first.")
     ] = LINES,
 ) -> None:
-    """The end of a run's log: the job's, or what the run printed."""
+    """The end of a run's log: the job's, or the run's own output."""
     from memtrain.cli.launch.status import log_of, may_write
 
     folders = runs_below(run)
@@ -83,7 +83,7 @@ def grown(path: Path, lines: int, goes_on: Callable[[], bool], poll_s: float = P
 
 
 def runs_below(run: str) -> list[Path]:
-    """The run folder itself, or those that lie in it.
+    """The run folder itself, or the run folders inside it.
 
     Raises: LaunchError when there is none.
     """

@@ -47,7 +47,7 @@ Resume = Annotated[
 
 
 def _verb(method: str | None, says: str) -> Callable[..., None]:
-    """The command that trains by a method, or by the one that the recipe names."""
+    """The command that trains by a method, or by the recipe's method."""
 
     def command(
         recipe: RecipeOrDataset,

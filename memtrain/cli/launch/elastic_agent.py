@@ -33,7 +33,7 @@ LONGEST_LINE = 2**16
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 LAST_WORDS_S = 5.0
-"""Time for what the processes have written before they ended. A grandchild that lives on may keep the pipe
+"""Time to read the last output of ended processes. A grandchild that lives on may keep the pipe
 open for ever."""
 
 
@@ -151,7 +151,7 @@ def plain_line(text: str) -> str:
 
 
 class _Listener(threading.Thread):
-    """Passes the processes' stderr on, and holds back what the agent says of their end.
+    """Passes the processes' stderr on, and holds back the agent's text on their end.
 
     It reads on whatever happens: ranks whose pipe is full wait for ever.
     """

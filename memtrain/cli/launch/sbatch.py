@@ -47,7 +47,7 @@ class Job:
     runs: tuple[Path, ...]
     """Run folder of each job of an array, or of the only one; absolute."""
     digests: tuple[str, ...]
-    """Of the plan of each run: a job that waits must not train what has replaced it."""
+    """Digest of each run's plan: a waiting job must not train a plan that replaced its own."""
     here: Path
     """Working folder: paths in a plan may be relative to it."""
     python: str
@@ -112,7 +112,7 @@ def _cpus(job: Job) -> int:
 
 
 def _options(job: Job) -> list[str]:
-    """The options of sbatch, without what the recipe leaves to the cluster."""
+    """The options of sbatch, without the recipe's open choices."""
     asked, topology = job.asked, job.topology
     log = str(job.logs).replace("%", "%%") + ("/%A_%a.log" if job.is_array else "/%j.log")
     limit = f"%{asked.array_limit}" if asked.array_limit else ""

@@ -25,7 +25,7 @@ class Node:
 
 
 def hardware_of(loaded: LoadedRecipe, nodes: Sequence[Node]) -> Hardware:
-    """The hardware of the job that a recipe asks for, where `nodes` are those that it may get.
+    """The hardware of the job that a recipe asks for, where `nodes` are its possible nodes.
 
     Raises: RecipeError when the kind of GPU is not known, or the processes do not fill the nodes.
     """

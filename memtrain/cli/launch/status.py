@@ -66,7 +66,7 @@ def run_status(path: Path) -> RunStatus:
 
 
 def log_of(path: Path) -> Path:
-    """The log of the run's job, or what the run printed where it is not a job's."""
+    """The log of the run's job, or the run's own output without a job."""
     record = read_record(path)
     return RunFolder(path).log if record is None else record.log
 

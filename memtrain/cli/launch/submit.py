@@ -30,7 +30,7 @@ from memtrain.trainers.run_folder.metrics import read_metrics
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A job, the plan of each of its runs, and what was left out."""
+    """A job, the plan of each of its runs, and the finished runs left out."""
 
     job: Job
     planned: tuple[Planned, ...]

@@ -19,7 +19,7 @@ HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "of pl
 
 
 def print_bench(made: Bench) -> None:
-    """The waterfall, what each strategy is worth in the whole plan, and the other recipe."""
+    """The waterfall, the worth of each strategy in the whole plan, and the other recipe."""
     print_text(heading(made))
     for title, rows in sections(made):
         typer.echo()
@@ -57,7 +57,7 @@ def sections(made: Bench) -> list[tuple[str, Sequence[Row]]]:
 
 
 def table(rows: Sequence[Row], first: Row) -> list[tuple[str, ...]]:
-    """The rows as text; `first` is what speeds are told as a share of."""
+    """The rows as text; `first` is the base of the speeds' shares."""
     return [_cells(row, first) for row in rows]
 
 
@@ -85,7 +85,7 @@ def _cells(row: Row, first: Row) -> tuple[str, ...]:
 
 
 def page(made: Bench) -> str:
-    """The whole page; it loads nothing from anywhere."""
+    """The whole page, which loads nothing from anywhere."""
     return render(
         TEMPLATE,
         title=heading(made),

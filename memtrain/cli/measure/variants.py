@@ -16,7 +16,7 @@ from memtrain.memory.strategies.registry import STRATEGIES, used_in
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Settings that change together: those that the plain run has in place of some strategies'."""
+    """Settings that change together: the plain run's in place of some strategies'."""
 
     name: str
     members: StrategyGroup | tuple[str, ...]
@@ -53,7 +53,7 @@ STAGES = (
     Stage("steps in the backward pass", "backward"),
     Stage("weights on the host", ("weights_offload",)),
 )
-"""In the order in which the waterfall goes down: what costs least first."""
+"""Order in which the waterfall goes down: the cheapest first."""
 
 
 TIMED = ("passes", "first step", "steady step")
@@ -103,7 +103,7 @@ def ablations(plan: Plan, bare: Plan, facts: PlannerInputs) -> list[Variant]:
 
 
 def variant(name: str, plan: Plan, facts: PlannerInputs) -> Variant:
-    """A plan with what is predicted of it."""
+    """A plan with its predictions."""
     settings = plan.settings
     is_off_plan = not settings.padding_free and (
         settings.packing != "none" or settings.micro_tokens is not None
@@ -120,7 +120,7 @@ def variant(name: str, plan: Plan, facts: PlannerInputs) -> Variant:
 
 
 def predicted_of(one: Variant, heaviest: tuple[int, int, int, int]) -> int:
-    """Bytes predicted of a variant, given (rows, tokens, learnt tokens, longest row) of what was measured."""
+    """Bytes predicted of a variant, given (rows, tokens, loss tokens, longest row) of the measured batch."""
     if one.off_plan is None:
         return one.predicted_bytes
     batch = HeaviestBatch(*heaviest, head_output_of(one.off_plan.method))

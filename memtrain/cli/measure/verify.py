@@ -40,7 +40,7 @@ def verified(
 
 
 def print_verification(made: Verification) -> None:
-    """The checks, what ran, and the verdict."""
+    """The checks, the strategies that ran, and the verdict."""
     print_text(f"{made.method}: {made.recipe}, {made.steps} steps in {made.dtype} on {made.device}")
     for note in made.notes:
         print_text(f"Note: {note}.")

@@ -19,7 +19,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 def screen_lines(found: Inspection, width: int, *, block: str = "#") -> Iterator[tuple[str, bool]]:
-    """(line, whether it is a heading) of everything that is shown; `block` is what bars are made of."""
+    """(line, whether it is a heading) of everything that is shown; `block` is the letter of bars."""
     if found.counted_by:
         yield from _plain(found.counted_by, width)
         yield "", False

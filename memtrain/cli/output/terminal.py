@@ -32,7 +32,7 @@ def whole(place: object) -> str:
 
 
 def wrapped(text: str, width: int, *, drop_whitespace: bool = True) -> list[str]:
-    """Lines of a paragraph, broken between words only: what is longer than a line stands out of it."""
+    """Lines of a paragraph, broken between words only: a longer word stands out of its line."""
     lines = textwrap.wrap(
         text, width, break_long_words=False, break_on_hyphens=False, drop_whitespace=drop_whitespace
     )

@@ -70,7 +70,7 @@ class Answer:
 
     @cached_property
     def frontier(self) -> list[Priced]:
-        """The best plan of each size, fitting or not, among those weighed."""
+        """The best plan of each size, fitting or not, among the ranked plans."""
         return frontier(self.resolved.tried)
 
     @cached_property

@@ -15,7 +15,7 @@ from memtrain.trainers.online.rewards.reading import prompt_of_row, reader_of
 
 
 def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> None:
-    """See that reward functions are there and take what they are given; with `data`, that its rows have that.
+    """Check that reward functions exist and take their arguments; with `data`, that its rows have them.
 
     Raises: RecipeError with every fault, each with its line.
     """

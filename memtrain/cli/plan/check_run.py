@@ -61,7 +61,7 @@ class _Look:
 
 
 def check_run(loaded: LoadedRecipe) -> list[Line]:
-    """Findings on the parts of a run, each with what it is.
+    """Findings on the parts of a run, each with its name.
 
     Raises: MemtrainError with every fault of every part, each with its line.
     """
@@ -155,7 +155,7 @@ def is_here(name: str) -> bool:
 
 
 def source_words(recipe: Recipe, source: Source, place: str, found: list[Found]) -> str:
-    """Format of a source, and how many of its first rows can be used; adds what was found to `found`.
+    """Format of a source, and how many of its first rows can be used; adds the findings to `found`.
 
     Raises: DataError when there is no such source, or one of its first rows cannot be used.
     """

@@ -1,4 +1,4 @@
-"""The plan as a page of its own: bars of who holds what in each phase, the decisions, the best plans."""
+"""The plan as a page: bars of the owners of memory in each phase, the decisions, the best plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def page(made: Answer, traced: Traced | None) -> str:
-    """The whole page; it loads nothing from anywhere."""
+    """The whole page, which loads nothing from anywhere."""
     resolved = made.resolved
     budget, peak = resolved.prediction.budget_bytes or 0, resolved.prediction.peak
     verdict = (

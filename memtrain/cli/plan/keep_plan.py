@@ -114,7 +114,7 @@ def resolve_again(asked: SourcedRecipe, facts: PlannerInputs, begun: Begun) -> R
 
 
 def _read(saved: Mapping[str, JsonValue]) -> Settings | None:
-    """The settings of a checkpoint; None for those of a version that had others."""
+    """The settings of a checkpoint; None for a checkpoint of a version with other settings."""
     known = {name: value for name, value in saved.items() if name in Settings.model_fields}
     try:
         return Settings.model_validate_json(json.dumps(known))
@@ -167,7 +167,7 @@ def _same_sampler(made: Settings, settings: Settings) -> Settings:
 
 
 def _beside(facts: PlannerInputs, settings: Settings) -> str:
-    """Devices or cores of this machine beyond, or short of, those of the plan."""
+    """Devices or cores of this machine beyond, or short of, the plan's."""
     hardware = facts.hardware
     cores, devices = hardware.num_nodes * hardware.num_cores, hardware.num_nodes * hardware.num_devices
     if hardware.device == "cuda" and devices > settings.num_processes:

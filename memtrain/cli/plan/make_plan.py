@@ -88,7 +88,7 @@ def make_plan(
 
 
 def run_folder_of(loaded: LoadedRecipe, asked: str | None) -> str:
-    """The folder of a run: the one that is asked for, the recipe's, or one of the recipe's name."""
+    """The folder of a run: the given folder, the recipe's, or a folder of the recipe's name."""
     return asked or loaded.recipe.run_dir or str(Path("runs") / loaded.path.stem)
 
 
@@ -190,7 +190,7 @@ def own_config(model: Model) -> Mapping[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of the packages that the numbers depend on."""
     packages = ("torch", "transformers", "accelerate", "peft")
     return {
         "memtrain": memtrain.__version__,

@@ -93,7 +93,7 @@ def _cell(way: str, question: Question) -> Cell:
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
-    """The cells as rows of a table: way, device, need, speed, and what makes it fit."""
+    """The cells as rows of a table: way, device, need, speed, and the strategies that make it fit."""
     rows: list[tuple[str, ...]] = []
     for cell in cells:
         if cell.answer is None:

@@ -200,7 +200,7 @@ def _plan(priced: Priced) -> str:
 
 
 def _so_many(hardware: Hardware, count: int) -> Hardware:
-    """The node with so many devices; one that is only named has the host memory that goes with them."""
+    """The node with so many devices; a node known by name only has the usual host memory."""
     if hardware.name.lower() in known_names():
         named = Hardware.named(hardware.name, hardware.num_devices)
         if hardware == named:

@@ -81,7 +81,7 @@ def _fits_words(made: Answer) -> str:
 
 
 def _print_sum(made: Answer) -> None:
-    """From live tensors to what the card must have, line by line."""
+    """From live tensors to the memory of the card, line by line."""
     settings, prediction = made.resolved.settings, made.resolved.prediction
     peak, extra = prediction.peak, overhead(settings)
     margin = made.chosen.need_bytes - made.need_bytes if made.chosen.need_bytes > made.need_bytes else 0

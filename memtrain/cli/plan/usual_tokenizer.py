@@ -54,7 +54,8 @@ def can_load(name: str) -> bool:
 
 
 def of_recipes(dataset: str) -> tuple[str, str]:
-    """Name and place from the recipes beside: those that train on the dataset, else all; they must agree."""
+    """Name and place from the recipes beside the dataset: recipes of this dataset, else all, if they
+    agree."""
     found: dict[str, tuple[str, bool]] = {}
     for path in recipes_beside(dataset):
         name, sources = read(path)

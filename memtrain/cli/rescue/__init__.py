@@ -1,1 +1,1 @@
-"""A run that died for want of memory: its traceback, its plan as it was, and what makes it fit."""
+"""A run that ran out of memory: its traceback, its plan, and changes that make it fit."""

@@ -25,12 +25,12 @@ PRESUMED = ELSEWHERE | {"liger_kernel", "flash_attn"}
 """Packages that the other tool had."""
 
 PROMPT = 512
-"""Tokens of a prompt of the online methods where nothing says it: what TRL and verl cut at by default."""
+"""Default tokens of a prompt of the online methods: the default cut of TRL and verl."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsItWas:
-    """A run of another tool, and what it needs."""
+    """A run of another tool, and its needs."""
 
     imported: Imported
     recipe: Recipe
@@ -104,7 +104,7 @@ def _look(model: Model) -> LookedAt:
 
 
 def with_a_length(recipe: Recipe, max_length: int | None) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with a longest row, and what was taken for it.
+    """The recipe with a longest row, and the notes on its source.
 
     Raises: RecipeError where the length of the rows is unknown.
     """

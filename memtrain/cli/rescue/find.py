@@ -1,4 +1,4 @@
-"""`memtrain rescue`: from a configuration and a traceback to what makes the run fit."""
+"""`memtrain rescue`: from a configuration and a traceback to changes that make the run fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.memory import Changing
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (("optimizer", "copies", "moments"), ("adapter",), ("length",))
-"""Groups of strategies that change what is learnt, the group that changes least first."""
+"""Groups of strategies that change the result, the group that changes least first."""
 
 
 def allowed_in_turn() -> list[tuple[str, ...]]:
@@ -161,7 +161,7 @@ def _own_recipe(asked: RescueQuestion) -> Recipe | None:
 
 
 def _of_recipe(asked: RescueQuestion, recipe: Recipe, died: OomReport) -> Rescue:
-    """A run of memtrain's own: what it would be planned as now, and what fits."""
+    """A run of memtrain's own: its plan as of now, and changes that fit."""
     processes = recipe.cluster.processes
     hardware, budget = devices(asked, died, asked.num_gpus or (processes if processes != "auto" else 1))
     recipe, notes = with_a_length(recipe, asked.max_length)
@@ -187,7 +187,7 @@ def _of_recipe(asked: RescueQuestion, recipe: Recipe, died: OomReport) -> Rescue
 
 
 def devices(asked: RescueQuestion, died: OomReport, processes: int) -> tuple[Hardware, int]:
-    """(the cards, bytes of one that may be used): those that are named, or the traceback's.
+    """(the cards, usable bytes of each): the named cards, or the traceback's.
 
     Raises: RecipeError where neither says them.
     """
@@ -233,7 +233,7 @@ def _free_recipe(foreign: Foreign, max_length: int | None) -> tuple[str, Recipe]
 def _planned(
     recipe: Recipe, hardware: Hardware, budget: int
 ) -> tuple[Resolved | None, tuple[str, ...], PlannerInputs | None]:
-    """(the plan that learns the same, else the one that learns least differently; what it is allowed)."""
+    """(the plan with the same result, else the least different; the strategies allowed in it)."""
     recipe = with_key(recipe, "memory.budget", budget)
     facts = facts_of(recipe, hardware)
     for allowed, one in _wishes(recipe):
@@ -259,7 +259,8 @@ def _wishes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe]]:
 def _text(
     text: str, plan: Resolved, recipe: Recipe, allowed: tuple[str, ...], was: AsItWas, budget: str | None
 ) -> str:
-    """The recipe that fits, with what it is allowed, and the lengths and budget that it was planned for."""
+    """The recipe that fits, with its allowed strategies, and the lengths and budget that it was planned
+    for."""
     keys: dict[str, object] = {} if budget is None else {"memory.budget": budget}
     if recipe.online is not None and plan.case.recipe.generation.backend != recipe.generation.backend:
         keys["generate.backend"] = plan.case.recipe.generation.backend
@@ -279,7 +280,7 @@ def _text(
 
 
 def recipe_with(text: str, keys: dict[str, object]) -> str:
-    """The text of a recipe with some keys more, each under its section, in place of one that is there."""
+    """The text of a recipe with some keys more, each under its section, in place of a present key."""
     lines = text.splitlines()
     for key, value in keys.items():
         section, _, name = key.partition(".")
@@ -296,7 +297,7 @@ def recipe_with(text: str, keys: dict[str, object]) -> str:
 
 
 def _changes(plan: Resolved) -> set[str]:
-    """Strategies of a plan that change what is learnt."""
+    """Strategies of a plan that change the result."""
     return {one.name for one in STRATEGIES.values() if not one.is_exact and one.is_used(plan.settings)} | {
         "shorter_sequences"
     }

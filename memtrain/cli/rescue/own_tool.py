@@ -19,7 +19,7 @@ MOST_TRIED = 150
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Changes that go together, and what the run then needs."""
+    """Changes that go together, and the need of the run with them."""
 
     keys: dict[str, object]
     environment: tuple[str, ...]
@@ -62,14 +62,14 @@ class _Search:
         return Way(keys, environment, learns, was.priced, fits_host(was.priced, was.facts))
 
     def fits(self, way: Way | None) -> bool:
-        """Whether the card holds it, and the host what waits there."""
+        """Whether card and host hold the run."""
         return way is not None and way.priced.need_bytes <= self.budget and way.fits_host
 
 
 def own_way(
     foreign: Foreign, was: AsItWas, hardware: Hardware, budget: int, max_length: int | None
 ) -> Way | None:
-    """The fewest exact changes that fit, the fastest of them; else the fewest with one that is not exact.
+    """The fewest exact changes that fit, the fastest first; else the fewest with an inexact change.
 
     None where the tool's own keys do not make it fit.
     """

@@ -24,7 +24,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "rescue.html.j2"
 
 
 def page(found: Rescue) -> str:
-    """The whole page; it loads nothing from anywhere."""
+    """The whole page, which loads nothing from anywhere."""
     return render(
         TEMPLATE,
         title=f"{found.name}: out of memory on {found.hardware.words()}",
@@ -40,7 +40,7 @@ def page(found: Rescue) -> str:
 
 
 def _memory(found: Rescue) -> Figure:
-    """Bars of what held the memory, and of what would, on one scale."""
+    """Bars of the owners of memory, before and after the change, on one scale."""
     peaks = []
     if found.held is not None:
         peaks.append((f"as it was: {found.held.phase}", found.held))

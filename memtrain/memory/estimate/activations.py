@@ -168,7 +168,7 @@ def whole_scores(load: Workload) -> tuple[int, int]:
 
 
 SCRATCH = "kernel scratch"
-"""Owner of what a kernel takes for itself while it runs."""
+"""Owner of a kernel's scratch memory."""
 
 FLASH = ("torch_varlen", "flash")
 """Back ends on variable-length flash kernels for CUDA."""

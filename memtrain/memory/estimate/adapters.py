@@ -1,4 +1,4 @@
-"""Memory of adapters beside their weights: what a layer keeps for them, and copies in half precision."""
+"""Memory of adapters beside their weights: tensors kept by a layer, and copies in half precision."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def reward_model_batch(longest: int, max_length: int | None = None) -> HeaviestB
 
 
 def headless(shape: ModelShape) -> ModelShape:
-    """The same without an LM head of its own: one number comes out in its place."""
+    """The same without an LM head of its own, with one number in its place."""
     counts = None if shape.counts is None else replace(shape.counts, num_head=0)
     return replace(shape, tied=True, counts=counts)
 
@@ -81,7 +81,7 @@ def headless(shape: ModelShape) -> ModelShape:
 def with_beside(
     prediction: Prediction, load: Workload, activations: int, rewards: Sequence[RewardShape]
 ) -> Prediction:
-    """The prediction with what the models beside the policy add to every phase.
+    """The prediction with the bytes of the models beside the policy in every phase.
 
     A value model of its own holds weights, gradients, optimizer states and (in a step) as many activations
     as the policy keeps, which are there while the policy's backward pass runs. One that shares the policy's

@@ -9,7 +9,7 @@ from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
 
 COPY = "checkpoint copy"
-"""Owner of what is copied to be written."""
+"""Owner of copies that are written to disk."""
 
 
 def writes_shards(settings: Settings) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def num_gathered_kv(load: Workload) -> int:
-    """Most tokens whose keys and values one process gathers from those that share its rows.
+    """Most tokens whose keys and values a process gathers from the processes that share its rows.
 
     All of the row; in packed rows without shared prompts, no more than a document at each of the 2n - 1
     borders of their slices.

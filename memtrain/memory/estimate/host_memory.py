@@ -65,7 +65,7 @@ def host_bytes(
 
 
 def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | None:
-    """The refusal when the owners together exceed what the node has; None when they fit."""
+    """The refusal when the owners together exceed the node's memory; None when they fit."""
     wanted = sum(owners.values())
     if wanted <= hardware.host_bytes * hardware.num_nodes:
         return None

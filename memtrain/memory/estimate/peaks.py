@@ -221,7 +221,7 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
 
 
 def _in_forward(load: Workload) -> int:
-    """Activations in the forward pass where they are more than what is kept of it: they travel meanwhile."""
+    """Activations on the device in a forward pass that offloads them: several are on their way."""
     if load.settings.offload == "all":
         return layer_kept(load) + 2 * layer_boundary(load) + positions_and_mask(load)
     if load.settings.slice_tokens and load.settings.offload == "boundaries":
@@ -238,7 +238,7 @@ def offloaded_backward(load: Workload) -> int:
 
 
 def widest_mlp(load: Workload) -> int:
-    """Width of what a token passes through in an MLP, all its experts together."""
+    """Width of a token's intermediate in an MLP, all its experts together."""
     experts = load.shape.experts
     return max(load.shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
 

@@ -46,7 +46,7 @@ class PlannerInputs:
     apart: tuple[LengthProfile, CountSteps] | None = None
     """The same where a prompt is computed for each of its answers; None where rows have no answers."""
     presumed: frozenset[str] = frozenset()
-    """Packages that the run's machine is taken to have: it is another one than this."""
+    """Packages that the run's machine, another than this, is taken to have."""
     is_guessed: bool = False
     """The data was not read: every sequence is taken to be as long as it may be."""
     rewards: tuple[RewardShape, ...] = ()
@@ -125,7 +125,7 @@ def may_accumulate(settings: Settings, facts: PlannerInputs) -> bool:
 
 
 def need_of(prediction: Prediction, settings: Settings) -> int:
-    """Bytes of the device that must be there: the peak, what the device itself takes, and the margin."""
+    """Bytes of the device that must be there: the peak, the device's own bytes, and the margin."""
     return round(needed(prediction.corrected_bytes, settings) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
@@ -187,5 +187,5 @@ def host_need(priced: Priced, facts: PlannerInputs) -> dict[str, int]:
 
 
 def fits_host(priced: Priced, facts: PlannerInputs) -> bool:
-    """Whether the node's own memory holds what waits there."""
+    """Whether the node's memory holds everything that waits there."""
     return host_shortage(host_need(priced, facts), facts.hardware) is None

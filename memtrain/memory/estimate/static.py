@@ -1,4 +1,4 @@
-"""Bytes that do not depend on the batch: weights, gradients, optimizer, and what the device itself takes."""
+"""Bytes that do not depend on the batch: weights, gradients, optimizer, and the device's own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def num_trained(settings: Settings, shape: ModelShape) -> int:
 
 
 def trained_parts(settings: Settings, shape: ModelShape) -> list[tuple[int, int]]:
-    """(parameters, bytes of each) of what is trained: adapters are always float32."""
+    """(parameters, bytes of each) of the trained weights: adapters are always float32."""
     size = DTYPE_BYTES[settings.dtype]
     if settings.adapter is None:
         return [(shape.num_parameters, size)]
@@ -114,7 +114,7 @@ def sums_wide(settings: Settings, *, accumulates: bool) -> bool:
 
 
 def gradient_bytes(settings: Settings, shape: ModelShape, *, accumulates: bool) -> int:
-    """Gradients of what one process steps, once a backward pass is through."""
+    """Gradients of the weights that a process steps, after a backward pass."""
     least = 4 if sums_wide(settings, accumulates=accumulates) else 0
     total = sum(count * max(size, least) for count, size in trained_parts(settings, shape))
     return share(total, settings, of="gradients")
@@ -224,7 +224,7 @@ def moments_bytes(settings: Settings, shape: ModelShape) -> int:
 
 
 def largest_trained(settings: Settings, shape: ModelShape) -> int:
-    """Numbers in the largest trained tensor: what a step over one tensor at a time copies."""
+    """Numbers in the largest trained tensor, the largest copy of a step over one tensor at a time."""
     if settings.adapter is not None:
         widest = max((max(p.num_inputs, p.num_outputs) for p in shape.adapted(settings.adapter)), default=0)
         return max(settings.adapter.r * widest, shape.num_saved_modules(settings.adapter))
@@ -282,8 +282,8 @@ def measured_beside(settings: Settings, measured: Measured | None) -> int | None
 
 
 def num_communicators(settings: Settings) -> int:
-    """NCCL communicators of a process: of all processes, of those that share its rows, and DeepSpeed's copy
-    of the first."""
+    """NCCL communicators of a process: of all processes, of the processes that share its rows, and
+    DeepSpeed's copy of the first."""
     if settings.device == "cpu" or settings.num_processes == 1:
         return 0
     return 1 + (settings.context_parallel > 1) + uses_zero(settings)

@@ -121,7 +121,7 @@ def _passes_time(
     waits: HostShardTime,
     num_micro_batches: int,
 ) -> float:
-    """Seconds of all passes of a step, with what is copied and sent meanwhile.
+    """Seconds of all passes of a step, with copies and communication.
 
     What is sent once a step hides behind the backward pass of its last micro-batch.
     """
@@ -292,7 +292,7 @@ def _copied(load: Workload) -> float:
 
 
 def gathered_bytes(load: Workload) -> float:
-    """Bytes that reach a process in a micro-batch from those that share its rows, at a bus's speed.
+    """Bytes that reach a process in a micro-batch from the processes that share its rows, at a bus's speed.
 
     Keys and values once in every forward pass and once in the backward pass, and their float32 gradients
     back. Links between devices are faster than the bus: this is the slow end.

@@ -66,7 +66,7 @@ def _slice_backward(part: Workload) -> tuple[int, int]:
 
 
 def _sums(load: Workload) -> int:
-    """Gradients of one layer's weights: their sums in float32 at least, and one that is being added."""
+    """Gradients of one layer's weights: their sums in float32 at least, and the addend."""
     shape, adapter = load.shape, load.settings.adapter
     if adapter is not None:
         return 4 * shape.num_adapter_per_layer(adapter)

@@ -16,7 +16,7 @@ NUM_BUFFERS = 2
 """Layers on the device at once: one at work, and the next on its way."""
 
 ALIGN_BYTES = 256
-"""Each weight begins at a multiple of so many bytes in its layer's block: what kernels take aligned."""
+"""Alignment in bytes of each weight in its layer's block, for kernels that need it."""
 
 PACKED_BYTES = 0.5
 """Bytes of a 4-bit weight that travel; its scales are few, and stay on the device."""
@@ -48,8 +48,8 @@ NOTHING = Away(0, 0, 0, 0)
 
 
 def away(settings: Settings, shape: ModelShape) -> Away:
-    """Weights that live on the host: of a model with an adapter those of the layers, else the embedding's and
-    the head's too.
+    """Weights that live on the host: of a model with an adapter the layers', else the embedding's and the
+    head's too.
 
     Source: trainers/model/streamed/layer_weights.py; held against traces by
     tests/trainers/tools/trace/test_trace.py.
@@ -107,7 +107,7 @@ class OnTheWay(NamedTuple):
     in_last: int
     """In the last layer's turn: its own."""
     in_first: int
-    """In another's: its own, and those of the layer before on their way to the host."""
+    """In another's: its own, and the gradients of the layer before on their way to the host."""
     in_embedding: int
 
 
@@ -156,7 +156,7 @@ def pass_time(num_layers: int, one: Pass, num_there: int = 0) -> float:
 
 
 def host_step_s(settings: Settings, shape: ModelShape, hardware: Hardware) -> float:
-    """Seconds in which the host steps what it has: gradients read, weights and states read and written."""
+    """Seconds of the host's optimizer step: gradients read, weights and states read and written."""
     count = num_trained_away(settings, shape)
     if not count:
         return 0.0

@@ -1,4 +1,4 @@
-"""The work that a memory estimate is made for: batches, tokens and what they ask of the model."""
+"""The workload of a memory estimate: batches, tokens and the outputs that they need."""
 
 from __future__ import annotations
 

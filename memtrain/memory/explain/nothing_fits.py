@@ -44,7 +44,7 @@ norm of all gradients and no second micro-batch waits for."""
 LORA = Change("model.adapter: {kind: lora}", {"adapter": Adapter()}, {"model.adapter": Adapter()})
 
 Plan = Callable[[SourcedRecipe, PlannerInputs], Priced | None]
-"""The planner: the fastest plan that fits; None where none does, or what is asked is refused."""
+"""The planner: the fastest plan that fits; None where none does, or the request is refused."""
 
 
 class NoPlan(DoesNotFit):
@@ -104,7 +104,7 @@ class _Search:
 
     @cached_property
     def arithmetic(self) -> list[Suggestion]:
-        """Changes of the recipe by arithmetic; the one that goes furthest where none fits."""
+        """Changes of the recipe by arithmetic; the change that goes furthest where none fits."""
         return nearest_ways(self.closest, self.budget, self.facts, can_slice=self._can_slice)
 
     @cached_property
@@ -218,7 +218,7 @@ class _Search:
     def _may_fit(
         self, change: Change | None, updates: Mapping[str, object], budget: int | None = None
     ) -> bool:
-        """Whether the smallest plan would, by arithmetic; it costs a thousandth of planning it."""
+        """Whether the smallest plan would fit by arithmetic, at a thousandth of a plan's cost."""
         settings = self.closest.settings
         if settings.offload == "all" and "engine" in updates:
             # Whole layers do not travel with shards; their inputs do.

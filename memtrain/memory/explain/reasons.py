@@ -108,7 +108,7 @@ def _against(other: Priced, chosen: Priced) -> str:
 
 
 def time_words(share: float) -> str:
-    """A time over another in words: `23 % slower`, `as fast` within what the prediction can tell."""
+    """A time over another in words: `23 % slower`, `as fast` within the prediction's error."""
     if abs(share - 1) < EQUAL:
         return "as fast"
     return f"{share - 1:.0%} slower" if share > 1 else f"{1 - share:.0%} faster"
@@ -125,7 +125,7 @@ def explain_headroom(ledger: DecisionLog, chosen: Priced, fullest: Priced | None
 
 
 def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: int) -> None:
-    """Note the decisions that depend on memory, each with what it buys."""
+    """Note the decisions that depend on memory, each with its gain."""
     settings = chosen.settings
 
     def gain(without: Updates) -> str:

@@ -62,7 +62,7 @@ def strategies_page() -> str:
 
 
 def _proven_together() -> list[str]:
-    """The section of what was measured: strategies alone and in pairs, all methods together."""
+    """The section of measurements: strategies alone and in pairs, all methods together."""
     made = json.loads(PROVEN.read_text(encoding="utf-8"))
     exact = {frozenset(names.split()): count for names, count in made["exact"].items()}
     return [

@@ -1,4 +1,4 @@
-"""A plan in tables: bytes by phase and owner, beside the plain run, and what the card needs for them."""
+"""A plan in tables: bytes by phase and owner, beside the plain run, and the need of the card."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _resting(prediction: Prediction) -> PhasePeak:
 
 
 def _decide_passes(settings: Settings, facts: PlannerInputs, peak: int) -> tuple[int, PhasePeak]:
-    """(factor by which micro-batches without gradients are larger than those with, their peak).
+    """(factor of micro-batches without gradients over micro-batches with, their peak).
 
     As large as need no more than the update: no activations are kept.
     """

@@ -127,7 +127,7 @@ def sleep_of(section: Vllm, *, on_cuda: bool) -> Sleep:
 
 
 def refuse_vllm(ledger: DecisionLog, settings: Settings) -> None:
-    """Note what vLLM cannot honour, each with its reason."""
+    """Refuse settings that vLLM does not support, each with its reason."""
     recipe = ledger.asked.recipe
     generate = recipe.generation
     if recipe.online is None or generate.backend != "vllm":
@@ -192,7 +192,7 @@ def training_budget(recipe: Recipe, facts: PlannerInputs, settings: Settings) ->
 
 
 def leaves_room(recipe: Recipe, facts: PlannerInputs, priced: Priced) -> bool:
-    """Whether one completion at least can be written beside what a plan keeps meanwhile."""
+    """Whether at least one completion can be written beside the plan's own memory."""
     if not shares_device(recipe):
         return True
     settings = priced.settings

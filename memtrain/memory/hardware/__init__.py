@@ -1,1 +1,1 @@
-"""Devices, what they can hold and do, and the peaks they have shown."""
+"""Devices, their memory and rates, and measured peaks."""

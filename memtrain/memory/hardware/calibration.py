@@ -64,7 +64,7 @@ def folder() -> Path | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the figures depend on, without importing it."""
+    """Versions of the packages that the figures depend on, without importing them."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Devices and their limits: what a run may use, and how fast it computes."""
+"""Devices, their memory and their rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ much there is."""
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates that a device reaches in practice, not those of its data sheet."""
+    """Rates that a device reaches in practice, not the data sheet's."""
 
     half_matmul_per_s: float
     """Floating-point operations a second of a large bfloat16 (or float16) matrix product."""
@@ -132,8 +132,8 @@ def known_names() -> tuple[str, ...]:
 
 
 def card_name(driver_name: str) -> str | None:
-    """The name in the table of a card that a driver, or a cluster, calls so; None for one that is not there,
-    or comes in several sizes."""
+    """The name in the table of a card that a driver, or a cluster, calls so; None for an unknown card, or a
+    card of several sizes."""
     lowered = driver_name.lower().replace("_", " ")
     if lowered.strip() in known_names():
         return lowered.strip()

@@ -48,7 +48,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def present_bytes() -> int:
-    """Bytes of all pages of this machine, those that a balloon holds too; 0 where the kernel does not say."""
+    """Bytes of all pages of this machine, with a balloon's; 0 where the kernel does not say."""
     if not ZONES.is_file():
         return 0
     pages = re.findall(r"^\s+present\s+(\d+)$", ZONES.read_text(), re.MULTILINE)

@@ -6,5 +6,5 @@ import importlib.util
 
 
 def installed(*packages: str) -> frozenset[str]:
-    """Packages of the given ones that can be imported here."""
+    """The given packages that can be imported here."""
     return frozenset(name for name in packages if importlib.util.find_spec(name) is not None)

@@ -18,7 +18,7 @@ from memtrain.memory.plan.settings import MARKS, Settings
 BOUND = 0.1
 """Most that a prediction is corrected by. Taste: beyond, something else is wrong, and is not to be hidden."""
 KEPT = 5
-"""Runs of a kind that are remembered; the one that needed most counts."""
+"""Remembered runs of a kind; the largest need counts."""
 FILE = "runs.json"
 KIND = tuple(name for name, mark in MARKS.items() if not mark.not_of_kind)
 """Settings that change which tensors are there, or where: runs that differ in one of them err apart."""

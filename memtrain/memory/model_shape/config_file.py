@@ -148,7 +148,7 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _each(value: object) -> list[object]:
-    """A number, or those of a list with one for each layer."""
+    """A number, or the numbers of a list for each layer."""
     if value is None:
         return []
     return cast(list[object], value) if isinstance(value, list) else [value]
@@ -179,7 +179,7 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def asked_code(config: Mapping[str, Any]) -> list[str]:
-    """Code that a configuration asks for by those keys, each as `key: value`."""
+    """Code that a configuration asks for, each as `key: value`."""
     found: list[str] = []
     for key, value in config.items():
         if key in KEYS_OF_CODE:

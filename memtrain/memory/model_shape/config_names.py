@@ -24,7 +24,7 @@ INSIDE: Mapping[str, str] = {"attn_config": "attn_pdrop", "ffn_config": "ffn_hid
 
 
 def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with each number also under the name used here; what is said already stays."""
+    """The configuration with each number also under the name used here; present keys stay."""
     found = dict(config)
     for section, key in INSIDE.items():
         inner = config.get(section)

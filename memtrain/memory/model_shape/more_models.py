@@ -1,4 +1,4 @@
-"""Shapes of more models that people train, those of the years before too: facts of their config.json."""
+"""Shapes of more models that people train, older models too: facts of their config.json."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ ROTARY = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3
 
 
 def suggested(config: Mapping[str, Any], longest: int) -> str | None:
-    """The recipe's words for rows of `longest` tokens beyond what a model was made for; None: none are known.
+    """The recipe's words for rows of `longest` tokens beyond a model's own length; None: none are known.
 
     A scaling of the model's own goes on, with a larger factor; others get YaRN (arXiv:2309.00071).
     """

@@ -122,7 +122,7 @@ class ModelShape:
 
     @cached_property
     def num_linear_weights(self) -> int:
-        """Weights of the layers' linear maps: what quantization stores in 4 or 8 bits."""
+        """Weights of the layers' linear maps, which quantization stores in 4 or 8 bits."""
         if self.counts is not None:
             return self.counts.num_linear_weights
         dense = self.num_layers - self.num_expert_layers
@@ -318,7 +318,7 @@ def shape_of(
 
 
 def _looked_up(config: Mapping[str, Any], counts: Counts | None) -> tuple[Mapping[str, Any], Family, str]:
-    """(the text part of a config, its family, what is uncertain about it)."""
+    """(the text part of a config, its family, its uncertain points)."""
     notes: list[str] = []
     if isinstance(config.get("text_config"), Mapping):
         if counts is None:

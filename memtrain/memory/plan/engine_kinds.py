@@ -1,4 +1,4 @@
-"""The engines by name, and what each of them cuts into shards."""
+"""The engines by name, and the tensors that each cuts into shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ZERO: tuple[EngineName, ...] = ("zero1", "zero2", "zero3")
 
 
 def is_sharded(settings: Settings) -> bool:
-    """Whether ranks hold parts of what one process would hold whole; every pass is then a collective."""
+    """Whether ranks hold shards of weights or states; every pass is then a collective."""
     return settings.num_processes > 1 and settings.engine != "ddp"
 
 

@@ -67,7 +67,7 @@ class Prediction(Section):
 
     @property
     def corrected_bytes(self) -> int:
-        """The highest peak, with what runs before have shown."""
+        """The highest peak, corrected by earlier runs."""
         return self.peak.num_bytes + self.correction_bytes
 
     @property
@@ -234,8 +234,8 @@ def run_fix(run: Path) -> str:
 
 
 def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
-    """The plan in a `plan.json`, which must have this digest where one is given; what the recipe reads from
-    the environment is read again, if it `reveals`.
+    """The plan in a `plan.json`, which must have this digest where one is given; values from the environment
+    are read again, if it `reveals`.
 
     Raises: LaunchError when there is none, it is another one, or of another version of memtrain, or an
     environment variable of its recipe is not set here.

@@ -1,4 +1,4 @@
-"""Every resolved engine setting: what the worker obeys and the estimate is made for."""
+"""Every resolved engine setting, which the worker obeys and the estimate reads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Settings(Section):
     zero_bucket: Annotated[
         int, Mark("sums", "a size, given by the model; whether there is one is the engine's")
     ] = 0
-    """Numbers that DeepSpeed reduces, or gathers, at once; 0: it is not used."""
+    """Numbers that DeepSpeed reduces, or gathers, at once; 0 without DeepSpeed."""
     checkpoint_layout: Annotated[Literal["full", "sharded"], Mark("bits")] = "full"
     """Writers of checkpoints: the main process whole weights, or each its shards."""
     background_save: Annotated[bool, Mark("bits")] = False
@@ -101,7 +101,7 @@ class Settings(Section):
     padding_free: Annotated[bool, Mark("sums")]
     """Rows of a micro-batch lie end to end in one sequence."""
     positions_by_row: Annotated[bool, Mark("recipe", "which positions padding has, not how many")] = False
-    """Positions of padding stay at those of the row's last token, so that they tell each row's length."""
+    """Positions of padding repeat the row's last position, and so mark each row's length."""
     shared_prompts: Annotated[bool, Mark("sums")] = False
     """A prompt is computed once for all its answers, in one flattened row."""
     sampler: Annotated[
@@ -210,7 +210,8 @@ class Settings(Section):
 
     @property
     def num_replicas(self) -> int:
-        """Into how many parts the rows of a step are dealt: processes, or groups of those that share rows."""
+        """Into how many parts the rows of a step are dealt: processes, or groups of processes that share
+        rows."""
         return self.num_processes // self.context_parallel
 
 

@@ -18,7 +18,7 @@ PATH = "memory.loss_chunk_size"
 
 
 def with_small_tiles(priced: list[Priced], facts: PlannerInputs, budget: int, recipe: Recipe) -> list[Priced]:
-    """Plans that do not fit with the largest tiles, with small ones; only those that may fit so.
+    """Plans that do not fit with the largest tiles, again with small tiles where these may fit.
 
     Where none of them fits, the smallest of all is among them.
     """

@@ -63,7 +63,7 @@ def pins(asked: SourcedRecipe, settings: Settings) -> dict[str, object]:
 
 
 def kept_pins(asked: SourcedRecipe, settings: Settings) -> SourcedRecipe:
-    """The wish with every choice as in `settings`, also those that follow from the machine.
+    """The wish with every choice as in `settings`, also choices that follow from the machine.
 
     Nobody is told to have written them: their decisions are by rule, as they were.
     """

@@ -1,4 +1,4 @@
-"""From what is asked to what is done: every setting decided, priced and explained, or refused."""
+"""From a recipe to a plan: every setting decided, priced and explained, or refused."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def plain(settings: Settings, profile: LengthProfile) -> Settings:
 
 
 def _choose(choices: Space, budget: int, case: StrategyContext) -> tuple[Priced, list[Priced]]:
-    """(the plan, all that were weighed): exact ones, then those that step in the backward pass, then others.
+    """(the plan, all ranked plans): exact plans, then plans that step in the backward pass, then others.
 
     Raises: DoesNotFit when none fits the device, or none of those that do fits the host.
     """
@@ -242,7 +242,7 @@ def _first_that_fits(
 
 
 def _planned(asked: SourcedRecipe, facts: PlannerInputs) -> Priced | None:
-    """The plan of a run, where there is one that fits and nothing is refused."""
+    """The plan of a run, where a plan fits and nothing is refused."""
     if asked.recipe.cluster.context_parallel == "auto":
         asked = SourcedRecipe(with_key(asked.recipe, "cluster.context_parallel", 1), asked.where)
     try:

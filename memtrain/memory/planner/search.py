@@ -21,7 +21,7 @@ TIE = 0.03
 The one that needs less memory is then chosen. Source: the design's rule; half of what recomputation costs."""
 
 ENGINE_TIE = 0.1
-"""The same for engines: what travels between devices is priced by a guess. Taste."""
+"""The same for engines, whose communication is priced by a guess. Taste."""
 
 ROOM_COST = 0.1
 """Share of its speed that a plan may lose to leave `memory.headroom` free: a card that is filled to its last
@@ -42,7 +42,7 @@ class Space:
     waiting: tuple[Settings, ...]
     """The same with shards or weights of layers that wait on the host, where the recipe leaves that open."""
     changing: tuple[tuple[Settings, ...], ...]
-    """Plans that learn something else, which the recipe allows: those with one such change, with two, ..."""
+    """Plans with another result, which the recipe allows: with one such change, with two, ..."""
 
     @property
     def groups(self) -> tuple[tuple[Settings, ...], ...]:
@@ -117,7 +117,7 @@ def _along(axis: StrategyGroup, options: Iterable[Settings], case: StrategyConte
 
 
 def _num_changes(settings: Settings, base: Settings, case: StrategyContext) -> int:
-    """Strategies that change what is learnt, beyond those that the recipe says itself."""
+    """Strategies that change the result, beyond the recipe's own."""
     asked = case.recipe.memory.use
     return sum(
         strategy.is_used(settings)

@@ -1,4 +1,4 @@
-"""`memory.use` and `memory.never` as what they stand for: a recipe with the keys of its strategies said."""
+"""`memory.use` and `memory.never`: a recipe with the keys of these strategies set."""
 
 from __future__ import annotations
 

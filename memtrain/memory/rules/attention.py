@@ -1,4 +1,4 @@
-"""Attention back ends: those that can run here, the one that is taken, and the reasons against the others."""
+"""Attention back ends: the choice among the runnable, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The back end taken with its reason, and a sentence for each one that cannot run."""
+    """The chosen back end with its reason, and a sentence for each that cannot run."""
 
     backend: AttentionBackend
     reason: str

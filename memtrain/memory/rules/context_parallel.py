@@ -31,7 +31,7 @@ def held_by(size: int) -> dict[str, object]:
 
 
 def sharing_settings(recipe: Recipe) -> dict[str, object]:
-    """Settings of rows that several processes hold: how many, what they send, and what rows are padded to."""
+    """Settings of rows that several processes hold: their number, their exchange, and the padding of rows."""
     cluster, size = recipe.cluster, recipe.cluster.sharing
     return held_by(size) | {
         "context_by": cluster.context_parallel_mode if size > 1 else "all_gather",
@@ -40,7 +40,7 @@ def sharing_settings(recipe: Recipe) -> dict[str, object]:
 
 
 def explain_sharing(ledger: DecisionLog, settings: Settings, gained: str) -> None:
-    """Note how many processes hold each row, and what that saves."""
+    """Note the number of processes that hold each row, and the saving."""
     words = (
         f"processes share each row, by {settings.context_by}; rows are padded to a multiple of "
         f"{settings.pad_to_multiple_of}; {gained}"
@@ -68,8 +68,7 @@ def refuse_context(
 
 
 def copies_of_keys(num_heads: int, num_key_heads: int, num_ranks: int) -> int:
-    """Copies of each head of keys that are sent so that every rank has those of its heads; 0: no even
-    division.
+    """Copies of each head of keys that are sent so that every rank has its heads' keys; 0: no even division.
 
     Ranks that hold a row together take as many heads each; see trainers/model/attention/by_heads.py.
     """

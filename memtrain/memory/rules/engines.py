@@ -27,7 +27,7 @@ PATH = "cluster.engine"
 
 
 class Form(NamedTuple):
-    """An engine with what waits in host memory."""
+    """An engine with its offloading to host memory."""
 
     engine: EngineName
     offload: Offload
@@ -40,7 +40,7 @@ def first_form(recipe: Recipe) -> Form:
 
 
 def open_forms(recipe: Recipe, base: Settings, has: Callable[[str], bool]) -> tuple[Form, ...]:
-    """The engines that the search weighs, with what may wait on the host; the simplest first.
+    """The engines that the search ranks, with their offloading; the simplest first.
 
     `has`: whether a package is there. On a CPU the host's memory is the device's, and nothing is gained.
     """
@@ -62,7 +62,7 @@ def open_forms(recipe: Recipe, base: Settings, has: Callable[[str], bool]) -> tu
 def closed_engines(
     recipe: Recipe, base: Settings, has: Callable[[str], bool]
 ) -> tuple[tuple[EngineName, str], ...]:
-    """(engine, why) of those that `auto` does not weigh; none where an engine is named."""
+    """(engine, reason) of engines that `auto` leaves out; none where an engine is named."""
     if recipe.cluster.engine != "auto" or base.num_processes == 1:
         return ()
     found: list[tuple[EngineName, str]] = []
@@ -81,7 +81,7 @@ def closed_engines(
 
 
 def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
-    """Note what the engine that is asked for cannot honour."""
+    """Refuse settings that the named engine does not support."""
     recipe = ledger.asked.recipe
     asked = recipe.cluster.engine
     _refuse_offload(ledger, processes)
@@ -120,7 +120,7 @@ def loads_shards(recipe: Recipe, settings: Settings) -> bool:
 
 
 def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
-    """Say what each process loads, where it keeps a part."""
+    """Note the part of the model that each process loads."""
     if not shards_weights(settings):
         return
     if settings.loads_shards:

@@ -1,4 +1,4 @@
-"""Float16 for GPUs without bfloat16 (T4, V100): what it cannot be with, and why it is taken."""
+"""Float16 for GPUs without bfloat16 (T4, V100): its exclusions, and its reason."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class DecisionLog:
 
     asked: SourcedRecipe
     presumed: frozenset[str] = frozenset()
-    """Packages that the run's machine is taken to have: it is another one than this."""
+    """Packages that the run's machine, another than this, is taken to have."""
     decisions: list[Decision] = field(default_factory=list[Decision])
     faults: list[Fault] = field(default_factory=list[Fault])
 

@@ -48,7 +48,7 @@ def decide_preflight(ledger: DecisionLog, settings: Settings) -> bool:
 def decide_recovery(
     ledger: DecisionLog, settings: Settings, allowed: Sequence[RecoveryStep]
 ) -> tuple[RecoveryStep, ...]:
-    """Steps that are taken when memory runs out, in no order; `allowed`: those that the recipe permits."""
+    """Steps when memory runs out, in no order; `allowed`: the recipe's permitted steps."""
     recipe = ledger.asked.recipe
     if recipe.memory.oom_recovery == "off" or settings.in_backward:
         why = (
@@ -80,7 +80,7 @@ def decide_recovery(
 def in_backward_choices(
     ledger: DecisionLog, batch: tuple[int | None, int | None], num_processes: int
 ) -> tuple[Micro | None, ...]:
-    """Micro-batches of runs that step inside the backward pass; None stands for those that do not.
+    """Micro-batches of runs that step inside the backward pass; None for other runs.
 
     Exact only where a gradient is whole, and used as it is, once the backward pass has made it: one
     micro-batch a step, one process, no clipping by the norm of all gradients.

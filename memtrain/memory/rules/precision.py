@@ -1,4 +1,4 @@
-"""Precision of what is trained: which weights get float32 copies, and which updates rounding would lose."""
+"""Precision of trained weights: the weights with float32 copies, and updates that rounding would lose."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ WITHOUT_COPIES: Mapping[str, object] = {"master_weights": False}
 
 
 def precision_settings(recipe: Recipe, dtype: str) -> dict[str, object]:
-    """The precision of the weights, and of what takes their updates."""
+    """The precision of the weights, and of their updates."""
     return {"dtype": dtype, **(WITH_COPIES if keeps_masters(recipe, dtype) else WITHOUT_COPIES)}
 
 
 def copies_beside(adapter: Adapter, settings: Settings) -> Mapping[str, object]:
-    """Settings of what takes the updates where an adapter is trained in place of all weights."""
+    """Settings of the updates of an adapter."""
     keeps = settings.master_weights and trains_half(settings.dtype, adapter)
     return WITH_COPIES if keeps else WITHOUT_COPIES
 
@@ -45,7 +45,7 @@ def keeps_masters(recipe: Recipe, dtype: str) -> bool:
 
 
 def refuse_precision(ledger: DecisionLog, dtype: str) -> None:
-    """Note what the recipe says of numbers and moments that this run does not have."""
+    """Refuse keys on weights and moments that this run does not have."""
     optim = ledger.asked.recipe.optim
     keeps = keeps_masters(ledger.asked.recipe, dtype)
     if optim.copies in ("split", "stochastic") and not keeps:
@@ -59,7 +59,7 @@ def refuse_precision(ledger: DecisionLog, dtype: str) -> None:
 def explain_masters(
     ledger: DecisionLog, settings: Settings, config: Mapping[str, object], gained: str
 ) -> None:
-    """Note what takes the updates of half-precision weights; `gained`: what pure bfloat16 saves."""
+    """Note the form of updates of half-precision weights; `gained`: bytes saved by pure bfloat16."""
     if not trains_half(settings.dtype, settings.adapter):
         return
     recipe = ledger.asked.recipe

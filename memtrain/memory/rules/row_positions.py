@@ -15,7 +15,7 @@ from memtrain.memory.rules.ledger import DecisionLog
 def decide_positions(
     ledger: DecisionLog, rules: Sequence[LengthRule], longest: int, *, padding_free: bool
 ) -> bool:
-    """Whether padded rows carry positions that tell their lengths; notes what rows of a run come to.
+    """Whether padded rows carry positions that mark their lengths; notes the lengths of a run's rows.
 
     Notes a refusal where a completion would change what its own first tokens were sampled from.
     """

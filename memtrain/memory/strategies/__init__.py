@@ -1,1 +1,1 @@
-"""Memory strategies: one page each, with its price, its refusals and its source."""
+"""Memory strategies: a page for each, with price, refusals and source."""

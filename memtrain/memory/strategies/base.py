@@ -40,7 +40,7 @@ StrategyGroup = Literal[
 TRAINED: frozenset[StrategyGroup] = frozenset(
     {"micro-batch", "optimizer", "precision", "copies", "moments", "adapter", "length"}
 )
-"""Choices of what is trained and in which steps: the plain run makes the same."""
+"""Choices of the trained weights and the steps, which the plain run makes too."""
 
 Evidence = Literal[
     "rows end to end",
@@ -107,7 +107,7 @@ class Conflict:
     """The thing in words, or the name of another strategy."""
     reason: str
     when: Callable[[Settings], bool] | None = None
-    """Settings that have it; None: those that use the strategy named in `other`."""
+    """Settings that have it; None: settings that use the strategy named in `other`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Strategy:
     measured: str
     """The place of its figures, as the manual links it."""
     is_exact: bool
-    """The same numbers as without it, up to the order of sums; else it changes what is learnt."""
+    """The same numbers as without the strategy, up to the order of sums; else another result."""
     is_used: Callable[[Settings], bool]
     wish: Callable[[Recipe], StrategyRequest]
     """Request that the recipe's own keys make for it."""

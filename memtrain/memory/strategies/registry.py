@@ -93,7 +93,7 @@ def used_in(settings: Settings) -> list[Strategy]:
 
 
 def without_strategies(settings: Settings, *, but: Collection[StrategyGroup] = ()) -> Settings:
-    """The same steps of the same model, plainly: no strategy but those that say what is trained.
+    """The same steps of the same model, plainly: only strategies that choose the trained weights.
 
     Sequences that were packed are laid out anew; how many are in a micro-batch is left as it is. `but`:
     groups whose strategies stay.

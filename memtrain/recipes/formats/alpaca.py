@@ -16,7 +16,7 @@ PARTS = ("prompt", "completion")
 
 
 def parse(row: Row, names: Names) -> PromptCompletion:
-    """The instruction and what is before it as a prompt of messages; the output as the assistant's answer.
+    """The instruction and all before it as a prompt of messages; the output as the assistant's answer.
 
     Raises: BadRow when a column is of another kind, or instruction and input are both empty.
     """

@@ -154,7 +154,7 @@ def used_columns(form: str, names: Names) -> frozenset[str]:
 
 
 def matches(present: Sequence[str], names: Names) -> list[Form]:
-    """Formats whose columns are all present, without those that are part of a longer match."""
+    """Formats whose columns are all present, without parts of a longer match."""
     fitting = [form for form in FORMS.values() if all(getattr(names, need) in present for need in form.needs)]
     longest = [form for form in fitting if not any(set(form.needs) < set(other.needs) for other in fitting)]
     return [form for form in longest if form.name != "prompt"] or longest

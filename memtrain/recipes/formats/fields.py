@@ -340,7 +340,7 @@ def margin_at(row: Row, column: str) -> float | None:
 
 
 def same_kind(parts: Mapping[str, str | Messages]) -> None:
-    """Raise BadRow when some columns are strings and others messages: no rule could say what is meant."""
+    """Raise BadRow when some columns are strings and others messages: no rule could tell the meaning."""
     are_strings = [isinstance(part, str) for part in parts.values()]
     if len(set(are_strings)) > 1:
         kinds = {

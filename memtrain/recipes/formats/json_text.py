@@ -1,4 +1,4 @@
-"""JSON text to values, refusing what would be lost or cannot be carried on: doubled keys, endless nesting.
+"""JSON text to values, without loss: doubled keys and endless nesting are refused.
 
 Columns that may be JSON text are read here too.
 """

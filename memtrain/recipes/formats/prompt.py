@@ -31,7 +31,7 @@ ASKED = "memtrain:asked"
 
 @dataclass(frozen=True, slots=True)
 class Prompt(Example):
-    """A prompt, and what the rewards may want to know of it."""
+    """A prompt, with the columns for the rewards."""
 
     prompt: str | Messages
     tools: tuple[Tool, ...]
@@ -63,7 +63,7 @@ def parse(row: Row, names: Names) -> Prompt:
 
 
 def json_form(value: Any) -> Any:
-    """A value as rewards are given it: what JSON has as it stands, dates in ISO 8601, durations in seconds,
+    """A value as rewards get it: JSON's own types unchanged, dates in ISO 8601, durations in seconds,
     decimals in their digits.
 
     Raises: TypeError for what has no such form; BadRow for half a character.

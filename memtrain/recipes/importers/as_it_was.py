@@ -13,7 +13,7 @@ _ATTENTION = {"flash_attention_2": "flash", "flash_attention_3": "flash", "eager
 """Back ends of transformers; every other one keeps what `transformers` does: no scores."""
 
 _PACKS_WITH = "torch_varlen"
-"""Packed rows of other tools keep what variable-length kernels keep."""
+"""Bytes kept for packed rows of other tools, as variable-length kernels keep them."""
 
 _OFF: Mapping[str, object] = {
     "memory.streamed_layers": "off",
@@ -26,7 +26,7 @@ _OFF: Mapping[str, object] = {
 
 
 def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, object]:
-    """Dotted keys over those of the imported recipe. `made`: the recipe's keys, with the method."""
+    """Dotted keys over the keys of the imported recipe. `made`: the recipe's keys, with the method."""
     trl = reading.trl
     pins: dict[str, object] = dict(_OFF)
     pins["train.micro_batch_size"] = _micro_batch(trl)

@@ -1,4 +1,4 @@
-"""Axolotl: what its keys say together."""
+"""Axolotl: keys that are read together."""
 
 from __future__ import annotations
 

@@ -252,4 +252,4 @@ DATA: dict[str, ToolRule] = {
 """Keys about rows."""
 
 KEYS: dict[str, ToolRule] = MODEL | ADAPTER | DATA | TRAINING | PREFERENCES | ONLINE | RUN | DEVICES
-"""Every key by its name; one with `*` stands for all that it matches."""
+"""Every key by its name; a key with `*` stands for all matching keys."""

@@ -84,7 +84,7 @@ def _loss_reads(made: Translation, knob: str) -> bool:
 
 
 def make_consistent(made: Translation) -> None:
-    """Leave out what clashes, and note each that somebody wrote as lost."""
+    """Leave out conflicting keys, and list written keys among them as lost."""
     for clash in CLASHES:
         if clash.key in made.recipe_keys and clash.clashes(made):
             value, comment = made.recipe_keys.pop(clash.key)
@@ -126,7 +126,7 @@ def _policy_knobs(made: Translation) -> None:
 
 
 def _correction(made: Translation) -> None:
-    """Probabilities of a sampler that may choose among fewer tokens are not those of the trainer."""
+    """Probabilities of a sampler with fewer tokens to choose from differ from the trainer's."""
     key = f"{made.method}.importance_correction"
     asked = made.recipe_keys.get(key, (None, ""))[0]
     if asked in (None, "none") or not _cuts_tokens(made):

@@ -37,7 +37,7 @@ def deepspeed(reading: ToolReading, key: str, value: object) -> None:
 
 
 def _deepspeed_of(value: object) -> tuple[int, str] | None:
-    """(stage, what waits on the host); None where nobody knows."""
+    """(stage, offloaded parts); None where unknown."""
     if isinstance(value, str):
         path = Path(value)
         if path.suffix == ".json" and path.is_file():

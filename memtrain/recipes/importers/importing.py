@@ -56,11 +56,11 @@ class Imported:
     method: str
     text: str
     notes: list[str]
-    """Sentences: one for each key that is not carried over, and for each that means something else."""
+    """Sentences, for each key that is not carried over or means something else."""
     faults: list[Fault]
     """Faults that `memtrain check` would find; empty when the recipe is whole."""
     pins: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Settings of the tool's own computation, as keys over those of the recipe."""
+    """Settings of the tool's own computation, as keys over the recipe's."""
     recipe: Recipe | None = None
     """The recipe of the text; None with faults."""
 
@@ -233,7 +233,7 @@ def _free(made: Translation, processes: int) -> None:
 
 
 def translated(tool: Tool, reading: ToolReading) -> Translation:
-    """The keys of the recipe, those of TRL's rules and those that TRL has no key for."""
+    """The keys of the recipe: by TRL's rules, and keys that TRL lacks."""
     made = translate(
         reading.trl, reading.method, reading.processes, reading.assumed, f"{tool.title}'s default"
     )

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: its keys, with transformers' own beside them, and what they say together."""
+"""LLaMA-Factory: its keys, with transformers' own beside them, and keys that are read together."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ KEYS: dict[str, ToolRule] = {
     "predict_with_generate": Unmapped("texts that are written in evaluation"),
     "lora_modules_to_save": TrlKey("lora_modules_to_save"),
 }
-"""Every key of its own by its name; those of transformers' trainer are TRL's."""
+"""Every key of its own by its name; keys of transformers' trainer are TRL's."""
 
 METHODS = {"pt": "sft", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
 """`stage:` and the method."""

@@ -29,7 +29,7 @@ class OwnChange:
     learns: str = ""
     """The difference in learning; empty: the same numbers up to rounding."""
     pins: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Changes of how the run is computed, beyond those of the keys."""
+    """Changes of the run's computation, beyond the keys."""
     environment: str = ""
     """A variable to set in place of a key."""
 

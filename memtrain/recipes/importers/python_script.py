@@ -90,7 +90,7 @@ def calls_of(text: str, name: str) -> list[Call]:
 
 
 def _in_order(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes in the order of their lines; what is assigned on a line before what is called in it."""
+    """Nodes in the order of their lines; assignments of a line before its calls."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Call)]
     return iter(sorted(nodes, key=lambda node: (node.lineno, isinstance(node, ast.Call))))
 

@@ -93,7 +93,7 @@ class Tool:
     """Keys of transformers and TRL are keys of it too."""
 
     def rule(self, key: str) -> ToolRule | None:
-        """The rule of a key; None for one that is not known."""
+        """The rule of a key; None for an unknown key."""
         if key in self.keys:
             return self.keys[key]
         pattern = next((one for one in self.keys if "*" in one and fnmatchcase(key, one)), None)

@@ -68,7 +68,7 @@ KEYS: dict[str, ToolRule] = {
     "load_dataset": ReadTogether(),
     "reward_funcs": ReadTogether(),
 }
-"""Arguments of Unsloth's two calls; those of the trainer's configuration are TRL's."""
+"""Arguments of Unsloth's two calls; arguments of the trainer's configuration are TRL's."""
 
 CONFIGS = {
     "SFTConfig": "sft",

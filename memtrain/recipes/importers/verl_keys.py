@@ -199,4 +199,4 @@ KEYS: dict[str, ToolRule] = {
         _RAY,
     ),
 }
-"""Every key by its name; one with `*` stands for all that it matches, the first that does."""
+"""Every key by its name; a key with `*` stands for all matching keys, the first that does."""

@@ -253,7 +253,7 @@ def _base_tree(
 
 
 def _is_foreign(text: str, base: Path, place: Place, faults: Faults) -> bool:
-    """Whether a file that is extended is no recipe: then nothing of what stands in it is told."""
+    """Whether an extended file is no recipe: its content is then not shown."""
     found = Faults()
     root = read_yaml(text, _name(base), found)
     own = {"extends", *Recipe.model_fields}

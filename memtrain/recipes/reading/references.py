@@ -100,7 +100,7 @@ class _Argument:
 
 
 class _Visitor(GrammarVisitor):
-    """OmegaConf's own reading of a value; `key` finds what a key holds, `resolver` what a resolver gives."""
+    """OmegaConf's own reading of a value; `key` gives the value of a key, `resolver` a resolver's value."""
 
     def __init__(
         self, key: Callable[[str], _Found], resolver: Callable[[str, Sequence[_Argument]], _Found]
@@ -144,7 +144,8 @@ class Interpolation:
         self.open: list[Path] = []
 
     def node(self, node: Node, path: Path) -> Node:
-        """A node with every `${...}` in it replaced; what cannot be replaced is noted and stays."""
+        """A node with every `${...}` in it replaced; a reference that cannot be replaced is noted and
+        stays."""
         if isinstance(node, Mapping):
             return Mapping(
                 {k: Entry(e.place, self.node(e.node, (*path, k))) for k, e in node.entries.items()},
@@ -230,7 +231,8 @@ class Interpolation:
         return self._leaf(leaf, path) if isinstance(leaf.value, str) and "${" in leaf.value else leaf
 
     def _look_up(self, target: Path) -> tuple[Node, bool] | None:
-        """The node at a path, and whether it lies in a value that was replaced; None: it is not written."""
+        """The node at a path, and whether it lies in a value that was replaced; None: the path is not
+        written."""
         node: Node = self.tree
         is_done = False
         for at, part in enumerate(target):

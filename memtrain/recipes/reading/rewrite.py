@@ -19,7 +19,7 @@ _BEFORE = re.compile(r"(?:[&!]\S*\s+)*[\"']?")
 
 
 def rewrite(path: Path, renamed: Sequence[Renaming]) -> int:
-    """Write today's names into a file, in the place of those `renamed` ones that stand in it; their number.
+    """Write today's names into a file in place of the `renamed` names in it; their number.
 
     Raises: RecipeError when a word cannot be replaced by itself, or the file cannot be written.
     """

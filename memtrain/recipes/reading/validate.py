@@ -213,7 +213,7 @@ def _reader_speaks(annotation: Annotation) -> bool:
 
 
 def _nearest(tree: Mapping, path: Path) -> tuple[Place, Node]:
-    """The place and the node of a path, or of what is written nearest above it."""
+    """The place and the node of a path, or of the nearest written path above."""
     for length in range(len(path), 0, -1):
         found = find(tree, path[:length])
         if found is not None:

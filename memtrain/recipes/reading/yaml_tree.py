@@ -47,7 +47,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key's place, and what it holds."""
+    """A key's place, and its value."""
 
     place: Place
     node: Node
@@ -102,7 +102,7 @@ class Faults:
         return bool(self.found)
 
     def in_order(self) -> list[Fault]:
-        """The faults, file by file from top to bottom, then those of overrides; each once."""
+        """The faults, file by file from top to bottom, then the overrides'; each once."""
         files: dict[str, int] = {}
         for place, _ in self.found:
             files.setdefault(place.source, len(files))

@@ -25,7 +25,8 @@ _SIZE: JsonSchemaValue = {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s
 
 
 class _Generator(GenerateJsonSchema):
-    """Pydantic's schema, widened to what the readers take: sizes with units, single items, `${...}`."""
+    """Pydantic's schema, widened to the forms that the readers take: sizes with units, single items,
+    `${...}`."""
 
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
         inner = self.generate_inner(schema["schema"])
@@ -116,7 +117,7 @@ def reference_page() -> str:
 
 
 def _formats() -> str:
-    """The rule by which `data.format: auto` decides, and what each format is, from their modules."""
+    """The rule of `data.format: auto`, and a sentence on each format, from their modules."""
     rule = (detect.__doc__ or "").strip().split("\n\n", 1)[1]
     lines = ["## Formats of a row", "", rule, "", "| format | what a row is |", "|---|---|"]
     for name, form in detect.FORMS.items():

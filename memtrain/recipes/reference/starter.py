@@ -34,7 +34,7 @@ _COMMON: tuple[tuple[str, str], ...] = (
 
 
 def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
-    """A valid recipe for a method (a key of METHODS): each key with what it does, options commented out."""
+    """A valid recipe for a method (a key of METHODS): each key with its sentence, options commented out."""
     schema = (configs_dir() / SCHEMA_FILE).as_posix()
     lines = [
         f"# yaml-language-server: $schema={schema}",

@@ -1,1 +1,1 @@
-"""Configurations of TRL -> recipes: what each key becomes, and what has no counterpart."""
+"""Configurations of TRL -> recipes: the counterpart of each key, and keys without."""

@@ -14,7 +14,7 @@ _NO_DROPOUT = ("dpo", "kto", "reward")
 
 
 def batch(made: Translation) -> None:
-    """Rows of a step: those of a device x accumulation x devices; of GRPO and RLOO they are completions."""
+    """Rows of a step: a device's rows x accumulation x devices; completions for GRPO and RLOO."""
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     rows, accumulation = made.get(keys[0], 8), made.get(keys[1], 1)
     if not isinstance(rows, int) or not isinstance(accumulation, int):

@@ -40,7 +40,7 @@ class Automatic:
 
 @dataclass(frozen=True, slots=True)
 class Unmapped:
-    """No counterpart: `why`, and what to do. Not listed where the value is one of `harmless`."""
+    """No counterpart: the reason, and the way out. Not listed where the value is one of `harmless`."""
 
     why: str
     harmless: tuple[object, ...] = (None, False)

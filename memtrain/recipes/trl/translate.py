@@ -14,7 +14,7 @@ from memtrain.recipes.trl.rules import RecipeKey, Unmapped
 from memtrain.recipes.trl.translation import TRLS_DEFAULT, Translation
 
 IMPORTED: tuple[str, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
-"""Methods whose configurations are read: those of TRL 1.16's command line."""
+"""Methods whose configurations are read: all of TRL 1.16's command line."""
 
 
 def translate(

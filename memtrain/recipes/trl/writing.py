@@ -1,4 +1,4 @@
-"""A translation as a recipe in YAML: sections in their order, what nobody wrote marked as TRL's default."""
+"""A translation as a recipe in YAML: sections in their order, defaults marked as TRL's."""
 
 from __future__ import annotations
 

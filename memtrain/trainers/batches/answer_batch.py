@@ -54,7 +54,7 @@ class AnswerBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Items: what the loss is averaged over."""
+        """Items, over which the loss is averaged."""
         return len(self.label_I)
 
     @property

@@ -115,7 +115,7 @@ class AnswerFeed:
         return [np.concatenate([prompt, answer.ids]) for answer in self._answers((item,))]
 
     def sample_prompt(self) -> Tensor:
-        """int64 [T], the prompt of the shortest sequence, or what stands for one."""
+        """int64 [T], the prompt of the shortest sequence, or a stand-in."""
         item = int(self.sequences.item_ptr[int(self.tokens.argmin())])
         ids = self.prompt(item)
         if not len(ids):

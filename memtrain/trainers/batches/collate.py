@@ -1,4 +1,4 @@
-"""Micro-batches: pieces of token rows end to end, or padded on the right, with what is to be predicted."""
+"""Micro-batches: pieces of token rows end to end, or padded on the right, with their targets."""
 
 # B: rows, T: tokens of a row, N: predicted tokens.
 

@@ -1,4 +1,4 @@
-"""Prompts as a feed: what methods that write their own answers draw from."""
+"""Prompts as a feed, for methods that write their own answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PromptFeed:
 
     @property
     def loss_tokens(self) -> Ints:
-        """Nothing: what is learnt is not written yet."""
+        """Nothing: the trained answers are not written yet."""
         return np.zeros_like(self.prompts.length)
 
     def ids(self, prompt: int) -> tuple[int, ...]:

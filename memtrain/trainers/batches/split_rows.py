@@ -40,7 +40,7 @@ class SplitRows:
         return laid_epochs(lay, self.rows, self.later, count)
 
     def data_event(self, split: str, report: LengthReport) -> DataEvent:
-        """The line of the metrics that says what truncation and packing did to the rows."""
+        """The line of the metrics on truncation and packing of the rows."""
         return DataEvent(
             split=split,
             rows=report.num_rows,

@@ -53,7 +53,7 @@ class TokenFeed:
         return pad_right(pieces, pad_id=self.pad_id, multiple=multiple, by_row=by_row)
 
     def sample_prompt(self) -> Tensor:
-        """int64 [T], what comes before the first learnt token of the shortest sequence."""
+        """int64 [T], the tokens before the first loss token of the shortest sequence."""
         batch = self.micro_batch(np.array([int(self.tokens.argmin())]))
         end = int(batch.scored_index[0]) + 1 if batch.num_loss_tokens else 1
         return batch.input_ids[0, : max(1, end)]

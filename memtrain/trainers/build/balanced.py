@@ -71,7 +71,7 @@ def balanced(method: Method, scorer: nn.Module, settings: Settings) -> Method:
 
 
 def own_method(method: Method) -> Method:
-    """The method itself, without what is added to its loss."""
+    """The method itself, without additions to its loss."""
     return method.inner if isinstance(method, Balanced) else method
 
 

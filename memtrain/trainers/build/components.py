@@ -113,7 +113,7 @@ class Built:
 
     @property
     def weights(self) -> list[Tensor]:
-        """All weights that are held: the model's, and those of a reference beside it."""
+        """All held weights: the model's, and a reference's."""
         held = [self.scorer] if self.reference is None else [self.scorer, self.reference]
         return [tensor for module in held for tensor in (*module.parameters(), *module.buffers())]
 
@@ -170,7 +170,7 @@ def _verify_sums(settings: Settings) -> None:
 
 
 def _verify_rows(model: PreTrainedModel | PeftModel, plan: Plan) -> None:
-    """Rows that lie end to end, or are padded, are what they are alone: at every length that matters here."""
+    """Check at every relevant length that packed or padded rows compute as they do alone."""
     settings, longest = plan.settings, longest_row(plan)
     if settings.padding_free or settings.context_parallel > 1:
         verify_isolation(

@@ -1,4 +1,4 @@
-"""The engine of a run: accelerate around our own loop, checked against what the plan asked for."""
+"""The engine of a run: accelerate around our own loop, checked against the plan."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 
 def _check_reach(settings: Settings) -> None:
-    """Raise LaunchError unless a sum reaches every process: those that do not meet would train alone."""
+    """Raise LaunchError unless a sum reaches every process; unconnected processes would train alone."""
     asked = settings.num_processes
     found, expected = _sum_of_ranks(settings), asked * (asked + 1) // 2
     if found != expected:

@@ -61,7 +61,7 @@ class Background:
         return True
 
     def advance(self) -> bool:
-        """Agree on what all ranks have done, and go on; whether no save is under way any more.
+        """Agree on the progress of all ranks, and go on; whether no save is under way any more.
 
         Called by all ranks together, when none of their threads is at work.
 

@@ -79,7 +79,7 @@ def complete_steps(checkpoints: Path) -> dict[int, Path]:
 
 
 def newest_complete(folder: RunFolder) -> Found:
-    """The newest checkpoint whose every file is as it was written, and the newer ones that are not."""
+    """The newest intact checkpoint, and newer damaged checkpoints."""
     return _first_sound(reversed(list(complete_steps(folder.checkpoints).values())))
 
 
@@ -90,7 +90,7 @@ def best_complete(folder: RunFolder) -> Found:
 
 
 def left_checkpoints(folder: RunFolder) -> list[Path]:
-    """Checkpoints that a kill left half-written or half-removed, or beside one that has taken its place."""
+    """Checkpoints that a kill left half-written, half-removed, or beside a checkpoint in their place."""
     asides = [path for path in folder.checkpoints.glob(".old-*") if _home_of(path).exists()]
     return sorted([*asides, *folder.checkpoints.glob(".tmp-*"), *folder.checkpoints.glob(".gone-*")])
 
@@ -237,7 +237,7 @@ def together(ranks: Ranks, save: Save, act: Callable[[], None] | None) -> None:
 
 
 def attempted(save: Save, act: Callable[[], None]) -> tuple[Fault, ...] | None:
-    """Do an act of a save; what to tell where the disk refuses."""
+    """Do an act of a save; the fault where the disk refuses."""
     try:
         act()
     except OSError as error:
@@ -281,7 +281,7 @@ def _finish(unfinished: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _prune(checkpoints: Path, newest: int, keep: int, keep_best: bool) -> list[str]:
-    """Remove what is no longer kept; what could not be removed and why, in words."""
+    """Remove checkpoints that are no longer kept; failures and their reasons, in words."""
     steps = complete_steps(checkpoints)
     course = {step: path for step, path in steps.items() if step <= newest}
     kept = set(list(course.values())[-keep:])
@@ -299,7 +299,7 @@ def _prune(checkpoints: Path, newest: int, keep: int, keep_best: bool) -> list[s
 
 
 def _remove(path: Path) -> None:
-    """Raises: OSError when it may not be removed: what is left of it keeps its name."""
+    """Raises: OSError when it may not be removed: the rest of it keeps its name."""
     leaving = path.with_name(f".gone-{path.name}")
     path.rename(leaving)
     try:

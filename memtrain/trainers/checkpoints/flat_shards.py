@@ -39,7 +39,7 @@ def stretch_of(shape: torch.Size, rank: int, world: int) -> range:
 def fill_from_pieces(
     checkpoint: Checkpoint, part: str, tensors: Mapping[str, Tensor], *, rank: int, world: int
 ) -> None:
-    """Fill each tensor with its saved numbers, in place: those of its rows in shard `rank` of `world`."""
+    """Fill each tensor with its saved numbers, in place: the rows of shard `rank` of `world`."""
     wanted = {name: stretch_of(tensor.shape, rank, world) for name, tensor in tensors.items()}
     missing = {name: len(stretch) for name, stretch in wanted.items()}
     with torch.no_grad():

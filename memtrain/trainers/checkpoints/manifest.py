@@ -78,7 +78,8 @@ def facts_of(plan: Plan, *, step: int, eval_loss: float | None = None) -> Checkp
 
 
 def data_fingerprint(data: PreparedData) -> str:
-    """Names the training rows: the token store (its key is made of the content), less what is held out."""
+    """Fingerprint of the training rows: the token store (its key is made of the content), less held-out
+    rows."""
     train = data.train
     return (
         f"{Path(train.folder).name}: {train.num_rows} rows, {train.num_tokens} tokens, "
@@ -128,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_of_another_version(folder: Path) -> bool:
-    """Whether a checkpoint is one that this version does not understand: never removed unasked."""
+    """Whether a checkpoint is of a version that this one does not understand: never removed unasked."""
     try:
         read_manifest(folder)
     except OtherVersion:

@@ -64,7 +64,7 @@ ROUNDING_SETTINGS = tuple(name for name, mark in MARKS.items() if mark.resumed =
 2-core CPU with torch 2.13, a tiny Llama, float32."""
 
 RECIPE_SETTINGS = tuple(name for name, mark in MARKS.items() if mark.resumed == "recipe")
-"""Settings that say again what the recipe says; the recipe's key is the one that is named."""
+"""Settings that repeat a key of the recipe, under that key."""
 
 STATE_KEYS = (
     *("method", "model", "optim.kind", "optim.master_weights"),

@@ -31,7 +31,7 @@ def fill_from(
     world: int,
     may_hold_more: bool = False,
 ) -> None:
-    """Fill each tensor with its saved rows, in place: those of shard `rank` of `world` (0 of 1 is all)."""
+    """Fill each tensor with its saved rows, in place: the rows of shard `rank` of `world` (0 of 1 is all)."""
     if has_pieces(checkpoint, part):
         fill_from_pieces(checkpoint, part, tensors, rank=rank, world=world)
         return

@@ -44,7 +44,7 @@ def is_over(folder: RunFolder, plan: Plan) -> bool:
 
 
 def lost_model(folder: RunFolder) -> str:
-    """Reason that the model of a run that was made to its end is not the one that was written; empty where it
+    """Reason that the model of a finished run is not as it was written; empty where it
     is, or the run was not."""
     status = folder.read_status()
     return final_fault(folder) if status is not None and status.state is RunState.DONE else ""

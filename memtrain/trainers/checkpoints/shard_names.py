@@ -1,4 +1,4 @@
-"""Names of the files of a checkpoint whose parts were written by several ranks, and what is in each."""
+"""Names of the files of a checkpoint whose parts were written by several ranks, and the content of each."""
 
 from __future__ import annotations
 

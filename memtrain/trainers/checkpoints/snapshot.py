@@ -161,7 +161,7 @@ class _Reading:
         }
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> State:
-        """The optimizer's state, of this rank's rows or with those of all ranks together."""
+        """The optimizer's state, of this rank's rows or of all ranks'."""
         if isinstance(optimizer, ZeroOptimizer):
             return optimizer.whole_state(self._gathered)
         state = optimizer.state_dict()

@@ -62,7 +62,7 @@ class GradientAllReduce:
             self._is_last_pass = False
 
     def finish(self) -> None:
-        """Send what has not left, wait for everything, and keep the sums as gradients. On all ranks."""
+        """Send the remaining gradients, wait for all, and keep the sums. On all ranks."""
         had = [parameter.grad is not None for parameter in (*self._large, *self._small)]
         for parameter in self._large[len(self._sent) :]:
             self._send(parameter)

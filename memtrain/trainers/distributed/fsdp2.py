@@ -155,7 +155,7 @@ def shard_engine(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> Distr
 
 
 class _Sums:
-    """Gradients of this rank's rows: those of several micro-batches are added in float32.
+    """Gradients of this rank's rows, summed over micro-batches in float32.
 
     torch sums over the ranks in float32, rounds to the weight's precision, and would add micro-batches there.
     """
@@ -173,7 +173,7 @@ class _Sums:
         set_wide(self._own.values(), is_wide=self._is_summing)
 
     def hand_over(self) -> None:
-        """The gradients of the model's shards become those of the plain parameters that are stepped."""
+        """The gradients of the model's shards become the gradients of the stepped plain parameters."""
         for parameter, own in self._pairs:
             if not self._is_summing or own.dtype not in HALF:
                 own.grad = None if parameter.grad is None else local_of(parameter.grad)

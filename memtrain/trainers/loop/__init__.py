@@ -1,1 +1,1 @@
-"""The loop: what every rank does from its first step to its last."""
+"""The loop: the work of every rank from the first step to the last."""

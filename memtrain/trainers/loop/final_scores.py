@@ -1,4 +1,4 @@
-"""The scores of a reward run's `final/` in plain transformers, held against those that were learnt."""
+"""The scores of a reward run's `final/` in plain transformers, compared with the trained model's."""
 
 # A answers, T tokens of the longest prompt with its answer.
 

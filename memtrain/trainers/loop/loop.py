@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints and what is told, the same for every method."""
+"""The training loop: steps, evaluation, checkpoints and events, the same for every method."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run:
     ranks: Ranks
     device: torch.device
     emit: Callable[[Event], None]
-    """Takes what happens: to the metrics, the terminal and the trackers, on the main rank."""
+    """Takes events to the metrics, the terminal and the trackers, on the main rank."""
     watch: MemoryWatch
     host_time: HostTime
     """Looks at one step closely."""
@@ -49,9 +49,9 @@ class Run:
     recovery: Recovery
     """Recovery when memory runs out."""
     post_mortem: Callable[[Exhausted], MemtrainError]
-    """Says why a run could not go on, and what would."""
+    """Explains the end of a run, and the changes that would avoid it."""
     judge: Callable[[], float] | None = None
-    """Measures on the held-out rows in place of the loss: what is lower is better."""
+    """Measures on the held-out rows in place of the loss: lower is better."""
     position: TrainState = field(default_factory=TrainState)
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -215,7 +215,7 @@ def _noted(run: Run, loss: float) -> float:
 
 
 def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
-    """The summed loss of some sequences, and what is told of them."""
+    """The summed loss of some sequences, and their metrics."""
     micro_batch = feed.micro_batch(sequences).to(run.device)
     return run.step.method.loss(run.step.model, micro_batch, denominator=1.0, want_stats=True)
 

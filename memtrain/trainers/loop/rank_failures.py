@@ -14,7 +14,7 @@ from memtrain.trainers.run_folder.report.final_status import record_end
 from memtrain.trainers.runtime.atomic_files import write_whole
 
 LAUNCHED = "MEMTRAIN_LAUNCHED"
-"""Set by a launcher that tells, in its own words, what ended its processes."""
+"""Set by a launcher that reports the end of its processes itself."""
 
 ECHOES = (
     "gloo/transport",
@@ -44,7 +44,7 @@ class RankFault(Section):
 
 
 def note_fault(folder: RunFolder, rank: int, error: Exception) -> None:
-    """Leave word of what ended this rank."""
+    """Write down the error that ended this rank."""
     if isinstance(error, MemtrainError):
         faults = tuple((one.what, one.where, one.fix) for one in error.faults)
         fault = RankFault(rank=rank, time=time.time(), kind=type(error).__name__, faults=faults)
@@ -87,8 +87,8 @@ def root_fault(folder: RunFolder, num_ranks: int) -> Exception | None:
 
 
 def correct_status(folder: RunFolder, error: Exception) -> None:
-    """Say in the run folder what ended the run: a rank that only lost another one may have written something
-    else, and a killed one that it runs."""
+    """Write into the run folder the error that ended the run: a rank that only lost another one may have
+    written something else, and a killed one that it runs."""
     status = folder.read_status()
     if status is None or isinstance(error, Interrupted):
         return

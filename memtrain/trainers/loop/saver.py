@@ -56,7 +56,7 @@ class Saver:
         return self._background.is_at_work
 
     def save(self, position: TrainState) -> None:
-        """Save, or begin to: one that is still under way is waited for.
+        """Save, or begin to save, after a save that is still under way.
 
         Raises: LaunchError, on every rank, when the disk refuses, or refused what was under way.
         """
@@ -76,7 +76,7 @@ class Saver:
             self._waited_s, self._held_s = waited_s, time.perf_counter() - began
 
     def advance(self) -> None:
-        """Bring what is under way one agreement on. All ranks are idle.
+        """Advance a save under way by an agreement. All ranks are idle.
 
         Raises: LaunchError, on every rank, when the disk refused.
         """

@@ -156,7 +156,7 @@ def _take_folder(folder: RunFolder, plan: Plan, family: Family | None) -> RunLoc
 def _explained(
     plan: Plan, recovery: Recovery, built: Built, position: TrainState
 ) -> Callable[[Exhausted], MemtrainError]:
-    """Says why memory ran out, and what would help."""
+    """Explains why memory ran out, and the changes that would help."""
 
     def explained(spent: Exhausted) -> MemtrainError:
         return post_mortem(spent, plan, recovery.settings, built.model, built.optimizer, step=position.step)
@@ -189,7 +189,7 @@ def _stop_before_loading(ranks: Ranks, stop: StopRequest, folder: RunFolder) -> 
 def _look_for_checkpoint(
     folder: RunFolder, plan: Plan, ranks: Ranks, *, resume: bool
 ) -> tuple[Found, list[str]]:
-    """The checkpoint to go on from, and what to tell of it. Raises: ResumeError."""
+    """The checkpoint to go on from, and the notes on it. Raises: ResumeError."""
     if ranks.is_main:
         mend_checkpoints(folder)
         if not resume:
@@ -243,7 +243,7 @@ def of_split(event: DataEvent, split: PreparedSplit | None) -> DataEvent:
 def _try_final(
     built: Built, folder: RunFolder, sinks: EventSinks, position: TrainState, *, is_main: bool
 ) -> None:
-    """Save the model without its weights before a step is made: what would refuse at the end refuses now."""
+    """Save the model without its weights before a step, so that refusals come at the start."""
     for text in try_final(built.model, built.tokenizer, folder.path) if is_main else ():
         sinks.emit(NoteEvent(step=position.step, text=text))
 
@@ -347,7 +347,7 @@ def main() -> int:
 
 
 def _report_fault(folder: RunFolder, rank: int, error: Exception) -> int:
-    """Say what ended this rank, where the launcher or the user will look; the exit code."""
+    """Report the error that ended this rank, where the launcher or the user will look; the exit code."""
     is_of_many = "RANK" in os.environ
     if is_of_many:
         note_fault(folder, rank, error)

@@ -146,7 +146,7 @@ class Recorder(TensorPeak):
         self.phase = "start"
         self.phase_peaks: dict[str, int] = {}
         self.phase_peak_events: dict[str, int] = {}
-        """Number of events up to and with the one that made a phase's peak."""
+        """Number of events up to and with the peak of a phase."""
         self._owner = ""
         self._relabelled: dict[int, str] = {}
 
@@ -156,7 +156,7 @@ class Recorder(TensorPeak):
         self._note_peak()
 
     def begin_phase_again(self) -> None:
-        """Forget what the present phase needed so far."""
+        """Forget the need of the present phase so far."""
         self.phase_peaks.pop(self.phase, None)
         self._note_peak()
 
@@ -171,7 +171,7 @@ class Recorder(TensorPeak):
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Storages that are resized in place are followed inside, as FSDP2 does with what it gathers."""
+        """Storages that are resized in place, as FSDP2's gathered weights are, are followed inside."""
         plain = UntypedStorage.resize_
         me = self
 

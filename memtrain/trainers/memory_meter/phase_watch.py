@@ -40,7 +40,7 @@ class MemoryWatch:
 
     @contextmanager
     def phase(self, name: str, *, tokens: int | None = None) -> Iterator[None]:
-        """Measure what happens inside as the phase `name`; `tokens` tells how heavy a step is."""
+        """Measure the enclosed work as the phase `name`; `tokens` is the weight of a step."""
         if not self.is_on:
             yield
         elif self.device.type == "cuda":

@@ -1,1 +1,1 @@
-"""Methods: one page each, with its paper and what differs from the loop."""
+"""Methods: a page for each, with its paper and its differences from the loop."""

@@ -69,7 +69,7 @@ class Dpo:
     reference: Reference | None
     ask: AskLogps
     chosen_tokens_per_pair: float = 1.0
-    """Of the whole step: what the `sft` part is divided by, over pairs."""
+    """Divisor of the `sft` part over that of pairs, for the whole step."""
 
     @property
     def knobs(self) -> PairKnobs:

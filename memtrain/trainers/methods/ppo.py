@@ -62,7 +62,7 @@ class Ppo(PolicyMethod[PpoRecipe]):
         return weighted_rewards(scored.reward_AF, scored.weight_F).nan_to_num(nan=0.0)
 
     def weigh_tokens(self, window: Rollout, scored: ScoredRollout) -> dict[str, float]:
-        """Advantages and returns of all tokens, and beta for the next rollout; what is told of them.
+        """Advantages and returns of all tokens, and beta for the next rollout; their metrics.
 
         Answers without a verdict are not learnt from.
         """

@@ -33,7 +33,7 @@ feed = AnswerFeed
 
 
 def method(recipe: Recipe, reference: Reference | None = None) -> Reward:
-    """The method of a recipe; it has no reference."""
+    """The method of a recipe, without a reference."""
     return Reward(recipe.reward or RewardRecipe())
 
 

@@ -26,7 +26,7 @@ feed = TokenFeed
 
 
 def method(recipe: Recipe, reference: Reference | None = None) -> Sft:
-    """The method of a recipe; it has no reference."""
+    """The method of a recipe, without a reference."""
     return Sft(recipe.sft or SftRecipe())
 
 

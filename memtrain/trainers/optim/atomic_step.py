@@ -17,7 +17,7 @@ from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.runtime.oom_errors import attempt, free
 
 ATTEMPTS = 3
-"""A second attempt frees the gradients of what was stepped and the allocator's blocks; a third, in case the
+"""A second attempt frees the stepped weights' gradients and the allocator's blocks; a third, in case the
 memory was another process's. Taste."""
 
 

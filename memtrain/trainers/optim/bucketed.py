@@ -35,7 +35,7 @@ class BucketedOptimizer(Optimizer):
 
     @abstractmethod
     def taken_out(self, entry: Entry, parameter: Tensor) -> Entry:
-        """State as the optimizer inside reads it, in new tensors, also of one that could not be put back."""
+        """State as the optimizer inside reads it, in new tensors, also where it could not be put back."""
 
     @abstractmethod
     def put_back(self, entry: Entry, parameter: Tensor, before: Entry) -> Entry:

@@ -125,7 +125,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """The norm of each, in order, on the device of the first: those of weights on the host are there."""
+    """The norm of each, in order, on the device of the first, where offloaded weights' norms go too."""
     devices = {gradient.device for gradient in gradients}
     if len(devices) == 1:
         return list(torch._foreach_norm(gradients, 2, torch.float32))

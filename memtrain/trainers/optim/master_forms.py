@@ -36,7 +36,7 @@ class Form(Protocol):
         ...
 
     def give(self, parameter: Tensor, copy: Tensor) -> None:
-        """Write the stepped numbers into the parameter, and keep what it cannot hold."""
+        """Write the stepped numbers into the parameter, and keep the remainder that it cannot hold."""
         ...
 
     def held(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class Float32:
         self._copies = {one: _beside(one, one.detach().float(), away=away) for one in parameters}
 
     def take(self, parameter: Tensor) -> Tensor:
-        """The copy itself, or one of it beside the weight."""
+        """The copy itself, or its copy beside the weight."""
         copy = self._copies[parameter]
         return copy if self.stays else to_device(copy, parameter)
 

@@ -105,7 +105,7 @@ class MasterWeights(Optimizer):
         gradients: dict[Tensor, Tensor | None],
         left: dict[Tensor, Tensor | None],
     ) -> None:
-        """Step a bucket, and take out of `left` what is stepped, also where the step breaks off."""
+        """Step a bucket, and take stepped weights out of `left`, also where the step breaks off."""
         pairs = [(parameter, master) for parameter, master in bucket if gradients[parameter] is not None]
         versions: dict[Tensor, int] = {}
         is_done = False
@@ -135,7 +135,7 @@ class MasterWeights(Optimizer):
                     master.data = self._blank.expand(parameter.shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and with it what stays of each parameter's float32 numbers."""
+        """The inner optimizer's state, with the kept part of each parameter's float32 numbers."""
         state = self._inner.state_dict()
         state["state"] = {index: dict(entry) for index, entry in state["state"].items()}
         for index, (parameter, master) in enumerate(self.pairs()):
@@ -179,7 +179,7 @@ class MasterWeights(Optimizer):
 
 
 def _widened(gradients: list[Tensor | None]) -> list[Tensor]:
-    """Float32 gradients: those that are float32 as they are, all others in one call."""
+    """Float32 gradients: float32 unchanged, all others converted in one call."""
     given = [gradient for gradient in gradients if gradient is not None]
     halves = [gradient for gradient in given if gradient.dtype != torch.float32]
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in halves]

@@ -13,7 +13,7 @@ from memtrain.trainers.optim.bucketed import BucketedOptimizer, Entry
 from memtrain.trainers.optim.buckets import buckets_of
 
 STATES = 2
-"""Numbers of state of a weight at most: AdamW's two moments, in the dtype of what is stepped."""
+"""Numbers of state of a weight at most: AdamW's two moments, in the dtype of the stepped weights."""
 
 HOST = "cpu"
 """Device on which states wait. A trace, in which the CPU plays the GPU, has another kind of tensor play the

@@ -34,7 +34,7 @@ class DistributedStep:
     step: Callable[[Optimizer], None] = step_whole
     """Moves the weights by their gradients."""
     dry_step: Callable[[bool], AbstractContextManager[None]] = lambda makes_states: nullcontext()
-    """Context in which a backward pass moves no weight; it may make optimizer states that are not there."""
+    """Context in which a backward pass moves no weight, and may make missing optimizer states."""
 
 
 def forward_backward(

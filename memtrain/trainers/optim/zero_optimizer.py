@@ -63,7 +63,7 @@ class ZeroOptimizer(Optimizer):
         self._shapes = [parameter.shape for group in groups for parameter in group["params"]]
 
     def give(self, flats: tuple[Flat, ...]) -> None:
-        """Take the parts that DeepSpeed steps, and put what was loaded where it belongs."""
+        """Take the parts that DeepSpeed steps, and put loaded states in their places."""
         self._flats = flats
         if self._waiting is not None:
             wanted = {one.weight: range(one.first, one.first + one.count) for _, one in self._pieces()}

@@ -69,7 +69,7 @@ def line_chart(
     height: int = 280,
     from_zero: bool = False,
 ) -> str:
-    """An SVG of lines over steps with what the pointer needs in `data-lines`; empty when there is no point.
+    """An SVG of lines over steps with the pointer's data in `data-lines`; empty when there is no point.
 
     Values that are no number make a gap. `unit`: of the upright axis.
     """

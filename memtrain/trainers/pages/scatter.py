@@ -40,7 +40,7 @@ class Spot:
 def pareto_chart(
     spots: Sequence[Spot], label: str, *, x_unit: str, y_unit: str, limit: tuple[str, float] | None = None
 ) -> str:
-    """An SVG of points joined by the steps of what is reached at each x, both axes from zero.
+    """An SVG of points and the steps of their frontier, both axes from zero.
 
     `limit`: name and x of a line. Empty without points.
     """

@@ -1,1 +1,1 @@
-"""Protocols: what a method, a feed and an event are."""
+"""Protocols of a method, a feed and an event."""

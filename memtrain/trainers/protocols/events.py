@@ -65,7 +65,7 @@ class EvalEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataEvent:
-    """`data`: what truncation and packing did to the rows of a split, written at the start."""
+    """`data`: effects of truncation and packing on the rows of a split, written at the start."""
 
     step: int = 0
     split: str = "train"

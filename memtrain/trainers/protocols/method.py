@@ -72,7 +72,7 @@ class BeforeStep(Protocol):
     """A method whose loss depends on the whole step."""
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
-        """Take what the losses of the coming micro-batches need; called by all ranks together."""
+        """Compute the statistics that the coming micro-batches' losses need; called by all ranks together."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Log-probs of a batch's answers under a scorer: what DPO and KTO ask of policy and reference."""
+"""Log-probs of a batch's answers under a scorer, for DPO and KTO."""
 
 # A answers, N learnt tokens
 
@@ -18,7 +18,7 @@ class AnswerLogps(NamedTuple):
     """Per answer [A], fp32."""
 
     logp_A: Tensor
-    """Sum over its learnt tokens; those past the shorter answer of its pair scaled by `ld_alpha`."""
+    """Sum over its loss tokens; tokens past the shorter answer of its pair are scaled by `ld_alpha`."""
     plain_A: Tensor
     """The same without that scale."""
     weight_A: Tensor | None

@@ -1,4 +1,4 @@
-"""The reference's log-probs once, before training, kept on disk by what made them."""
+"""The reference's log-probs once, before training, kept on disk under a key of their inputs."""
 
 # Q things asked, V values, A answers of a batch, K answers of an item
 

@@ -137,7 +137,7 @@ class RunFolder:
         raise AssertionError("The last try returns or raises.")
 
     def _tidy(self, lock: RunLock) -> None:
-        """Remove what killed processes left here. Raises: LaunchError when the disk refuses."""
+        """Remove half-written files of killed processes. Raises: LaunchError when the disk refuses."""
         try:
             remove_litter(self.path)
         except OSError as error:

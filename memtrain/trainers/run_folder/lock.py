@@ -42,7 +42,7 @@ class Owner(Section):
     """The process that started it, which holds the folder together with it."""
 
     def is_running(self) -> bool:
-        """Whether the process itself still runs; one of another host is taken to run."""
+        """Whether the process itself still runs; a process of another host is taken to run."""
         if self.host != socket.gethostname():
             return not self.job or self.job != os.environ.get("SLURM_JOB_ID")
         return self.boot == boot_id() and self.ticks == ticks_of(self.pid)
@@ -90,7 +90,7 @@ def this_process(launcher: Owner | None = None) -> Owner:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """The owner that a lock file names; None for no file, or one that a dying process left unfinished."""
+    """The owner that a lock file names; None for no file, or a dying process's unfinished file."""
     try:
         return Owner.model_validate_json(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -104,7 +104,7 @@ class RunLock:
         self.path = path
         self.owner = owner
         self._made = made
-        """Folders that were made for it, the deepest first: those that stay empty go again."""
+        """Folders that were made for it, the deepest first: empty folders are removed again."""
 
     def close(self) -> None:
         """Give the folder back, to the launcher where that still runs; no effect once another one has it."""
@@ -142,7 +142,7 @@ class RunLock:
 
 
 def take_lock(path: Path, folder: Path, *, made: Sequence[Path] = ()) -> RunLock:
-    """Take a run folder for this process; the lock of one that is gone is taken over.
+    """Take a run folder for this process; the lock of an ended process is taken over.
 
     Raises: LaunchError when a living process has it; OSError when the disk refuses.
     """

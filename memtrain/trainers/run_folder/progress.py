@@ -124,7 +124,7 @@ class Progress:
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
-        """A terminal that was closed, or a reader that is gone, ends what is shown and not the run."""
+        """A closed terminal, or a reader that is gone, ends the output and not the run."""
         try:
             yield
         except OSError:

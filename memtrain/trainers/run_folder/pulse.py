@@ -29,7 +29,7 @@ IDLE = 0.05
 """Share of one core below which a process does nothing but wait. Taste: far from both ends."""
 
 OWN = "memtrain"
-"""Package whose lines are named: those below are of others."""
+"""Package whose lines are named; deeper lines are of other packages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Family:
     """The processes that this rank was started by."""
 
     launcher: Owner | None
-    """The one that holds the run folder; None where it was started by hand, or by SLURM."""
+    """The launcher that holds the run folder; None where started by hand, or by SLURM."""
     parent: int
 
     @staticmethod
@@ -47,7 +47,7 @@ class Family:
         return Family(Owner.model_validate_json(owner) if owner else None, os.getppid())
 
     def is_gone(self) -> bool:
-        """Whether the launcher, or what it started the ranks by, has ended before this rank.
+        """Whether the launcher, or its agent, has ended before this rank.
 
         Only ranks that a launcher of ours started are asked: another one may end on purpose, as a shell does.
         """
@@ -92,7 +92,7 @@ def pulse_file(folder: RunFolder, rank: int) -> Path:
 
 
 def _place_of(thread: int) -> tuple[tuple[tuple[int, int], ...], str]:
-    """(Instructions that a thread is in, with those of its callers; the innermost line of our own).
+    """(instructions of a thread and its callers; the innermost line of our own).
 
     The line reads as `checkpoint.py:120 (finish)`. No frame is held when this returns: one that is held keeps
     all its tensors, also those of a function that has ended.

@@ -82,7 +82,7 @@ class Trackers:
             tracker.log(values, step=event.step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining values."""
         for tracker in self.trackers:
             tracker.finish()
 

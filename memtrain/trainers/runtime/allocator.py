@@ -34,7 +34,7 @@ def use_expandable_segments(is_on: bool) -> None:
 
 
 def settings_text(is_on: bool) -> str:
-    """The allocator's settings as torch takes them: those of the environment, and expandable segments."""
+    """The allocator's settings as torch takes them: the environment's, and expandable segments."""
     given = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
     if KEY in given:
         return given
@@ -72,7 +72,7 @@ def expandable_in_force() -> bool:
 
 
 def allocator_words(is_asked: bool) -> str:
-    """A sentence for the report: what the allocator does, where that is not what was planned."""
+    """A sentence for the report on the allocator, where it differs from the plan."""
     found = expandable_in_force()
     if found == is_asked:
         return f"CUDA's allocator has {'expandable' if found else 'fixed'} segments, as planned"

@@ -96,7 +96,7 @@ def system_errors() -> Iterator[None]:
 
 
 def disk_fault(error: OSError, doing: str, path: Path) -> LaunchError:
-    """The error a user reads when the disk refuses: what was being done, where, the way out."""
+    """The error a user reads when the disk refuses: the failed act, the place, the way out."""
     what = f"{doing}: {error.strerror or error}"
     if error.errno == errno.ENOSPC:
         free_bytes = shutil.disk_usage(nearest_folder(path)).free

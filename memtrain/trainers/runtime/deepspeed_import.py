@@ -1,4 +1,4 @@
-"""DeepSpeed as it is imported here: it knows its device, says little, and compiles nothing."""
+"""DeepSpeed as imported here: its device known, its log short, nothing compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def name_device(device: str | None = None) -> None:
-    """Tell DeepSpeed which device it is on, before anybody imports it: it would guess, and say so.
+    """Tell DeepSpeed its device before anybody imports it, so that it does not guess.
 
     transformers imports it where it is installed. `device`: the run's; of itself CUDA where there is one.
     """

@@ -36,7 +36,7 @@ class HostTime:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Look at what happens inside if it is the step's turn; it ends when the device has done its work."""
+        """Watch the enclosed work if it is the step's turn, until the device has done its work."""
         self._steps += 1
         # A mode that sees every operator slows the host: such a step tells nothing of others.
         if not self.is_on or self._steps <= SETTLED_STEPS or _get_current_dispatch_mode() is not None:

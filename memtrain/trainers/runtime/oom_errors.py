@@ -1,4 +1,4 @@
-"""Telling that memory ran out, and letting go of what a broken pass held."""
+"""Errors of exhausted memory, and the release of a broken pass's memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attempt(act: Callable[[], Made], *, is_on: bool = True) -> tuple[Made | None
 
 
 def free() -> None:
-    """Give back what a broken pass held: graphs in cycles, and blocks that the allocator kept."""
+    """Free the memory of a broken pass: graphs in cycles, and blocks that the allocator kept."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -43,7 +43,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that writes and prints."""
+        """Whether this rank writes and prints."""
         return self.rank == 0
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -59,7 +59,7 @@ class Ranks:
         return self.max({"flag": float(flag)})["flag"] > 0
 
     def gather(self, item: Item) -> list[Item]:
-        """The item of every rank, by rank, on every rank; of what rank_messages.py can send."""
+        """The item of every rank, by rank, on every rank; of types that rank_messages.py can send."""
         if self.world == 1:
             return [item]
         mine = self._message(to_bytes(item))

@@ -22,7 +22,7 @@ _early: list[int] = []
 
 
 def hold_signals() -> None:
-    """Let what asks to stop wait until a StopRequest listens: a process that still loads would die of it.
+    """Hold signals to stop until a StopRequest listens: a process that still loads would die of them.
 
     By handlers and not by a mask: a mask is of one thread, and the kernel gives the signal to another.
     """
@@ -31,7 +31,7 @@ def hold_signals() -> None:
 
 
 def let_signals_pass() -> None:
-    """From now on what asks to stop is not heard: a process on its way out would die of it, its work done.
+    """Ignore signals to stop from now on: a process on its way out would die of them, its work done.
 
     Python's own handlers are gone before the process is.
     """

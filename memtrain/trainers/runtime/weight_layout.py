@@ -19,7 +19,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether this rank holds only a part of a weight: FSDP2's rows, or what ZeRO's stage 3 leaves it."""
+    """Whether this rank holds only a part of a weight: FSDP2's rows, or its part in ZeRO's stage 3."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_tensor")
 
 

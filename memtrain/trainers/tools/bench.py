@@ -52,7 +52,7 @@ class Benched:
     reserved_bytes: int
     """Most memory that CUDA's caching allocator held; 0 on a CPU."""
     rss_bytes: int
-    """Highest resident memory of the process, above what it had after its imports."""
+    """Highest resident memory of the process, less that after its imports."""
     tokens: int
     """Of the timed steps, without padding."""
     seconds: float

@@ -86,7 +86,7 @@ def products_a_second(size: int, dtype: torch.dtype, device: str) -> float:
 
 
 def seconds_of(work: Callable[[], object], wait: Callable[[], None] | None = None) -> float:
-    """Time of one `work`, the mean of as many as ENOUGH_S takes, after one that is not counted."""
+    """Time of one `work`, the mean of all within ENOUGH_S, after an uncounted first."""
     work()
     if wait is not None:
         wait()
@@ -102,7 +102,7 @@ def seconds_of(work: Callable[[], object], wait: Callable[[], None] | None = Non
 
 
 def of_gpu(name: str) -> Measured:
-    """The current CUDA device, which must be free: what others hold on it would be taken for this one's."""
+    """The current CUDA device, which must be free: other processes' memory would count as this one's."""
     torch.zeros(1, device="cuda")
     square = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (square @ square).sum().backward()
@@ -174,7 +174,7 @@ def scratch_of_kernels() -> dict[str, int]:
 
 
 def scratch_of(kernel: Callable[[], object]) -> int:
-    """Peak while a kernel runs, less what is left after it."""
+    """Peak while a kernel runs, less the rest after it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     kept = kernel()

@@ -1,4 +1,4 @@
-"""The measured peak of a plan's step, without a run folder: what a comparison of two plans needs."""
+"""The measured peak of a plan's step, without a run folder, for a comparison of two plans."""
 
 from __future__ import annotations
 

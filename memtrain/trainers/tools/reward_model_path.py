@@ -26,7 +26,7 @@ class Scored:
 
 
 def find_scored(model: str, overrides: Sequence[str]) -> Scored:
-    """The model at `model`; an adapter's base is what its run trained, else what it names, else `overrides`.
+    """The model at `model`; an adapter's base is its run's model, else its own named base, else `overrides`.
 
     Raises: LaunchError when a run has not ended, an adapter belongs to a language model, or names no base.
     """

@@ -25,7 +25,7 @@ from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import load_model, local_device
 
 SCORE = "score"
-"""The name under which `METHOD_FORMATS` lists what can be scored: pairs, and single answers."""
+"""The name under which `METHOD_FORMATS` lists the formats to score: pairs, and single answers."""
 
 
 def rewards_of(

@@ -83,7 +83,7 @@ def text_model(run: Path) -> TrainedModel:
 
 
 def whole_model(model: TrainedModel, purpose: str) -> Path:
-    """Folder of the full model: the run's own, or the one that `memtrain merge` wrote.
+    """Folder of the full model: the run's own, or the folder of `memtrain merge`.
 
     Raises: LaunchError when an adapter was not merged yet.
     """

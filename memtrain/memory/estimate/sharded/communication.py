@@ -29,7 +29,7 @@ MODULES_OF_LAYER = 9
 
 
 class CommunicationTime(NamedTuple):
-    """Seconds of what travels."""
+    """Seconds of communication."""
 
     forward: float = 0.0
     """In the forward pass of a micro-batch."""

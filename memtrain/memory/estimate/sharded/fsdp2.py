@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     """A layer that has its turn in the backward pass."""
 
     activations: int
-    """Kept by what is below it."""
+    """Bytes kept by the modules below."""
     summed: int
     """A rank's part of the gradients that are summed before, in its first micro-batch."""
     on_its_way: int

@@ -1,4 +1,4 @@
-"""Bytes of a rank under DeepSpeed's ZeRO: what its engine holds beside weights, copies and states.
+"""Bytes of a rank under DeepSpeed's ZeRO: the engine's own, beside weights, copies and states.
 
 Source: measured with deepspeed 0.19.8 on two gloo ranks (torch 2.13, CPU, float32; 4 layers of width 256,
 tied and untied, with and without checkpointing): counted live tensors told which buffers live together. In
@@ -22,7 +22,7 @@ Moment = dict[str, int]
 
 
 TO_SAVE = "states to save"
-"""Owner of what the main rank gathers in host memory to write it."""
+"""Owner of weights that the main rank gathers in host memory for writing."""
 
 
 def between_steps(settings: Settings, shape: ModelShape) -> Moment:
@@ -34,7 +34,7 @@ def between_steps(settings: Settings, shape: ModelShape) -> Moment:
 
 
 def gathered_module(load: Workload) -> int:
-    """Bytes of the largest module that stage 3 gathers: it goes module by module, not layer by layer."""
+    """Bytes of the largest module that stage 3 gathers, module by module, not layer by layer."""
     if stage_of(load.settings) < 3:
         return 0
     shape = load.shape

@@ -12,7 +12,7 @@ default."""
 
 
 def bucket_of(shape: ModelShape) -> int:
-    """Numbers that are reduced or gathered at once: those of the largest layer or embedding, or fewer.
+    """Numbers that are reduced or gathered at once: the largest layer or embedding, or fewer.
 
     DeepSpeed makes a buffer of that size whatever the model is, and stage 3 keeps as many gathered weights.
     Source: measured: with its own 1e9 live weights a pass of 147 M weights kept all of them and saved nothing

@@ -35,7 +35,7 @@ def wish(recipe: Recipe) -> StrategyRequest:
 
 
 def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
-    """The layers' inputs: all, or all but those of the last quarter, half, three quarters of the layers."""
+    """The layers' inputs: all, or all but the last quarter, half or three quarters."""
     asked, count = case.recipe.memory.offload_keep, case.facts.shape.num_layers
     if asked != "auto":
         return ({"offload": "boundaries", "offload_keep": asked},)

@@ -25,7 +25,7 @@ SLICES = (32_768, 8_192, 2_048)
 
 
 def wish(recipe: Recipe) -> StrategyRequest:
-    """Open unless the recipe says it, or says what is kept of a layer."""
+    """Open unless the recipe sets it, or the kept part of a layer."""
     memory = recipe.memory
     if memory.streamed_layers != "auto":
         return "on" if memory.streamed_layers == "on" else "off"
@@ -34,7 +34,7 @@ def wish(recipe: Recipe) -> StrategyRequest:
 
 
 def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
-    """Slices of the length that the recipe names, or of those that divide the longest sequence."""
+    """Slices of the recipe's length, or of lengths that divide the longest sequence."""
     asked = case.recipe.memory.slice_tokens
     if asked != "auto":
         return ({"slice_tokens": asked},)

@@ -43,7 +43,8 @@ class CandidateInputs:
 
 
 def default_candidates(lengths: Ints, own: int | None) -> tuple[int, ...]:
-    """At most eight: powers of two, and the halves between where there is room, up to one that cuts nothing.
+    """At most eight: powers of two, and the halves between where there is room, up to a length that cuts
+    nothing.
 
     `own`: the recipe's max_length, always among them.
     """

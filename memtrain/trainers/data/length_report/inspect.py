@@ -122,7 +122,7 @@ def inspect(
 
 
 def every_format() -> tuple[Format, ...]:
-    """Every format, those of supervised fine-tuning first: what is made on the spot is made in the first."""
+    """Every format, supervised fine-tuning's first: made-up data uses the first."""
     return tuple(dict.fromkeys(form for forms in METHOD_FORMATS.values() for form in forms))
 
 
@@ -158,7 +158,7 @@ def batch_of(train: Train) -> Batch:
 def distributions(
     work: Work, seen: Read, rows: RowLayout, chosen: Ints, data: Data, scale: float
 ) -> tuple[Distribution, ...]:
-    """Lengths of rows, of their parts and of what is learnt."""
+    """Lengths of rows, of their parts and of their loss tokens."""
     counts = seen.counts
     made = [distribution("row", rows.longest_of_rows, scale=scale)]
     parts = FORMS[work.job.kind].parts

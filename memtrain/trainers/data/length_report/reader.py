@@ -229,7 +229,7 @@ def overlapped(rows: Iterator[tuple[int, Line]], work: Tokenizing) -> Iterator[T
 
 
 def tokenizer_threads() -> int:
-    """Threads that the tokenizer would take: what its environment says, else the cores."""
+    """Threads of the tokenizer: its environment variable, else the cores."""
     if os.environ.get(PARALLELISM, "true").lower() in ("false", "off", "no", "n", "f", "0", ""):
         return 1
     value = os.environ.get("RAYON_NUM_THREADS", "")

@@ -1,4 +1,4 @@
-"""The answer of `memtrain inspect-lengths`, as one value: what the screen, the page and the JSON all show."""
+"""The answer of `memtrain inspect-lengths`, as one value for the screen, the page and the JSON."""
 
 from __future__ import annotations
 
@@ -205,9 +205,9 @@ class Inspection(Section):
     """Rows of one epoch: after sampling, mixture weights and the held-out fraction."""
     tokens: int
     loss_tokens: int
-    """Learnt tokens (those that something predicts and the loss counts)."""
+    """Loss tokens: tokens that are predicted and counted in the loss."""
     duplicates: int
-    """Rows whose tokens are those of an earlier row."""
+    """Rows with the same tokens as an earlier row."""
     distributions: tuple[Distribution, ...]
     longest: tuple[LongRow, ...]
     faulty: Faulty

@@ -169,7 +169,7 @@ def _became_alike(
 
 
 def _grouped(store: TokenStore, rows: Ints, start: Ints, prompt: Ints, by_prompt: bool) -> tuple[Ints, Ints]:
-    """(order of the items, item_ptr): one item a sequence, or several that have the same prompt."""
+    """(order of the items, item_ptr): one item a sequence, or several with the same prompt."""
     count = len(rows)
     if not by_prompt:
         return np.arange(count), np.arange(count + 1)

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 class Laid(Protocol):
-    """Rows as sequences: what a plan needs to know of them."""
+    """Rows as sequences, with the facts that a plan needs."""
 
     @property
     def tokens(self) -> Ints:

@@ -45,7 +45,7 @@ def laid_epochs(
 
 
 def of_epoch(bounds: Ints, epoch: int) -> tuple[int, int]:
-    """(first, end) of the sequences of an epoch; those after the last begin again."""
+    """(first, end) of the sequences of an epoch; later epochs begin again."""
     number = epoch % (len(bounds) - 1)
     return int(bounds[number]), int(bounds[number + 1])
 

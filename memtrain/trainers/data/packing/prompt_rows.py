@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts that are left, and what truncation did to them."""
+    """The kept prompts, and the report of truncation."""
 
     row: Ints
     """[R] row of each prompt in the store."""

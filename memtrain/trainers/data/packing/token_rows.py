@@ -248,7 +248,7 @@ def _report(
 
 
 def _distinct_tokens(row: Ints, start: Ints, kept: Ints) -> int:
-    """Tokens in pieces in the order of their rows, those that two pieces of a row share counted once."""
+    """Tokens in pieces in the order of their rows; tokens shared by two pieces of a row count once."""
     end = start + kept
     shared = np.where(row[1:] == row[:-1], np.maximum(end[:-1] - start[1:], 0), 0)
     return int(kept.sum() - shared.sum())

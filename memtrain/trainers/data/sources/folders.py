@@ -1,4 +1,4 @@
-"""A folder to its data files, and to every other file in it: what is not read is named, never passed over.
+"""A folder to its data files, and to every other file in it: unread files are named, never passed over.
 
 No torch here.
 """
@@ -36,7 +36,7 @@ class Unread:
 
 
 def files_in(folder: Path, split: str) -> tuple[tuple[Path, ...], tuple[Unread, ...]]:
-    """(data files of a folder and its subfolders, sorted: those of one split where names say the split;
+    """(data files of a folder and its subfolders, sorted, of one split where names give the split;
     every other file there).
 
     Raises: DataError when a folder cannot be listed, or holds no data, none of that split, or several kinds.

@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 from memtrain.errors import DataError
 
 PACKINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
-"""Endings of packed files, and what they are packed with."""
+"""Endings of packed files, and their compression."""
 CHUNK_BYTES = 2**18
 MOST_UNPACKING_BYTES = 2**30
 """Memory that unpacking xz may take; its own highest setting takes 65 MiB."""
@@ -61,7 +61,7 @@ class Digest:
         return io.BufferedReader(Pulled(pull), CHUNK_BYTES)
 
     def finish(self, file: IO[bytes]) -> None:
-        """Digest what nobody has read of a file that was watched: readers may close what they were given."""
+        """Digest the unread rest of a watched file, whose reader may have closed it early."""
         while data := file.read(CHUNK_BYTES):
             self._state.update(data)
 

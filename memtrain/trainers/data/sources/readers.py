@@ -226,7 +226,7 @@ TEXT_READERS: dict[TextUnit, Callable[[Path, IO[bytes]], Iterator[Line]]] = {
     "paragraph": text_blocks,
     "document": text_pieces,
 }
-"""Readers of text by what a row of it is."""
+"""Readers of text by the unit of a row."""
 SEEKING = (".parquet", ".arrow")
 READABLE = f"{', '.join(READERS)} (packed too: {', '.join(PACKINGS)})"
 

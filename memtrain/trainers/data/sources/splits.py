@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
 HAS_PROMPTS = tuple(name for name, form in FORMS.items() if form.has_prompts)
-"""Formats of which rows of one prompt are held out together: what was learnt of a prompt is no test of it."""
+"""Formats of which rows of one prompt are held out together: a prompt that was trained on is no test."""
 
 
 class Sourced(Protocol):
@@ -52,7 +52,7 @@ class Chosen:
 
 
 MOST_EPOCHS = 8
-"""Epochs that draw rows of their own, of a mixture; and LAID_ROWS, what they may come to together. Taste."""
+"""Epochs that draw rows of their own, of a mixture; and LAID_ROWS, the most rows of all of them. Taste."""
 LAID_ROWS = 20_000_000
 
 

@@ -102,7 +102,7 @@ def table_rows(batches: Iterable[Any]) -> Iterator[Line]:
 
 
 def rows_of(batch: Any) -> list[Row | BadRow]:
-    """The rows of a batch; one that holds a value which Python cannot hold is a BadRow in its place."""
+    """The rows of a batch; a value that Python cannot hold makes its row a BadRow."""
     try:
         return batch.to_pylist()
     except (ValueError, TypeError, OverflowError):

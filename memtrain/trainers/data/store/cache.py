@@ -25,7 +25,7 @@ def cache_dir(given: str | None) -> Path:
 
 
 def key_of(values: dict[str, Any]) -> str:
-    """Key of what something is made of: equal where all of it is equal."""
+    """Key of given values: equal where all of them are equal."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:KEY_LETTERS]
 
 
@@ -81,7 +81,7 @@ def _make(folder: Path, marker: str, make: Callable[[Path], None]) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold a lock that no other process holds; it is let go when the process ends, however it ends.
+    """Hold a lock that no other process holds, until the process ends, however it ends.
 
     False where the file system has no locks: nobody is waited for then.
     """

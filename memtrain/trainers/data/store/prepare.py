@@ -102,7 +102,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Tokenized rows on disk, and what is to be told of them."""
+    """Tokenized rows on disk, and the notes on them."""
 
     store: TokenStore
     notes: tuple[str, ...]

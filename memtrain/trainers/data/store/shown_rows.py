@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ShownSequence:
-    """A sequence that enters the model: one piece, or several that are packed."""
+    """A sequence that enters the model: one piece, or several packed together."""
 
     pieces: tuple[Piece, ...]
 

@@ -56,9 +56,9 @@ class Stored(Section):
     num_rows: int
     num_tokens: int
     num_loss_tokens: int
-    """Learnt tokens that have a token before them: what the loss counts when no row is cut."""
+    """Loss tokens with a token before them: all that count when no row is cut."""
     num_read: int
-    """Rows that were read: those that are stored, and the bad ones. A pair may be stored as two."""
+    """Rows that were read: stored and bad rows. A pair may be stored as two."""
     num_skipped: int
     """Bad rows that were left out."""
     skipped: tuple[str, ...]
@@ -105,7 +105,7 @@ class TokenRow:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of a batch as arrays: what passes between processes and into files."""
+    """Rows of a batch as arrays, for other processes and files."""
 
     ids: Ids
     part_tokens: Ints
@@ -137,7 +137,7 @@ def as_rows(rows: list[TokenRow], num_parts: int) -> Rows:
 
 
 class StoreWriter:
-    """Appends rows to the files of a store; `finish` writes what needs the whole."""
+    """Appends rows to the files of a store; `finish` writes the parts that need all rows."""
 
     def __init__(self, folder: Path, *, num_parts: int, has_label: bool, has_columns: bool) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Chat templates for training: the text a model's own template writes, with what the assistant says marked.
+"""Chat templates for training: the text of a model's own template, with the assistant's turns marked.
 
 Most tokenizers come with templates that mark nothing. The shipped templates write the same text for their
 family and mark the assistant's words up to its end-of-turn token (`{% generation %}`). A shipped template
@@ -60,7 +60,7 @@ TOOL_PROBES: tuple[Messages, ...] = (
     ),
 )
 TOOLS: tuple[Tool, ...] = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
-"""Of the templates that agree on all others, one that agrees on this is preferred."""
+"""A template that agrees on this too is preferred among templates that agree on all others."""
 
 
 def shipped_text(name: str) -> str:

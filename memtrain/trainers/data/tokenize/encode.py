@@ -53,7 +53,7 @@ def shifted(text: str, origin: int, end: int) -> int:
 
 
 class Encoder:
-    """A fast tokenizer without padding or truncation, and what is known of its tokens."""
+    """A fast tokenizer without padding or truncation, and facts of its tokens."""
 
     def __init__(self, tokenizer_json: str) -> None:
         from tokenizers import Tokenizer
@@ -96,7 +96,8 @@ class Encoder:
         return [one for one in encoded if one is not None]
 
     def _ended_once(self, piece: Piece, made: Encoded) -> Encoded:
-        """Without what the tokenizer adds after a text that is a prompt, or ends in that token already."""
+        """Tokens without the tokenizer's own end where the text is a prompt, or ends in that token
+        already."""
         length = len(made.ids) - self.num_after
         is_prompt = piece.cut == len(piece.text) and not piece.loss_spans
         if not self.num_after or length < 1:

@@ -55,9 +55,9 @@ class Rendering:
     own_template: str | None = None
     """The model's own template, where `chat_template` stands in for it: both must write the same text."""
     last_turn_only: bool = False
-    """Of what the assistant says, only the last turn."""
+    """Only the last turn of the assistant."""
     has_marks: bool = True
-    """Whether the template marks what the assistant says; else its turns are found by beginnings."""
+    """Whether the template marks the assistant's text; else its turns are found by beginnings."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the template beside the messages."""
 
@@ -207,7 +207,7 @@ def conversation(
     generation_prompt: bool = False,
     spans_wanted: bool = False,
 ) -> tuple[str, tuple[CharSpan, ...]]:
-    """A conversation as the chat template writes it, and what its generation marks enclose.
+    """A conversation as the chat template writes it, and the spans of its generation marks.
 
     Raises: BadRow when the template refuses the conversation, or has no place for its tools; DataError when
     it passes the limits of time, memory and text.

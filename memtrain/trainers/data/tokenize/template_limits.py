@@ -24,7 +24,7 @@ LIMIT_S = 10.0
 """Processor time of one conversation. Taste: ten thousand times what the slowest published template takes."""
 
 LIMIT_BYTES = 2**30
-"""Memory that one conversation may take beside what the process has."""
+"""Memory that one conversation may take beside the process's own."""
 
 LIMIT_LETTERS = 2**26
 """Letters that one conversation may come to."""

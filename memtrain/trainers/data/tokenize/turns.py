@@ -48,14 +48,14 @@ def shown(message: Message) -> Message:
 
 
 def _without(regions: Sequence[CharSpan], length: int) -> tuple[CharSpan, ...]:
-    """All characters but those of the regions, which are in order."""
+    """All characters outside the regions, which are in order."""
     edges = [0, *(edge for region in regions for edge in region), length]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return tuple((start, end) for start, end in pairs if end > start)
 
 
 def _region(index: int, messages: Messages, text: str, render: Render) -> CharSpan:
-    """A message with what the template writes around it."""
+    """A message with the template's text around it."""
     return _end(index, messages, text, render), _end(index + 1, messages, text, render)
 
 

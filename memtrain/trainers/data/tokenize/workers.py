@@ -43,7 +43,7 @@ class Reading:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the chat template for all rows of the source."""
     is_chat: bool = False
-    """Whether its first row is one that the chat template renders."""
+    """Whether the chat template renders its first row."""
     system_prompt: str | None = None
     """System message of the conversations that have none of their own."""
 
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A batch, tokenized, and its bad rows: (stream, line, what is wrong, how to mend it)."""
+    """A batch, tokenized, and its bad rows: (stream, line, fault, fix)."""
 
     rows: Rows
     bad: list[tuple[int, int, str, str]]
@@ -162,7 +162,7 @@ class Tokenizing:
         made.examples.append((at, example, len(own)))
 
     def _rendering(self, stream: int, example: Example) -> Rendering:
-        """Rendering of the example: with its own arguments above those of its source."""
+        """Rendering of the example, with its own arguments above its source's."""
         given = {**self.job.readings[stream].template_kwargs, **example.template_kwargs}
         return replace(self.job.rendering, template_kwargs=given) if given else self.job.rendering
 
@@ -186,7 +186,7 @@ def _texts(rendering: Rendering, example: Example) -> list[str]:
 
 
 def check_loss_spans(loss_spans: Iterable[tuple[int, int]], num_tokens: int, rendering: Rendering) -> None:
-    """Raise BadRow when no token of the row is learnt: one that has a token before it to predict it."""
+    """Raise BadRow when no token of the row is trained: a token counts with another before it."""
     if any(end > max(start, 1) for start, end in loss_spans):
         return
     if num_tokens < 2:
@@ -221,7 +221,7 @@ def row_of_ids(example: Ids, num_tokens: int, stream: int, line: int) -> TokenRo
 
 
 def row_of_pair(chosen: Encoded, rejected: Encoded, margin: float | None, stream: int, line: int) -> TokenRow:
-    """[prompt][chosen][rejected]: the prompt is what both begin with, at most to the end of its text.
+    """[prompt][chosen][rejected]: the prompt is the common beginning, at most to the end of its text.
 
     So prompt and chosen together are the tokens of the two texts together, and so for rejected.
     Raises: BadRow when an answer has no token that could be predicted.

@@ -25,7 +25,7 @@ NUM_OWNERS = 5
 """Owners that are named. Taste."""
 
 BELOW = 0.9
-"""A way out must be predicted to need this much less than what ran out: the prediction was wrong already."""
+"""A way out must be predicted to need this much less than the failed run, whose prediction was wrong."""
 
 
 def post_mortem(
@@ -77,7 +77,7 @@ def refuse_over_budget(
 def _ways(
     plan: Plan, settings: Settings, model: nn.Module, tokens: int
 ) -> tuple[PhasePeak, list[Suggestion]]:
-    """(the peak predicted for one micro-batch of `tokens` in one row, what would be lower)."""
+    """(the peak predicted for one micro-batch of `tokens` in one row, changes with a lower peak)."""
     config = base_model(model).config.to_dict()
     shape = shape_of(config) if has_formula(config) else counted_shape(config)
     batch = HeaviestBatch(1, tokens, tokens, tokens)
@@ -94,7 +94,7 @@ def _words(ways: Iterable[Suggestion]) -> str:
 
 
 def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Measured bytes of weights, by part of the model, and of what the optimizer keeps of them."""
+    """Measured bytes of weights, by part of the model, and of their optimizer states."""
     sizes: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         part = f"weights of {part_of(name)}"

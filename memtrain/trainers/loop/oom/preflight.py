@@ -46,7 +46,7 @@ class PreflightResult:
 
 
 def preflight(run: Run) -> PreflightResult:
-    """Try what is heaviest in every phase of the run that is left. Called by all ranks together.
+    """Try the heaviest work of every phase of the remaining run. Called by all ranks together.
 
     Raises: OutOfMemory when it does not fit whatever is done; LaunchError when checkpoints cannot be written.
     """
@@ -141,7 +141,7 @@ def try_save(run: Run) -> None:
 
 @contextmanager
 def _undone(run: Run) -> Iterator[None]:
-    """Random states, learning rates, optimizer states and figures as they were, after what happens inside."""
+    """Random states, learning rates, optimizer states and figures restored at the end."""
     draws = random_state()
     rates = [
         {name: group[name] for name in ("lr", "weight_decay")} for group in run.step.optimizer.param_groups

@@ -42,7 +42,7 @@ class Part:
 
     sequences: Ints
     micro_batch: int
-    """Number of the micro-batch among those of this rank."""
+    """Number of the micro-batch among this rank's."""
     number: int
     """Number of the part within it; 0 for a whole one."""
 
@@ -91,12 +91,12 @@ class Recovery:
         return bool(self.settings.recovery)
 
     def resume(self) -> None:
-        """Switch on what the run had switched on before it was continued."""
+        """Switch on the strategies that the run had on before it was continued."""
         for name in self.position.switched_on:
             self._switch(name)
 
     def divide(self, feed: Feed, micro_batches: Sequence[Ints]) -> list[Part]:
-        """The micro-batches of a step, those split that are as heavy as one that ran out."""
+        """The micro-batches of a step, split where as heavy as a failed micro-batch."""
         parts: list[Part] = []
         for index, sequences in enumerate(micro_batches):
             pieces = list(self._below(feed, sequences, self.position.micro_batch_limit))
@@ -254,7 +254,7 @@ class Cursor:
 
 
 def next_strategy(settings: Settings) -> str | None:
-    """The next strategy that the plan allows and that is not on yet: the ones that save most first."""
+    """The next allowed strategy that is not on yet, by most memory saved."""
     return next((name for name in OOM_STEPS if _can(settings, name)), None)
 
 
@@ -299,4 +299,4 @@ OOM_STEPS: dict[str, Callable[[Settings], str]] = {
     "offloading": lambda settings: "activations are offloaded to CPU from now on",
     "loss_tile": lambda settings: f"the loss uses chunks of {gib(settings.loss_tile_bytes)} from now on",
 }
-"""Strategies in the order they are tried, and what is said of them."""
+"""Strategies in the order they are tried, and their sentences."""

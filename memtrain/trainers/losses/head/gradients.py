@@ -53,7 +53,7 @@ class ScoredTokens(NamedTuple):
 
 
 class HeadGradients:
-    """Buffers for what is asked, and nothing for a frozen weight; filled one tile after another.
+    """Buffers for the requested gradients, none for a frozen weight; filled one tile after another.
 
     Weights and bias are summed wide over tiles of tokens; a hidden state belongs to one tile, so its
     gradient is rounded once.

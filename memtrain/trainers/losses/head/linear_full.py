@@ -20,7 +20,7 @@ from memtrain.trainers.losses.head.products import wide_dtype
 from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule
 
 TILE_COPIES = 3
-"""Log-probs, probabilities and their product: what a tile of statistics holds at once."""
+"""Log-probs, probabilities and their product, held at once by a tile of statistics."""
 
 
 def full_logits(pairs: Pairs, rule: LogitRule = PLAIN_LOGITS, *, bias: Tensor | None = None) -> Tensor:

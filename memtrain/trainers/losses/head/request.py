@@ -55,7 +55,7 @@ class Request(Protocol):
 
 
 class LogprobRequest:
-    """Log p of each target, and what else is asked for: a `LogprobResult`."""
+    """Log p of each target with the other requested outputs: a `LogprobResult`."""
 
     def __init__(
         self,

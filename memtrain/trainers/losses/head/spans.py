@@ -12,6 +12,7 @@ def spans(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def logit_spans(total: int, step: int) -> list[tuple[int, int]]:
-    """The first two and the last two of `spans`: those between hold what the second does, at each moment."""
+    """The first two and the last two of `spans`: spans between them hold the same as the second, at each
+    moment."""
     found = spans(total, step)
     return found if len(found) <= 4 else [*found[:2], *found[-2:]]

@@ -70,7 +70,7 @@ class ScoreOptions(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Per token, what multiplies p_v, 1[v = target], 1 and the entropy's slope in d loss / d logit_v."""
+    """Per token, the factors of p_v, 1[v = target], 1 and the entropy's slope in d loss / d logit_v."""
 
     prob_N: Tensor
     target_N: Tensor
@@ -213,7 +213,7 @@ def finish_gradient_(
     rule: LogitRule,
     first_column: int = 0,
 ) -> Tensor:
-    """Add what targets and the mean logit ask for, then go back through softcap, scale and temperature.
+    """Add the parts of targets and the mean logit, then go back through softcap, scale and temperature.
 
     `grad_TV` holds columns `first_column`...; targets outside them are left to the other tiles.
     """

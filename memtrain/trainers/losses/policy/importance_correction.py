@@ -29,7 +29,7 @@ class Mismatch(NamedTuple):
     weight_N: Tensor
     """The corrected ratio at each token; that of its answer with the sequence modes."""
     is_outside_N: Tensor
-    """bool: the raw ratio is outside the bounds: it was truncated, or its loss masked."""
+    """bool: the raw ratio is outside the bounds, and truncated or masked."""
 
 
 def mismatch(

@@ -77,7 +77,7 @@ def entropy_threshold(entropy_N: Tensor, share: float) -> Tensor:
 def keep_near_policy(
     logp_N: Tensor, old_logp_N: Tensor, lengths_A: Tensor, advantage_A: Tensor, *, limit: float
 ) -> Tensor:
-    """bool [A]: answers to learn from; those to be made less likely only while they are near the policy.
+    """bool [A]: answers to train on; disadvantageous answers only while they are near the policy.
 
     An answer of negative advantage is left out when the mean of log old - log policy over its tokens is above
     `limit`. A token without an old log-prob (NaN) is no evidence.

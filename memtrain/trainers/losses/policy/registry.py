@@ -93,7 +93,7 @@ class PolicyBatch:
     lengths_A: Tensor
     advantage_A: Tensor
     old_logp_N: Tensor | None = None
-    """Of the policy that the update started from; None: it is the policy itself (the first update)."""
+    """Of the policy that the update started from; None for the policy itself (the first update)."""
     sampler_logp_N: Tensor | None = None
     """Log-probs as recorded while sampling; for `off_policy_limit`, which looks back to it where it is
     known."""

@@ -1,4 +1,4 @@
-"""Surrogate losses of one token: what is minimised instead of the expected reward."""
+"""Surrogate losses of one token, minimised instead of the expected reward."""
 
 # N scored tokens; advantage_N is the advantage of each token (of its answer, or its own).
 

@@ -1,4 +1,4 @@
-"""Value losses of PPO: how far the predicted return of each token is from the one that came."""
+"""Value losses of PPO: the distance of each token's predicted return from the actual."""
 
 # N tokens of answers
 

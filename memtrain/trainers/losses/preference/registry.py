@@ -1,4 +1,4 @@
-"""Preference losses by name: what each needs, weighted combinations, and what is reported of a batch."""
+"""Preference losses by name: needs of each, weighted combinations, and the metrics of a batch."""
 
 # B pairs
 

@@ -1,4 +1,4 @@
-"""The start-up check on the real model: no row sees another, and each is what it is alone."""
+"""The start-up check on the real model: no row sees another, and each computes as it does alone."""
 
 # T: tokens of a row, D: hidden width.
 
@@ -34,7 +34,7 @@ SEEN = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 2e-3}
 plain model in any dtype (same shapes, same kernels); the room is half a rounding step of the largest."""
 
 SEEN_REGROUPED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""The same for experts and quantized weights, whose sums are grouped by what the other tokens are."""
+"""The same for experts and quantized weights, whose sums are grouped with other tokens."""
 
 ALONE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest distance of a row from itself alone under the model's own attention, over the largest hidden state:

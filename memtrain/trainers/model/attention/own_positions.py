@@ -24,13 +24,13 @@ Turned = Tensor | tuple[Tensor, ...]
 
 
 class RotaryByRow(nn.Module):
-    """Put before a class of rotary embeddings: the angles of each place are those of its own row's length."""
+    """Put before a class of rotary embeddings: the angles of each place follow its own row's length."""
 
     is_upstream: bool = False
     """transformers' own choice is made, as in a model that has met no row before."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Turned:
-        """cos and sin (or what the class gives), for places that count up by one within a row."""
+        """cos and sin (or the class's outputs), for places that count up by one within a row."""
         kind = _kind_of(self, layer_type)
         given = () if layer_type is None else (layer_type,)
         upstream: Any = super().forward

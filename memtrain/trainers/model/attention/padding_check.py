@@ -1,4 +1,4 @@
-"""The start-up check of padded rows: one that is padded beside a longer row is what it is alone."""
+"""The start-up check of padded rows: a row padded beside a longer row computes as it does alone."""
 
 # B rows, T tokens of the longest, D: hidden width.
 

@@ -30,7 +30,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A back end, what came of running it, and the measured error, the fault, or why it was not run."""
+    """A back end, the outcome of its run, and the measured error, the fault, or the reason of no run."""
 
     backend: AttentionBackend
     outcome: Outcome
@@ -38,7 +38,7 @@ class Probed:
 
 
 def probe(device: str, dtype: torch.dtype) -> list[Probed]:
-    """Probes of our back ends, in order of preference, then those of other devices."""
+    """Probes of our back ends, in order of preference, then back ends of other devices."""
     order = list(PREFERENCE[device]) + [backend for backend in NAMES if backend not in PREFERENCE[device]]
     return [probe_one(backend, device, dtype) for backend in order if backend in NAMES]
 

@@ -1,4 +1,4 @@
-"""The layout of one flattened row: which tokens attend to which, their positions, and what predicts what.
+"""The layout of one flattened row: attention between tokens, positions, and targets.
 
 A packed row is a run of segments, each causal and blind to the others. A row of shared prompts puts the
 prompts

@@ -119,7 +119,7 @@ def _gathered(key_TKD: Tensor, value_TKD: Tensor, layout: SlicedLayout) -> tuple
 
 
 def _returned(own_TKD: Tensor, there_MKD: Tensor, layout: SlicedLayout) -> Tensor:
-    """The slice's own gradient, and what all ranks found for its tokens, in the dtype of the first."""
+    """The slice's own gradient, and the sum over all ranks for its tokens, in the dtype of the first."""
     num_rows = layout.ranks.size * len(layout.sent)
     arriving = there_MKD.new_zeros(num_rows, *there_MKD.shape[1:])
     arriving[layout.order] = there_MKD

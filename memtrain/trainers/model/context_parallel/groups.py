@@ -1,4 +1,4 @@
-"""The ranks that hold one row together, and what they exchange: keys, their gradients, and sums."""
+"""The ranks that hold one row together, and their exchange: keys, their gradients, and sums."""
 
 # R: ranks of the group, C: what one sends another, such as tokens, N: numbers.
 
@@ -45,7 +45,7 @@ class ContextRanks:
         return own_C
 
     def swap(self, own_RC: Tensor) -> Tensor:
-        """[R, ...]: what each rank has for this one, in their order; part r of `own_RC` goes to rank r."""
+        """[R, ...]: each rank's part for this rank, in their order; part r of `own_RC` goes to rank r."""
         their_RC = torch.empty_like(own_RC, memory_format=torch.contiguous_format)
         dist.all_to_all_single(their_RC, own_RC.contiguous(), group=self.group)
         return their_RC
@@ -75,7 +75,7 @@ class _SumOverSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """R times what came back."""
+        """R times the returned gradient."""
         return grads[0] * ctx.size, None
 
 

@@ -1,4 +1,4 @@
-"""The slice of a flattened row that one of several ranks holds, and what its queries look back on elsewhere.
+"""A rank's slice of a flattened row, and the tokens of other ranks that its queries attend to.
 
 A row of T tokens is cut into 2R chunks of equal length, and rank r of R holds chunks r and 2R - 1 - r: with
 causal attention an early chunk is light and a late one heavy, so that every rank has about the same to do.
@@ -187,7 +187,7 @@ def looks_of(layout: Layout, held: Sequence[tuple[int, int]]) -> Iterator[Look]:
 
 
 def _to_prompts(part: Part, num_prompt_tokens: int, low: int, high: int) -> Look:
-    """Completion tokens between two rows, those of each group to the group's prompt."""
+    """Completion tokens between two rows, matched to their groups' prompts."""
     low, high = low - num_prompt_tokens, high - num_prompt_tokens
     first = bisect_right(part.query_bounds, low) - 1
     last = bisect_left(part.query_bounds, high)
@@ -209,7 +209,7 @@ def _united(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _sending(gathered: Sequence[tuple[int, int]], size: int, T: int) -> tuple[list[Tensor], Tensor]:  # noqa: N803
-    """(rows of its slice that each rank sends, place of each gathered token among those that arrive)."""
+    """(rows of its slice that each rank sends, place of each gathered token among the arrivals)."""
     chunk = T // (CHUNKS_A_RANK * size)
     token_M = torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in gathered)])
     chunk_M = token_M.div(chunk, rounding_mode="floor")

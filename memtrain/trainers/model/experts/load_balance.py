@@ -29,7 +29,7 @@ from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
 
 
 class LoadBalance:
-    """The load-balance loss of a model's routers; `coefficient` times it is added to what is learnt."""
+    """The load-balance loss of a model's routers; `coefficient` times this loss is added to the method's."""
 
     def __init__(self, model: nn.Module, coefficient: float) -> None:
         self._coefficient = coefficient
@@ -62,7 +62,7 @@ class LoadBalance:
 
     @contextmanager
     def counting(self, device: torch.device, *, num_ranks: int) -> Iterator[None]:
-        """Passes inside are counted; afterwards those with gradients add to what is learnt.
+        """Passes inside are counted; afterwards passes with gradients add to the loss.
 
         Called by all ranks together, also where the passes of one break off.
 

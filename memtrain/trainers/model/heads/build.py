@@ -1,4 +1,4 @@
-"""Scorers of tokens or answers: the one that a method's head and the settings ask for."""
+"""Scorers of tokens or answers, by the method's head and the settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def scorer_of(model: PreTrainedModel | PeftModel, head: str, settings: Settings)
 
 
 def configure_loss(scorer: nn.Module, settings: Settings) -> None:
-    """From now on a scorer of tokens forms its logits as the settings say; one of answers has none."""
+    """Set the form of a token scorer's logits by the settings; a scorer of answers has none."""
     if isinstance(scorer, Scorer):
         scorer.form = scorer.form._replace(**loss_form(settings))
 

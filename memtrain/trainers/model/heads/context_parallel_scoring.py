@@ -36,7 +36,7 @@ def over_slices(ranks: ContextRanks, inputs: dict[str, Any], rows_N: Tensor, ask
 
 
 def sliced(inputs: dict[str, Any], ranks: ContextRanks) -> tuple[dict[str, Any], SlicedLayout | RowPart]:
-    """A backbone's inputs [B, T] as those of this rank's slice [1, L], and its layout.
+    """A backbone's inputs [B, T] as this rank's slice [1, L], and its layout.
 
     Padded rows become segments of one row: their padding stands behind every token that is scored.
     """

@@ -31,7 +31,7 @@ class Valued(NamedTuple):
 
     scored: LogprobResult
     value_N: Tensor
-    """float32: what is expected of the rest of the answer before each scored token is written."""
+    """float32: the expected return of the rest of the answer before each scored token."""
 
 
 class ValuedRequest:

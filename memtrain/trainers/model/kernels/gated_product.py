@@ -28,7 +28,7 @@ def gated_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _GatedProduct(torch.autograd.Function):
-    """The product in the graph; it keeps its two factors as they came."""
+    """The product in the graph, which keeps its two factors as they came."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary positions in five kernels a tensor, forward and backward: bit for bit those of transformers.
+"""Rotary positions in five kernels a tensor, forward and backward, bit for bit as in transformers.
 
 Halves are multiplied where they lie: transformers puts the turned halves side by side first, and its backward
 pass takes them apart into tensors of zeros.
@@ -33,7 +33,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """The turn in the graph; it keeps the angles alone, which all layers share."""
+    """The rotation in the graph, which keeps the angles alone, shared by all layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model's generation configuration as transformers will write it: what it refuses is mended, and told."""
+"""A model's generation configuration as transformers can write it: refused values are repaired and noted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_MENDED = 20
 
 
 def storable(model: nn.Module) -> tuple[GenerationConfig | None, list[str]]:
-    """The generation configuration of a model, fit to be written, and what was changed in it, in words.
+    """The generation configuration of a model, fit to be written, and the changes, in words.
 
     None where the model has none (one that scores sequences). transformers writes no configuration that has,
     say, a temperature and no `do_sample`, though many published ones do: sampling is then switched on, as

@@ -218,7 +218,7 @@ def _scores_once(config: PretrainedConfig, head: str) -> None:
 
 
 def check_config(config: PretrainedConfig, named: str, head: str) -> None:
-    """Refuse a configuration of what memtrain does not train.
+    """Refuse a configuration of a model that memtrain does not train.
 
     Raises: LaunchError unless it is one of a causal LM with plain weights, whose loss is that of its tokens.
     """

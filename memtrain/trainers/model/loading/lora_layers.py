@@ -165,7 +165,7 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _rounded_pair(layer: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A and the scaled B in half precision: those of this pass, else rounded here, to the same numbers.
+    """A and the scaled B in half precision: this pass's copies, else rounded here, to the same numbers.
 
     A map that a pass uses twice sums its gradients in float32, so only its first use takes what is rounded;
     a layer that is computed again in the backward pass wants the same numbers and no gradient. Passes without

@@ -53,8 +53,8 @@ def _counted(config: str, head: str) -> tuple[Counts | None, dict[str, Any], str
 
 
 def check_model(model: Model, config: Mapping[str, Any], head: str = "lm") -> None:
-    """Refuse before launch a model that a run could not build or read: it is built without weights, and the
-    headers of its files are looked at.
+    """Refuse before launch a model that a run could not build or read: the model is built without weights,
+    and the headers of its files are read.
 
     Raises: LaunchError.
     """

@@ -16,7 +16,7 @@ from memtrain.trainers.model.heads.lm_head import backbone_of
 
 
 def add_noise(model: nn.Module, alpha: float) -> Callable[[], None]:
-    """Add noise to the embeddings of `model` in training mode; returns what takes it off again.
+    """Add noise to the embeddings of `model` in training mode; returns the undo function.
 
     Each number gets noise from Uniform(-m, m) with m = alpha / sqrt(T * D), T the tokens of the sequence it
     belongs to. With `position_ids` that restart (rows laid end to end) T is that of each row, not of the

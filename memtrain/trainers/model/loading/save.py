@@ -85,7 +85,7 @@ def save_final(
 
 
 def _least_bytes(model: nn.Module, state: Mapping[str, Tensor] | None) -> int:
-    """Bytes of the weights that must be in the files: all, or those that are trained beside frozen ones."""
+    """Bytes of the weights that must be in the files: all, or the trained beside frozen weights."""
     if state is not None:
         return sum(tensor.nbytes for tensor in state.values())
     is_adapter = isinstance(model, PeftModel)
@@ -126,7 +126,7 @@ def _ends_otherwise(model: nn.Module) -> bool:
 
 
 def stop_at(model: PreTrainedModel, token_id: int) -> None:
-    """Let generation stop at a token too, the one that ends a turn: here, and in what is saved."""
+    """Let generation stop at the token that ends a turn too, here and in the saved model."""
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         _add_end(generation, token_id)

@@ -26,7 +26,7 @@ def scores_sequences(model: nn.Module) -> bool:
 
 
 def with_scoring_pad(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> PreTrainedTokenizerBase:
-    """The tokenizer, or a copy that pads with another token than the one that ends its rows.
+    """The tokenizer, or a copy that pads with another token than its end token.
 
     `num_rows`: rows of the model's embedding. The pad token is, in this order: its own; a special token that
     is kept free; a new one, where the embedding has a row to spare; the unknown token; none (transformers

@@ -135,7 +135,7 @@ def kept_of(model: nn.Module) -> dict[str, Kept]:
 
 
 class _Making(TorchDispatchMode):
-    """Does to a rank's numbers of a weight what is done to the weight."""
+    """Applies a weight's initialisation to a rank's numbers of it."""
 
     def __init__(self, stretch: Stretch) -> None:
         super().__init__()

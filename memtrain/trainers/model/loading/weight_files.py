@@ -78,7 +78,7 @@ def index_of(folder: Path, key: str = "model.path") -> dict[str, str]:
 
 
 def header_of(file: Path, key: str = "model.path") -> dict[str, Any]:
-    """The header of a safetensors file: what it holds, by name.
+    """The header of a safetensors file: its tensors by name.
 
     Raises: LaunchError when the file cannot be read, is none, or is shorter or longer than its header says.
     """

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memtrain.errors import LaunchError
 
 Run = Callable[..., Any]
-"""`run(layer, *inputs)` computes the layer in the forward pass, and decides what is kept of it."""
+"""`run(layer, *inputs)` computes the layer in the forward pass, and decides the kept tensors."""
 
 
 def recompute(layer: Callable[..., Any], *inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Host memory for offloaded tensors: recycled blocks, and a folder on disk for what is needed last."""
+"""Host memory for offloaded tensors: recycled blocks, and a folder on disk for the tensors needed last."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StoredBlock:
         self._writing = writing
 
     def is_written(self, *, wait: bool = False) -> bool:
-        """Whether the whole block is in the file; raises what went wrong while writing it."""
+        """Whether the whole block is in the file; raises the error of its writing."""
         if not wait and not self._writing.done():
             return False
         self._writing.result()

@@ -1,4 +1,4 @@
-"""Weights that live on the host, on a model: those of the layers, by `memory.weights_offload`."""
+"""Weights of a model's layers that live on the host, by `memory.weights_offload`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def device_of(engine: CopyEngine) -> torch.device:
 
 
 def _move_rest(model: nn.Module, weights: LayerWeights, device: torch.device) -> None:
-    """Put on the device what does not live on the host."""
+    """Put on the device all weights that do not live on the host."""
     away = weights.all_of_them()
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:

@@ -38,7 +38,7 @@ class StreamedForward:
     before: Forward | None = None
     """Forward that was in the instance before, in place of the class's method: a kernel's."""
     turn: Turn | None = None
-    """The layer among those whose weights live on the host."""
+    """The layer's number among layers whose weights live on the host."""
 
     def plain(self, *inputs: Any, **arguments: Any) -> Any:
         """The layer as it is without slices."""

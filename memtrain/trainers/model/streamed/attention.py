@@ -59,7 +59,8 @@ def _attended(
     scale: float,
     kernel: type[Kernel],
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the slice's queries; `reaches`: what they attend to before the slice."""
+    """Output and log-sum-exp of the slice's queries; `reaches`: the tokens before the slice that they attend
+    to."""
     out_SHD, lse_HS = kernel.forward(query_SHD, key_SKD, value_SKD, layout.part.within, scale)
     for queries, rows, reach in reaches:
         there = kernel.forward(query_SHD[queries], *layout.keys.held(rows), reach, scale)
@@ -94,7 +95,7 @@ class SliceAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value, those that later slices left included; none for the rest."""
+        """Gradients of query, key and value, with later slices' parts; none for the rest."""
         query_SHD, out_SHD, lse_HS = ctx.saved_tensors
         layout: SliceLayout = ctx.layout
         kernel: type[Kernel] = ctx.kernel

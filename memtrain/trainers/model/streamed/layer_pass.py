@@ -51,7 +51,7 @@ class LayerPass:
     others: tuple[Any, ...] = ()
     """Arguments without a name, of a row in one piece."""
     turn: Turn | None = None
-    """The layer among those whose weights live on the host."""
+    """The layer's number among layers whose weights live on the host."""
     states: list[Any] = field(default_factory=list[Any])
     """The random state that each slice began with; empty where nothing is dropped."""
     is_first_of_many: bool = False
@@ -192,7 +192,7 @@ class StreamedLayer(torch.autograd.Function):
 
 
 def _inputs(one_pass: LayerPass) -> list[Tensor]:
-    """The trained weights as inputs of the function: those that autograd hands a gradient to.
+    """The trained weights as inputs of the function, to which autograd hands gradients.
 
     A weight on the host is none: its gradient takes another way, and its hooks are called at the end of that.
     A leaf that nobody looks at stands for all of them, so that the output has a gradient.
@@ -203,7 +203,7 @@ def _inputs(one_pass: LayerPass) -> list[Tensor]:
 
 
 def _for_autograd(one_pass: LayerPass, grads: list[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of `_inputs`; those of weights on the host are on their way there."""
+    """Gradients of `_inputs`; gradients of weights on the host are on their way there."""
     pairs = list(zip(trained_weights(one_pass.layer), grads, strict=True))
     here = [gradient for weight, gradient in pairs if not one_pass.is_away(weight)]
     if len(here) == len(pairs):

@@ -162,7 +162,7 @@ class LayerWeights:
         return _view(block, 0, weight)
 
     def take(self, gradients: Gradients, *, waits: bool = False) -> None:
-        """Send gradients to the host, and hand those that were sent before to their weights.
+        """Send gradients to the host, and hand gradients sent before to their weights.
 
         `waits`: these too, so that none of them stays on the device.
         """
@@ -222,7 +222,7 @@ class LayerWeights:
         return chosen
 
     def _hand_over(self) -> None:
-        """Add the gradients that have left to those of their weights, as a backward pass does."""
+        """Add the sent gradients to their weights' gradients, as a backward pass does."""
         leaving, self._leaving = self._leaving, None
         if leaving is None:
             return
@@ -290,7 +290,7 @@ def _view(block: Tensor, place: int, like: Tensor) -> Tensor:
 
 
 def _stand_in(weight: nn.Parameter, view: Tensor) -> nn.Parameter:
-    """A parameter with the data of `view`; one of a kind of its own (4-bit) keeps what it says of itself."""
+    """A parameter with the data of `view`; a special kind (4-bit) keeps its own attributes."""
     if getattr(weight, "quant_state", None) is None:
         return nn.Parameter(view, requires_grad=weight.requires_grad)
     made = copy.copy(weight)

@@ -1,4 +1,4 @@
-"""A flattened row cut into slices, and what the queries of each slice look back on in the row."""
+"""A flattened row cut into slices, and the tokens of the row that each slice's queries attend to."""
 
 # T: tokens of the row, S: tokens of a slice.
 

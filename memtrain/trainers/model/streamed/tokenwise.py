@@ -16,7 +16,7 @@ from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_wei
 
 @dataclass(eq=False)
 class TokenwiseForward:
-    """The module's forward pass, in place of its class's: what it makes of a slice at a time."""
+    """The module's forward pass, in place of its class's, over a slice at a time."""
 
     module: nn.Module
     slice_tokens: int

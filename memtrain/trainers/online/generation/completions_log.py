@@ -13,7 +13,7 @@ SHOWN_CHARS = 160
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Remove what was written after `step`: a run that goes on writes it again."""
+    """Remove lines after `step`, which a run that goes on writes again."""
     if not path.is_file():
         return
     kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]

@@ -14,7 +14,7 @@ Run = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Turns a function without arguments or results into one that starts the same kernels again.
+    """Records a function without arguments or results; the recording starts the same kernels again.
 
     Tensors keep their places in memory, numbers of Python are those of the recording. Recording computes
     nothing.
@@ -28,7 +28,7 @@ class Recorder(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back what recordings hold; none is started any more."""
+        """Free the memory of recordings; none is started any more."""
         ...
 
 
@@ -53,7 +53,7 @@ class CudaGraphs:
 
 
 class OperatorTape:
-    """A tape of the operators on a CPU, with the very tensors: tests see what a CUDA graph would do.
+    """A tape of the operators on a CPU, with the very tensors, for tests of CUDA graphs' effects.
 
     A number that Python changes between two starts, a tensor that is made anew, or a wait for the device
     shows here as it would there.
@@ -64,7 +64,7 @@ class OperatorTape:
         self.num_starts = 0
 
     def record(self, run: Run) -> Run:
-        """A tape of what `run` computes; what it wrote is undone."""
+        """A tape of the operators of `run`, whose writes are undone."""
         tape = _Tape()
         try:
             with _disable_current_modes(), tape:
@@ -102,7 +102,7 @@ class _Tape(TorchDispatchMode):
         return made
 
     def undo(self) -> None:
-        """Put back what was written."""
+        """Undo the writes."""
         for tensor, held in reversed(self.before.values()):
             tensor.copy_(held)
 

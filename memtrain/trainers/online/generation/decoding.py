@@ -119,7 +119,7 @@ class Decoder:
                 held[target] = held[source]
 
     def release(self) -> None:
-        """Give back what recordings hold."""
+        """Free the memory of recordings."""
         self.frames.clear()
         if self.graphs is not None:
             self.graphs.release()

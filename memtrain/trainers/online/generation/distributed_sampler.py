@@ -23,7 +23,7 @@ class Generating:
     ranks: Ranks
     emit: Callable[[str], None] = lambda text: None
     close: Callable[[], None] = lambda: None
-    """Ends what the sampler started beside this process."""
+    """Ends the sampler's other processes."""
     writing: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the passes of all ranks, where each of them gathers layers."""
 

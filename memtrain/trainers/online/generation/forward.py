@@ -154,7 +154,7 @@ def _function_of(backend: AttentionBackend) -> Any:
 
 
 def _check(module: nn.Module, at: RowPositions, others: dict[str, Any]) -> None:
-    """Raise LaunchError for what this attention would silently not do."""
+    """Raise LaunchError for options that this attention would silently ignore."""
     found = next((meaning for key, meaning in UNSUPPORTED.items() if others.get(key) is not None), None)
     window = others.get("sliding_window")
     if window is not None and window < at.longest_prompt + at.longest_written + 1:

@@ -1,4 +1,4 @@
-"""Keys and values while sampling: each prompt's once for its group, and those of what every row wrote."""
+"""Keys and values while sampling: each prompt's once for its group, and each row's own."""
 
 # G group slots, R row slots, K key heads, H query heads, P tokens of the longest prompt, T of a completion,
 # D head width. Slots in use are the first ones.
@@ -79,7 +79,7 @@ class RowPositions:
         self.longest_prompt, self.longest_written = other.longest_prompt, other.longest_written
 
     def look(self) -> None:
-        """Find what is hidden from each row: once a pass, for all layers."""
+        """The masks of each row, once a pass for all layers."""
         prompt_P = torch.arange(self.num_prompt, device=self.row_R.device)
         own_t = torch.arange(self.own_places, device=self.row_R.device)
         of_prompt_RP = prompt_P >= self.prompt_G[self.group_R][:, None]
@@ -210,7 +210,7 @@ class KVCache:
 
 
 def attend(query_RHD: Tensor, own: Pair, prompts: Pair, at: RowPositions, scale: float) -> Tensor:
-    """Attention of one token a row to its group's prompt and to what the row wrote: [R, H, D].
+    """Attention of one token a row to its group's prompt and to the row's own tokens: [R, H, D].
 
     One softmax over both, in fp32. Prompt keys are never repeated: the rows of a group, and the query heads
     of a key head, are queries of one product.
@@ -236,7 +236,7 @@ def attend(query_RHD: Tensor, own: Pair, prompts: Pair, at: RowPositions, scale:
 
 
 def _on_grid(held_RKhx: Tensor, at: RowPositions) -> Tensor:
-    """[G, K, m * h, x]: what the rows of a group hold, as queries of one product."""
+    """[G, K, m * h, x]: the queries of a group's rows, for one product."""
     _, K, h, x = held_RKhx.shape
     G, m = at.row_Gm.shape
     held = held_RKhx if at.is_in_order else held_RKhx[at.row_Gm.flatten()]

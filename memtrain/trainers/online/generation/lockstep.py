@@ -18,7 +18,7 @@ from memtrain.trainers.model.heads.lm_head import base_model
 
 @dataclass(slots=True)
 class Lockstep:
-    """Every pass of a rank is a pass of all: those that are done make passes over one token meanwhile."""
+    """Every pass of a rank is a pass of all: finished ranks make passes over one token meanwhile."""
 
     model: nn.Module
     is_waiting: bool = False

@@ -79,8 +79,8 @@ class NativeSampler:
     decode: Decode | None = None
     """Ids to text, for stop strings."""
     tokens_per_sync: int = 1
-    """Tokens that are written before the host looks at them: a row that has finished goes on until then, and
-    what it wrote is dropped. Higher: fewer waits for the device."""
+    """Tokens that are written before the host looks at them: a finished row goes on until then, and its
+    further tokens are dropped. Higher: fewer waits for the device."""
     graphs: DecodeGraphs | None = None
     """Recordings of the passes that write a token; None: the host starts every kernel."""
     name: str = "native"
@@ -197,7 +197,7 @@ class _Writing:
         self._take(written, 0)
 
     def _take(self, written: Written, first_row: int) -> None:
-        """Give the rows from slot `first_row` on their new tokens, and end those that are finished."""
+        """Give the rows from slot `first_row` on their new tokens, and end the finished rows."""
         # From the last slot down, so that a slot that is filled again holds a row that was looked at.
         for slot in reversed(range(first_row, first_row + len(written))):
             row = self.rows[slot]

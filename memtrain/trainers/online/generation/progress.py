@@ -28,7 +28,7 @@ class Progress:
             self.on_done(number, samples)
 
     def finish_with(self, sampler: Sampler, sampling: Sampling) -> None:
-        """Have somebody else write what is missing."""
+        """Have another sampler write the missing groups."""
         missing = self.missing
 
         def add(place: int, samples: list[Sample]) -> None:

@@ -47,8 +47,8 @@ class Sample:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each token under softmax(logits / temperature), before penalty and truncation: what the trainer
-    computes for the same weights. At temperature 0: under softmax(logits)."""
+    """Of each token under softmax(logits / temperature), before penalty and truncation, as the trainer
+    computes it for the same weights. At temperature 0: under softmax(logits)."""
     finish: Finish
     """`stop`: a stop token; `string`: a stop string; `length`: cut at max_tokens."""
 

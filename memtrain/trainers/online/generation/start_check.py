@@ -31,8 +31,8 @@ EXACT = 1e-3
 tests/runs/test_causal_lms.py: rounding stays below 1e-5, the smallest fault found was 4e-3."""
 
 HALF = 0.3
-"""The same in bfloat16 and float16, where it is `generate.max_logprob_gap` too: what is smaller is told by
-the alarm of the run."""
+"""The same in bfloat16 and float16, where it is `generate.max_logprob_gap` too: smaller differences are left
+to the alarm of the run."""
 
 
 def check_groups(prompt: Sequence[int], longer: Sequence[int] = ()) -> list[Group]:

@@ -1,4 +1,4 @@
-"""Sampling by transformers' own `generate`, in chunks of rows: for what the native sampler cannot.
+"""Sampling by transformers' own `generate`, in chunks of rows, where the native sampler cannot.
 
 Prompts are forwarded for every completion, padded on the left where the model computes the same beside
 padding. Tokens are chosen by the same function and the same numbers as in the native sampler; `generate` is

@@ -17,7 +17,7 @@ class TookTooLong(Exception):
 
 
 class Exited(Exception):
-    """A call tried to end the process: `sys.exit`, or what stands for Ctrl-C."""
+    """A call tried to end the process by `sys.exit` or KeyboardInterrupt."""
 
     def __init__(self, error: BaseException) -> None:
         how = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else "KeyboardInterrupt"
@@ -34,7 +34,7 @@ class Outcome:
 
 
 Call = Callable[[], Any]
-"""A call with its arguments bound; what it returns may be awaitable."""
+"""A call with its arguments bound; its result may be awaitable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reward functions as their files declare them: what they take, found without running a line. No torch."""
+"""Parameters of reward functions, read from their files without running a line. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions by name: found, imported, and looked at for what they take. No torch."""
+"""Reward functions by name: found, imported, and their parameters read. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Function:
     is_async: bool
     is_builtin: bool
     takes: tuple[str, ...]
-    """Parameters that can be given by name, without those of `recipe.args`."""
+    """Parameters that can be given by name, without `recipe.args`."""
     needs: tuple[str, ...]
     """Parameters without a default."""
     takes_all: bool
@@ -62,7 +62,7 @@ def load_functions(rewards: Rewards) -> tuple[Function, ...]:
 
 
 def check_columns(functions: Mapping[int, Function], columns: Sequence[str]) -> None:
-    """Raise RecipeError when a function, by its place in the recipe, needs what the rows do not have."""
+    """Raise RecipeError when a function, by its place in the recipe, needs columns that the rows lack."""
     faults: list[Fault] = []
     for index, function in functions.items():
         where = f"rewards.functions.{index}"
@@ -157,7 +157,7 @@ def _import_fault(what: str, error: BaseException, where: str) -> tuple[str, str
 
 
 def looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, is_builtin: bool) -> Function:
-    """The function with what it takes.
+    """The function with its parameters.
 
     Raises: RecipeError when no call could fill its parameters.
     """

@@ -80,7 +80,7 @@ def _points(verdict: Any, function: Function, index: int) -> float:
 def _by_pair(
     shown: Sequence[tuple[int, ...]], points: Sequence[float], *, both: bool
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Each pair with what its first gets; of two verdicts that differ, half."""
+    """Each pair with the score of its first; half of two verdicts that differ."""
     if not both:
         return list(zip(shown, points, strict=True))
     ways = zip(shown[::2], points[::2], points[1::2], strict=True)

@@ -156,7 +156,7 @@ def model_of(recipe: RewardModel) -> Model:
 
 
 def reader_of(recipe: RewardModel) -> RewardReader:
-    """The tokenizer of a reward model, with what is known of its training.
+    """The tokenizer of a reward model, with facts of its training.
 
     Raises: DataError when there is no such tokenizer.
     """

@@ -1,4 +1,4 @@
-"""Completions to rewards: every function called with what it takes, faults counted or told."""
+"""Completions to rewards: every function called with its parameters, faults counted or shown."""
 
 # R completions, F functions.
 
@@ -39,7 +39,7 @@ class Scores:
     value_RF: Tensor
     """float64; NaN where a function gave no verdict."""
     metrics: dict[str, float]
-    """Means by function, of what functions report beside their score, and counts of faults."""
+    """Means by function, means of other reported numbers, and counts of faults."""
 
 
 def score(
@@ -51,7 +51,7 @@ def score(
     known: Mapping[str, Sequence[float]] | None = None,
     early: Early | None = None,
 ) -> Scores:
-    """The rewards of `answers` by every function; those of one prompt stand next to each other.
+    """The rewards of `answers` by every function; answers of one prompt stand next to each other.
 
     `known`: verdicts of reward models, by label. `early`: calls that were begun while completions were
     written. A pairwise judge gives none in groups of one.

@@ -1,4 +1,4 @@
-"""From verdicts to what is learnt: advantages, the passes before the update, and what is left out of it."""
+"""From rewards to the update: advantages, the passes before it, and answers left out of it."""
 
 # A answers, N tokens of answers, F reward functions.
 

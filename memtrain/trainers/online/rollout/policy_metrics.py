@@ -59,7 +59,7 @@ def corrected(
 
 
 def token_sums(logp_N: Tensor, outside: Mismatch, mode: MismatchMode) -> dict[str, Tensor]:
-    """The number of tokens, and of those whose ratio to the sampler is out of bounds."""
+    """The number of tokens, and of tokens whose ratio to the sampler is out of bounds."""
     sums = {"tokens": torch.tensor(float(len(logp_N)), device=logp_N.device)}
     if mode != "none":
         sums["mismatch/outside"] = outside.is_outside_N.float().sum()

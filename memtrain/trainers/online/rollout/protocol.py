@@ -25,7 +25,7 @@ class ScoredRollout:
     weight_F: Tensor
     group_size: int
     may_learn_A: Tensor
-    """bool: answers that may be learnt from; those that were cut may not where the recipe says so."""
+    """bool: answers that may be trained on, without cut answers where the recipe says so."""
     kl_A: Tensor | None = None
     """Sum over each answer's tokens of log p - log q, where rewards depend on it."""
 
@@ -49,10 +49,10 @@ class OnlineMethod(Protocol):
 
 @runtime_checkable
 class WeightsTokens(Protocol):
-    """A method whose advantages are those of single tokens."""
+    """A method with advantages of single tokens."""
 
     def weigh_tokens(self, window: Rollout, scored: ScoredRollout) -> dict[str, float]:
-        """Give the window advantages and returns of its tokens; what is told of them. Passes were made."""
+        """Give the window advantages and returns of its tokens; their metrics. Passes were made."""
         ...
 
     def kept(self) -> dict[str, float]:

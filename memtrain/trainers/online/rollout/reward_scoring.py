@@ -45,7 +45,7 @@ class RewardScoring:
     path: Path
     """File in which completions are shown."""
     print_line: Callable[[str], None]
-    """Takes what the terminal and the log show."""
+    """Takes lines for the terminal and the log."""
 
     @property
     def weight_F(self) -> Tensor:  # noqa: N802
@@ -63,7 +63,7 @@ class RewardScoring:
         return Early(self.functions, self.rewards)
 
     def begin(self, early: Early, feed: PromptFeed, number: int, row: int, samples: Sequence[Sample]) -> None:
-        """Begin what can be asked about group `number`, completions of `row`; on the main rank alone."""
+        """Begin the reward calls of group `number`, completions of `row`; on the main rank alone."""
         if self.ranks.is_main and early.callers:
             early.begin(number, self._answers(feed, row, samples))
 
@@ -74,7 +74,7 @@ class RewardScoring:
         samples: Sequence[Sequence[Sample]],
         early: Early | None = None,
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
-        """(rewards [A, F], what is told of them), the same on every rank; called by all together.
+        """(rewards [A, F], their metrics), the same on every rank; called by all together.
 
         `early` has what was begun while the completions were written.
         """

@@ -57,7 +57,8 @@ class Passes:
     temperature: float
 
     def fill(self, feed: PolicyFeed, needs: Needs) -> None:
-        """Give the window of `feed` what is needed; called by all ranks together, which share the work."""
+        """Fill the window of `feed` with the needed scores; called by all ranks together, which share the
+        work."""
         window = feed.window
         assert window is not None, "A rollout is at hand."
         if not needs.passes:

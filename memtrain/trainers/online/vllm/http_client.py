@@ -12,7 +12,7 @@ SHOWN = 300
 
 
 class Unanswered(Exception):
-    """The server did not answer, or not with what was asked."""
+    """The server did not answer, or with another answer than asked."""
 
     def __init__(self, text: str, status: int | None = None) -> None:
         super().__init__(text)

@@ -125,8 +125,8 @@ def open_vllm(
 
 
 def describe_model(built: Built, folder: Path, *, with_tokenizer: bool) -> None:
-    """Write what vLLM reads of a model whose weights it gets later: its configuration, for stop strings the
-    tokenizer."""
+    """Write the files that vLLM reads of a model whose weights it gets later: its configuration, for stop
+    strings the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     base = base_model(built.model)
     was = base.config.architectures
@@ -172,7 +172,7 @@ def engine_arguments(
 
 
 def logprobs_mode(plan: Plan) -> str | None:
-    """Mode of vLLM whose log-probs are those of softmax(logits / temperature); None: neither mode.
+    """Mode of vLLM with log-probs of softmax(logits / temperature); None: neither mode.
 
     Processed ones come after truncation and penalty, raw ones before the temperature.
     """

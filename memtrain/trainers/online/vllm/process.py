@@ -54,7 +54,7 @@ class Launch:
     engine: Mapping[str, Any]
     """Arguments of `vllm.LLM`."""
     log: Path
-    """Takes what the engine prints."""
+    """Takes the engine's output."""
     deadline_s: float
     """Silence after which it counts as hung."""
     start_deadline_s: float

@@ -51,7 +51,7 @@ class VllmSampler:
     held: int | None = None
     """Version of the weights that the process holds."""
     has_started: bool = False
-    """Once at least: what fails after that is no matter of installation."""
+    """Whether the engine worked at least once: later failures are no matter of installation."""
     is_asleep: bool = False
     is_given_up: bool = False
     acts: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class VllmSampler:
             self._look_at(self.process, groups, self.limit)
 
     def _look_at(self, process: Process, groups: Sequence[Group], limit: float) -> None:
-        """Refuse an engine whose weights are not those that it was given: names, or a head, went wrong.
+        """Refuse an engine with other weights than it was given: names, or a head, went wrong.
 
         Raises: LaunchError.
         """
@@ -215,7 +215,7 @@ class VllmSampler:
 
 
 def sampling_arguments(sampling: Sampling) -> Frame:
-    """Our sampling in vLLM's words, every field: what is left out takes the server's default."""
+    """Our sampling in vLLM's words, every field, for the server has defaults of its own."""
     frame: Frame = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,

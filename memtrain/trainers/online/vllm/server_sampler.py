@@ -49,7 +49,7 @@ DEV_MODE = (
 
 
 class Stale(Exception):
-    """The server does not hold the weights that it was given: it was started again."""
+    """The server was started again and does not hold the given weights."""
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class ServerSampler:
             )
 
     def _write(self, progress: Progress, sampling: Sampling) -> None:
-        """Have the groups written that are missing; those of other weights are thrown away."""
+        """Have the missing groups written; groups of other weights are thrown away."""
         missing, groups = progress.missing, progress.groups
         made: dict[int, list[Sample]] = {}
         fault: Unanswered | None = None

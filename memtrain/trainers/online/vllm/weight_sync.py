@@ -33,7 +33,7 @@ ALIGNMENT = 64
 
 MEMORY_FOLDER = Path("/dev/shm")
 ROOM_FACTOR = 2
-"""Room for so many buckets must be free in memory: one is written while the last is read."""
+"""Buckets for which memory must be free: the next is written while the last is read."""
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")
 
@@ -252,7 +252,7 @@ def open_transport(
 
 
 PROBE_S = 120.0
-"""Time in which the probe of a handle must have read it: it loads torch. Taste."""
+"""Time in which the probe of a handle, which loads torch, must have read it. Taste."""
 
 PROBE_VALUE = 0x5A
 """Every byte of the buffer while its handle is tried."""
@@ -293,7 +293,7 @@ PREFIX = "memtrain-weights-"
 
 
 def sweep(folder: Path) -> None:
-    """Remove what trainers that were killed have left in memory."""
+    """Remove shared memory of killed trainers."""
     for path in folder.glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():

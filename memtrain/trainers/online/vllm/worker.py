@@ -76,7 +76,8 @@ class Weights:
         """The trainer's bucket on the device; None where buckets are files."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """(name, tensor): one bucket is there at a time, beside a tensor that is larger than a bucket."""
+        """(name, tensor): with one bucket in memory at a time, beside a tensor that is larger than a
+        bucket."""
         import torch
 
         whole: dict[str, Any] = {}
@@ -223,7 +224,7 @@ def repack_tied_head(model: Any) -> None:
 
 
 def serve(wire: Wire) -> None:
-    """Start the engine as the first frame says, and do what the next ones ask until the trainer is gone."""
+    """Start the engine as the first frame says, and serve the next frames until the trainer is gone."""
     engine = Engine(wire, wire.receive()["engine"])
     from vllm import __version__  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -30,7 +30,7 @@ class Chart:
     title: str
     unit: str
     metrics: tuple[str, ...]
-    """Names in the metrics; one that ends in `/` stands for all that begin so."""
+    """Names in the metrics; a name that ends in `/` stands for all that begin so."""
     names: tuple[str, ...] = ()
     """Words for them in the legend; their own names if not given."""
 
@@ -100,7 +100,7 @@ KNOWN: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         ),
     ),
 )
-"""Groups of the metrics that the methods write; what is in none of them is folded under the last heading."""
+"""Groups of the metrics that the methods write; other metrics are folded under the last heading."""
 
 
 def curve_groups(report: Report) -> tuple[list[Figure], list[CurveGroup], list[Figure]]:
@@ -140,7 +140,7 @@ def _line(report: Report, pick: Callable[[StepEvent], float | None]) -> list[Poi
 
 
 def _large(report: Report) -> list[Figure]:
-    """The reward, where completions are judged, and the loss; with what was held out."""
+    """The reward, where completions are scored, and the loss; with held-out values."""
     losses = _line(report, lambda step: step.loss)
     is_long = len(losses) > FEW_STEPS
     train = [Line("train", losses, "faint" if is_long else "c1")]

@@ -77,7 +77,7 @@ def render_card(report: Report, plan: Plan) -> str:
 
 
 def metadata(recipe: Recipe, adapter: Adapter | None) -> dict[str, object]:
-    """The header, of a model that trained `adapter`: only what is known.
+    """The header of a model that trained `adapter`: known facts only.
 
     A licence is not: it is the base model's and the data's to give.
 

@@ -1,4 +1,4 @@
-"""The report of a run: what its folder says, and the same at the end in the terminal; no torch."""
+"""The report of a run from its folder, and the same at the end in the terminal; no torch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Figures:
     best_eval: EvalEvent | None
     num_evals: int
     rewards: tuple[float, ...]
-    """Mean reward of each rollout, of methods that write what they learn from. Their held-out loss is minus
+    """Mean reward of each rollout, of online methods. Their held-out loss is minus
     the held-out reward, and is told as that."""
     lengths: tuple[float, ...]
     """Mean length of the completions of each rollout, in tokens."""
@@ -103,7 +103,7 @@ class Figures:
     seconds: float
     """Of a run that was continued: of all its steps and evaluations; else from start to end."""
     tokens_per_s: float | None
-    """Tokens by wall time: of rows that are read, those of the steps without the first, which also warms up;
+    """Tokens by wall time: of rows that are read, without the first step's, which also warms up;
     of rollouts, every prompt and completion, by the time of rollouts and steps together."""
     measured_bytes: int | None
     predicted_bytes: int | None

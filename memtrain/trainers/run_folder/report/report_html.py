@@ -1,4 +1,4 @@
-"""`report.html`: one page that needs nothing beside itself; no torch."""
+"""`report.html`: a page that needs nothing beside itself; no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(folder: RunFolder, status: Status | None = None) -> Path:
-    """Write `report.html` from what the folder says so far, and return its path.
+    """Write `report.html` from the folder's content so far, and return its path.
 
     `status`: how the run stands, where the folder does not say it yet.
 

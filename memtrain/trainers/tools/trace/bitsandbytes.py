@@ -30,7 +30,7 @@ Group = dict[str, Any]
 
 
 def pack_linear_maps(model: PreTrainedModel, bits: str) -> None:
-    """Put packed weights in place of those of the decoder's linear maps, as `from_pretrained` does.
+    """Put packed weights in place of the decoder's linear maps', as `from_pretrained` does.
 
     The head, norms and embeddings stay as they are. `bits`: `4bit` or `8bit`.
     """

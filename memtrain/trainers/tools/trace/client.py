@@ -22,7 +22,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
 
 WORKER = "memtrain.trainers.tools.trace.worker"
-"""The module that traces, as text: it is on a higher floor."""
+"""The module that traces, as text, for a higher floor."""
 
 
 class RewardModelJob(Section):

@@ -61,7 +61,7 @@ class Pool:
     free: list[tuple[int, int, Block]] = field(default_factory=list[tuple[int, int, "Block"]])
     """(size, address, block), sorted."""
     holes: list[tuple[int, Block]] = field(default_factory=list[tuple[int, "Block"]])
-    """(address, block) of what is not mapped, sorted; expandable segments only."""
+    """(address, block) of unmapped memory, sorted; expandable segments only."""
     start: int = 0
 
     @property

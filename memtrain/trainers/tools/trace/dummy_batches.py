@@ -1,4 +1,4 @@
-"""The heaviest made-batch of each method, without content: what its step is traced with."""
+"""The heaviest batch of each method, without content, for the trace of its step."""
 
 # K answers of an item, A answers, N learnt tokens
 

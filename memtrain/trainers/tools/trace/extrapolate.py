@@ -35,7 +35,7 @@ class Traced:
 
 
 def predict_by_trace(job: Job, *, is_whole: bool = False) -> Traced:
-    """The peak of each phase with its owners, and what waits on the host."""
+    """The peak of each phase with its owners, and the bytes on the host."""
     depth = num_layers(job)
     period = math.lcm(max(1, job.settings.checkpoint_every), kinds_period(job.config))
     depths = None if is_whole else shallow_depths(depth, period)
@@ -66,7 +66,7 @@ def _period(kinds: list[str]) -> int:
 
 
 def shallow_depths(depth: int, period: int) -> tuple[int, int] | None:
-    """Two depths with every kind of layer, which repeat as those of `depth`; None: tracing all is cheaper."""
+    """Two depths with every kind of layer, which repeat as in `depth`; None: tracing all is cheaper."""
     least = max(FEWEST, period)
     low = least + (depth - least) % period
     high = low + period

@@ -139,7 +139,7 @@ def _seen(device: torch.device) -> torch.device:
 
 
 def _meant(device: Any) -> Any:
-    """The device that plays what a library names; anything else as it is."""
+    """The device that stands for a library's; anything else as it is."""
     if not isinstance(device, str | torch.device):
         return device
     return {"cuda": torch.device("cpu"), "cpu": torch.device(HOST)}.get(str(device).partition(":")[0], device)

@@ -41,7 +41,7 @@ class TracedHost:
 
 
 def bytes_on_host(tensors: Iterable[Tensor]) -> int:
-    """Bytes of those tensors that are in the host's memory, each storage once."""
+    """Bytes of the given tensors in the host's memory, each storage once."""
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == HOST
     }

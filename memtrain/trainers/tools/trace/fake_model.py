@@ -35,7 +35,7 @@ PLAYED_BY = {
 """Back ends whose kernels need packages or a compiler: torch's own flash kernels keep the same tensors."""
 
 KINDS = ("layer_types", "no_rope_layers", "mlp_layer_types")
-"""Lists of a configuration that say what each layer is."""
+"""Lists of a configuration with the kind of each layer."""
 
 
 def bare_model(
@@ -114,7 +114,7 @@ def fakeify(model: nn.Module, device: str = "cpu", on_host: Collection[Tensor] =
 
 
 def without_data(value: Any, made: Callable[[Tensor], Tensor]) -> Any:
-    """A dataclass or tuple of tensors (a micro-batch, a layout) with what is `made` of each in its place."""
+    """A dataclass or tuple of tensors (a micro-batch, a layout) with the `made` form of each in its place."""
     if isinstance(value, Tensor):
         return made(value)
     if isinstance(value, tuple):

@@ -28,8 +28,8 @@ Rules = dict[Any, Callable[..., Any]]
 
 @contextmanager
 def as_fake_ranks(settings: Settings) -> Iterator[None]:
-    """Context in which this process is rank 0 of the run; its collectives move nothing and allocate what they
-    would."""
+    """Context in which this process is rank 0 of the run; its collectives move nothing and make their usual
+    allocations."""
     if settings.num_processes == 1:
         yield
         return

@@ -24,7 +24,7 @@ from memtrain.trainers.tools.trace.fake_cuda import replaced, unchanged
 
 ENGINES = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
 AGREEING = ("stage3", "partition_parameters", "partitioned_param_coordinator")
-"""Modules that compare numbers with those of rank 0."""
+"""Modules that compare numbers with rank 0's."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def as_fake_zero_settings(settings: Settings, max_grad_norm: float | None) -> It
 
 
 def own_parts(scorer: nn.Module, optimizer: ZeroOptimizer, recorder: Recorder) -> None:
-    """Weights belong to `weights`, whole or cut, and what this rank steps to `master copies`."""
+    """Weights belong to `weights`, whole or cut, and this rank's stepped parts to `master copies`."""
     cut = [getattr(parameter, "ds_tensor", parameter) for parameter in scorer.parameters()]
     recorder.own(cut, "weights")
     recorder.own(flats_of(optimizer), "master copies")

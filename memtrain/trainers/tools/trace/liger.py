@@ -33,7 +33,7 @@ def as_fake_liger(settings: Settings, config: Mapping[str, Any]) -> Iterator[Non
 
 
 def _choose_kernels() -> None:
-    """Let Liger look for its back ends before anything is counted: those that it fails to import keep the
+    """Let Liger look for its back ends before anything is counted: failed imports keep the
     tensors of the first call in their tracebacks (0.8.5)."""
     from liger_kernel.transformers.rope import liger_rotary_pos_emb  # pyright: ignore[reportMissingImports]
 

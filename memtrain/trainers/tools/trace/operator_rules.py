@@ -1,4 +1,4 @@
-"""Answers for operators that need numbers where tensors have none, and what else a fake run must be told."""
+"""Answers for operators that need numbers where tensors have none, and other facts for a fake run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models beside a traced policy: whole, without gradients, and a pass over what one of them reads."""
+"""Reward models beside a traced policy: whole, without gradients, and a pass over a batch of theirs."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def watch_layers(model: nn.Module, recorder: Recorder, prefix: Callable[[], str]
 
 
 def gradients_of(stage: StepSetup) -> list[Tensor]:
-    """The gradients of what this rank steps."""
+    """The gradients of this rank's stepped weights."""
     return [parameter.grad for parameter in stage.parameters if parameter.grad is not None]
 
 

@@ -1,4 +1,4 @@
-"""The trace: two optimizer steps and an evaluation on tensors without data, and what was alive when."""
+"""The trace: two optimizer steps and an evaluation on tensors without data, and their live tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Job:
     """Trace only the first layers; None: all."""
     want_stats: bool = False
     passes: HeaviestBatch | None = None
-    """Batch that an online method scores without gradients before it learns from it; None: it scores none."""
+    """Batch that an online method scores without gradients before the update; None without such a pass."""
     judges: tuple[RewardModelJob, ...] = ()
     """Reward models beside the policy."""
 

@@ -35,7 +35,7 @@ UPDATE_LIMIT = 1e-4
 two rounding steps of the weight itself."""
 
 LOSS_HALF = 1e-2
-"""Of a step that was made without log-probs, in half precision: what bfloat16 knows of a nat."""
+"""Bound of a step without log-probs, in half precision: bfloat16's precision of a nat."""
 
 HALF_FACTOR = 2.0
 """Factor by which half precision may be further from float32 than the plain side. Packed rows sum in another
@@ -43,8 +43,8 @@ order, so a rounding error is another draw of the same size; tests/equal holds 1
 
 SLICED_FACTOR = 3.0
 """The same for gradients of layers that stream: each slice's gradient of a weight is rounded before the sum,
-and those of chosen and rejected answers nearly cancel. Measured: 1.3 times the plain side's distance over all
-projections, 2.3 for those after attention (DPO, a row in 4 slices, 4 draws of the weights; CPU)."""
+and gradients of chosen and rejected answers nearly cancel. Measured: 1.3 times the plain side's distance over
+all projections, 2.3 for those after attention (DPO, a row in 4 slices, 4 draws of the weights; CPU)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from memtrain.trainers.tools.verify.record import Side
 ATTENTION_OPS = ("attention", "flex")
 """Parts of the names of attention operators."""
 MOST_KERNELS = 8
-"""Device kernels that are named, those with most time first. Taste."""
+"""Named device kernels, most time first. Taste."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Trace:
 
 
 def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, Trace]:
-    """The strategies of the plan, each with what it left behind; those that leave nothing are not in it."""
+    """The strategies of the plan, each with the trace it left; strategies without a trace are not in it."""
     settings, feed = planned.plan.settings, planned.stepper.steps.feed
     logits_bytes = plainly.largest_logits_rows * plainly.vocab_size * 4
     sequences, tokens = len(work.sequences), int(feed.tokens[work.sequences].sum())
@@ -264,7 +264,7 @@ def _fetched(built: Built) -> int:
 
 @contextmanager
 def _kernels(side: Side) -> Iterator[list[str]]:
-    """Filled with the device kernels of what happens inside, when it has happened; nothing on a CPU."""
+    """The device kernels of the enclosed work, filled at its end; nothing on a CPU."""
     found: list[str] = []
     if side.stepper.device.type != "cuda":
         yield found

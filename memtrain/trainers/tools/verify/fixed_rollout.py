@@ -44,7 +44,7 @@ LONGEST_TOKENS = 48
 
 @dataclass(slots=True)
 class Rollouts:
-    """The answers that all sides share; log-probs are those of the side that asks first."""
+    """The answers that all sides share, with log-probs of the side that asks first."""
 
     known: dict[tuple[int, int], Sample] = field(default_factory=dict)
 

@@ -44,7 +44,7 @@ def on_one_process(plan: Plan, *, steps: int) -> Plan:
 
 
 def deterministic(plan: Plan) -> Plan:
-    """The plan without what is drawn anew for every layout of the rows: dropout and embedding noise."""
+    """The plan without random draws that follow the layout of the rows: dropout and embedding noise."""
     recipe, settings = plan.recipe, plan.settings
     optim = recipe.optim.model_copy(update={"neftune_alpha": None})
     evaluation = recipe.eval.model_copy(update={"max_rows": 2})
@@ -72,7 +72,7 @@ def baseline_plan(plan: Plan) -> Plan:
 
 
 def in_float32(plan: Plan) -> Plan:
-    """The same in float32: what rounding is measured against."""
+    """The same in float32, the base of the measure of rounding."""
     wide = {"dtype": "float32", **WITHOUT_COPIES}
     return plan.model_copy(update={"settings": plan.settings.model_copy(update=wide)})
 

@@ -1,4 +1,4 @@
-"""The verdict of a verification: every check with what it found, as JSON of a stated version."""
+"""The verdict of a verification: every check with its finding, as JSON of a stated version."""
 
 from __future__ import annotations
 

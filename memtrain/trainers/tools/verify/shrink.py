@@ -63,7 +63,7 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shrunk(plan: Plan, config: Mapping[str, Any], folder: Path) -> tuple[Plan, list[str]]:
-    """(the plan for a shrunk model with random weights and for short rows, what a reader must know of it).
+    """(the plan for a shrunk model with random weights and for short rows, notes for the reader).
 
     The settings are those planned for the model as it is; tiles are smaller, so that a small step has
     several. The new configuration is written into `folder`.
@@ -105,7 +105,7 @@ def shrunk(plan: Plan, config: Mapping[str, Any], folder: Path) -> tuple[Plan, l
 
 
 def _nearer(config: dict[str, Any], before: int, longest: int) -> dict[str, Any]:
-    """The configuration with what changes at some length of a row changing within the shorter rows, where
+    """The configuration with changes at some length of a row moved into the shorter rows, where
     rows of `before` tokens came to it; the angles of fewer and narrower heads."""
     if isinstance(config.get("text_config"), Mapping):
         return {**config, "text_config": _nearer(dict(config["text_config"]), before, longest)}
@@ -135,7 +135,7 @@ def _narrow_angles(section: dict[str, Any], config: Mapping[str, Any], near: int
 
 
 def _smaller_step(plan: Plan, longest: int) -> dict[str, Any]:
-    """The step in fewer rows; one that is accumulated still is."""
+    """The step in fewer rows; an accumulated step stays accumulated."""
     settings, recipe = plan.settings, plan.recipe
     group = recipe.generation.num_generations if METHODS[recipe.method].is_online else 1
     made: dict[str, Any] = {}

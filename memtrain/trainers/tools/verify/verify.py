@@ -142,7 +142,7 @@ def plain_plan(planned: Side) -> Plan:
 
 
 def compare_steps(pair: Pair, steps: int) -> Compared:
-    """The differences of each step, and what ran in the first."""
+    """The differences of each step, and the record of the first."""
     planned, plain = pair.planned, pair.plain
     before = trained_weights(planned.built)
     plain.take_weights(before)
