@@ -1,4 +1,4 @@
-"""Reports of runs that ran out of memory, from reports.yaml, and the answers of `memtrain rescue`."""
+"""Reports of runs that ran out of memory, from the lists beside, and the answers of `memtrain rescue`."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +10,7 @@ import yaml
 from memtrain.cli.rescue.find import Rescue, RescueQuestion, rescued_foreign
 from memtrain.recipes.importers.importing import TOOLS, Foreign
 
-FILE = Path(__file__).parent / "reports.yaml"
+FILES = tuple(Path(__file__).parent / name for name in ("reports.yaml", "more_reports.yaml"))
 KNOWN_KEYS = {"link", "tool", "method", "config", "taken", "gpu", "budget", "processes"} | {
     "host_memory",
     "message",
@@ -37,7 +37,7 @@ class Report:
 
 @cache
 def rows() -> list[dict[str, Any]]:
-    return yaml.safe_load(FILE.read_text())
+    return [row for file in FILES for row in yaml.safe_load(file.read_text())]
 
 
 def reports() -> list[Report]:

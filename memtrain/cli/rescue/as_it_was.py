@@ -66,8 +66,12 @@ def as_it_was(
     keys = {**imported.pins, **(pins or {}), "memory.budget": budget}
     engine = str(keys["cluster.engine"])
     for nearest in dict.fromkeys((engine, "fsdp2", "ddp")):
+        there = {"cluster.engine": nearest}
+        if nearest == "ddp":
+            # Whole weights on every device: no shard could wait on the host.
+            there["cluster.cpu_offload"] = "none"
         try:
-            priced, facts = priced_with(recipe, keys | {"cluster.engine": nearest}, facts)
+            priced, facts = priced_with(recipe, keys | there, facts)
         except RecipeError:
             if nearest == "ddp":
                 raise

@@ -16,7 +16,7 @@ from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import read_size
-from memtrain.memory.planner.resolve import Resolved, resolved_if_it_fits
+from memtrain.memory.planner.resolve import LENGTH_STEP, Resolved, resolved_if_it_fits
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.edit import with_key
@@ -236,12 +236,35 @@ def _planned(
     """(the plan with the same result, else the least different; the strategies allowed in it)."""
     recipe = with_key(recipe, "memory.budget", budget)
     facts = facts_of(recipe, hardware)
-    for allowed, one in _wishes(recipe):
-        try:
-            return resolved_if_it_fits(SourcedRecipe(one, lambda key: "default"), facts), allowed, facts
-        except DoesNotFit:
-            continue
+    for number, (allowed, one) in enumerate(_wishes(recipe)):
+        if number == 1 and not _is_reached(one, facts):
+            break
+        found = _fitting(one, facts)
+        if found is not None:
+            return found, allowed, facts
     return None, (), facts
+
+
+def _fitting(recipe: Recipe, facts: PlannerInputs) -> Resolved | None:
+    try:
+        return resolved_if_it_fits(SourcedRecipe(recipe, lambda key: "default"), facts)
+    except DoesNotFit:
+        return None
+
+
+def _is_reached(recipe: Recipe, facts: PlannerInputs) -> bool:
+    """Whether anything fits: rows of one step of the search, with everything allowed that changes learning.
+
+    Every other search is in vain where this one finds nothing, and there are dozens.
+    """
+    if facts.at_length is None:
+        return True
+    # Rows that short gain nothing from more processes.
+    recipe = with_key(recipe, "cluster.context_parallel", 1)
+    allowed = [name for name in allowed_in_turn()[-1] if name != "shorter_sequences"]
+    least = with_key(recipe, "memory.allow", tuple(dict.fromkeys((*recipe.memory.allow, *allowed))))
+    least = with_key(least, "length.max_length", LENGTH_STEP)
+    return _fitting(least, facts.at_length(LENGTH_STEP)) is not None
 
 
 def _wishes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe]]:

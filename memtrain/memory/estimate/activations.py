@@ -253,7 +253,9 @@ def dequantized(load: Workload) -> int:
 
 
 def _keeps_input(load: Workload, *names: str) -> bool:
-    """Dropout makes copies of its own, so the input itself is let go."""
+    """Dropout makes copies of its own, so the input itself is let go; 8-bit maps hold theirs in any case."""
+    if load.settings.quantize == "8bit":
+        return True
     adapter = load.settings.adapter
     return adapter is not None and not adapter.dropout and _adapts(load, *names)
 

@@ -147,6 +147,8 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
 def _stays(num_bytes: int, settings: Settings, shape: ModelShape) -> int:
     """Part of a state of the trained weights whose weights are on the device."""
     gone = num_trained_away(settings, shape) if settings.device == "cuda" else 0
+    if not gone:
+        return num_bytes
     return num_bytes * (num_trained(settings, shape) - gone) // max(1, num_trained(settings, shape))
 
 

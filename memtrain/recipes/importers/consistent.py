@@ -67,6 +67,13 @@ CLASHES: tuple[Clash, ...] = (
         "the engine says where states are",
     ),
     Clash(
+        "model.dtype",
+        lambda made: (
+            made.recipe_keys.get("model.dtype", ("", ""))[0] == "float16" and _has(made, "cluster.engine")
+        ),
+        "shards do not scale the loss, which float16 needs; the device's own precision is taken",
+    ),
+    Clash(
         "grpo.unbiased_kl",
         lambda made: made.method != "grpo" or not _has(made, "grpo.beta"),
         "there is no KL term",

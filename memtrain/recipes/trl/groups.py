@@ -93,8 +93,7 @@ def precision(made: Translation) -> None:
     asked = [key for key in ("dtype", "torch_dtype") if key in made.config]
     dtype = str(more.get("dtype", made.config[asked[0]] if asked else "float32")).removeprefix("torch.")
     of = ["dtype", "torch_dtype", "model_init_kwargs", "bf16", "fp16"]
-    if made.config.get("fp16") is True:
-        made.lose("fp16", "float16 with a loss scale; `model.dtype: bfloat16` needs none")
+    in_float16 = made.config.get("fp16") is True
     if dtype in ("bfloat16", "float16"):
         made.set("model.dtype", dtype)
     elif dtype == "auto":
@@ -103,6 +102,8 @@ def precision(made: Translation) -> None:
         )
     elif made.config.get("bf16") is False or made.config.get("use_cpu") is True:
         made.set("model.dtype", "float32", of=of)
+    elif in_float16:
+        made.set("model.dtype", "float16", of=of)
     elif not _quantized(made):
         made.set("model.dtype", "bfloat16", of=of)
         if not _adapted(made):

@@ -246,3 +246,14 @@ def test_how_the_tool_computes_is_told_as_keys(tmp_path: Path):
     assert made.pins["memory.loss"] == "full"
     assert made.pins["length.shared_prompts"] is False
     assert (made.pins["cluster.engine"], made.pins["cluster.processes"]) == ("zero3", 8)
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("", "float16"), ("accelerate_config: zero3\n", "auto")])
+def test_fp16_stays_float16_where_its_loss_is_scaled(tmp_path: Path, engine: str, dtype: str):
+    """It became bfloat16, which a V100 refuses; shards, which do not scale, take the device's precision."""
+    text = (
+        "model_name_or_path: Qwen/Qwen3-0.6B\nfp16: true\nmax_length: 512\ndataset_name: some/rows\n" + engine
+    )
+    recipe, made = of_file(tmp_path, "sft.yaml", text, method="sft", processes=2)
+    assert recipe.model.dtype == dtype
+    assert any("do not scale" in line for line in made.told) == (dtype == "auto")

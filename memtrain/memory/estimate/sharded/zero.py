@@ -82,8 +82,11 @@ def zero_moments(
         forward | seen | {"gradients": before + made, "logits": norm_backward(load)},
         backward | {"activations": everything - of_last, "gradients": early + fresh},
         backward | {"activations": first},
-        # Gradients lie once as they came and once end to end while the update is made.
-        dict(last) | {"reduce buffers": _bucket(settings, shape) if is_third else 0, "gradients": 2 * part},
+        # While the update is made gradients lie once as they came and once end to end; stages 1 and 2 take
+        # their norm in float64 before. Source: deepspeed 0.19.8, stage_1_and_2.py, get_grad_norm_direct.
+        dict(last)
+        | {"reduce buffers": _bucket(settings, shape) if is_third else 0}
+        | {"gradients": (2 if is_third else 3) * part},
     ]
 
 

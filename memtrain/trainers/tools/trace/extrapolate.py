@@ -12,6 +12,7 @@ from typing import Any
 
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.plan.plan import Owned, PhasePeak
+from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.fake_model import KINDS
@@ -38,7 +39,7 @@ def predict_by_trace(job: Job, *, is_whole: bool = False) -> Traced:
     """The peak of each phase with its owners, and the bytes on the host."""
     depth = num_layers(job)
     period = math.lcm(max(1, job.settings.checkpoint_every), kinds_period(job.config))
-    depths = None if is_whole else shallow_depths(depth, period)
+    depths = None if is_whole else shallow_depths(depth, period, num_staying(job.settings))
     if depths is None:
         found = trace(job)
         return Traced(phases_of(named_owners(found.recorder)), found.host, found.recorder)
@@ -65,9 +66,19 @@ def _period(kinds: list[str]) -> int:
     return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[: len(kinds) - p])
 
 
-def shallow_depths(depth: int, period: int) -> tuple[int, int] | None:
-    """Two depths with every kind of layer, which repeat as in `depth`; None: tracing all is cheaper."""
-    least = max(FEWEST, period)
+def num_staying(settings: Settings) -> int:
+    """The last layers, whose inputs stay on the device where those of all others travel."""
+    if settings.offload != "boundaries":
+        return 0
+    return settings.offload_keep * max(1, settings.checkpoint_every)
+
+
+def shallow_depths(depth: int, period: int, num_staying: int = 0) -> tuple[int, int] | None:
+    """Two depths with every kind of layer, which repeat as in `depth`; None: tracing all is cheaper.
+
+    `num_staying`: layers of another kind at the end, as many whatever the depth.
+    """
+    least = max(FEWEST + num_staying, period)
     low = least + (depth - least) % period
     high = low + period
     return (low, high) if high < depth else None

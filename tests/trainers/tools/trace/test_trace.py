@@ -14,7 +14,13 @@ from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.tools.trace.client import Traced, TraceJob, can_trace, job_of, traced
 from memtrain.trainers.tools.trace.cuda_allocator import replay
-from memtrain.trainers.tools.trace.extrapolate import named_owners, phases_of, predict_by_trace
+from memtrain.trainers.tools.trace.extrapolate import (
+    named_owners,
+    num_staying,
+    phases_of,
+    predict_by_trace,
+    shallow_depths,
+)
 from memtrain.trainers.tools.trace.fake_model import bare_model
 from memtrain.trainers.tools.trace.trace import trace
 
@@ -135,6 +141,18 @@ def test_two_shallow_models_stand_for_a_deep_one(name):
         assert truth.num_bytes * 0.9995 <= guess.num_bytes <= truth.num_bytes * (1 + room)
     assert whole.recorder is not None
     assert max(p.num_bytes for p in whole.phases) == whole.recorder.peak_bytes
+
+
+def test_layers_whose_inputs_stay_do_not_stand_for_all():
+    """Of seven layers the last two stay: models of three and four layers with two that stay are no line."""
+    case = CASES["offloading boundaries, one layer kept"]
+    changes = case.changes | CUDA | HALF | {"offload_keep": 2}
+    job = replace(case, changes=changes, config=case.config | {"num_hidden_layers": 7}).job
+    guessed, whole = predict_by_trace(job), predict_by_trace(job, is_whole=True)
+    assert [one.num_bytes for one in guessed.phases] == pytest.approx(
+        [one.num_bytes for one in whole.phases], rel=0.001
+    )
+    assert shallow_depths(32, 1, num_staying(job.settings)) == (5, 6)
 
 
 def test_what_waits_on_the_host_is_told_and_not_counted_as_the_devices():
