@@ -256,4 +256,4 @@ def test_fp16_stays_float16_where_its_loss_is_scaled(tmp_path: Path, engine: str
     )
     recipe, made = of_file(tmp_path, "sft.yaml", text, method="sft", processes=2)
     assert recipe.model.dtype == dtype
-    assert any("do not scale" in line for line in made.told) == (dtype == "auto")
+    assert any("do not scale" in line for line in made.notes) == (dtype == "auto")
