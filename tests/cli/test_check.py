@@ -110,3 +110,10 @@ def test_a_package_for_cuda_is_asked_for_where_there_is_a_device(
     monkeypatch.setattr("memtrain.cli.plan.check_run.installed", lambda *names: frozenset())
     assert main(words) == 5
     assert "error: model.liger needs liger_kernel, which is not installed" in capsys.readouterr().err
+
+
+def test_a_data_file_in_place_of_a_recipe_is_named_as_such(capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "a.jsonl"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: a.jsonl is a data file, not a recipe\n   at: the command line\n")
+    assert "memtrain sft a.jsonl --model MODEL" in told

@@ -31,6 +31,7 @@ from memtrain.recipes.reading.yaml_tree import (
 )
 from memtrain.recipes.recipe import Recipe
 
+DATA_ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".xz", ".bz2")
 MAX_BYTES = 256 * 2**10
 """Largest recipe that is read. Taste: the longest shipped one is under 2 KiB."""
 
@@ -159,6 +160,12 @@ def _text(path: Path, asked_at: Place | None) -> str:
     where = "" if asked_at is None else str(asked_at)
     if path.is_dir():
         raise RecipeError(f"{path} is a folder", where, "give a .yaml file in it")
+    if path.suffix in DATA_ENDINGS and path.is_file():
+        raise RecipeError(
+            f"{path} is a data file, not a recipe",
+            where or "the command line",
+            f"train on it without one (memtrain sft {path} --model MODEL), or write one (memtrain init sft)",
+        )
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)

@@ -260,7 +260,7 @@ def test_held_out_accuracy_and_margin_of_pairs_are_told(tmp_path: Path, make_pla
         EvalEvent(step=at, loss=0.6, tokens=9, extra={"rewards/accuracies": share, "rewards/margins": gap})
         for at, share, gap in ((2, 0.5, -0.00001), (4, 0.75, 0.5))
     ]
-    folder = run_folder(tmp_path, make_plan(), evals)
+    folder = run_folder(tmp_path, make_plan(), [*evals])
     shown = re.sub(r" +", " ", text_of(folder))
     assert "held-out accuracy 0.5000 -> 0.7500" in shown
     assert "held-out margin 0.0000 -> 0.5000" in shown
@@ -271,7 +271,7 @@ def test_held_out_accuracy_and_margin_of_pairs_are_told(tmp_path: Path, make_pla
 
 def test_the_speed_of_an_online_run_counts_its_rollouts(tmp_path: Path, make_plan: Callable[..., Plan]):
     """300 tokens in 3 steps of 1 s and one rollout of 7 s: 30 tokens/s, not 100."""
-    steps = [
+    steps: list[Event] = [
         StepEvent(step=at, loss=0.0, lr=1e-4, tokens=100, loss_tokens=50, seconds=1.0, rollout_s=waited)
         for at, waited in ((1, 7.0), (2, 0.0), (3, 0.0))
     ]
