@@ -33,7 +33,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "quickstart",
         "quickstart:quickstart",
-        "Train a tiny model on built-in data, to see what a run looks like.",
+        "Train a tiny model on built-in data: a first look at a run.",
     ),
     *(Command(one.verb, "train:BY_METHOD", one.says, one.name) for one in METHODS.values()),
     Command("score", "score:score", "Score answers with a reward model."),
@@ -41,7 +41,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("plan", "plan:plan", "Predict the memory and speed of a run, for any GPU, without starting it."),
     Command("calibrate", "calibrate:calibrate", "Measure this machine once, for its plans."),
     Command("verify", "verify:verify", "Show that the plan of a recipe gives the numbers of the plain run."),
-    Command("bench", "bench:bench", "Measure what each strategy of a plan saves and costs."),
+    Command("bench", "bench:bench", "Measure the savings and costs of each strategy of a plan."),
     Command("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),
     Command("status", "status:status", "State of a run: step, loss, job."),
     Command("logs", "status:logs", "The log of a run; -f follows it."),
@@ -54,15 +54,17 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "inspect-lengths",
         "inspect_lengths:inspect_lengths",
-        "Length distribution of a dataset, and what each max_length loses and costs.",
+        "Length distribution of a dataset, and losses and costs of each max_length.",
     ),
     Command("init", "init:init", "Write a commented recipe to start from."),
     Command(
         "import",
         "import_config:import_config",
-        "Translate another trainer's configuration into a recipe, and list what has no counterpart.",
+        "Translate another trainer's configuration into a recipe, and list keys without a counterpart.",
     ),
-    Command("rescue", "rescue:rescue", "Diagnose a run that ran out of memory, and find what makes it fit."),
+    Command(
+        "rescue", "rescue:rescue", "Diagnose a run that ran out of memory, and find changes that make it fit."
+    ),
     Command("import-trl", "import_config:import_trl", "The same for TRL, with the method given."),
     Command("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
     Command("methods", "methods:methods", "List the methods that a recipe may ask for."),

@@ -9,7 +9,7 @@ import typer
 
 from memtrain.cli.output.terminal import print_table, print_text
 
-Show = Annotated[bool, typer.Option("--show", help="Print what is in the store, and measure nothing.")]
+Show = Annotated[bool, typer.Option("--show", help="Print the stored measurements, and measure nothing.")]
 Forget = Annotated[
     bool, typer.Option("--forget", help="Empty the store: measurements, and peaks of past runs.")
 ]

@@ -15,9 +15,7 @@ def push(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or of a model.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Repository on the hub: owner/name.")],
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be uploaded; no network.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files to upload; no network.")] = False,
 ) -> None:
     """Upload a trained model and its card to the hub; --dry-run shows the files and needs no network."""
     from memtrain.memory.plan.units import gib

@@ -308,7 +308,7 @@ def recipe_with(text: str, keys: dict[str, object]) -> str:
     for key, value in keys.items():
         section, _, name = key.partition(".")
         shown = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-        line = f"  {name}: {shown}  # what makes it fit"
+        line = f"  {name}: {shown}  # makes it fit"
         if f"{section}:" not in lines:
             lines += ["", f"{section}:", line]
             continue

@@ -17,7 +17,7 @@ from memtrain.memory.plan.units import gib
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.trl.writing import inline
 
-SAME = "It learns the same: every number up to rounding."
+SAME = "The result is the same: every number up to rounding."
 
 
 def verdict(found: Rescue) -> str:
@@ -51,7 +51,7 @@ def way_words(way: Way, found: Rescue) -> str:
 
 def learns_words(learns: tuple[str, ...]) -> str:
     """The difference in learning, in a sentence."""
-    return SAME if not learns else f"It learns something else: {'; '.join(learns)}."
+    return SAME if not learns else f"The result of training changes: {'; '.join(learns)}."
 
 
 def time_words(priced: Priced, found: Rescue) -> str:

@@ -136,7 +136,7 @@ def refuse_vllm(ledger: DecisionLog, settings: Settings) -> None:
     if recipe.model.quantize == "8bit":
         ledger.refuse(
             "model.quantize 8bit with vLLM: the policy computes with weights rounded by row, with "
-            "outliers kept apart, which vLLM cannot load; its completions would be those of another model",
+            "outliers kept apart, which vLLM cannot load; its completions would be another model's",
             path,
             "set generate.backend: native, or model.quantize: 4bit or none",
         )

@@ -96,7 +96,7 @@ class Settings(Section):
         Packing, Mark("recipe", "how full the rows are; that they lie end to end is padding_free's")
     ]
     """Layout of rows in sequences of `max_length`."""
-    cross_document_attention: Annotated[bool, Mark("recipe", "where attention looks, not what it keeps")]
+    cross_document_attention: Annotated[bool, Mark("recipe", "the range of attention, not its kept tensors")]
     """Packed rows of one sequence attend to each other."""
     padding_free: Annotated[bool, Mark("sums")]
     """Rows of a micro-batch lie end to end in one sequence."""
@@ -156,7 +156,7 @@ class Settings(Section):
     """Last checkpointed layers whose inputs stay on the device."""
     offload_disk: Annotated[
         str | None,
-        Mark("bits", "the folder of what host memory has no room for; no prediction of a peak reads it"),
+        Mark("bits", "the folder for overflow of host memory; no prediction of a peak reads it"),
     ] = None
     """Folder for offloaded activations that host memory has no room for."""
     offload_host_bytes: Annotated[
@@ -177,7 +177,7 @@ class Settings(Section):
     """CUDA caching allocator with expandable segments."""
 
     beside_bytes: Annotated[
-        int | None, Mark("bits", "what the device needs beside tensors, and so beside the peak")
+        int | None, Mark("bits", "the device's own bytes beside tensors, and so beside the peak")
     ] = None
     """Memory that the device needs beside tensors, as measured here; None: typical values."""
     in_backward: Annotated[bool, Mark("bits")] = False
@@ -193,7 +193,7 @@ class Settings(Section):
     """The heaviest batch is tried before the first step."""
     recovery: Annotated[
         tuple[Literal["split", "slices", "checkpointing", "offloading", "loss_tile"], ...],
-        Mark("bits", "what may change later; the peak is that of the plan until then"),
+        Mark("bits", "permitted later changes; the peak is the plan's until then"),
     ] = ()
     """Steps that are allowed when memory runs out during the run; nothing: the run ends."""
 

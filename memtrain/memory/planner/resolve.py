@@ -284,7 +284,7 @@ def _excludes_all(case: StrategyContext, base: Settings) -> RecipeError:
             Fault(
                 f"no plan uses all of {names}",
                 case.asked.where("memory.use"),
-                "remove one of them, or what memory.never rules out",
+                "remove one of them, or the entry of memory.never",
             )
         ]
     )

@@ -76,7 +76,7 @@ def explain_masters(
 def lost_words(recipe: Recipe, optimizer: str, config: Mapping[str, object]) -> str:
     """The share of updates that rounding to bfloat16 loses at the recipe's learning rate, in words."""
     if optimizer == "sgd":
-        return "bfloat16 rounds small updates away (those of sgd depend on the gradients)"
+        return "bfloat16 rounds small updates away (updates of sgd depend on the gradients)"
     std = usual_std(config)
     share = lost_share(recipe.optim.lr, std)
     return (

@@ -57,7 +57,7 @@ def _method(reading: ToolReading) -> None:
         raise RecipeError(
             f"rl: {asked} has no counterpart in memtrain",
             where="rl",
-            fix=f"set it to one that is read: sft, {', '.join(METHODS)}",
+            fix=f"set it to a value that is read: sft, {', '.join(METHODS)}",
         )
 
 

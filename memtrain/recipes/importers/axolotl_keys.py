@@ -11,7 +11,7 @@ _UPLOAD = Unmapped("nothing is uploaded; `hf upload` takes the run's final/ fold
 _PREPARED = Automatic("tokenized rows are kept in memtrain's own cache (data.cache_dir)")
 _LOADER = Automatic("rows are read from memory-mapped files; there are no loader processes to set")
 _EXOTIC = Unmapped("methods that memtrain does not have")
-_KERNEL = Unmapped("kernels of a tool's own; `model.liger` and `memory.loss` name those that there are")
+_KERNEL = Unmapped("kernels of a tool's own; `model.liger` and `memory.loss` name the available kernels")
 _IMAGES = Unmapped("rows are text")
 _PEFT = Unmapped("LoRA here has a rank, a scale, a dropout and module names")
 
@@ -215,7 +215,7 @@ DATA: dict[str, ToolRule] = {
     "default_system_message": RecipeKey("data.system_prompt"),
     "min_sample_len": Unmapped("short rows are not left out"),
     "dataset_exact_deduplication": Unmapped("rows that are there twice are trained on twice"),
-    "eval_sequence_len": Unmapped("held-out rows are cut as those of training"),
+    "eval_sequence_len": Unmapped("held-out rows are cut as training rows are"),
     "curriculum_sampling": Unmapped("rows are shuffled, or in their order (train.shuffle: false)"),
     **dict.fromkeys(("use_pose", "pose_*"), _EXOTIC),
     **dict.fromkeys(

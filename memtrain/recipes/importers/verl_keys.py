@@ -40,7 +40,7 @@ KEYS: dict[str, ToolRule] = {
     f"{_AR}.model.lora_adapter_path": Unmapped(
         "an adapter that is trained on: merge it into its base model first"
     ),
-    f"{_AR}.model.exclude_modules": Unmapped("modules left out of an adapter: name those that get one"),
+    f"{_AR}.model.exclude_modules": Unmapped("modules left out of an adapter: name the adapted modules"),
     f"{_AR}.model.override_config": Unmapped(
         "changes of the model's configuration: write them into its config.json", (None, {}, [])
     ),
@@ -124,7 +124,7 @@ KEYS: dict[str, ToolRule] = {
     f"{_AR}.actor.loss_agg_mode": _T,
     f"{_AR}.actor.entropy_coeff": TrlKey("entropy_coef", {0: None}),
     f"{_AR}.actor.policy_loss.loss_mode": Unmapped(
-        "losses of verl's own: `grpo.loss` names those that there are", (None, "vanilla")
+        "losses of verl's own: `grpo.loss` names the available losses", (None, "vanilla")
     ),
     f"{_AR}.actor.policy_loss.*": Automatic("belongs to a loss that is listed where it is asked for"),
     "algorithm.use_kl_in_reward": Unmapped("a KL term in the reward: `grpo.beta` is one in the loss"),
@@ -168,7 +168,7 @@ KEYS: dict[str, ToolRule] = {
     **dict.fromkeys((f"{_AR}.actor.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"), _T),
     f"{_AR}.actor.fsdp_config.*": _ENGINE,
     f"{_AR}.actor.use_prefix_grouper": Automatic("prompts are computed once for their group"),
-    f"{_AR}.actor.checkpoint.*": Automatic("checkpoints always hold what a run needs to continue"),
+    f"{_AR}.actor.checkpoint.*": Automatic("checkpoints always hold all state that a run needs to continue"),
     f"{_AR}.actor.profiler.*": Automatic("memory and time are always measured"),
     f"{_AR}.actor.*": _ENGINE,
     f"{_AR}.ref.*": Automatic("the reference follows the policy's settings"),

@@ -88,7 +88,7 @@ DATA: dict[str, Rule] = {
     "packing": ReadTogether(),
     "packing_strategy": ReadTogether(),
     "eval_packing": Automatic(
-        "held-out rows are laid out as those of training; their losses do not depend on it"
+        "held-out rows are laid out as training rows are; their losses do not depend on it"
     ),
     "padding_free": RecipeKey("length.padding_free"),
     "pad_to_multiple_of": RecipeKey("length.pad_to_multiple_of", values={"auto": None}),
@@ -137,8 +137,8 @@ TRAINING: dict[str, Rule] = {
     "activation_offloading": RecipeKey("memory.activation_offloading", values=_ON),
     "torch_empty_cache_steps": Automatic("`memory.expandable_segments` keeps memory from fragmenting"),
     "tf32": Unmapped("TensorFloat-32 is left as torch has it"),
-    "bf16_full_eval": Automatic("held-out rows are computed as those of training"),
-    "fp16_full_eval": Automatic("held-out rows are computed as those of training"),
+    "bf16_full_eval": Automatic("held-out rows are computed as training rows are"),
+    "fp16_full_eval": Automatic("held-out rows are computed as training rows are"),
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
@@ -163,7 +163,7 @@ RUN: dict[str, Rule] = {
     "save_strategy": ReadTogether(),
     "save_steps": ReadTogether(),
     "save_total_limit": ReadTogether(),
-    "save_only_model": Unmapped("checkpoints always hold what a run needs to continue"),
+    "save_only_model": Unmapped("checkpoints always hold all state that a run needs to continue"),
     "save_on_each_node": Unmapped("the run folder is one folder that all nodes see"),
     "load_best_model_at_end": RecipeKey("save.keep_best"),
     "metric_for_best_model": Unmapped(

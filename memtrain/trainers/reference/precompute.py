@@ -104,7 +104,7 @@ def write_values(folder: Path, values: Floats) -> None:
 def read_values(folder: Path) -> Floats:
     """The values of a folder.
 
-    Raises: DataError when they differ from those that were written.
+    Raises: DataError when they differ from the written bytes.
     """
     path, digest = folder / VALUES_FILE, folder / DIGEST_FILE
     content = path.read_bytes()

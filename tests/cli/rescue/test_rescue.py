@@ -134,15 +134,15 @@ def test_a_budget_that_was_asked_for_is_in_the_recipe(axolotl: str):
 def test_keys_go_under_their_sections():
     text = "method: sft\nmemory:\n  loss: full\noptim:\n  lr: 1.0\n"
     made = recipe_with(text, {"memory.allow": ["lora"], "length.max_length": 512})
-    assert "memory:\n  allow: [lora]  # what makes it fit\n  loss: full\n" in made
-    assert made.endswith("length:\n  max_length: 512  # what makes it fit\n")
+    assert "memory:\n  allow: [lora]  # makes it fit\n  loss: full\n" in made
+    assert made.endswith("length:\n  max_length: 512  # makes it fit\n")
 
 
 def test_a_key_replaces_its_namesake_of_the_same_section_only():
     text = "train:\n  seed: 1\n  micro_batch_size: 4\n\n# of the data\ndata:\n  seed: 2\n"
     made = recipe_with(text, {"train.seed": 3})
     assert made == (
-        "train:\n  seed: 3  # what makes it fit\n  micro_batch_size: 4\n\n# of the data\ndata:\n  seed: 2\n"
+        "train:\n  seed: 3  # makes it fit\n  micro_batch_size: 4\n\n# of the data\ndata:\n  seed: 2\n"
     )
 
 
@@ -153,5 +153,5 @@ def test_the_command_writes_a_valid_recipe(axolotl: str, tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "What held the memory, in the loss" in said
     assert "The smallest change in Axolotl:" in said
-    assert "It learns the same" in said
+    assert "The result is the same" in said
     assert load_recipe(str(out)).recipe.data.train[0].source == "rows.jsonl"

@@ -1,7 +1,7 @@
 """Full offloading: every tensor that a layer keeps waits in host memory, and nothing is computed again.
 
 When: a fast bus and a slow device: what is moved costs less than computing it twice. Saves: all activations
-but those of the layers at work. Costs: every kept byte crosses the bus twice, and as many bytes of pinned
+but the current layers'. Costs: every kept byte crosses the bus twice, and as many bytes of pinned
 host memory. Exact: bytes are copied, not rounded. Refused: with checkpointing (a checkpointed layer keeps one
 tensor: boundary offloading moves that), and on a CPU.
 
@@ -44,7 +44,7 @@ STRATEGY = Strategy(
     name="full_offloading",
     axis="offloading",
     says="all activations of the layers are offloaded to CPU",
-    saves="all activations but those of the layers at work",
+    saves="all activations but the current layers'",
     costs="every activation is copied over PCIe twice; pinned host memory",
     measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",
     is_exact=True,

@@ -77,14 +77,14 @@ class CheckedFile:
     def whole(self) -> Bytes:
         """All bytes.
 
-        Raises: DataError when they differ from those that were written.
+        Raises: DataError when they differ from the written bytes.
         """
         return self.part(0, len(self._bytes))
 
     def part(self, start: int, end: int) -> Bytes:
         """Bytes `start` to `end`, as a view.
 
-        Raises: DataError when they differ from those that were written.
+        Raises: DataError when they differ from the written bytes.
         """
         first, last = start // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         if not self._is_sound[first:last].all():
@@ -102,7 +102,7 @@ class CheckedFile:
         if xxh3_64_intdigest(given.data) != int(self._sums[block]):
             raise DataError(
                 f"'{self.path.name}' is damaged: bytes {first:,} to {first + len(given):,} differ from "
-                "those that were written",
+                "the written bytes",
                 str(self.path),
                 f"remove '{self.path.parent}'; it will be made again. Check the disk",
             )

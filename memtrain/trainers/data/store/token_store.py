@@ -290,7 +290,7 @@ class TokenStore:
     def tokens(self, start: int, end: int) -> Ids:
         """int32 view of tokens `start` to `end` of all rows, which lie end to end.
 
-        Raises: DataError when they differ from those that were written.
+        Raises: DataError when they differ from the written bytes.
         """
         size = np.dtype(np.int32).itemsize
         return self._files["tokens.bin"].part(start * size, end * size).view(np.int32)

@@ -149,7 +149,7 @@ def prompt_of(text: str, prompt: Messages, tools: tuple[Tool, ...], rendering: R
             return head
     raise BadRow(
         "the chat template renders the prompt differently when an answer follows",
-        "give the conversation as one list of messages, or a template that keeps what comes first",
+        "give the conversation as one list of messages, or a template that keeps the first messages",
     )
 
 

@@ -66,7 +66,7 @@ def apply_checkpointing_and_offload(
         return Activations(checkpoint_layers(model, every) if checkpoints else None, None, weights)
     if settings.offload == "boundaries" and not every and not slice_tokens:
         raise LaunchError(
-            "activation offloading needs activation checkpointing, whose layers' inputs are what it moves",
+            "activation offloading needs activation checkpointing, whose layers' inputs it moves",
             "memory.activation_offloading",
             "set memory.activation_checkpointing to on, or offloading to off",
         )

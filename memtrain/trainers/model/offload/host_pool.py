@@ -93,7 +93,7 @@ class StoredBlock:
         self.is_written(wait=True)
         with self._path.open("rb") as file:
             num_bytes = file.readinto(_bytes_of(host))
-        assert num_bytes == host.numel(), f"{self._path} is shorter than what was written."
+        assert num_bytes == host.numel(), f"{self._path} is shorter than the data written to it."
 
     def __del__(self) -> None:
         self._writing.cancel()

@@ -193,7 +193,7 @@ def test_a_flipped_bit_in_the_tokens_is_seen_when_its_row_is_used_and_not_before
     with pytest.raises(DataError) as error:
         store.row(2)
     assert error.value.faults[0].what == (
-        "'tokens.bin' is damaged: bytes 524,288 to 786,432 differ from those that were written"
+        "'tokens.bin' is damaged: bytes 524,288 to 786,432 differ from the written bytes"
     )
 
 
