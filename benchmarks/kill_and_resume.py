@@ -1,11 +1,13 @@
 """Ten kills at random moments: does the same command go on with the same losses, bit for bit?
 
     python benchmarks/kill_and_resume.py gsm8k/train.jsonl [--kills 10] [--seed 0] [-o kill_and_resume.json]
+                                         [KEY=VALUE ...]
 
 `memtrain sft` is started as a user starts it, on questions and answers, packed, with LoRA dropout, NEFTune,
 accumulation and a cosine schedule, and killed with SIGKILL after a random time between nothing and what the
 whole run takes. The same command again goes on, until that many kills were made and the run ended. A run that
-ends earlier is followed by another one. Every line of the metrics that tells a step or an evaluation is
+ends earlier is followed by another one. `KEY=VALUE` overrides the recipe, such as
+memory.streamed_layers=on. Every line of the metrics that tells a step or an evaluation is
 compared with those of a run that nobody killed: the text of the numbers must be the same.
 """
 
@@ -46,12 +48,14 @@ eval: {{every_steps: 10}}
 save: {{every_steps: 4, keep_best: true}}
 cluster: {{device: cpu, processes: 1, threads: 1}}
 """
+OVERRIDES: list[str] = []
+"""Overrides of the recipe that the command line names."""
 SAME = ("step", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "extra")
 
 
 def begin(recipe: Path, folder: Path) -> subprocess.Popen[bytes]:
     """The command, as a process."""
-    words = [sys.executable, "-m", "memtrain", "sft", str(recipe), "--run-dir", str(folder)]
+    words = [sys.executable, "-m", "memtrain", "sft", str(recipe), *OVERRIDES, "--run-dir", str(folder)]
     given = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (folder.parent / f"{folder.name}.txt").open("ab") as output:
         return subprocess.Popen(words, env=os.environ | given, stdout=output, stderr=output)
@@ -96,7 +100,7 @@ def kill_once(recipe: Path, folder: Path, lives_s: float) -> dict[str, Any] | No
 def compared(folder: Path, whole: Path) -> dict[str, Any]:
     """How many lines of a killed run differ from those of the whole one, and whether its weights do."""
     mine, other = lines_of(folder), lines_of(whole)
-    weights = [path / "final" / "adapter_model.safetensors" for path in (folder, whole)]
+    weights = [next((path / "final").glob("*.safetensors")) for path in (folder, whole)]
     return {
         "run": folder.name,
         "lines": len(other),
@@ -105,6 +109,13 @@ def compared(folder: Path, whole: Path) -> dict[str, Any]:
         "final_weights_are_equal": weights[0].read_bytes() == weights[1].read_bytes(),
         "state": json.loads((folder / "status.json").read_text())["state"],
     }
+
+
+def memory_settings(folder: Path) -> dict[str, Any]:
+    """How the run's plan treats its layers."""
+    settings = json.loads((folder / "plan.json").read_text())["settings"]
+    names = ("slice_tokens", "checkpoint_every", "offload", "weights_offload", "in_backward")
+    return {name: settings[name] for name in names}
 
 
 def end(recipe: Path, folder: Path) -> None:
@@ -120,7 +131,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--out", type=Path, default=ROOT / "benchmarks/results/kill_and_resume.json")
-    asked = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    asked = parser.parse_intermixed_args()
+    OVERRIDES.extend(asked.overrides)
     moments = random.Random(asked.seed)
     with tempfile.TemporaryDirectory() as name:
         os.environ["MEMTRAIN_CACHE"] = f"{name}/cache"
@@ -143,6 +156,8 @@ def main() -> None:
         end(recipe, folders[-1])
         told = {
             "environment": environment(),
+            "overrides": OVERRIDES,
+            "settings": memory_settings(whole),
             "seed": asked.seed,
             "whole_run_s": round(taken_s, 2),
             "kills": kills,

@@ -1,7 +1,7 @@
 """Streamed layers: is what a layer holds flat in the length of a row, and what does a step cost?
 
     python benchmarks/streamed_layers.py           # both questions: minutes; writes the results
-    python benchmarks/streamed_layers.py --memory  # traces of a 25M model at 8,192 to 65,536 tokens
+    python benchmarks/streamed_layers.py --memory  # traces of a 25M model at 4,096 to 65,536 tokens
     python benchmarks/streamed_layers.py --time    # processor time against checkpointing, in pairs
     python benchmarks/streamed_layers.py --host    # host memory of one row: read, tokenized and laid out
 
@@ -57,7 +57,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 131_072,
 }
 """25 million weights."""
-LENGTHS = (8_192, 16_384, 32_768, 65_536)
+LENGTHS = (4_096, 8_192, 16_384, 32_768, 65_536)
 SLICE_TOKENS = 4_096
 TIMED = CONFIG | {"hidden_size": 256, "intermediate_size": 896, "vocab_size": 1024}
 TIMED_TOKENS, TIMED_SLICE = 4_096, 1_024

@@ -34,9 +34,11 @@ ROWS = {
     "shared prompts": shared_layout([(30, [11, 9, 12]), (7, [20, 38])]),
     "many short prompts": shared_layout([(5, [6, 7]), (4, [8, 5]), (9, [6, 3]), (20, [14, 30])]),
 }
-TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
-"""Relative: what another order of the sums leaves. The plain run in float32 is itself up to 2.6e-6 from the
-one in float64 on these models with an adapter (measured: CPU)."""
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-13}
+"""Relative: what another order of the sums leaves."""
+AS_FAR = 1.5
+"""Beyond the tolerance, a float32 run may be so many times as far from float64 as the plain run is: with LoRA
+that one is itself off by up to 2.6e-6, and streamed ones by 0.65 to 1.31 times as much (90 cases; CPU)."""
 
 
 def step(model: Any, layout: Layout, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
@@ -84,11 +86,13 @@ def test_loss_and_gradients_are_those_of_the_plain_run(
         model = with_adapter(model, kind=kind)
     model.to(dtype)
     loss, gradients = step(model, ROWS[rows])
+    _, exact = step(copy.deepcopy(model).double(), ROWS[rows])
+    limit = max(TOLERANCE[dtype], AS_FAR * error(gradients, exact))
     for slice_tokens in (64, 24, 11):
         stream_layers(model, slice_tokens)
         found, streamed = step(model, ROWS[rows])
         assert found == pytest.approx(loss, rel=1e-6)
-        assert error(streamed, gradients) < TOLERANCE[dtype]
+        assert error(streamed, exact) <= limit
     stream_layers(model, 0)
     assert step(model, ROWS[rows])[0] == loss
 
@@ -159,6 +163,31 @@ def test_passes_without_gradients_are_the_same(tiny_model: TinyModel, rows: str)
         expected = model.eval()(**inputs).logits
         stream_layers(model, 17)
         torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_weights_are_rounded_once(tiny_model: TinyModel):
+    """Two rows that nearly cancel, a slice each: in bfloat16 the linear maps' gradients are the plain run's.
+
+    A slice's gradient that is rounded before it is added is off by its own size, not by the sum's.
+    """
+    model = tiny_model(num_hidden_layers=2, seed=3).to(torch.bfloat16)
+    set_attention(model, "torch_cpu")
+    row = torch.randint(0, 128, (1, 40))
+    ids, layout = torch.cat([row, row], dim=1), packed_layout([40, 40])
+    ids[0, 50] = (ids[0, 50] + 1) % 128
+    signs = torch.tensor([1.0, -1.0]).repeat_interleave(40)[:, None]
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": layout.position_ids, "layout": layout}
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        hidden = model.model(**inputs, use_cache=False)[0][0]
+        (hidden.float().square() * signs).sum().backward()
+        return {name: weight.grad.double() for name, weight in model.named_parameters() if "proj" in name}
+
+    plain = gradients()
+    stream_layers(model, 40)
+    found = gradients()
+    assert max(float((found[name] - one).norm() / one.norm()) for name, one in plain.items()) < 1e-3
 
 
 def test_gradients_of_keys_are_summed_in_float32(tiny_model: TinyModel):

@@ -24,6 +24,10 @@ KEYS = "keys and values"
 ROW = "gradient of the row"
 """Owner of the gradient of one layer's output."""
 
+WIDENED_TOKENS = 256
+"""Tokens whose numbers are widened at a time for a weight's gradient, where no kernel adds a product of half
+precision to a float32 sum: 18 MiB for an 8B model's largest map, and products long enough. Taste."""
+
 
 def slice_of(load: Workload) -> Workload:
     """The load of one slice: as many tokens, all scored, in one row."""
@@ -52,7 +56,8 @@ def _slice_backward(part: Workload) -> tuple[int, int]:
     """Of one slice, a kernel's scratch apart from the rest (seen in traces).
 
     In the MLP input, output and that one's gradient are no memory of its own. In the attention the
-    gradient of the queries is summed over blocks of keys in float32: 4*n*Q, beside what one block gives.
+    gradient of the queries is summed over blocks of keys in float32: 4*n*Q, beside what one block gives. A
+    CPU's kernel works on float32 copies of half-precision numbers there, and gives such.
     """
     shape, n = part.shape, part.N
     kept, made = whole_scores(part)
@@ -61,17 +66,30 @@ def _slice_backward(part: Workload) -> tuple[int, int]:
     mlp = mlp_backward(part) - 3 * layer_boundary(part) - kept
     attention = attention_backward(part) + max(4, part.a) * n * shape.query_width
     attention += layer_boundary(part) + 4 * n * shape.num_heads + scores - kept - made
+    if part.is_half and part.settings.attention == "torch_cpu":
+        # Copies of query, output and its gradient, key and value; wider gradients, of keys for every query
+        # head before they are summed.
+        copied = 3 * shape.query_width + 2 * shape.kv_width
+        attention += n * (4 + 4 - part.a) * copied
     kernel = flash_scratch(part) if attention > mlp else 0
     return max(mlp, attention) - kernel + dequantized(part), kernel
 
 
 def _sums(load: Workload) -> int:
-    """Gradients of one layer's weights: their sums in float32 at least, and the addend."""
+    """Gradients of one layer's weights: their sums in float32 at least, and the addend.
+
+    In float32 that is one gradient. In half precision no gradient is made (trainers/model/streamed/
+    wide_products.py): a product's operands are widened a few tokens at a time, where no kernel does without.
+    """
     shape, adapter = load.shape, load.settings.adapter
     if adapter is not None:
         return 4 * shape.num_adapter_per_layer(adapter)
     whole = shape.num_per_layer(expert=shape.num_expert_layers > 0)
-    return max(4, load.a) * whole + load.a * shape.largest_linear
+    added = load.a * shape.largest_linear
+    if load.is_half and not shape.num_expert_layers:
+        ends = max((part.num_inputs + part.num_outputs for part in shape.linears), default=0)
+        added = 4 * min(WIDENED_TOKENS, load.settings.slice_tokens) * ends
+    return max(4, load.a) * whole + added
 
 
 def forward_of_layer(load: Workload) -> int:

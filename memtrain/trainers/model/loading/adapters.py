@@ -12,7 +12,6 @@ import warnings
 from types import MethodType
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from memtrain.errors import LaunchError
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
 from memtrain.trainers.model.loading.sharded_init import is_keeping
+from memtrain.trainers.model.streamed.wide_products import linear
 
 ALL_LINEAR = "all-linear"
 
@@ -123,8 +123,7 @@ def compute_in_input_dtype(model: nn.Module) -> None:
 
 
 def _linear_in_input_dtype(self: nn.Linear, x: Tensor) -> Tensor:
-    bias = None if self.bias is None else self.bias.to(x.dtype)
-    return F.linear(x, self.weight.to(x.dtype), bias)
+    return linear(x, self.weight, self.bias)
 
 
 def _checked_targets(model: nn.Module, adapter: Adapter) -> str | list[str]:

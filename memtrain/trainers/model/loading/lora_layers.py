@@ -21,6 +21,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from memtrain.trainers.model.streamed.wide_products import WideLinear, is_wide, linear
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -158,6 +160,10 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     name = _plain_adapter(self) if x.dtype in HALF and not (args or kwargs) else None
     if name is None:
         return LoraLinear.forward(self, x, *args, **kwargs)
+    a, b = _adapter_of(self, name)
+    if is_wide(x, a):
+        out: Tensor = WideLinear.apply(linear(x, a), b, None, self.base_layer(x), self.scaling[name])
+        return out
     a_rI, b_Or = _rounded_pair(self, name, x.dtype)
     result = self.base_layer(x)
     low_Nr = F.linear(x, a_rI).flatten(0, -2)

@@ -13,16 +13,19 @@ two_part.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.trainers.model.attention.row_layout import Part
 from memtrain.trainers.model.attention.sliced import HOLDS_SCORES, KERNELS
+from memtrain.trainers.model.attention.torch_cpu import TorchCpu
 from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
 from memtrain.trainers.model.context_parallel.row_slices import Reach
 from memtrain.trainers.model.streamed.layer_keys import KeysKnown, SliceLayout
+from memtrain.trainers.model.streamed.wide_products import HALF
 
 
 def attend_streamed(
@@ -50,6 +53,38 @@ def attend_streamed(
     return out_SHD
 
 
+class _Widened:
+    """A kernel on float32 copies of half-precision numbers: partial results that nothing has rounded.
+
+    What a query gets from the keys before its slice and from those in it nearly cancels (gradients of its
+    scores sum to zero over all its keys), so that rounding each part is far more than rounding the sum.
+    """
+
+    def __init__(self, kernel: type[Kernel]) -> None:
+        self.kernel = kernel
+
+    def forward(
+        self, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, part: Part, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `two_part.Kernel`; the output in float32."""
+        return self.kernel.forward(query_SHD.float(), key_SKD.float(), value_SKD.float(), part, scale)
+
+    def backward(self, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """See `two_part.Kernel`; gradients in float32."""
+        *numbers, lse_HS, part, scale = tensors
+        return self.kernel.backward(*(one.float() for one in numbers), lse_HS, part, scale)
+
+
+def _for_parts(kernel: type[Kernel], query_SHD: Tensor, layout: SliceLayout) -> type[Kernel]:
+    """The kernel for a slice: a CPU's widens where results of several parts are summed.
+
+    Flash kernels give half precision alone, whatever they sum in.
+    """
+    if kernel is TorchCpu and layout.part.key_blocks and query_SHD.dtype in HALF:
+        return cast(type[Kernel], _Widened(kernel))
+    return kernel
+
+
 def _attended(
     query_SHD: Tensor,
     key_SKD: Tensor,
@@ -61,11 +96,12 @@ def _attended(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the slice's queries; `reaches`: the tokens before the slice that they attend
     to."""
+    kernel = _for_parts(kernel, query_SHD, layout)
     out_SHD, lse_HS = kernel.forward(query_SHD, key_SKD, value_SKD, layout.part.within, scale)
     for queries, rows, reach in reaches:
         there = kernel.forward(query_SHD[queries], *layout.keys.held(rows), reach, scale)
         merge_rows(out_SHD, lse_HS, *there, queries)
-    return out_SHD, lse_HS
+    return out_SHD.to(query_SHD.dtype), lse_HS
 
 
 class SliceAttention(torch.autograd.Function):
@@ -98,7 +134,7 @@ class SliceAttention(torch.autograd.Function):
         """Gradients of query, key and value, with later slices' parts; none for the rest."""
         query_SHD, out_SHD, lse_HS = ctx.saved_tensors
         layout: SliceLayout = ctx.layout
-        kernel: type[Kernel] = ctx.kernel
+        kernel = _for_parts(ctx.kernel, query_SHD, layout)
         part, keys = layout.part, layout.keys
         own = slice(part.begin, part.end)
         needs_keys = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -106,7 +142,7 @@ class SliceAttention(torch.autograd.Function):
         dq_SHD, dk_SKD, dv_SKD = kernel.backward(
             grad_SHD, query_SHD, *keys.held(own), out_SHD, lse_HS, part.within, ctx.scale
         )
-        dtype = dq_SHD.dtype
+        dtype = query_SHD.dtype
         if needs_keys:
             keys.add_gradients(own, dk_SKD, dv_SKD)
         # A name that outlives its use holds what the next kernel call could take.

@@ -30,6 +30,7 @@ from memtrain.trainers.model.streamed.random_state import drops, random_states, 
 from memtrain.trainers.model.streamed.row_pass import RowPass
 from memtrain.trainers.model.streamed.row_slices import RowSlice
 from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_weights
+from memtrain.trainers.model.streamed.wide_products import HALF, wide_products
 
 TOKENS_AT = {"position_ids": -1, "position_embeddings": -2}
 """The axis on which each argument of a layer has the row's tokens."""
@@ -108,11 +109,12 @@ class LayerPass:
         dx_BTW = x_BTW if needs_dx else None
         with restored(x_BTW.device, is_on=bool(self.states)):
             self._keys_again(x_BTW, keys)
-            with WeightSums(self.layer) as sums:
+            is_cut = len(self.slices) > 1
+            with WeightSums(self.layer, is_wide=is_cut) as sums:
                 for number in reversed(range(len(self.slices))):
                     part = self.slices[number]
                     self._restore_state(number, x_BTW)
-                    with torch.enable_grad():
+                    with torch.enable_grad(), wide_products(is_cut and x_BTW.dtype in HALF):
                         x_BSW = x_BTW[:, part.begin : part.end].detach().requires_grad_(needs_dx)
                         y_BSW = self._output_of(x_BSW, part, keys)
                     torch.autograd.backward(y_BSW, dy_BTW[:, part.begin : part.end])

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from memtrain.trainers.model.streamed.wide_products import SUM
+
 
 class _Place(NamedTuple):
     module: nn.Module
@@ -23,7 +25,8 @@ class WeightSums:
 
     A stand-in's gradient is added to its sum as soon as it is made, and freed: beside the sums one gradient
     at a time is alive, and no hook of the weight itself sees a part of its gradient. Sums are in float32 at
-    least; not `is_wide`: there is one gradient, which stays as it is.
+    least, and linear maps in half precision add their products to them unrounded (`wide_products`); not
+    `is_wide`: there is one gradient, which stays as it is.
     """
 
     def __init__(self, layer: nn.Module, *, is_wide: bool = True) -> None:
@@ -60,7 +63,9 @@ class WeightSums:
 
         def add(made: Tensor) -> None:
             grad, made.grad = made.grad, None
-            assert grad is not None, "The hook runs after a gradient is made."
+            if grad is None:
+                # Added to its sum where it was made: see WideLinear.
+                return
             total = self._sums[number]
             if total is None:
                 dtype = torch.promote_types(grad.dtype, torch.float32) if self._is_wide else grad.dtype
@@ -69,4 +74,22 @@ class WeightSums:
                 total.add_(grad)
 
         stand_in.register_post_accumulate_grad_hook(add)
+        if self._is_wide:
+            setattr(stand_in, SUM, _Sum(self._sums, number, stand_in))
         return stand_in
+
+
+class _Sum(NamedTuple):
+    """The place of a weight's sum, for products that are added to it."""
+
+    sums: list[Tensor | None]
+    number: int
+    like: Tensor
+
+    def total(self) -> Tensor:
+        """The sum, of zeros where nothing was added yet."""
+        found = self.sums[self.number]
+        if found is None:
+            wide = torch.promote_types(self.like.dtype, torch.float32)
+            found = self.sums[self.number] = torch.zeros_like(self.like, dtype=wide, requires_grad=False)
+        return found

@@ -41,11 +41,6 @@ HALF_FACTOR = 2.0
 """Factor by which half precision may be further from float32 than the plain side. Packed rows sum in another
 order, so a rounding error is another draw of the same size; tests/equal holds 1.5 over whole models."""
 
-SLICED_FACTOR = 3.0
-"""The same for gradients of layers that stream: each slice's gradient of a weight is rounded before the sum,
-and gradients of chosen and rejected answers nearly cancel. Measured: 1.3 times the plain side's distance over
-all projections, 2.3 for those after attention (DPO, a row in 4 slices, 4 draws of the weights; CPU)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -86,12 +81,10 @@ def differences(
     plain: Recorded,
     before: Mapping[str, Tensor],
     yardstick: Recorded | None,
-    *,
-    is_sliced: bool = False,
 ) -> StepDifferences:
     """A step of the planned side against the plain one from the same weights `before`.
 
-    `yardstick`: the same step in float32, for half precision. `is_sliced`: the planned side's layers stream.
+    `yardstick`: the same step in float32, for half precision.
     """
     by_parameter = gradient_differences(planned.gradients, plain.gradients)
     loss, scores = abs(planned.loss - plain.loss), score_difference(planned, plain)
@@ -106,8 +99,7 @@ def differences(
         loss_limit += HALF_FACTOR * abs(plain.loss - yardstick.loss)
         loss_limit += (score_error or LOSS_HALF) * max(1, plain.longest_answer) ** 0.5
         score_limit += HALF_FACTOR * score_error
-        factor = SLICED_FACTOR if is_sliced else HALF_FACTOR
-        gradient_limit += factor * gradient_difference(plain.gradients, yardstick.gradients)[0]
+        gradient_limit += HALF_FACTOR * gradient_difference(plain.gradients, yardstick.gradients)[0]
     gradients = worst_of(by_parameter)
     return StepDifferences(
         loss=Difference(loss, loss_limit),

@@ -156,8 +156,7 @@ def compare_steps(pair: Pair, steps: int) -> Compared:
         mine = planned.step(number, want_stats=want_stats, watched=around[0])
         theirs = plain.step(number, want_stats=want_stats, gradients=mine.gradients, watched=around[1])
         wide = _wide_step(yardstick, number, before, mine, want_stats) if yardstick is not None else None
-        is_sliced = planned.plan.settings.slice_tokens > 0
-        found.append(differences(mine, theirs, before, wide, is_sliced=is_sliced))
+        found.append(differences(mine, theirs, before, wide))
         before = mine.weights
         plain.take_weights(before)
     ran, plainly = (watch.ran for watch in watches)
