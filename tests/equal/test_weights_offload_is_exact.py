@@ -170,6 +170,26 @@ def test_a_weight_that_embedding_and_head_share_gets_both_gradients(
     )
 
 
+@pytest.mark.parametrize(
+    "before", [{}, {"offload": "boundaries"}, {"slice_tokens": 24, "checkpoint_every": 0}]
+)
+def test_frozen_weights_go_to_the_host_in_mid_run(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings], before: dict[str, Any]
+):
+    """As when memory ran out: the same numbers, and each layer is computed again once, not twice."""
+    plain, treated = pair(tiny_model, ADAPTER)
+    settings = make_settings(checkpoint_every=1, adapter=ADAPTER).model_copy(update=before)
+    for model in (plain, treated):
+        apply_checkpointing_and_offload(model, settings, LazyEngine())
+        train(model, settings, num_steps=1)
+    moved = settings.model_copy(update={"weights_offload": True})
+    assert apply_checkpointing_and_offload(treated, moved, LazyEngine()).weights is not None
+    calls: list[int] = []
+    treated.get_base_model().model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    assert equal(train(plain, settings, num_steps=2), train(treated, moved, num_steps=2))
+    assert len(calls) == 2 * 2 * 2, "steps, micro-batches, and forward with recomputation"
+
+
 def test_a_pass_that_broke_off_leaves_nothing_behind(
     tiny_model: TinyModel, make_settings: Callable[..., Settings]
 ):

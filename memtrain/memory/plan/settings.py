@@ -192,7 +192,7 @@ class Settings(Section):
     ] = False
     """The heaviest batch is tried before the first step."""
     recovery: Annotated[
-        tuple[Literal["split", "slices", "checkpointing", "offloading", "loss_tile"], ...],
+        tuple[Literal["split", "slices", "checkpointing", "offloading", "loss_tile", "weights"], ...],
         Mark("bits", "permitted later changes; the peak is the plan's until then"),
     ] = ()
     """Steps that are allowed when memory runs out during the run; nothing: the run ends."""

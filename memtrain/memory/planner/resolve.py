@@ -7,7 +7,7 @@ from functools import partial
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.estimate.host_memory import host_shortage
-from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, Priced, host_need, predict
+from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, Priced, fits_host, host_need, predict
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.estimate.static import measured_beside
 from memtrain.memory.explain.nothing_fits import NoPlan, nothing_fits
@@ -27,6 +27,7 @@ from memtrain.memory.rules.base_settings import decide_base
 from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 from memtrain.memory.rules.oom_recovery import decide_preflight, decide_recovery, in_backward_choices
+from memtrain.memory.rules.weights_offload import can_move, moved
 from memtrain.memory.strategies.base import StrategyContext
 from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, open_recovery, wish_of, without_strategies
@@ -88,7 +89,13 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
         if shorter is None:
             raise
         return shorter
-    recovery = decide_recovery(ledger, chosen.settings, open_recovery(ledger.asked))
+    away = replace(chosen, settings=moved(chosen.settings))
+    recovery = decide_recovery(
+        ledger,
+        chosen.settings,
+        open_recovery(ledger.asked),
+        can_move_weights=can_move(case.recipe, facts.config, chosen.settings) and fits_host(away, facts),
+    )
     decide_layout(ledger, chosen.settings)
     settings = chosen.settings.model_copy(
         update={

@@ -11,7 +11,7 @@ from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.streamed_layers import STREAMED
 
-RecoveryStep = Literal["split", "slices", "checkpointing", "offloading", "loss_tile"]
+RecoveryStep = Literal["split", "slices", "checkpointing", "offloading", "loss_tile", "weights"]
 
 
 RETRIES: dict[RecoveryStep, str] = {
@@ -20,6 +20,7 @@ RETRIES: dict[RecoveryStep, str] = {
     "slices": "slices of layers",
     "offloading": "offloading",
     "loss_tile": "smaller chunks of the loss",
+    "weights": "the layers' weights on CPU",
 }
 """Words of the rungs, in the order in which they are tried."""
 
@@ -46,9 +47,16 @@ def decide_preflight(ledger: DecisionLog, settings: Settings) -> bool:
 
 
 def decide_recovery(
-    ledger: DecisionLog, settings: Settings, allowed: Sequence[RecoveryStep]
+    ledger: DecisionLog,
+    settings: Settings,
+    allowed: Sequence[RecoveryStep],
+    *,
+    can_move_weights: bool = False,
 ) -> tuple[RecoveryStep, ...]:
-    """Steps when memory runs out, in no order; `allowed`: the recipe's permitted steps."""
+    """Steps when memory runs out, in no order; `allowed`: the recipe's permitted steps.
+
+    `can_move_weights`: the layers' weights may go to the host in mid-run (`weights_offload.can_move`).
+    """
     recipe = ledger.asked.recipe
     if recipe.memory.oom_recovery == "off" or settings.in_backward:
         why = (
@@ -70,6 +78,8 @@ def decide_recovery(
     can_slice = settings.attention in STREAMED and settings.quantize != "8bit"
     if not can_slice:
         impossible.add("slices")
+    if not can_move_weights:
+        impossible.add("weights")
     steps: tuple[RecoveryStep, ...] = tuple(step for step in allowed if step not in impossible)
     tried = ", then ".join(words for step, words in RETRIES.items() if step in steps)
     words = f"on OOM: retry with {tried}" if tried else "on OOM: the run ends, as no other step is allowed"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from memtrain.memory.plan.optimizers import OPTIMIZERS
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 
@@ -25,6 +26,23 @@ def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     text = config.get("text_config", config)
     known = cast(Mapping[str, object], text) if isinstance(text, Mapping) else config
     return SHARED_KEYS if known.get("num_kv_shared_layers") else None
+
+
+def can_move(recipe: Recipe, config: Mapping[str, object], settings: Settings) -> bool:
+    """Whether frozen weights can go to the host in mid-run: on one GPU, under an adapter.
+
+    Weights that are trained have gradients and states beside them, which stay where they began.
+    """
+    is_frozen = settings.adapter is not None and settings.reference != "synced"
+    is_alone = settings.device == "cuda" and settings.num_processes == 1
+    if not is_frozen or not is_alone or settings.weights_offload or settings.router_aux_loss_coef > 0:
+        return False
+    return refusal_of(recipe, config) is None
+
+
+def moved(settings: Settings) -> Settings:
+    """The settings with the layers' weights on the host."""
+    return settings.model_copy(update={"weights_offload": True})
 
 
 def is_asked(asked: SourcedRecipe) -> bool:

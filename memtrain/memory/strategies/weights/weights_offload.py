@@ -47,6 +47,7 @@ STRATEGY = Strategy(
     costs="each layer crosses the bus twice a micro-batch; host memory; the optimizer steps on CPU",
     measured=ON_A_GPU,
     is_exact=True,
+    recovery="weights",
     evidence="weights that travel",
     is_used=lambda settings: settings.weights_offload,
     wish=lambda recipe: on_off(recipe.memory.weights_offload),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
+from memtrain.memory.rules.weights_offload import moved
 from memtrain.trainers.loop.oom.heaviest_batch import padded_tokens
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.position import TrainState
@@ -269,6 +270,8 @@ def with_strategy(settings: Settings, name: str) -> Settings:
     if name == "offloading":
         kind = "boundaries" if settings.checkpoint_every or settings.slice_tokens else "all"
         return settings.model_copy(update={"offload": kind})
+    if name == "weights":
+        return moved(settings)
     if settings.loss == "full":
         return settings.model_copy(update={"loss": "chunked"})
     tile = max(LEAST_TILE_BYTES, settings.loss_tile_bytes // 4)
@@ -288,6 +291,10 @@ def _can(settings: Settings, name: str) -> bool:
         return settings.checkpoint_every != 1 and not settings.slice_tokens and settings.offload == "none"
     if name == "offloading":
         return settings.offload == "none"
+    if name == "weights":
+        # Its pass over one layer at a time is the checkpointing.
+        passes_layers = settings.checkpoint_every == 1 or settings.slice_tokens > 0
+        return passes_layers and settings.offload != "all" and not settings.weights_offload
     return settings.loss == "full" or (
         settings.loss == "chunked" and settings.loss_tile_bytes > LEAST_TILE_BYTES
     )
@@ -298,5 +305,6 @@ OOM_STEPS: dict[str, Callable[[Settings], str]] = {
     "checkpointing": lambda settings: "every layer is checkpointed from now on",
     "offloading": lambda settings: "activations are offloaded to CPU from now on",
     "loss_tile": lambda settings: f"the loss uses chunks of {gib(settings.loss_tile_bytes)} from now on",
+    "weights": lambda settings: "the layers' weights live on CPU from now on",
 }
 """Strategies in the order they are tried, and their sentences."""

@@ -59,6 +59,9 @@ def apply_checkpointing_and_offload(
     weights = weights_on_host(model, settings, engine or engine_for(settings))
     is_passed = bool(slice_tokens) or weights is not None
     round_together(model, not is_passed)
+    if is_passed:
+        # A layer that was checkpointed before would be computed a third time around its pass.
+        checkpoint_layers(model, 0)
     if settings.offload == "none":
         if is_passed:
             stream_layers(model, slice_tokens, weights=weights)

@@ -39,3 +39,18 @@ def test_layers_are_not_streamed_where_the_plan_does_not_allow_it(make_settings:
     rest = ("split", "checkpointing", "offloading", "loss_tile")
     settings = make_settings(checkpoint_every=1, recovery=rest, loss="chunked")
     assert steps(settings) == [("offloading", 1, 0, "boundaries")]
+
+
+def test_weights_go_to_the_host_last_and_once(make_settings: Callable[..., Any]):
+    """When the loss's chunks are as small as they get, and only where each layer keeps its input alone."""
+    known: dict[str, Any] = {
+        "recovery": ("offloading", "loss_tile", "weights"),
+        "loss": "chunked",
+        "loss_tile_bytes": 1 << 20,
+    }
+    settings = make_settings(checkpoint_every=1, offload="boundaries", **known)
+    assert next_strategy(settings) == "weights"
+    moved = with_strategy(settings, "weights")
+    assert moved.weights_offload
+    assert next_strategy(moved) is None
+    assert next_strategy(make_settings(checkpoint_every=2, offload="boundaries", **known)) is None
