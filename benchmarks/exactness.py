@@ -3,6 +3,7 @@
     python benchmarks/exactness.py                      # all cells: an hour; writes the results and the pages
     python benchmarks/exactness.py --method dpo         # those of one method; the others' results stay
     python benchmarks/exactness.py --having packing     # cells with a strategy; the others' results stay
+    python benchmarks/exactness.py --having X --pairs   # those alone and in pairs
     python benchmarks/exactness.py --page               # the pages again, from the results
 
 A cell is a recipe that must use the strategies of the cell (`memory.use`) and none of the others
@@ -316,12 +317,16 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the results")
     parser.add_argument("--method", choices=METHODS_SHOWN, help="one method; the others' results stay")
     parser.add_argument("--having", choices=NAMES, help="cells with this one; the others' results stay")
+    parser.add_argument("--pairs", action="store_true", help="no triples; with --having")
     asked = parser.parse_args()
+    if asked.pairs and not asked.having:
+        parser.error("--pairs: triples of all strategies would be lost; give --having")
     if not asked.page:
         torch.set_num_threads(1)
         parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         for method in [asked.method] if asked.method else METHODS_SHOWN:
-            parts[method] = made_of(method, asked.having, parts.get(method))
+            largest = 2 if asked.pairs else LARGEST
+            parts[method] = made_of(method, asked.having, parts.get(method), largest)
             write_result(RESULTS, parts)
     parts = json.loads(RESULTS.read_text())
     PAGE.write_text(page(parts))
@@ -330,7 +335,9 @@ def main() -> None:
     sys.exit(any(one[3] == "broken" for part in parts.values() for one in part["cells"]))
 
 
-def made_of(method: str, having: str | None, before: dict | None) -> dict[str, object]:
+def made_of(
+    method: str, having: str | None, before: dict | None, largest: int = LARGEST
+) -> dict[str, object]:
     """The cells of a method, with where they were made; those without `having` as they were `before`."""
     started = time.time()
     kept = (
@@ -341,7 +348,7 @@ def made_of(method: str, having: str | None, before: dict | None) -> dict[str, o
     with TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder))
         found: list[Outcome] = []
-        for cell in cells():
+        for cell in cells(largest):
             if cell.method != method or (having and having not in cell.strategies):
                 continue
             found.append(matrix.outcome(cell))
@@ -457,6 +464,9 @@ def page(parts: dict) -> str:
     ]
     for method in parts:
         lines += [f"### {method}", "", *_table(found, [method]), ""]
+    in_threes = {name for one in found if len(one["strategies"]) > 2 for name in one["strategies"]}
+    if alone := [name for name in EXACT if name not in in_threes]:
+        lines += [f"No triples with `{'`, `'.join(alone)}` were made.", ""]
     lines += ["## Triples", "", *_triples(found), "", "## Why cells are refused", "", *_reasons(found), ""]
     return "\n".join(lines)
 
