@@ -130,9 +130,10 @@ def report_pictures(folder: Path) -> None:
     for name, run in (("sft", "alpaca-sft"), ("dpo", "pairs-dpo"), ("grpo", "parity")):
         report = load_report(RunFolder(folder / "runs" / run))
         large, _, _ = curve_groups(report)
-        (PICTURES / f"{name}.svg").write_text(standalone(large[0].svg))
+        (PICTURES / f"{name}.svg").write_text(standalone(large[0].svg, large[0].legend))
         if name == "sft":
-            (PICTURES / "memory.svg").write_text(standalone(memory_of(report).svg))
+            memory = memory_of(report)
+            (PICTURES / "memory.svg").write_text(standalone(memory.svg, memory.legend))
 
 
 if __name__ == "__main__":

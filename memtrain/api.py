@@ -55,6 +55,13 @@ class FinishedRun:
 
         return figures_of(self.report)
 
+    def __repr__(self) -> str:
+        from memtrain.trainers.run_folder.report.report import figures_of, loss_words, state_of
+
+        report = self.report
+        words = f"{state_of(report)}, {len(report.steps):,} steps, loss {loss_words(figures_of(report))}"
+        return f"FinishedRun({self.folder.path}: {words})"
+
     def _repr_html_(self) -> str:
         from memtrain.trainers.run_folder.report.report_html import render_report
 
@@ -156,15 +163,20 @@ def train(
 
 
 def inspect_lengths(
-    dataset: str | Path, *, model: str | None = None, overrides: Overrides | None = None
+    dataset: str | Path,
+    *,
+    model: str | None = None,
+    tokenizer: str | None = None,
+    overrides: Overrides | None = None,
 ) -> Inspection:
-    """Length distribution of a dataset, and the losses of each `max_length`; `model` names the tokenizer.
+    """Length distribution of a dataset, and the losses of each `max_length`.
 
+    Counted with `tokenizer`, or with that of `model`, whose memory is predicted too.
     Raises: RecipeError, DataError.
     """
     from memtrain.cli.commands.inspect_lengths import Words, inspected
 
-    words = Words(str(dataset), tuple(_words(overrides)), model, None, None, None)
+    words = Words(str(dataset), tuple(_words(overrides)), model, tokenizer, None, None)
     return inspected(words, (), None, None)
 
 

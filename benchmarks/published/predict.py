@@ -173,11 +173,17 @@ empty, the work is taken to be the same.
 
 
 def plot(found: Sequence[Compared]) -> str:
-    """Predicted against measured on one logarithmic scale, a colour for each source."""
+    """Predicted against measured on one logarithmic scale, a colour for each source; ringed: same work."""
     sources = list(dict.fromkeys(one.run["source"] for one in found if one.gib is not None))
     colours = {source: COLOURS[min(at, len(COLOURS) - 1)] for at, source in enumerate(sources)}
     spots = [
-        Spot(run["measured_gib"], one.gib, f"{run['source']}: {run['setting']}", colours[run["source"]])
+        Spot(
+            run["measured_gib"],
+            one.gib,
+            f"{run['source']}: {run['setting']}",
+            colours[run["source"]],
+            is_chosen=not run["differs"],
+        )
         for one in found
         if one.gib is not None and (run := one.run)
     ]

@@ -10,6 +10,9 @@ import pytest
 import memtrain
 from memtrain.__main__ import main
 from memtrain.errors import RecipeError
+from memtrain.trainers.protocols.events import StepEvent
+from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.tools.chat import Chat
 from memtrain.trainers.tools.trained_model import text_model
 
@@ -84,3 +87,18 @@ def test_the_adapter_of_a_run_is_talked_with_turn_by_turn(
     talk.reset()
     assert talk.messages == [{"role": "system", "content": "Count."}]
     assert talk.answer("One?", lambda _: None, max_tokens=4, temperature=0) == said
+
+
+def test_a_run_shows_itself_in_a_line(tmp_path: Path):
+    run = memtrain.api.FinishedRun(RunFolder(tmp_path / "run"))  # pyright: ignore[reportAttributeAccessIssue]
+    run.folder.path.mkdir()
+    with MetricsWriter(run.folder.metrics) as writer:
+        for at, loss in ((1, 3.0), (2, 1.5)):
+            writer.write(StepEvent(step=at, loss=loss, lr=0.1, tokens=1, loss_tokens=1, seconds=1.0))
+    assert repr(run) == f"FinishedRun({tmp_path}/run: not started, 2 steps, loss 3.0000 -> 1.5000)"
+
+
+def test_lengths_are_counted_with_a_tokenizer_without_a_model(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two"}\n' * 20)
+    found = memtrain.inspect_lengths(tmp_path / "rows.jsonl", tokenizer="builtin:tiny")
+    assert (found.rows, found.tokenizer) == (20, "builtin:tiny")

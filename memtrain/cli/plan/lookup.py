@@ -169,7 +169,7 @@ def look_at_devices(
         raise RecipeError(
             "the recipe has cluster.device: cpu, and the plan is for GPUs",
             "--gpu" if gpu is not None else "--num-gpus",
-            "add cluster.device=auto to the command",
+            "leave cluster.device out of the recipe, or set it to auto (cluster.device=auto)",
         )
     here = detect(cast(Any, device))
     if gpu is None and here.device == "cuda":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +11,34 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from memtrain.memory.plan.units import gib
+from memtrain.trainers.pages.charts import LETTER
 
+LEGEND_ROOM = 24
 COMMON = Path(__file__).parent / "templates"
 """Style, layout and the macros of tables, tiles and figures."""
 
 
-def standalone(drawn: str) -> str:
-    """An SVG of `charts.py` or `scatter.py` as a file of its own, with the colours of light and of dark."""
+def standalone(drawn: str, legend: Sequence[tuple[str, str]] = ()) -> str:
+    """An SVG of `charts.py` or `scatter.py` as a file of its own, with the colours of light and of dark.
+
+    `legend`: name and CSS class of each line or part, in a row above the chart.
+    """
     style = _environment(COMMON).get_template("chart.css.j2").render()
     opened, _, rest = drawn.partition(">")
-    size = " ".join(opened.partition('viewBox="0 0 ')[2].partition('"')[0].split())
-    width, _, height = size.partition(" ")
-    font = 'font-family="system-ui, sans-serif"'
-    named = opened.replace(
-        "<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" {font} ', 1
-    )
+    before, _, box = opened.partition('viewBox="0 0 ')
+    size, _, after = box.partition('"')
+    width, height = map(int, size.split())
+    room, x, row = (LEGEND_ROOM if legend else 0), 4.0, ""
+    for name, colour in legend:
+        row += f'<rect class="fill {colour}" x="{x:.0f}" y="4" width="11" height="11"/>'
+        row += f'<text x="{x + 16:.0f}" y="14">{escape(name)}</text>'
+        x += 34 + LETTER * len(name)
+    shape = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + room}"'
+    named = f'<svg {shape} font-family="system-ui, sans-serif" {before.removeprefix("<svg ")}'
     ground = '<rect width="100%" height="100%" fill="var(--card)"/>'
-    return f"{named}><style>{style}</style>{ground}{rest}"
+    moved = f'<g transform="translate(0 {room})">{rest.removesuffix("</svg>")}</g>'
+    opened = f'{named}viewBox="0 0 {width} {height + room}"{after}>'
+    return f"{opened}<style>{style}</style>{ground}{row}{moved}</svg>"
 
 
 def render(template: Path, **values: Any) -> str:

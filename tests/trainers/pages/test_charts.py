@@ -164,3 +164,7 @@ def test_equal_values_lie_on_the_line_of_an_agreement_chart_and_the_file_stands_
     alone = standalone(drawn)
     assert ElementTree.fromstring(alone).tag == "{http://www.w3.org/2000/svg}svg"
     assert "prefers-color-scheme: dark" in alone
+    box = re.search(r'viewBox="0 0 720 (\d+)"', standalone(drawn, [("<a>", "c1")]))
+    assert box is not None
+    assert int(box[1]) == 420 + 24
+    assert "&lt;a&gt;</text>" in standalone(drawn, [("<a>", "c1")])
