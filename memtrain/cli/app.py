@@ -35,7 +35,7 @@ COMMANDS: tuple[Command, ...] = (
         "quickstart:quickstart",
         "Train a tiny model on built-in data: a first look at a run.",
     ),
-    *(Command(one.verb, "train:BY_METHOD", one.says, one.name) for one in METHODS.values()),
+    *(Command(one.command, "train:BY_METHOD", one.says, one.name) for one in METHODS.values()),
     Command("score", "score:score", "Score answers with a reward model."),
     Command("train", "train:train", "Train by the method that the recipe names."),
     Command("plan", "plan:plan", "Predict the memory and speed of a run, for any GPU, without starting it."),
@@ -78,19 +78,19 @@ COMMANDS: tuple[Command, ...] = (
     Command("clean", "clean:clean", "Remove half-written files of killed processes from a run folder."),
     Command("doctor", "doctor:doctor", "Test which installed packages and devices really work here."),
 )
-"""Every verb, in the order of `memtrain --help`."""
+"""Every command, in the order of `memtrain --help`."""
 
 _ABOUT = "Post-training for scarce GPU memory, from a YAML recipe to a trained model."
 
 
-class _Verbs(TyperGroup):
-    """A command group that knows its verbs from the table, and imports one only to run it."""
+class _Commands(TyperGroup):
+    """A command group that knows its commands from the table, and imports one only to run it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [verb.name for verb in COMMANDS]
+        return [entry.name for entry in COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = [verb for verb in COMMANDS if verb.name == cmd_name]
+        found = [entry for entry in COMMANDS if entry.name == cmd_name]
         return _command(found[0]) if found else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -108,28 +108,28 @@ class _Verbs(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(verb.name, verb.says) for verb in COMMANDS])
+            formatter.write_dl([(entry.name, entry.says) for entry in COMMANDS])
 
 
-def _command(verb: Command) -> Any:
-    module_name, _, attribute = verb.target.partition(":")
+def _command(entry: Command) -> Any:
+    module_name, _, attribute = entry.target.partition(":")
     target = getattr(importlib.import_module(f"memtrain.cli.commands.{module_name}"), attribute)
-    if verb.key is not None:
-        target = target[verb.key]
+    if entry.key is not None:
+        target = target[entry.key]
     if isinstance(target, typer.Typer):
         own = target
     else:
         own = typer.Typer(add_completion=False, rich_markup_mode=None)
-        own.command(verb.name)(cast(Callable[..., Any], target))
+        own.command(entry.name)(cast(Callable[..., Any], target))
     command = typer.main.get_command(own)
-    command.name = verb.name
+    command.name = entry.name
     # A line of its own for each: the formatter of help texts keeps a block that begins with \b as it is.
-    command.epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in examples_of(verb.name))])
+    command.epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in examples_of(entry.name))])
     return command
 
 
 app = typer.Typer(
-    cls=_Verbs,
+    cls=_Commands,
     help=_ABOUT,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

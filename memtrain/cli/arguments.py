@@ -1,4 +1,4 @@
-"""The arguments that several verbs share, with their completion in the shell."""
+"""The arguments that several commands share, with their completion in the shell."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 def examples_of(command: str) -> tuple[str, ...]:
     """The lines for the help of a command."""
-    methods = {method.verb: method for method in METHODS.values()}
+    methods = {method.command: method for method in METHODS.values()}
     return _of_method(methods[command]) if command in methods else EXAMPLES[command]
 
 
 def _of_method(method: Method) -> tuple[str, ...]:
-    start = f"memtrain {method.verb}"
+    start = f"memtrain {method.command}"
     keys = "generate.max_tokens=512" if method.is_online else "train.epochs=2"
     lines = [
         f"{start} my.yaml",

@@ -20,7 +20,7 @@ class Method:
     head: Literal["lm", "score"] = "lm"
     """End of the model: the LM head, or one number for a sequence."""
     num_answers: int = 0
-    """Answers of a row that is a prompt with its answers; 0: the row is learnt whole, or is a prompt."""
+    """Answers of a row that is a prompt with its answers; 0: the row is trained on whole, or is a prompt."""
     is_online: bool = False
     """Whether the method writes the completions it learns from."""
     in_pairs: bool = False
@@ -43,8 +43,8 @@ class Method:
         return self.head == "score" or self.has_value
 
     @property
-    def verb(self) -> str:
-        """The verb of the command line."""
+    def command(self) -> str:
+        """Name of the command that trains by it."""
         return self.name.replace("_", "-")
 
 

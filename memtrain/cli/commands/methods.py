@@ -15,7 +15,7 @@ def methods(
         bool, typer.Option("--strategies", help="List the memory strategies instead of the methods.")
     ] = False,
 ) -> None:
-    """List the methods that a recipe may ask for, as the verb or as `method:`."""
+    """List the methods that a recipe may ask for, as a command or as `method:`."""
     if not strategies:
         print_table(("method", "what it does"), [(method.name, method.says) for method in METHODS.values()])
         return

@@ -46,7 +46,7 @@ Resume = Annotated[
 ]
 
 
-def _verb(method: str | None, says: str) -> Callable[..., None]:
+def _method_command(method: str | None, says: str) -> Callable[..., None]:
     """The command that trains by a method, or by the recipe's method."""
 
     def command(
@@ -70,9 +70,9 @@ def _verb(method: str | None, says: str) -> Callable[..., None]:
     return command
 
 
-BY_METHOD = {name: _verb(name, method.says) for name, method in METHODS.items()}
+BY_METHOD = {name: _method_command(name, method.says) for name, method in METHODS.items()}
 """The command of each method."""
-train = _verb(None, "Train by the method that the recipe names.")
+train = _method_command(None, "Train by the method that the recipe names.")
 
 
 def run_recipe(

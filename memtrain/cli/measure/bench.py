@@ -38,7 +38,7 @@ class Measured:
     """Tokens a second."""
     losses: tuple[float, ...] = ()
     heaviest: tuple[int, int, int, int] | None = None
-    """Rows, tokens, learnt tokens and longest row of its heaviest micro-batch."""
+    """Rows, tokens, loss tokens and longest row of its heaviest micro-batch."""
     fault: str = ""
     """Reason of a missing measurement: out of memory, or another end of its process."""
 

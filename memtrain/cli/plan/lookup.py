@@ -226,10 +226,10 @@ def facts_without_data(
 
     recipe = asked.recipe
     profile = assumed_profile(asked, shares_prompts=True)
-    apart = None
+    unshared = None
     if recipe.method in HAS_ANSWERS or recipe.online is not None:
         own = assumed_profile(asked, shares_prompts=False)
-        apart = (own, assumed_counter(recipe, own))
+        unshared = (own, assumed_counter(recipe, own))
     return PlannerInputs(
         hardware=hardware,
         shape=shape_for(looked.config, recipe.model.path or "model.config", METHODS[recipe.method].head),
@@ -237,7 +237,7 @@ def facts_without_data(
         profile=profile,
         count_steps=assumed_counter(recipe, profile),
         method=recipe.method,
-        apart=apart,
+        unshared=unshared,
         rewards=reward_shapes(recipe, looked.config, lambda model: look_at_model(model).config),
         presumed=presumed,
         is_guessed=True,

@@ -102,7 +102,7 @@ def facts_of(
     """The resolver's inputs from tokenized data, a model and devices."""
     shared = sequences_of(recipe, data, shares_prompts=True)
     has_apart = recipe.method in HAS_ANSWERS or recipe.online is not None
-    apart = sequences_of(recipe, data, shares_prompts=False) if has_apart else None
+    unshared = sequences_of(recipe, data, shares_prompts=False) if has_apart else None
     return PlannerInputs(
         hardware=hardware,
         shape=shape_for(config, recipe.model.path or "model.config", METHODS[recipe.method].head),
@@ -110,7 +110,7 @@ def facts_of(
         profile=shared.profile,
         count_steps=_counter(recipe, shared),
         method=recipe.method,
-        apart=None if apart is None else (apart.profile, _counter(recipe, apart)),
+        unshared=None if unshared is None else (unshared.profile, _counter(recipe, unshared)),
         rewards=reward_shapes(recipe, config),
         presumed=presumed,
         at_length=lambda length: facts_of(

@@ -52,11 +52,11 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
         shared = rows.at(length)
         if shared.profile is None or not len(shared.tokens):
             return None
-        apart = None
+        unshared = None
         if recipe.method in HAS_ANSWERS:
             one = rows.at(with_prompts_apart(length))
             assert one.profile is not None, "Answers have a profile."
-            apart = (one.profile, _counter(loaded, one))
+            unshared = (one.profile, _counter(loaded, one))
         facts = PlannerInputs(
             hardware=hardware,
             shape=shape,
@@ -64,7 +64,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
             profile=shared.profile,
             count_steps=_counter(loaded, shared),
             method=recipe.method,
-            apart=apart,
+            unshared=unshared,
         )
         try:
             resolved = resolve(asked, facts)

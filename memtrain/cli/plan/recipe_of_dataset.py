@@ -29,7 +29,7 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
             "the command line",
             "use the command of a method: memtrain sft DATASET --model MODEL",
         )
-    verb = METHODS[method].verb
+    command = METHODS[method].command
     words = [
         f"method={method}",
         f"model.path={json.dumps(model)}",
@@ -39,12 +39,12 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     loaded = recipe_of_words(words)
     body = yaml.safe_dump(dict(loaded.resolved), sort_keys=False, allow_unicode=True, width=100)
     path = Path(f"{name_of(dataset)}-{method}.yaml")
-    text = f"# Written by `memtrain {verb} DATASET --model MODEL`. Every key: docs/recipe.md.\n{body}"
+    text = f"# Written by `memtrain {command} DATASET --model MODEL`. Every key: docs/recipe.md.\n{body}"
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise RecipeError(
             f"{path} exists already, and says something else",
             str(path),
-            f"run it (memtrain {verb} {path}), or rename or remove it",
+            f"run it (memtrain {command} {path}), or rename or remove it",
         )
     path.write_text(text, encoding="utf-8")
     return path
@@ -57,7 +57,7 @@ def refuse_dataset(name: str, method: str | None) -> None:
         raise RecipeError(
             f"{name} is a dataset, and no model is given",
             "the command line",
-            f"memtrain {METHODS[method].verb if method else 'METHOD'} {name} --model MODEL, or give a recipe",
+            f"memtrain {METHODS[method].command if method else 'METHOD'} {name} --model MODEL, or a recipe",
         )
 
 

@@ -43,7 +43,7 @@ class PlannerInputs:
     profile: LengthProfile
     count_steps: CountSteps
     method: str
-    apart: tuple[LengthProfile, CountSteps] | None = None
+    unshared: tuple[LengthProfile, CountSteps] | None = None
     """The same where a prompt is computed for each of its answers; None where rows have no answers."""
     presumed: frozenset[str] = frozenset()
     """Packages that the run's machine, another than this, is taken to have."""
@@ -60,8 +60,8 @@ class PlannerInputs:
 
     def with_prompts_apart(self) -> PlannerInputs:
         """The same inputs, with a prompt for each answer."""
-        assert self.apart is not None, "These rows have no answers that could share a prompt."
-        profile, count_steps = self.apart
+        assert self.unshared is not None, "These rows have no answers that could share a prompt."
+        profile, count_steps = self.unshared
         return replace(self, profile=profile, count_steps=count_steps)
 
     def has(self, package: str) -> bool:
@@ -70,9 +70,9 @@ class PlannerInputs:
 
     def rows_of(self, settings: Settings) -> LengthProfile:
         """The profile of the sequences under some settings."""
-        if self.apart is None or settings.shared_prompts:
+        if self.unshared is None or settings.shared_prompts:
             return self.profile
-        return self.apart[0]
+        return self.unshared[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ class LengthReport(Section):
     tokens_idle: int
     """Tokens of split-off pieces (`wrapped`: of sequences) that are left out as nothing in them is learnt."""
     loss_tokens_cut: int
-    """Learnt tokens lost by cutting rows."""
+    """Loss tokens lost by cutting rows."""
     loss_tokens_dropped: int
-    """Learnt tokens of the rows that are left out."""
+    """Loss tokens of the rows that are left out."""
     num_sequences: int
     """Sequences that enter the model: packed rows, or pieces."""
     fill: float
@@ -52,7 +52,7 @@ class LengthReport(Section):
 
     @property
     def loss_tokens_lost(self) -> int:
-        """Learnt tokens cut or dropped."""
+        """Loss tokens cut or dropped."""
         return self.loss_tokens_cut + self.loss_tokens_dropped
 
 
@@ -67,9 +67,9 @@ class LengthProfile(Section):
     longest_piece: int
     """Tokens of the longest piece within a sequence: attention never looks back further."""
     most_loss_tokens: tuple[int, ...] = ()
-    """Learnt tokens of the sequences that have most of them, most first; none where it is not known."""
+    """Loss tokens of the sequences that have most of them, most first; none where it is not known."""
     loss_token_share: float = 1.0
-    """Highest share of learnt tokens in a sequence."""
+    """Highest share of loss tokens in a sequence."""
     rows_per_sequence: int = 1
     """Most rows of a sequence where rows are padded: as many as it has answers."""
 
@@ -89,7 +89,7 @@ class LengthProfile(Section):
         return min(rows, self.report.num_sequences), total
 
     def most_scored(self, sequences: int, tokens: int) -> int:
-        """Most learnt tokens of a micro-batch of so many sequences and tokens: a bound on every real one."""
+        """Most loss tokens of a micro-batch of so many sequences and tokens: a bound on every real one."""
         most = min(tokens, math.ceil(self.loss_token_share * tokens))
         if len(self.most_loss_tokens) < min(sequences, self.report.num_sequences):
             return most
@@ -116,7 +116,7 @@ def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def by_answer_words(loss_tokens: Sequence[int]) -> str:
-    """Learnt tokens of chosen and of rejected answers, in words; empty where rows have no two answers."""
+    """Loss tokens of chosen and of rejected answers, in words; empty where rows have no two answers."""
     return (
         f": {loss_tokens[0]:,} of chosen, {loss_tokens[1]:,} of rejected answers"
         if len(loss_tokens) == 2

@@ -60,7 +60,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     refuse_streaming(ledger, attention, facts.config, processes)
     refuse_weights_offload(ledger, facts.config, processes)
     form = _how_rows_lie(ledger, facts, attention)
-    if facts.apart is not None and not form.shared_prompts:
+    if facts.unshared is not None and not form.shared_prompts:
         facts = facts.with_prompts_apart()
     micro_batches = _micro_batches(ledger, facts, batch, replicas=replicas, padding_free=form.padding_free)
     micro_batches = one_row_a_time(ledger, micro_batches) if form.positions_by_row else micro_batches

@@ -79,7 +79,7 @@ def load_recipe(
 ) -> LoadedRecipe:
     """The recipe of a file or of a shipped name, with `section.key=value` words laid over it.
 
-    `method`: the verb of the command line, which the recipe's `method:` must equal.
+    `method`: the command's method, which the recipe's `method:` must equal.
     Raises: RecipeError with every fault that was found, each with its line.
     """
     path = find_recipe(path_or_name)

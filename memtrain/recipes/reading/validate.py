@@ -43,15 +43,15 @@ from memtrain.recipes.sections.base import Section, parse_bytes
 NOT_SHOWN = "unknown key"
 
 
-def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe | None:
+def recipe_of(tree: Mapping, faults: Faults, command: str | None = None) -> Recipe | None:
     """The recipe that a tree says, or None with every fault noted.
 
     A rule between keys is checked only where its keys are right: after a fault, the recipe without the keys
     at fault is checked again, until no rule is broken.
 
-    `verb`: the method that the command line asks for; the recipe's must be the same.
+    `command`: the method of the command line; the recipe's must be the same.
     """
-    _check_method(tree, faults, verb)
+    _check_method(tree, faults, command)
     checked = _Checked(tree, faults)
     bare: dict[str, object] | None = checked.section(tree, Recipe, ())
     for _ in range(MOST_FAULTS):
@@ -68,15 +68,15 @@ def recipe_of(tree: Mapping, faults: Faults, verb: str | None = None) -> Recipe 
     return None
 
 
-def _check_method(tree: Mapping, faults: Faults, verb: str | None) -> None:
+def _check_method(tree: Mapping, faults: Faults, command: str | None) -> None:
     node = tree.node("method")
     if not isinstance(node, Leaf) or not isinstance(node.value, str):
         return
-    if verb is not None and node.value != verb and node.value in METHODS:
+    if command is not None and node.value != command and node.value in METHODS:
         faults.add(
-            f"the command is `memtrain {METHODS[verb].verb}`, but the recipe has method: {node.value}",
+            f"the command is `memtrain {METHODS[command].command}`, but the recipe has method: {node.value}",
             node.place,
-            f"run `memtrain {METHODS[node.value].verb}`, or write method: {verb} with data for it",
+            f"run `memtrain {METHODS[node.value].command}`, or write method: {command} with data for it",
         )
     for fault in foreign_sections(tree, node, METHODS):
         faults.add(*fault)

@@ -42,7 +42,7 @@ def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
         "# It runs as it is, on data and a model that are made on the spot; put yours in their place.",
         "# A line that starts with # is an option. Every other key: memtrain schema --reference",
         f"# Check it: memtrain check {file_name}",
-        f"# Run it:   memtrain {METHODS[method].verb} {file_name}",
+        f"# Run it:   memtrain {METHODS[method].command} {file_name}",
         f"method: {method}",
     ]
     section = ""

@@ -1,6 +1,6 @@
 """Micro-batches of prompts with their answers: each prompt once, or once for each answer."""
 
-# A answers, I items (a pair is one item with two answers), T tokens of a row, N learnt tokens.
+# A answers, I items (a pair is one item with two answers), T tokens of a row, N loss tokens.
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Group:
 class AnswerBatch:
     """Input of a forward pass over prompts with answers. Answers stand item after item.
 
-    micro: its scored tokens are the learnt tokens of the answers, answer after answer.
-    lengths_A: int64, learnt tokens of each answer.
+    micro: its scored tokens are the loss tokens of the answers, answer after answer.
+    lengths_A: int64, loss tokens of each answer.
     last_A: int64, row of the flattened hidden states of each answer's last token.
     label_I: float32, label or margin of each item, NaN where it has none.
     reference_A: float32, the reference's log-probs where they were computed before training, else None.

@@ -52,7 +52,7 @@ class AnswerFeed:
 
     @cached_property
     def loss_tokens(self) -> Ints:
-        """Learnt tokens of each sequence."""
+        """Loss tokens of each sequence."""
         held = self.sequences
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(held.loss_tokens.sum(axis=1))])
         return np.diff(sums[held.item_ptr])
@@ -76,7 +76,7 @@ class AnswerFeed:
         return np.concatenate(spans) if spans else np.zeros(0, np.int64)
 
     def loss_tokens_of(self, sequences: Ints, answer: int) -> int:
-        """Learnt tokens of the n-th answers of some sequences."""
+        """Loss tokens of the n-th answers of some sequences."""
         return int(self.sequences.loss_tokens[self.items_of(sequences), answer].sum())
 
     def micro_batch(self, sequences: Ints) -> AnswerBatch:

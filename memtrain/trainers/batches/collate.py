@@ -34,8 +34,8 @@ class MicroBatch:
     input_ids, position_ids: int64 [B, T]; B = 1 where rows lie end to end.
     layout: who attends to whom in a flattened row; None for padded rows, where causality is enough: padding
         stands on the right, so no token ever attends to it.
-    scored_index: int64 [N], rows of the flattened hidden states [B * T, D] that predict a learnt token.
-    targets: int64 [N], the learnt tokens.
+    scored_index: int64 [N], rows of the flattened hidden states [B * T, D] that predict a loss token.
+    targets: int64 [N], the loss tokens.
     num_tokens: tokens that are not padding.
     runs: tokens one after another, and of how many rows each of them is one: (number, rows). 0 rows: padding.
     """

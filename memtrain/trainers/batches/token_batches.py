@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 
 class TokenFeed:
-    """Rows of learnt tokens (SFT): sequence s weighs its learnt tokens."""
+    """Rows of loss tokens (SFT): sequence s weighs its loss tokens."""
 
     def __init__(self, split: SplitRows) -> None:
         self.split, self.store, self.settings, self.pad_id = split, split.store, split.settings, split.pad_id
@@ -33,12 +33,12 @@ class TokenFeed:
 
     @property
     def weights(self) -> Ints:
-        """Learnt tokens of each sequence."""
+        """Loss tokens of each sequence."""
         return self.sequences.loss_tokens
 
     @property
     def loss_tokens(self) -> Ints:
-        """Learnt tokens of each sequence."""
+        """Loss tokens of each sequence."""
         return self.sequences.loss_tokens
 
     def micro_batch(self, sequences: Ints) -> MicroBatch:

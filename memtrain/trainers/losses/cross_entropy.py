@@ -1,6 +1,6 @@
-"""The losses of supervised fine-tuning: cross-entropy over learnt tokens, and dynamic fine-tuning."""
+"""The losses of supervised fine-tuning: cross-entropy over loss tokens, and dynamic fine-tuning."""
 
-# N learnt tokens of one micro-batch
+# N loss tokens of one micro-batch
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sft_request(
 ) -> NllRequest:
     """Asks for sum over tokens of -log p(target) / `num_tokens`, smoothed, plus z-loss (see `weighted_nll`).
 
-    `num_tokens` counts the learnt tokens of the whole optimizer step over all ranks, so that micro-batches
+    `num_tokens` counts the loss tokens of the whole optimizer step over all ranks, so that micro-batches
     and ranks add up to one large batch; where gradients are averaged over ranks, divide it by their number.
     """
     weights_N = torch.full(targets_N.shape, 1.0 / num_tokens, dtype=torch.float32, device=targets_N.device)

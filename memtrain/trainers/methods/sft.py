@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: cross-entropy on the learnt tokens.
+"""Supervised fine-tuning: cross-entropy on the loss tokens.
 
-Source: the maximum-likelihood objective. The mean is over the learnt tokens of the whole optimizer step, of
+Source: the maximum-likelihood objective. The mean is over the loss tokens of the whole optimizer step, of
 all micro-batches and ranks, so that accumulation equals one large batch (a mean of means does not).
 What differs from the loop: nothing else.
 """
@@ -22,7 +22,7 @@ from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import Reference
 
 feed = TokenFeed
-"""Rows of learnt tokens."""
+"""Rows of loss tokens."""
 
 
 def method(recipe: Recipe, reference: Reference | None = None) -> Sft:

@@ -23,7 +23,7 @@ class StepEvent:
 
     step: int
     loss: float
-    """Mean over the learnt tokens of the step."""
+    """Mean over the loss tokens of the step."""
     lr: float
     grad_norm: float | None = None
     """Norm of the gradients before clipping."""
@@ -56,7 +56,7 @@ class EvalEvent:
 
     step: int
     loss: float
-    """Mean over the learnt tokens."""
+    """Mean over the loss tokens."""
     tokens: int
     """Tokens that were learnt, were these training rows."""
     seconds: float = 0.0
@@ -74,7 +74,7 @@ class DataEvent:
     tokens: int
     """Tokens of these rows."""
     loss_tokens: int
-    """Learnt tokens of these rows."""
+    """Loss tokens of these rows."""
     sequences: int
     """Sequences that enter the model in one pass."""
     fill: float | None = None

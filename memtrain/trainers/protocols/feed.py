@@ -39,7 +39,7 @@ class Feed(Protocol):
 
     @property
     def loss_tokens(self) -> Ints:
-        """Learnt tokens of each sequence."""
+        """Loss tokens of each sequence."""
         ...
 
     def micro_batch(self, sequences: Ints) -> Batch:
@@ -72,7 +72,7 @@ class StepWork:
     """Tokens of the whole step over all ranks."""
     num_sequences: int
     num_loss_tokens: int | None = None
-    """Learnt tokens of the whole step, where the denominator counts something else."""
+    """Loss tokens of the whole step, where the denominator counts something else."""
 
 
 class StepSource(Protocol):

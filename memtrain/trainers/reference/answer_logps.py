@@ -1,6 +1,6 @@
 """Log-probs of a batch's answers under a scorer, for DPO and KTO."""
 
-# A answers, N learnt tokens
+# A answers, N loss tokens
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Benched:
     losses: tuple[float, ...]
     """Of every step, the first ones among them."""
     heaviest: tuple[int, int, int, int]
-    """Rows, tokens without padding, learnt tokens, tokens of the longest row of the heaviest micro-batch."""
+    """Rows, tokens without padding, loss tokens, tokens of the longest row of the heaviest micro-batch."""
 
 
 def bench(plan: Plan, num_steps: int) -> Benched:
@@ -95,7 +95,7 @@ def bench(plan: Plan, num_steps: int) -> Benched:
 def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
     """Step by the heaviest micro-batch that the data can make, over gradients where steps have several.
 
-    Its rows, tokens, learnt tokens, and tokens of its longest row.
+    Its rows, tokens, loss tokens, and tokens of its longest row.
     """
     steps = stepper.steps
     has_more = len(stepper.work(step - 1).micro_batches) > 1

@@ -17,7 +17,7 @@ def test_every_shipped_recipe_is_valid_and_its_folder_names_its_method(name: str
     recipe = load_recipe(name).recipe
     assert recipe.method in METHODS
     folder, _, file = name.rpartition("/")
-    verb = METHODS[recipe.method].verb
+    verb = METHODS[recipe.method].command
     assert folder in (verb, "") or (folder == "smoke" and f"{file}-".startswith(f"{verb}-"))
 
 
@@ -25,7 +25,7 @@ def test_every_shipped_recipe_is_valid_and_its_folder_names_its_method(name: str
 def test_every_shipped_recipe_says_what_it_trains_needs_runs_and_leads_to(name: str):
     path = configs_dir() / f"{name}.yaml"
     lines = header(path)
-    verb = METHODS[load_recipe(name).recipe.method].verb
+    verb = METHODS[load_recipe(name).recipe.method].command
     assert lines[0].endswith((".", "?"))
     needs = next(line for line in lines if line.startswith("needs:"))
     assert re.search(r"predicted|measured|CPU core", needs)

@@ -32,7 +32,7 @@ def keys_of(recipe: Recipe, *, is_shared: bool) -> Mapping[str, object]:
 
 def refusal(case: StrategyContext) -> str | None:
     """Rows without answers have no prompt to share."""
-    if case.facts.apart is None and case.recipe.method not in HAS_ANSWERS:
+    if case.facts.unshared is None and case.recipe.method not in HAS_ANSWERS:
         return f"the rows of {case.recipe.method} have no answers that could share a prompt"
     return None
 

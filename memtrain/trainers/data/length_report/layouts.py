@@ -43,7 +43,7 @@ class LaidOut:
     """Tokens of each sequence."""
     padded: Padded
     lost_R: Ints
-    """Learnt tokens lost of each counted row (of prompts: tokens), as often as the row is in an epoch."""
+    """Loss tokens lost of each counted row (of prompts: tokens), as often as the row is in an epoch."""
     held_R: Ints
     """Lengths before truncation: the field of `Laying`."""
 
@@ -55,7 +55,7 @@ class RowLayout(Protocol):
     truncations: tuple[str, ...]
     """The ways to truncate, the method's default first."""
     held_R: Ints
-    """Learnt tokens of each counted row (of prompts: tokens), as often as the row is in an epoch."""
+    """Loss tokens of each counted row (of prompts: tokens), as often as the row is in an epoch."""
 
     @property
     def longest_of_rows(self) -> Ints:
@@ -68,7 +68,7 @@ class RowLayout(Protocol):
 
 
 class TokenRows:
-    """Rows that are learnt whole: supervised fine-tuning."""
+    """Rows that are trained on whole: supervised fine-tuning."""
 
     packings: tuple[PackingKind, ...] = ("bfd", "bfd_split", "wrapped")
     truncations: tuple[str, ...] = truncations(has_prompts=False)

@@ -162,7 +162,7 @@ class Candidate(Section):
     """95 % confidence interval of their share of the rows, where the rows are a sample."""
     losses: tuple[Loss, ...]
     lost_interval: Interval | None
-    """95 % confidence interval of the share of learnt tokens lost by the first of `losses` (of all tokens,
+    """95 % confidence interval of the share of loss tokens lost by the first of `losses` (of all tokens,
     where nothing is learnt from the rows themselves), where the rows are a sample."""
     packings: tuple[Packing, ...]
     """Empty where the method does not pack."""

@@ -40,7 +40,7 @@ class AnswerSequences:
     answer: Ints
     """[I, K] tokens of each answer that are kept: its first ones."""
     loss_tokens: Ints
-    """[I, K] learnt tokens of each answer."""
+    """[I, K] loss tokens of each answer."""
     item_ptr: Ints
     tokens: Ints
     """Tokens of each sequence, each prompt counted once (or once for each answer, where it is not shared)."""
@@ -145,7 +145,7 @@ def _at_most(tokens: Ints, limit: int | None) -> Ints:
 
 
 def _loss_tokens(spans: Spans, rows: Ints, starts: Ints, kept: Ints, prompt: Ints) -> Ints:
-    """[I, K] learnt tokens of each answer; the first one counts where a prompt predicts it."""
+    """[I, K] loss tokens of each answer; the first one counts where a prompt predicts it."""
     before = (prompt > 0).astype(np.int64)
     columns = [
         count_loss_tokens(spans, rows, starts[:, k] - before, kept[:, k] + before)

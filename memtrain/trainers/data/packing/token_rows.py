@@ -51,7 +51,7 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Seque
     """Truncate, split and pack `rows` (numbers into `lengths`) as `length` says.
 
     A pure function: the launcher and every rank make the same. Split rows overlap by one token, which is
-    context in the later piece, so that each learnt token is still predicted exactly once.
+    context in the later piece, so that each loss token is still predicted exactly once.
     """
     own = lengths[rows]
     loss_tokens_of_row = count_loss_tokens(spans, rows, np.zeros_like(rows), own)
@@ -86,12 +86,12 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Seque
 
 
 def highest_share(loss_tokens: Ints, tokens: Ints) -> float:
-    """The highest share of learnt tokens in a sequence; 1 where there is none."""
+    """The highest share of loss tokens in a sequence; 1 where there is none."""
     return float((loss_tokens / np.maximum(tokens, 1)).max()) if len(tokens) else 1.0
 
 
 def count_loss_tokens(spans: Spans, row: Ints, start: Ints, length: Ints) -> Ints:
-    """Learnt tokens of each piece that a token of the same piece predicts: its first token never counts."""
+    """Loss tokens of each piece that a token of the same piece predicts: its first token never counts."""
     first, last = spans.ptr[row], spans.ptr[row + 1]
     counts = last - first
     if (counts == 1).all():  # What most rows have: a quarter of the time of the general form.
@@ -134,7 +134,7 @@ def _split(tokens: Ints, limit: int) -> tuple[Ints, Ints, Ints]:
 def _wrapped(
     tokens: Ints, loss_tokens_of_row: Ints, spans: Spans, rows: Ints, length: RowLimits
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """(number of the row, start, length) of every piece, bin_ptr, learnt tokens of every piece.
+    """(number of the row, start, length) of every piece, bin_ptr, loss tokens of every piece.
 
     A piece in which nothing is learnt stays, so that sequences are full; what is left out, before and after
     the cutting, is whole: a row or a sequence in which nothing is learnt.

@@ -307,7 +307,7 @@ class TokenStore:
 
     @cached_property
     def loss_tokens_per_row(self) -> Ints:
-        """int64 [R]: learnt tokens of each row with a token before them: a first one is never predicted."""
+        """int64 [R]: loss tokens of each row with a token before them: a first one is never predicted."""
         counts = self.span_ends - np.maximum(self.span_starts, 1)
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         return sums[self.span_ptr[1:]] - sums[self.span_ptr[:-1]]

@@ -1,6 +1,6 @@
 """The heaviest batch of each method, without content, for the trace of its step."""
 
-# K answers of an item, A answers, N learnt tokens
+# K answers of an item, A answers, N loss tokens
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class DummyFeed:
         return np.concatenate([np.arange(one * per, (one + 1) * per) for one in sequences.tolist()])
 
     def loss_tokens_of(self, sequences: Ints, answer: int) -> int:
-        """Learnt tokens of the n-th answers, roughly."""
+        """Loss tokens of the n-th answers, roughly."""
         return self.made.micro_batch.num_loss_tokens // 2 * len(sequences)
 
     def mismatched(self, items: Ints, partners: Ints) -> Any:

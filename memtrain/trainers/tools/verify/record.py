@@ -29,7 +29,7 @@ class Recorded:
 
     loss: float
     score_N: Tensor | None
-    """float32 log-probs of the learnt tokens (rewards of the answers) in the order of the step; None where
+    """float32 log-probs of the loss tokens (rewards of the answers) in the order of the step; None where
     the step was made without them."""
     gradients: dict[str, Tensor]
     """Before clipping."""
