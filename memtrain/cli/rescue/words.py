@@ -62,7 +62,7 @@ def time_words(priced: Priced, found: Rescue) -> str:
     share = priced.step_s / found.was.priced.step_s
     way = "slower" if share > 1 else "faster"
     speed = "as fast as" if abs(share - 1) < 0.02 else f"{abs(share - 1):.0%} {way} than"
-    return f"{text}, {speed} the run as it was would be (predicted)"
+    return f"{text}, {speed} the original run (predicted)"
 
 
 def plan_learns(found: Rescue) -> tuple[str, ...]:
