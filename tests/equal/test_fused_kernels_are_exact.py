@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import packed_layout
@@ -55,7 +56,7 @@ def test_the_step_is_that_of_transformers(
     monkeypatch.setattr(activations_module, "Offloader", partial(Offloader, min_bytes=512))
     changes, adapter = TREATMENTS[name]
     base = tiny_model(num_hidden_layers=3)
-    set_attention(base, "torch_cpu")
+    set_attention(base, AttentionBackend.TORCH_CPU)
     found = []
     for kernels in ("transformers", "fused"):
         model = copy.deepcopy(base)

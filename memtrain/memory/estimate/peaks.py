@@ -31,6 +31,7 @@ from memtrain.memory.estimate.sharded.zero import (
     zero_moments,
 )
 from memtrain.memory.estimate.static import (
+    backward_bucket,
     gradient_bytes,
     largest_trained,
     reference_bytes,
@@ -207,8 +208,8 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
     arriving = own_embedding if is_wide else embedding if accumulates else 0
     arriving = max(2 * waits, arriving) if shape.tied else arriving
     if settings.in_backward:
-        # A gradient is freed as soon as its weight is stepped; a tied head's waits for the embedding's.
-        at_step = largest_trained(settings, shape) * (load.a if trains_all else 4)
+        # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
+        at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + backward_bucket(whole)
         waiting = waits + at_step
         return _Gradients(0, waiting, waiting, waiting, embedding, arriving, at_step, 0)
     if accumulates:

@@ -27,6 +27,9 @@ Taste: 128 kernel launches for 8 billion weights, and no second copy of all grad
 COMPRESSED_GROUP = 32
 """Numbers of a compressed moment that share a scale. Source: FlashOptim's."""
 
+IN_BACKWARD_BUCKET = 32 * MIB
+"""Gradients that are stepped together inside a backward pass, where they are a small part of all: norms and
+adapters, each of which would take as long to start as a matrix. Taste."""
 OFFLOAD_BUCKET = 256 * MIB
 """Most bytes of offloaded optimizer states that are on the device at once (one tensor's may be more). Taste:
 copies of 128 MiB reach the bus's rate."""
@@ -53,6 +56,11 @@ class Static(NamedTuple):
     """Float32 copies of trained weights, from the first optimizer step on."""
     reduce: int
     """Small gradients end to end, with several processes; large ones are summed in place."""
+
+
+def backward_bucket(all_bytes: int) -> int:
+    """Bytes of gradients that wait for each other inside a backward pass, of `all_bytes` in all."""
+    return min(IN_BACKWARD_BUCKET, all_bytes // 16)
 
 
 def num_trained(settings: Settings, shape: ModelShape) -> int:

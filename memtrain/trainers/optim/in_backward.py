@@ -1,4 +1,4 @@
-"""The optimizer step inside the backward pass: each weight moves as soon as its gradient is whole."""
+"""The optimizer step inside the backward pass: weights move as soon as a few gradients are whole."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memtrain.memory.estimate.static import backward_bucket
 from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.step import DistributedStep
 
 
 class InBackward:
-    """Steps `optimizer` for one weight at a time and frees its gradient: they are never there together.
+    """Steps `optimizer` for a few weights at a time and frees their gradients: all are never there together.
 
     The same bits as a step after the backward pass, with one micro-batch a step, one process and no clipping
     (the plan sees to that). Autograd calls a weight's hook once, when all its uses have added their part, and
@@ -28,6 +29,8 @@ class InBackward:
         self._norms: dict[Tensor, Tensor] = {}
         self._is_real = True
         self._makes_states = True
+        self._waiting: list[Tensor] = []
+        self._bucket_bytes = backward_bucket(sum(parameter.nbytes for parameter in parameters))
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._made)
 
@@ -35,6 +38,7 @@ class InBackward:
         """Engine by which a step reaches the weights: all is done when the backward pass is."""
         return DistributedStep(
             begin=lambda model, num_micro_batches: None,
+            backward=self._backward,
             clip=self._norm,
             step=lambda optimizer: None,
             dry_step=self._dry_step,
@@ -56,10 +60,24 @@ class InBackward:
         self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         if not self._is_real:
             gradient.zero_()
-        if self._is_real or self._makes_states:
-            with only(self._optimizer, parameter):
+        self._waiting.append(parameter)
+        if sum(waiting.nbytes for waiting in self._waiting) >= self._bucket_bytes:
+            self._step()
+
+    def _backward(self, loss: Tensor) -> None:
+        """The backward pass, with the step of whatever is left at its end."""
+        self._waiting.clear()
+        loss.backward()
+        self._step()
+
+    def _step(self) -> None:
+        """Step the weights that wait for it, and free their gradients."""
+        waiting, self._waiting = self._waiting, []
+        if waiting and (self._is_real or self._makes_states):
+            with only(self._optimizer, waiting):
                 self._optimizer.step()
-        parameter.grad = None
+        for parameter in waiting:
+            parameter.grad = None
 
     def _norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Norm of all gradients of the pass, as if they were there together."""
@@ -70,15 +88,16 @@ class InBackward:
 
 
 @contextmanager
-def only(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
-    """The optimizer has this one parameter inside: a step looks at no other of the hundreds that it has."""
+def only(optimizer: Optimizer, wanted: Sequence[Tensor]) -> Iterator[None]:
+    """The optimizer has these parameters alone inside: a step looks at none of the hundreds of others."""
     if isinstance(optimizer, MasterWeights):
-        with optimizer.only(parameter):
+        with optimizer.only(wanted):
             yield
         return
+    ids = set(map(id, wanted))
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     for group, parameters in groups:
-        group["params"] = [one for one in parameters if one is parameter]
+        group["params"] = [one for one in parameters if id(one) in ids]
     try:
         yield
     finally:

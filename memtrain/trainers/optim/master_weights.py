@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,11 +83,12 @@ class MasterWeights(Optimizer):
         return loss
 
     @contextmanager
-    def only(self, parameter: Tensor) -> Iterator[None]:
-        """Context in which this optimizer, and the one inside, have one parameter alone."""
+    def only(self, wanted: Sequence[Tensor]) -> Iterator[None]:
+        """Context in which this optimizer, and the one inside, have these parameters alone."""
+        ids = set(map(id, wanted))
         outer, inner, masters = self.param_groups, self._inner.param_groups, self._masters
         parameters = [(of["params"], inside["params"]) for of, inside in zip(outer, inner, strict=True)]
-        places = [[n for n, one in enumerate(held) if one is parameter] for held, _ in parameters]
+        places = [[n for n, one in enumerate(held) if id(one) in ids] for held, _ in parameters]
         for of, inside, which in zip(outer, inner, places, strict=True):
             of["params"] = [of["params"][n] for n in which]
             inside["params"] = [inside["params"][n] for n in which]

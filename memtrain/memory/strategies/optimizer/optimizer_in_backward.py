@@ -1,6 +1,6 @@
-"""Optimizer in backward: each weight is stepped as soon as its gradient is computed, which is then freed.
+"""Optimizer in backward: weights are stepped as soon as their gradients are computed, which are then freed.
 
-When: nothing else fits, and a step is one micro-batch. Saves: gradients of all weights but one. Costs: a
+When: nothing else fits, and a step is one micro-batch. Saves: gradients of all weights but a few. Costs: a
 step that runs out of memory is broken and cannot be made again. Exact: each weight is stepped once, by the
 gradient it would have had. Refused: with accumulation, several processes, or clipping by the norm of all
 gradients, which need every gradient at once.
@@ -30,8 +30,8 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="optimizer_in_backward",
     axis="backward",
-    says="each weight is stepped as soon as its gradient is computed",
-    saves="gradients of all weights but one",
+    says="weights are stepped as soon as their gradients are computed",
+    saves="gradients of all weights but a few",
     costs="a step that runs out of memory cannot be repeated",
     measured=ON_A_CPU,
     is_exact=True,

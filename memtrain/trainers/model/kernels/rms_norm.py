@@ -40,7 +40,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of the input and of the weight, as they are asked for."""
         x, weight, scale = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
