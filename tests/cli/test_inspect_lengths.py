@@ -287,3 +287,17 @@ def test_a_shipped_recipe_is_a_dataset_by_its_name(capsys: pytest.CaptureFixture
     assert "rows of format" in shown(capsys, "smoke/dpo", "--max-length", "128")
     with pytest.raises(RecipeError, match="unknown method 'online_xyz'"):
         run(["inspect-lengths", "smoke/dpo", "--method", "Online-XYZ"])
+
+
+def test_memory_is_predicted_for_pairs_or_not_claimed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The recipe of bare words is of sft: pairs were said to be priced, and had no price."""
+    pairs = tmp_path / "pairs.jsonl"
+    row = {"prompt": "Why? ", "chosen": "So it is. " * 9, "rejected": "No. " * 4}
+    pairs.write_text("".join(json.dumps(row | {"prompt": f"Why {n}? "}) + "\n" for n in range(8)))
+    words = (str(pairs), "--model", "builtin:tiny", "--json", "--max-length", "64")
+    found = json.loads(shown(capsys, *words))
+    assert found["candidates"][0]["cost"] is None
+    assert "--method dpo predicts them" in found["notes"][-1]
+    found = json.loads(shown(capsys, *words, "--method", "dpo"))
+    assert found["candidates"][0]["cost"]["peak_bytes"] > 0
+    assert found["notes"][-1].startswith("Memory and time are predicted for ")

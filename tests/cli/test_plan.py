@@ -205,6 +205,22 @@ def test_the_hosts_memory_is_what_the_command_says(capsys):
     assert "model.rope_scaling: {rope_type: llama3, factor: 16} scales its positions" in words
 
 
+def test_the_hosts_memory_is_told_by_phase_and_kind(recipe, capsys):
+    """8 rows of 8 inputs wait in locked memory; processes and a tensor being written are pageable."""
+    words = ["plan", recipe, "--gpu", "h100", "--without-data", "memory.activation_checkpointing=on"]
+    words += ["memory.activation_offloading=on", "memory.loss=chunked"]
+    run(words)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Host memory: " in text
+    assert "offloaded activations" in text
+    run([*words, "--json"])
+    host = json.loads(capsys.readouterr().out)["host"]
+    assert "offloaded activations" in host["pinned"]
+    assert set(host["phases"]) == {"data preparation", "steps", "saving"}
+    assert host["needed_bytes"] == max(sum(owners.values()) for owners in host["phases"].values())
+    assert host["phases"]["saving"]["checkpoint being written"] > 0
+
+
 def test_a_budget_is_planned_for_a_card_sold_with_so_much_which_is_named(capsys):
     run(["plan", "sft/qwen3-0.6b-lora", "--budget", "48GiB", "--without-data"])
     words = told(capsys)

@@ -160,13 +160,26 @@ def inspected(given: Words, lengths: tuple[int, ...], budget: str | None, sample
         max_lengths=lengths,
         sample=sample,
         counted_by=counted_by,
-        notes=(f"Memory and time are predicted for {planner.device}.",) if planner is not None else (),
     )
     price = planner.price if planner is not None else None
     with _progress() as progress:
         found = inspect(question, tokenizer_of(written.model), price=price, progress=progress)
     keep_last(question.tokenizer_name)
-    return found
+    if planner is None:
+        return found
+    return found.model_copy(update={"notes": (*found.notes, _priced_note(planner, found, written.method))})
+
+
+def _priced_note(planner: Pricing, found: Inspection, method: str) -> str:
+    """The device that was planned for; or why nothing was predicted."""
+    if any(one.cost is not None for one in found.candidates):
+        return f"Memory and time are predicted for {planner.device}."
+    if found.method != method:
+        return (
+            f"Memory and time are not predicted: the rows are of {found.method}, and the recipe is of "
+            f"{method}; --method {found.method} predicts them."
+        )
+    return "Memory and time are not predicted: no row is long enough."
 
 
 def read_lengths(text: str | None) -> tuple[int, ...]:

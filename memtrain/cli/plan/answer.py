@@ -8,15 +8,25 @@ from functools import cached_property
 from typing import Any
 
 from memtrain.cli.plan.lookup import LookedAt, card_words, facts_without_data, look_at_devices, look_at_model
-from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, typical_micro_batch
+from memtrain.memory.estimate.host_memory import on_disk
+from memtrain.memory.estimate.host_phases import PINNED, STEPS, highest
+from memtrain.memory.estimate.pricing import (
+    PlannerInputs,
+    Priced,
+    heaviest,
+    phases_on_host,
+    typical_micro_batch,
+)
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.reasons import gains, left_out
+from memtrain.memory.generation.rollout_time import RolloutTime, rollout_time
 from memtrain.memory.generation.vllm import longest_prompt
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.length_profile import LengthReport
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.planner.engine_ranking import RankedEngine, rank_engines
 from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve, resolved_if_it_fits
@@ -80,10 +90,24 @@ class Answer:
         budget = resolved.prediction.budget_bytes or 0
         return rank_engines(resolved.chosen, everything(self), budget, resolved.case)
 
+    @cached_property
+    def rollout(self) -> RolloutTime | None:
+        """Time of a step's completions; None of a method that writes none."""
+        recipe = self.resolved.case.recipe
+        if recipe.online is None:
+            return None
+        return rollout_time(self.resolved.settings, self.resolved.case.facts, recipe.generation)
+
+    @property
+    def step_s(self) -> float:
+        """Of a whole step, with its share of a rollout."""
+        return self.chosen.step_s + (self.rollout.seconds if self.rollout is not None else 0.0)
+
     @property
     def tokens_per_s(self) -> float:
         """Of all processes together."""
-        return self.resolved.settings.num_processes / self.chosen.token_s
+        tokens = self.chosen.step_s / self.chosen.token_s
+        return self.resolved.settings.num_processes * tokens / self.step_s
 
 
 def ask(
@@ -236,6 +260,23 @@ def judges_of(resolved: Resolved) -> tuple[RewardModelJob, ...]:
     )
 
 
+def host_json(made: Answer) -> dict[str, Any]:
+    """The host's memory: what there is, the owners of each phase, which of them is pinned, and the disk."""
+    settings, facts = made.resolved.settings, made.resolved.case.facts
+    phases = phases_on_host(replace(made.chosen, settings=settings), facts)
+    # What a driver pages is not locked.
+    is_paged = OPTIMIZERS[settings.optimizer].is_paged
+    pinned = [name for name in PINNED if not (is_paged and name == "optimizer states")]
+    return {
+        "memory_bytes": facts.hardware.host_bytes * facts.hardware.num_nodes,
+        "needed_bytes": sum(highest(phases)[1].values()),
+        "highest_phase": highest(phases)[0],
+        "phases": {name: dict(owners) for name, owners in phases.items()},
+        "pinned": [name for name in pinned if settings.device == "cuda" and phases[STEPS].get(name)],
+        "disk_bytes": on_disk(settings, facts.shape, heaviest(settings, facts)),
+    }
+
+
 def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]:
     """All of it as JSON values; memory in bytes, time in seconds."""
     resolved, hardware = made.resolved, made.question.hardware
@@ -251,7 +292,9 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "needed_bytes": made.need_bytes,
         "with_margin_bytes": made.chosen.need_bytes,
         "budget_bytes": resolved.prediction.budget_bytes,
-        "step_s": made.chosen.step_s,
+        "host": host_json(made),
+        "step_s": made.step_s,
+        "rollout_s": None if made.rollout is None else made.rollout.seconds,
         "tokens_per_s": made.tokens_per_s,
         "settings": resolved.settings.model_dump(mode="json"),
         "decisions": [one.model_dump(mode="json") for one in resolved.decisions],

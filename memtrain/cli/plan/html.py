@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from memtrain.cli.plan.answer import Answer
-from memtrain.cli.plan.tables import recipe_name, seconds, settings_words
+from memtrain.cli.plan.tables import host_words, recipe_name, seconds, settings_words
 from memtrain.memory.estimate.pricing import Priced
 from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.plan.units import gib
@@ -31,9 +31,10 @@ def page(made: Answer, traced: Traced | None) -> str:
         f"Needs {gib(made.chosen.need_bytes)} of {gib(budget)} on each device, {gib(peak.num_bytes)} of "
         "it live "
         f"tensors in the {peak.phase}. Predicted: {made.tokens_per_s:,.0f} tokens/s, "
-        f"{seconds(made.chosen.step_s)} a step."
+        f"{seconds(made.step_s)} a step."
     )
     name = recipe_name(made.question.loaded.path)
+    verdict += f" {host_words(made)}"
     return render(
         TEMPLATE,
         title=f"{resolved.case.recipe.method}: {name} on {made.question.hardware.words()}",

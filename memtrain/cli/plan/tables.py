@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from memtrain.cli.output.terminal import print_table, print_text, whole
-from memtrain.cli.plan.answer import Answer, everything, figures_words
+from memtrain.cli.plan.answer import Answer, everything, figures_words, host_json
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.estimate.static import overhead
 from memtrain.memory.explain.reasons import gains, left_out, time_words
@@ -15,7 +15,7 @@ from memtrain.memory.explain.tables import difference, owner_table, verdict
 from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import MIB, gib
 from memtrain.memory.planner.engine_ranking import form_words
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.planner.search import frontier
@@ -27,9 +27,17 @@ QUIET = ("device", "max_steps", "oom_recovery", "preflight", "liger", "kernels",
 """Decisions that a plan tells in its first lines, or only with --explain."""
 
 
+WHEN = {
+    "data preparation": "while rows are laid out",
+    "steps": "in the steps",
+    "saving": "while a checkpoint is written",
+}
+"""Phases of the host's memory in words."""
+
+
 def print_answer(made: Answer, *, explain: bool) -> None:
     """The plan: its fit, the owners of each phase, and the gain of each choice."""
-    resolved, chosen = made.resolved, made.chosen
+    resolved = made.resolved
     name = recipe_name(made.question.loaded.path)
     print_text(f"{name} on {made.question.hardware.words()}: {_fits_words(made)}")
     for note in made.notes:
@@ -40,6 +48,7 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     print_table(*owner_table(resolved.prediction, resolved.plain))
     typer.echo()
     _print_sum(made)
+    print_text(host_words(made))
     typer.echo()
     skipped = () if explain else QUIET
     print_table(
@@ -52,9 +61,8 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     )
     typer.echo()
     print_text(
-        f"Predicted speed: {made.tokens_per_s:,.0f} tokens/s, {seconds(chosen.step_s)} a step. It is "
-        "computed, not measured: use it to compare plans."
-        + (" Generation and scoring of completions are not included." if resolved.case.recipe.online else "")
+        f"Predicted speed: {made.tokens_per_s:,.0f} tokens/s, {seconds(made.step_s)} a step"
+        f"{_rollout_words(made)}. It is computed, not measured: use it to compare plans."
     )
     if explain:
         _print_rest(made)
@@ -107,6 +115,30 @@ def _print_sum(made: Answer) -> None:
     width = max(len(one) for one, _ in rows)
     for number, words in rows:
         typer.echo(f"{number.rjust(width)}  {words}")
+
+
+def _rollout_words(made: Answer) -> str:
+    """The share of a step in which completions are written; empty where none are."""
+    rollout = made.rollout
+    if rollout is None:
+        return ""
+    parts = [f"{seconds(rollout.reading_s + rollout.writing_s)} of it generation"]
+    if rollout.judging_s:
+        parts.append(f"{seconds(rollout.judging_s)} reward models")
+    return f", {' and '.join(parts)} where every completion is as long as it may be"
+
+
+def host_words(made: Answer) -> str:
+    """The host's memory in a sentence: its need and its phase, each owner with its kind, and the disk."""
+    host = host_json(made)
+    phase, pinned = host["highest_phase"], host["pinned"]
+    owners = sorted(host["phases"][phase].items(), key=lambda item: -item[1])
+    named = [
+        f"{name} {gib(size)}{' pinned' if name in pinned else ''}" for name, size in owners if size >= MIB
+    ]
+    words = f"Host memory: {gib(host['needed_bytes'])} of {gib(host['memory_bytes'])}, highest {WHEN[phase]}"
+    words += f" ({', '.join(named)})" if named else ""
+    return words + (f"; on disk {gib(host['disk_bytes'])}." if host["disk_bytes"] else ".")
 
 
 def signed_gib(num_bytes: int) -> str:

@@ -11,7 +11,8 @@ from memtrain.cli.output.terminal import print_table, print_text
 from memtrain.cli.plan.tables import seconds, settings_words
 from memtrain.cli.rescue.find import Rescue
 from memtrain.cli.rescue.own_tool import Way
-from memtrain.memory.estimate.pricing import Priced, host_need
+from memtrain.memory.estimate.host_phases import STEPS
+from memtrain.memory.estimate.pricing import Priced, phases_on_host
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import gib
 from memtrain.memory.strategies.registry import STRATEGIES
@@ -90,7 +91,7 @@ def host_words(found: Rescue) -> str:
     """The host's memory that the plan leans on."""
     if found.plan is None or found.facts is None:
         return ""
-    waiting = host_need(found.plan.chosen, found.plan.case.facts)
+    waiting = phases_on_host(found.plan.chosen, found.plan.case.facts)[STEPS]
     leaning = {name: size for name, size in waiting.items() if name not in ("processes", "dataset index")}
     if not leaning:
         return ""

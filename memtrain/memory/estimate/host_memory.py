@@ -6,6 +6,7 @@ from memtrain.errors import DoesNotFit, Fault
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
+from memtrain.memory.estimate.host_phases import LAID_OUT, WRITTEN, disk_bytes
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
 from memtrain.memory.estimate.static import (
     copy_size,
@@ -87,6 +88,8 @@ FIXES = {
     "offloaded activations": "set memory.activation_offloading: off, or memory.offload_disk",
     "optimizer states": "set memory.optimizer_offload: off, or optim.kind: adafactor",
     COPY: "set save.async_save: false",
+    WRITTEN: "set save.layout: sharded",
+    LAID_OUT: "lower cluster.processes",
     STEPPED_THERE: "set memory.use: split_copies, or optim.in_backward: on",
     "weights": "set memory.weights_offload: off, or model.quantize: 4bit with an adapter",
     "gradients": "set optim.in_backward: on, or one micro-batch a step",
@@ -97,7 +100,18 @@ FIXES = {
 """Remedies for each owner."""
 
 
+def on_disk(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> int:
+    """Bytes of offloaded activations in files, of all processes together."""
+    return settings.num_processes * disk_bytes(settings, _waiting(settings, shape, heaviest))
+
+
 def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> int:
+    waiting = _waiting(settings, shape, heaviest)
+    return waiting if settings.offload_host_bytes is None else min(waiting, settings.offload_host_bytes)
+
+
+def _waiting(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> int:
+    """Bytes of activations that leave the device, of one process."""
     load = Workload(settings, shape, heaviest)
     waiting = 0
     if settings.offload == "all":
@@ -105,7 +119,7 @@ def _activations(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch)
     if settings.offload == "boundaries":
         away = max(0, num_checkpointed(settings, shape) - settings.offload_keep)
         waiting = away * rounded(layer_boundary(load))
-    return waiting if settings.offload_host_bytes is None else min(waiting, settings.offload_host_bytes)
+    return waiting
 
 
 def rounded(num_bytes: int) -> int:

@@ -187,8 +187,9 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
     """
     settings, shape = load.settings, load.shape
     trains_all = settings.adapter is None
-    whole = gradient_bytes(settings, shape, accumulates=accumulates)
-    is_wide = load.is_half and sums_wide(settings, accumulates=accumulates)
+    is_foreign = load.batch.foreign is not None
+    whole = gradient_bytes(settings, shape, accumulates=accumulates, is_foreign=is_foreign)
+    is_wide = load.is_half and sums_wide(settings, accumulates=accumulates, is_foreign=is_foreign)
     size, widened = (4, 4) if is_wide else (load.a, 0)
     if trains_away(settings):
         way = gradients_on_the_way(settings, shape, size)

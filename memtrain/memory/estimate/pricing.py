@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from memtrain.memory.estimate.auxiliary_models import RewardShape, with_beside
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
+from memtrain.memory.estimate.host_phases import Owners, highest, host_phases
 from memtrain.memory.estimate.peaks import estimate, kept_bytes
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
@@ -180,10 +181,15 @@ def budget_of(recipe: Recipe, hardware: Hardware) -> int:
 
 
 def host_need(priced: Priced, facts: PlannerInputs) -> dict[str, int]:
-    """Bytes of the node's memory by owner."""
-    settings = priced.settings
-    num_rows = facts.profile.report.num_rows
-    return host_bytes(settings, facts.shape, heaviest(settings, facts), num_rows, priced.prediction)
+    """Bytes of the node's memory by owner, in the phase that needs the most."""
+    return dict(highest(phases_on_host(priced, facts))[1])
+
+
+def phases_on_host(priced: Priced, facts: PlannerInputs) -> dict[str, Owners]:
+    """Bytes of the node's memory by owner, in each phase."""
+    settings, num_rows = priced.settings, facts.profile.report.num_rows
+    in_steps = host_bytes(settings, facts.shape, heaviest(settings, facts), num_rows, priced.prediction)
+    return host_phases(settings, facts.shape, in_steps, num_rows)
 
 
 def fits_host(priced: Priced, facts: PlannerInputs) -> bool:

@@ -108,22 +108,25 @@ def reference_bytes(settings: Settings, shape: ModelShape) -> int:
     return share(whole, settings, of="weights") + device_bytes(bare, shape)
 
 
-def sums_wide(settings: Settings, *, accumulates: bool) -> bool:
+def sums_wide(settings: Settings, *, accumulates: bool, is_foreign: bool = False) -> bool:
     """Whether gradients are float32 whatever their weights are: where any are added to each other.
 
     Over the micro-batches of a step (`accumulates`), or over ranks that each have whole ones; and in float16,
-    whose gradients are scaled back before they are used.
+    whose gradients are scaled back before they are used. `is_foreign`: another tool's step, which adds them
+    in their own precision.
     """
-    return (
+    return not is_foreign and (
         settings.dtype == "float16"
         or (accumulates and not settings.in_backward)
         or (settings.num_processes > 1 and not is_sharded(settings))
     )
 
 
-def gradient_bytes(settings: Settings, shape: ModelShape, *, accumulates: bool) -> int:
+def gradient_bytes(
+    settings: Settings, shape: ModelShape, *, accumulates: bool, is_foreign: bool = False
+) -> int:
     """Gradients of the weights that a process steps, after a backward pass."""
-    least = 4 if sums_wide(settings, accumulates=accumulates) else 0
+    least = 4 if sums_wide(settings, accumulates=accumulates, is_foreign=is_foreign) else 0
     total = sum(count * max(size, least) for count, size in trained_parts(settings, shape))
     return share(total, settings, of="gradients")
 

@@ -58,8 +58,7 @@ def with_generation(
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
     settings = settings.model_copy(update={"cuda_graphs": decide_graphs(ledger, settings)})
     _decide_correction(ledger)
-    refuse_gathering(ledger, settings)
-    ledger.raise_refusals()
+    _refuse(ledger, settings)
     resting = _resting(prediction)
     if settings.sampler in ("vllm", "vllm_server"):
         return _with_vllm(ledger, settings, prediction, facts, resting)
@@ -69,16 +68,27 @@ def with_generation(
     def moment(rows: int) -> dict[str, int]:
         return generation_bytes(settings, facts.shape, recipe.generation, prompt, rows)
 
-    rows = _decide_rows(ledger, recipe, settings, lambda rows: sum(moment(rows).values()) <= room)
+    def judged(rows: int) -> dict[str, int]:
+        return generation_bytes(settings, facts.shape, alone, prompt, min(rows, held_out))
+
+    def fits(rows: int) -> bool:
+        # On a CPU the rows decide how sums are rounded, and stay those of the rollouts.
+        highest = sum(judged(rows).values()) if held_out and settings.device == "cuda" else 0
+        return max(sum(moment(rows).values()), highest) <= room
+
+    # Held-out prompts are written to once each: no completion shares its prompt's keys.
+    held_out, alone = num_held_out(recipe, facts), recipe.generation.model_copy(update={"num_generations": 1})
+    rows = _decide_rows(ledger, recipe, settings, fits)
     owners = {one.owner: one.num_bytes for one in resting.owners}
     if shards_weights(settings):
-        tokens = recipe.generation.max_tokens
-        found = gather_bytes(settings, facts, rows=rows, tokens=tokens)
+        found = gather_bytes(settings, facts, rows=rows, tokens=recipe.generation.max_tokens)
         without = resting.num_bytes + sum(moment(rows).values())
         gathers = decide_gathering(ledger, settings, found, without, budget)
         owners["gathered weights"] = found.whole if gathers else found.streamed
         settings = settings.model_copy(update={"gather_weights": gathers})
-    phases = [*prediction.phases, phase_peak("generation", owners | moment(rows))]
+    phases = [one for one in prediction.phases if not held_out or one.phase != "evaluation"]
+    phases += [phase_peak("evaluation", owners | judged(rows))] if held_out else []
+    phases.append(phase_peak("generation", owners | moment(rows)))
     if facts.rewards:
         longest = prompt + recipe.generation.max_tokens
         reading = reward_scoring_bytes(settings, facts.rewards, longest)
@@ -90,6 +100,19 @@ def with_generation(
         settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor}),
         prediction.model_copy(update={"phases": tuple(phases)}),
     )
+
+
+def _refuse(ledger: DecisionLog, settings: Settings) -> None:
+    refuse_gathering(ledger, settings)
+    ledger.raise_refusals()
+
+
+def num_held_out(recipe: Recipe, facts: PlannerInputs) -> int:
+    """Held-out prompts, as many as can be known: a file of them is taken to fill every row."""
+    if recipe.data.eval:
+        return MOST_ROWS
+    share = recipe.data.eval_fraction
+    return max(1, round(facts.profile.report.num_rows * share / (1 - share))) if share else 0
 
 
 def _resting(prediction: Prediction) -> PhasePeak:

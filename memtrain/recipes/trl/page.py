@@ -74,7 +74,10 @@ _TOGETHER: Mapping[str, str] = {
     "max_steps": "`train.max_steps`",
     "lr_scheduler_type": "`optim.schedule`",
     "lr_scheduler_kwargs": "`optim.min_lr_ratio`",
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "`optim.warmup_steps` or `optim.warmup_ratio`"),
+    **dict.fromkeys(
+        ("warmup_steps", "warmup_ratio"),
+        "`optim.warmup_steps` or `optim.warmup_ratio`; the first of w steps has 1/w of the rate, TRL's has 0",
+    ),
     "optim": "`optim.kind`",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "`optim.betas`"),
     "label_smoothing_factor": "`sft.label_smoothing`",

@@ -139,7 +139,8 @@ class OnlineSteps:
         assert held_out is not None, "There are held-out prompts."
         numbers = range(len(held_out.tokens))
         groups = [Group(held_out.ids(number), 1, self._seed("held-out", number)) for number in numbers]
-        samples = self.written(groups, sampling_of(self.plan, self.built, is_evaluation=True))
+        sampling = sampling_of(self.plan, self.built, is_evaluation=True)
+        samples = self.written(groups, sampling, phase="evaluation")
         reward_AF, metrics = self.judging.score(held_out, list(numbers), samples)
         total = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F).nanmean().item()
         lengths = [len(sample.token_ids) for group in samples for sample in group]
