@@ -63,7 +63,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"
 PAGE = ROOT / "docs" / "exactness.md"
 STRATEGIES_PAGE = ROOT / "docs" / "strategies.md"
-METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo")
+METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo", "distill")
 BACKENDS = ("torch_cpu", "masked", "transformers")
 """The attention back ends that a CPU has."""
 FLAT = {"torch_cpu": ("padding_free",), "masked": ("padding_free",)}
@@ -105,6 +105,7 @@ ONLINE = """
 rewards: {functions: [{function: length}]}
 generate: {num_generations: 3, max_tokens: 12}
 """
+TAUGHT = "distill: {teacher: 'builtin:tiny'}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +166,9 @@ class Matrix:
         Raises: RecipeError, DoesNotFit where the resolver refuses.
         """
         path = self.folder / f"{cell.method}.yaml"
-        online = METHODS[cell.method].is_online
+        method = METHODS[cell.method]
         text = RECIPE.format(method=cell.method, model=MODEL, folder=self.folder)
-        path.write_text(text + (ONLINE if online else ""))
+        path.write_text(text + (ONLINE if method.is_online else TAUGHT if method.has_teacher else ""))
         return make_plan(load_recipe(str(path), words_of(cell)), run_dir=str(self.folder / "run")).plan
 
 

@@ -37,6 +37,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     *(Command(one.command, "train:BY_METHOD", one.says, one.name) for one in METHODS.values()),
     Command("score", "score:score", "Score answers with a reward model."),
+    Command(
+        "score-teacher",
+        "score_teacher:score_teacher",
+        "Write a teacher's likeliest tokens for the data of a distillation.",
+    ),
     Command("train", "train:train", "Train by the method that the recipe names."),
     Command("plan", "plan:plan", "Predict the memory and speed of a run, for any GPU, without starting it."),
     Command("calibrate", "calibrate:calibrate", "Measure this machine once, for its plans."),

@@ -12,6 +12,7 @@ from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.generate import Generate
 from memtrain.recipes.sections.length import OF_ANSWERS, OF_READ_ROWS, Length, RowLimits, limits_of
 from memtrain.recipes.sections.memory import Memory
+from memtrain.recipes.sections.methods.distill import Distill
 from memtrain.recipes.sections.methods.grpo_rloo import Grpo, Rloo
 from memtrain.recipes.sections.methods.online_base import FromOwnCompletions, WithMismatch
 from memtrain.recipes.sections.methods.online_dpo import OnlineDpo
@@ -23,7 +24,7 @@ from memtrain.recipes.sections.optim import Optim
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.recipes.sections.training import Cluster, Eval, Log, Save, Train
 
-MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo"]
+MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo", "distill"]
 
 SECTIONS: dict[MethodName, type[Section]] = {
     "sft": Sft,
@@ -34,6 +35,7 @@ SECTIONS: dict[MethodName, type[Section]] = {
     "rloo": Rloo,
     "online_dpo": OnlineDpo,
     "ppo": Ppo,
+    "distill": Distill,
 }
 """Section of each method's own keys."""
 HAS_ANSWERS = tuple(name for name, method in METHODS.items() if method.num_answers)
@@ -67,6 +69,7 @@ class Recipe(Section):
     rloo: Rloo | None = None
     online_dpo: OnlineDpo | None = None
     ppo: Ppo | None = None
+    distill: Distill | None = None
     generate: Generate | None = None
     rewards: Rewards | None = None
 
@@ -102,6 +105,12 @@ class Recipe(Section):
         return section if isinstance(section, FromOwnCompletions) else None
 
     @property
+    def taught(self) -> Distill | None:
+        """The section of a method that learns from a teacher's distribution, with its defaults."""
+        section = self.own
+        return section if isinstance(section, Distill) else None
+
+    @property
     def generation(self) -> Generate:
         """The `generate:` section, with its defaults."""
         return self.generate or Generate()
@@ -118,6 +127,23 @@ class Recipe(Section):
             raise ValueError("save.keep_best needs held-out rows; set data.eval_fraction or data.eval")
         if self.eval.every_steps and not (self.data.eval or self.data.eval_fraction):
             raise ValueError("eval.every_steps needs held-out rows; set data.eval_fraction or data.eval")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> Recipe:
+        section = self.taught
+        if section is None:
+            return self
+        if section.teacher is None and section.top_k is None:
+            raise ValueError(
+                f"{self.method} needs a teacher; set {self.method}.teacher to a model with the student's "
+                "tokenizer, to adapter_off, or set top_k and top_k_file"
+            )
+        if section.kind == "adapter_off" and self.model.adapter is None:
+            raise ValueError(
+                f"{self.method}.teacher is adapter_off, and every weight is trained; set model.adapter, or "
+                "name a teacher"
+            )
         return self
 
     @model_validator(mode="after")

@@ -27,6 +27,8 @@ class Method:
     """Whether the method learns from two of a prompt's completions together."""
     has_value: bool = False
     """A value model is trained beside the policy."""
+    has_teacher: bool = False
+    """Whether the loss compares the student's distribution with a teacher's."""
     reads_margin: bool = False
     """Whether the loss reads the margin that a pair may have."""
     starter: tuple[tuple[str, str], ...] = ()
@@ -131,6 +133,19 @@ METHODS: dict[str, Method] = {
                 ("#generate.temperature", "1.0"),
                 ("#ppo.value", "shared"),
                 ("#ppo.beta", "0.05"),
+            ),
+        ),
+        Method(
+            "distill",
+            "Distillation: the student's next-token distribution becomes a teacher's.",
+            "distillation",
+            "memtrain.trainers.methods.distill",
+            has_teacher=True,
+            starter=(
+                ("distill.teacher", "builtin:tiny"),
+                ("#distill.beta", "0.5"),
+                ("#distill.temperature", "1.0"),
+                ("#distill.cross_entropy_weight", "0.5"),
             ),
         ),
     )

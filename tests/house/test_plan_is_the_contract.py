@@ -83,8 +83,9 @@ def test_each_method_has_one_default_of_truncation(method: str):
     """As docs/recipe.md says: the start of rows that are learnt whole, the end of rows with a prompt."""
     said = {"method": method, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
     said |= {"rewards": {"functions": "length"}} if METHODS[method].is_online else {}
+    said |= {method: {"teacher": "m"}} if METHODS[method].has_teacher else {}
     recipe = Recipe.model_validate(said)
-    assert recipe.row_limits.truncation == ("keep_start" if method == "sft" else "keep_end")
+    assert recipe.row_limits.truncation == ("keep_end" if METHODS[method].has_prompts else "keep_start")
     length = Length(truncation="drop")
     assert recipe.model_copy(update={"length": length}).row_limits.truncation == "drop"
 

@@ -10,6 +10,7 @@ from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_scorin
 from memtrain.memory.estimate.peaks import estimate, kept_bytes, phase_peak
 from memtrain.memory.estimate.pricing import head_output_of
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
+from memtrain.memory.estimate.teachers import TeacherShape, teacher_load
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
@@ -30,6 +31,7 @@ from memtrain.trainers.tools.trace.trace import Job, bare_models, run_steps
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL = LLAMA | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEACHER = SMALL | {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6}
 QWEN = LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
 EVENED = {"router_aux_loss_coef": 0.01}
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -115,6 +117,7 @@ class Case:
             want_stats=True,
             passes=passes,
             judges=reward_model_jobs(self.rewards, LONGEST),
+            teacher=TEACHER if settings.teacher == "model" else None,
         )
 
     def estimated(self):
@@ -122,7 +125,10 @@ class Case:
         head = METHOD_NAMES[self.method].head
         shape = shape_of(self.config, head=head)
         scored = 0 if head == "score" else self.batch.scored_tokens
-        batch = self.batch._replace(asks=head_output_of(self.method), scored_tokens=scored)
+        batch = self.batch._replace(asks=head_output_of(self.method, self.settings), scored_tokens=scored)
+        teacher = TeacherShape(shape_of(TEACHER), "auto", "teacher", TEACHER)
+        taught = teacher_load(self.settings, shape, self.recipe.taught, teacher, batch)
+        batch = batch._replace(teacher=taught)
         load = Workload(self.settings, shape, batch)
         told = estimate(self.settings, shape, batch, accumulates=self.num_micro_batches > 1)
         told = with_beside(told, load, kept_bytes(load), self.rewards)
@@ -151,6 +157,8 @@ class Case:
         if self.method in ONLINE:
             said |= {"rewards": {"functions": ("builtin:length",)}}
             said |= {"generate": {"num_generations": 2, "max_tokens": 64}}
+        if self.method == "distill":
+            said["distill"] = {"teacher": "teacher"}
         for key, value in self.said.items():
             said[key] = said.get(key, {}) | value
         return Recipe.model_validate(said)
@@ -262,7 +270,21 @@ STREAMED = {
         SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96}, HALF
     ),
 }
+TAUGHT = {"teacher": "model"}
+FROM_FILE = {"teacher": "file", "teacher_top_k": 8}
+FILE = {"distill": {"top_k": 8, "top_k_file": "folder"}}
 METHODS = {
+    "distill, a model": Case("distill", SMALL, TAUGHT | EVERY),
+    "distill, a model, accumulating": Case("distill", SMALL, TAUGHT, 2),
+    "distill, adapter off": Case(
+        "distill",
+        SMALL,
+        {"adapter": LORA, "teacher": "adapter_off"},
+        said={"distill": {"teacher": "adapter_off"}},
+    ),
+    "distill, a file": Case("distill", SMALL, FROM_FILE | HALF, said=FILE),
+    "distill, whole logits": Case("distill", SMALL, TAUGHT | {"loss": "full"}),
+    "distill, a file, whole logits": Case("distill", SMALL, FROM_FILE | {"loss": "full"}, said=FILE),
     "dpo, adapter off": Case("dpo", LLAMA, {"adapter": LORA, "reference": "adapter_off"} | SHARED),
     "dpo, a copy": Case("dpo", LLAMA, {"reference": "copy"} | SHARED, 2),
     "dpo, precomputed": Case("dpo", QWEN, {"reference": "precomputed"} | EVERY | HALF | SHARED),

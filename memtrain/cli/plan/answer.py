@@ -225,6 +225,7 @@ def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
         is_whole=is_whole,
         passes=passes,
         judges=judges_of(resolved),
+        teacher=None if resolved.case.facts.teacher is None else resolved.case.facts.teacher.config,
     )
     try:
         return traced(job), ""

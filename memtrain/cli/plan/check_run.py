@@ -85,6 +85,7 @@ def check_run(loaded: LoadedRecipe) -> list[Line]:
             )
         if len(found) == len(sources) and found and has_tokenizer:
             look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer()))
+    look.at("teacher", lambda: teacher_words(recipe, compares=has_tokenizer))
     look.at("rewards", lambda: _nothing(check_rewards(loaded)))
     for item, check in PACKAGES:
         look.at(item, lambda check=check: check(recipe))
@@ -139,6 +140,33 @@ def tokenizer_words(recipe: Recipe, load: Callable[[], PreTrainedTokenizerFast])
     tokenizer = load()
     template = "with a chat template" if template_of(tokenizer) is not None else "without a chat template"
     return f"{len(tokenizer):,} tokens, {template}"
+
+
+def teacher_words(recipe: Recipe, *, compares: bool) -> str:
+    """The teacher in words, empty for a method without one; `compares`: the student's tokenizer is here.
+
+    Raises: LaunchError when there is no such teacher, or its tokenizer is another; DataError for a file of
+    its likeliest tokens that is not of this recipe.
+    """
+    from memtrain.cli.plan.lookup import look_at_model
+    from memtrain.cli.plan.model_shape import shape_for
+    from memtrain.trainers.data.tokenize.teacher_vocabulary import refuse_other_tokenizer, teacher_model
+
+    section = recipe.taught
+    if section is None or section.kind == "adapter_off":
+        return "" if section is None else "the student without its adapter"
+    if section.kind == "file":
+        if compares:
+            refuse_other_tokenizer(recipe)
+        return f"{section.top_k_file}: its {section.top_k} likeliest tokens, of the student's tokenizer"
+    model = teacher_model(recipe)
+    looked = look_at_model(model)
+    shape = shape_for(looked.config, str(model.path))
+    words = f"{model.path}: {looked.config.get('model_type', 'model')}, {shape.num_parameters / 1e6:,.1f} M"
+    if not compares or not is_here(str(model.path)):
+        return f"{words} parameters; its tokenizer {LATER}: it is not on this machine"
+    refuse_other_tokenizer(recipe)
+    return f"{words} parameters, the student's tokenizer"
 
 
 def is_here(name: str) -> bool:

@@ -222,7 +222,7 @@ def facts_without_data(
 
     Raises: RecipeError where no length is said.
     """
-    from memtrain.cli.plan.make_plan import reward_shapes
+    from memtrain.cli.plan.make_plan import reward_shapes, teacher_shape
 
     recipe = asked.recipe
     profile = assumed_profile(asked, shares_prompts=True)
@@ -239,6 +239,8 @@ def facts_without_data(
         method=recipe.method,
         unshared=unshared,
         rewards=reward_shapes(recipe, looked.config, lambda model: look_at_model(model).config),
+        taught=recipe.taught,
+        teacher=teacher_shape(recipe, lambda model: look_at_model(model).config),
         presumed=presumed,
         is_guessed=True,
         at_length=lambda length: facts_without_data(

@@ -16,6 +16,7 @@ from memtrain.cli.plan.usual_tokenizer import keep_last
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.estimate.teachers import TeacherShape
 from memtrain.memory.hardware.calibration import version
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
@@ -34,6 +35,7 @@ from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.packing.by_method import LaidEpochs, sequences_of
 from memtrain.trainers.data.packing.step_order import BatchSize, count_steps
 from memtrain.trainers.data.store.prepare import prepare
+from memtrain.trainers.data.tokenize.teacher_vocabulary import refuse_other_tokenizer, teacher_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def make_plan(
         keep_last(recipe.model.tokenizer or recipe.model.path or "")
         config = model_config(recipe.model)
         check_model(recipe.model, config, METHODS[recipe.method].head)
+        refuse_other_tokenizer(recipe)
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
     facts = replace(facts, history=read_history())
     folder = run_folder_of(loaded, run_dir)
@@ -112,6 +115,8 @@ def facts_of(
         method=recipe.method,
         unshared=None if unshared is None else (unshared.profile, _counter(recipe, unshared)),
         rewards=reward_shapes(recipe, config),
+        taught=recipe.taught,
+        teacher=teacher_shape(recipe),
         presumed=presumed,
         at_length=lambda length: facts_of(
             with_key(recipe, "length.max_length", length), data, config, hardware, presumed
@@ -140,6 +145,21 @@ def reward_shapes(
         )
         for one, own in zip(models, found, strict=True)
     )
+
+
+def teacher_shape(
+    recipe: Recipe, look: Callable[[Model], Mapping[str, object]] | None = None
+) -> TeacherShape | None:
+    """The teacher that is in memory beside the student; `look` finds a model's configuration.
+
+    Raises: LaunchError when there is none of that name.
+    """
+    if recipe.taught is None or not recipe.taught.loads_teacher:
+        return None
+    section = recipe.taught
+    own = (look or model_config)(teacher_model(recipe))
+    path = str(section.teacher)
+    return TeacherShape(shape=shape_for(own, path), dtype=section.teacher_dtype, path=path, config=own)
 
 
 def model_config(model: Model) -> Mapping[str, object]:

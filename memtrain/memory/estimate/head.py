@@ -37,7 +37,13 @@ def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
     trains_head = trains_head and shape.ends_in == "lm"
     weight_gradient = a * shape.vocab_size * shape.width if trains_head else 0
     form = _full_head if load.settings.loss == "full" else _chunked_head
+    if load.batch.teacher is not None and load.settings.loss != "full":
+        form = _taught_head
     kept, forward, backward, evaluation = form(load, trains_head)
+    if load.batch.teacher is not None:
+        # Until the loss is made; what is kept for the backward pass has it no more.
+        of_teacher = load.batch.teacher.each_scored * load.S
+        forward, evaluation = forward + of_teacher, evaluation + of_teacher
     if load.settings.slice_tokens:
         # Seen in traces of streamed layers: the norm's output is gone once the rows are picked from it, and
         # the picked rows are gone when their gradient is scattered.
@@ -70,7 +76,9 @@ def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
     cap = logits if load.shape.logit_softcap else 0
     asks, foreign = load.batch.asks, load.batch.foreign
     tile = min(STATISTICS * logits, load.settings.loss_tile_bytes) if asks is HeadOutput.NLL else 0
-    kept, forward, backward, evaluation = FULL_LOGITS[asks]
+    kept, forward, backward, evaluation = FULL_LOGITS.get(asks, (1, 2, 3, 2))
+    if load.batch.teacher is not None:
+        kept, forward, backward, evaluation = load.batch.teacher.logits
     if foreign is not None and asks is HeadOutput.NLL:
         tile, (kept, forward, backward, evaluation) = 0, foreign.logits
     return (
@@ -121,6 +129,24 @@ def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int
     backward = 4 * S * W + a * V * W + block + tile + _beside_a_tile(load, R, columns, block)
     forward = scored[1] + _widened(load, scored[0], V)
     return 0, forward, backward, forward
+
+
+def _taught_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
+    """Tiles with a teacher's logits beside the student's: see trainers/losses/distill/linear.py.
+
+    Gradients are always formed in the forward pass, those of a trained head in float32 (4*V*W).
+    """
+    shape, a, S, teacher = load.shape, load.a, load.S, load.batch.teacher  # noqa: N806
+    assert teacher is not None, "These tiles hold a teacher's logits."
+    V, W = teacher.num_columns, shape.width  # noqa: N806
+    buffers = 4 if load.batch.asks is HeadOutput.TEACHER else 2
+    T, tile = _tile(load, V, buffers=buffers + shape.logit_softcap)  # noqa: N806
+    scores = 4 * 3 * S
+    kept = a * S * W + (4 * V * W if trains_head else 0)
+    narrowed = a * V * W if trains_head and load.is_half else 0
+    block = min(4 * V * W, load.settings.loss_tile_bytes)
+    scratch = tile + _beside_a_tile(load, T, V, block) + 4 * T * W * load.is_half
+    return kept, kept + scores + scratch, kept + narrowed, scores + tile + _widened(load, T, V)
 
 
 def _tile(load: Workload, num_columns: int, buffers: int) -> tuple[int, int]:

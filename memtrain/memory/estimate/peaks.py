@@ -146,7 +146,8 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     reduced = static_bytes(settings, shape).reduce
     scratch = optimizer_scratch(load) + offload_bucket(load)
     return [
-        resting | {"gradients": made.before, "activations": _in_forward(load)},
+        resting | {"gradients": made.before, "activations": _in_forward(load)} | taught_states(load),
+        resting | {"gradients": made.before} | taught_moment(load),
         resting | loss | {"logits": head.kept, "reference's pass": reference_pass(load, head)},
         resting | loss | {"logits": head.forward},
         resting | loss | {"logits": head.backward},
@@ -252,6 +253,20 @@ def reference_pass(load: Workload, head: HeadBytes) -> int:
     return max(forward_of_layer(load), head.evaluation) + positions_and_mask(load)
 
 
+def taught_states(load: Workload) -> Moment:
+    """The side that the loss compares with, from before the student's pass until the loss."""
+    teacher = load.batch.teacher
+    return {} if teacher is None else {"teacher's pass": teacher.each_scored * load.S}
+
+
+def taught_moment(load: Workload) -> Moment:
+    """A teacher's pass before the student's; nothing where there is none."""
+    teacher = load.batch.teacher
+    if teacher is None:
+        return {}
+    return {"teacher's pass": max(teacher.one_pass, teacher.final + teacher.each_scored * load.S)}
+
+
 def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[Moment]:
     """The same where weights are in shards: layers are gathered, and gradients leave as they are made."""
     asked = reference_pass(load, head_bytes(load, trains_head=trains_head(load.settings)))
@@ -269,6 +284,7 @@ def _resting(load: Workload, *, has_state: bool) -> Moment:
     return {
         "weights": static.weights + rounded_adapters(load),
         "reference": reference_bytes(load.settings, load.shape),
+        "teacher": load.batch.teacher.weights if load.batch.teacher is not None else 0,
         "layer buffers": device_bytes(load.settings, load.shape) + staged_here(load.settings, load.shape),
         "master copies": static.master,
         "optimizer": static.optimizer if has_state else 0,
@@ -285,9 +301,9 @@ def evaluation_moment(load: Workload) -> Moment:
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
     base |= {"head's weight": fetched_head(load.settings, load.shape)}
-    layer = base | {"activations": forward_of_layer(load) + positions_and_mask(load)}
+    layer = base | {"activations": forward_of_layer(load) + positions_and_mask(load)} | taught_states(load)
     scores = base | {"activations": 0, "logits": head.evaluation}
-    return max(layer, scores, key=total)
+    return max(layer, scores, base | taught_moment(load), key=total)
 
 
 def saving_moment(load: Workload) -> Moment:

@@ -11,6 +11,7 @@ from memtrain.memory.estimate.host_phases import Owners, highest, host_phases
 from memtrain.memory.estimate.peaks import estimate, kept_bytes
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
+from memtrain.memory.estimate.teachers import TeacherShape, teacher_load
 from memtrain.memory.estimate.workload import ForeignStep, HeadOutput, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
@@ -21,6 +22,7 @@ from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.methods.distill import Distill
 
 MARGIN_SHARE = 0.02
 MARGIN_BYTES = 256 * 2**20
@@ -52,6 +54,10 @@ class PlannerInputs:
     """The data was not read: every sequence is taken to be as long as it may be."""
     rewards: tuple[RewardShape, ...] = ()
     """Reward models that judge completions."""
+    taught: Distill | None = None
+    """The section of a method with a teacher."""
+    teacher: TeacherShape | None = None
+    """A teacher of its own beside the model."""
     history: History = EMPTY
     """Peaks of runs that ended on this machine."""
     at_length: Callable[[int], PlannerInputs] | None = None
@@ -145,11 +151,15 @@ def heaviest(settings: Settings, facts: PlannerInputs) -> HeaviestBatch:
     if profile.rows_per_sequence > 1:
         longest = profile.longest_piece
     scored = 0 if METHODS[facts.method].head == "score" else profile.most_scored(sequences, tokens)
-    return HeaviestBatch(rows, tokens, scored, longest, head_output_of(facts.method), facts.foreign)
+    asks = head_output_of(facts.method, settings)
+    batch = HeaviestBatch(rows, tokens, scored, longest, asks, facts.foreign)
+    return _taught(settings, facts, batch)
 
 
-def head_output_of(method: str) -> HeadOutput:
+def head_output_of(method: str, settings: Settings | None = None) -> HeadOutput:
     """Outputs that the loss of a method needs from the LM head. (`sft.loss: dft` asks for a little more.)"""
+    if METHODS[method].has_teacher:
+        return HeadOutput.TOP_K if settings is not None and settings.teacher == "file" else HeadOutput.TEACHER
     if METHODS[method].is_online:
         return HeadOutput.ENTROPIES
     return HeadOutput.LOGPS if METHODS[method].num_answers else HeadOutput.NLL
@@ -169,7 +179,13 @@ def typical_micro_batch(settings: Settings, facts: PlannerInputs) -> tuple[Heavi
     tokens = max(1, round(own_rows * mean / num_micro_batches))
     longest = profile.longest[0] if profile.longest else 1
     rows = max(1, -(-own_rows // num_micro_batches))
-    return HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1))), num_micro_batches
+    batch = HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1)))
+    return _taught(settings, facts, batch), num_micro_batches
+
+
+def _taught(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch) -> HeaviestBatch:
+    """The micro-batch with what a teacher adds to it."""
+    return batch._replace(teacher=teacher_load(settings, facts.shape, facts.taught, facts.teacher, batch))
 
 
 def budget_of(recipe: Recipe, hardware: Hardware) -> int:

@@ -94,7 +94,8 @@ def step_time(
     tails = rates.kernel_s * num_micro_batches * _layer_operators(load)
     computing = products + traffic + tails
     forward = computing / sum(_passes(load))
-    again = forward * ((settings.reference in WITH_A_PASS) + bool(settings.router_aux_loss_coef))
+    taught = batch.teacher.relative if batch.teacher is not None else 0.0
+    again = forward * ((settings.reference in WITH_A_PASS) + bool(settings.router_aux_loss_coef) + taught)
     sent, waits = communication_time(settings, shape, rates), waiting(settings, shape, rates)
     passes = _passes_time(forward, computing - forward, copy, sent, waits, num_micro_batches)
     if settings.weights_offload:

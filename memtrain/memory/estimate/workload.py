@@ -21,6 +21,10 @@ class HeadOutput(StrEnum):
     """Log-probs, from which the loss is computed."""
     ENTROPIES = "entropies"
     """Log-probs and entropies."""
+    TEACHER = "teacher"
+    """A divergence from a teacher, whose logits are made beside; gradients are made with it."""
+    TOP_K = "top_k"
+    """The same from a teacher's likeliest tokens."""
 
 
 class ForeignStep(NamedTuple):
@@ -41,6 +45,25 @@ Source: transformers 4.46 to 4.49, loss/loss_utils.py, ForCausalLMLoss (the vers
 labels, or have no half-precision copy: 3 in place of 3.5); torch, optim/adamw.py, _multi_tensor_adamw."""
 
 
+class TeacherLoad(NamedTuple):
+    """Bytes that a teacher adds to a micro-batch, and its work."""
+
+    weights: int
+    one_pass: int
+    """Most that a layer of it holds in its pass, before the student's."""
+    final: int
+    """Held after its last layer: what enters its final norm, and what leaves it."""
+    each_scored: int
+    """Of each scored token until its loss is made: hidden states, or likeliest tokens from a file."""
+    num_columns: int
+    """The vocabulary that both have."""
+    relative: float
+    """Parameters of the teacher over the student's."""
+    logits: tuple[float, float, float, float]
+    """(kept, forward, backward, evaluation) of the loss over whole logits, in float32 copies of the
+    student's. Counted in trainers/losses/distill/full.py."""
+
+
 class HeaviestBatch(NamedTuple):
     """The micro-batch that needs the most memory."""
 
@@ -56,6 +79,8 @@ class HeaviestBatch(NamedTuple):
     """Outputs for the scored tokens that the loss needs."""
     foreign: ForeignStep | None = None
     """The step of another tool, where it is not memtrain's."""
+    teacher: TeacherLoad | None = None
+    """A teacher that the loss compares with."""
 
 
 @dataclass(frozen=True, slots=True)

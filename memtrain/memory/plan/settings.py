@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from memtrain.memory.plan.row_form import RowForm
 from memtrain.recipes.sections.base import Section
 from memtrain.recipes.sections.length import Packing, RowLimits, Truncation
+from memtrain.recipes.sections.methods.distill import TeacherKind
 from memtrain.recipes.sections.model import Adapter
 from memtrain.recipes.sections.optim import OptimizerKind
 
@@ -128,6 +129,10 @@ class Settings(Section):
         "none"
     )
     """Source of the reference model's log-probs."""
+    teacher: Annotated[TeacherKind, Mark("sums")] = "none"
+    """Source of a teacher's distribution."""
+    teacher_top_k: Annotated[int, Mark("recipe")] = 0
+    """Likeliest tokens of the teacher that its file has for each token; 0: there is no file."""
     value: Annotated[Literal["none", "shared", "own"], Mark("recipe")] = "none"
     """The value model: none; a second head on the policy; or a model of its own."""
     pad_to_multiple_of: Annotated[int | None, Mark("recipe", "a size of the rows")]

@@ -28,6 +28,7 @@ from memtrain.memory.rules.reference_model import decide_reference, decide_share
 from memtrain.memory.rules.router_balance import decide_router_balance
 from memtrain.memory.rules.row_positions import decide_positions, decide_scaling, one_row_a_time
 from memtrain.memory.rules.streamed_layers import refuse_streaming
+from memtrain.memory.rules.teacher import decide_teacher
 from memtrain.memory.rules.weights_offload import refuse_weights_offload
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
@@ -70,6 +71,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
         _from_recipe(recipe, hardware)
         | precision_settings(recipe, dtype)
         | form.updates()
+        | decide_teacher(ledger, facts, attention.backend, dtype=dtype)
         | {
             "device": hardware.device,
             "num_processes": processes,

@@ -270,6 +270,10 @@ def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]
                 "set it to none, or cluster.engine: ddp",
             )
         )
+    if recipe.taught is not None and recipe.taught.kind != "file":
+        what = f"a teacher beside a student {of_what} is untested"
+        fix = "set top_k and top_k_file (memtrain score-teacher), or cluster.engine: ddp"
+        faults.append((what, f"{recipe.method}.teacher", fix))
     if OPTIMIZERS[recipe.optim.kind].needs_matrices:
         faults.append(
             (

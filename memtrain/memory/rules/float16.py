@@ -31,4 +31,7 @@ def float16_faults(recipe: Recipe) -> Faults:
     if optim.master_weights is False and recipe.model.adapter is None:
         what = "weights without float32 copies lose most updates"
         faults.append((what, "optim.master_weights", "remove it, or set model.dtype: float32"))
+    if recipe.taught is not None:
+        what = "gradients of this loss are made with it, and rounded before they could be scaled"
+        faults.append((what, "model.dtype", "set it to float32, or use a GPU with bfloat16"))
     return faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.engine_kinds import is_sharded
-from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.plan import Plan, PreparedData
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.collate import nothing
 from memtrain.trainers.batches.split_rows import SplitRows
@@ -52,8 +53,11 @@ from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.method import Method, TracksPolicy
 from memtrain.trainers.reference.build import build_reference
 from memtrain.trainers.reference.reference import EmaReference, FrozenReference
+from memtrain.trainers.reference.teacher import build_teacher, give_likely
 from memtrain.trainers.runtime.seed import seed_everything
 from memtrain.trainers.runtime.weight_layout import WeightLayout
+
+AnyFeed = TypeVar("AnyFeed", bound=Feed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,11 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
     module = import_module(METHODS[recipe.method].trainer)
     train, held_out = build_feeds(plan, module.feed, pad_id if pad_id is not None else 0)
     _first_pass(scorer, settings, pad_id if pad_id is not None else 0)
-    reference = build_reference(plan, scorer, module, train, held_out, lay=spread.lay_frozen)
+    if settings.teacher == "none":
+        reference = build_reference(plan, scorer, module, train, held_out, lay=spread.lay_frozen)
+    else:
+        reference = build_teacher(plan, scorer, longest_row(plan))
+        give_likely(recipe, train, held_out)
     parts = assemble(scorer, trained, reference, recipe, settings)
     return Built(tokenizer, parts, train, held_out, spread, why_whole)
 
@@ -271,11 +279,21 @@ def has_dropout(model: nn.Module) -> bool:
 
 def build_feeds(plan: Plan, make_feed: Callable[[SplitRows], Feed], pad_id: int) -> tuple[Feed, Feed | None]:
     """(training rows, held-out rows or None) as feeds of the method."""
-    recipe, data = plan.recipe, plan.data
+    return feeds_of(plan.recipe, plan.data, plan.settings, make_feed, pad_id)
+
+
+def feeds_of(
+    recipe: Recipe,
+    data: PreparedData,
+    settings: Settings,
+    make_feed: Callable[[SplitRows], AnyFeed],
+    pad_id: int,
+) -> tuple[AnyFeed, AnyFeed | None]:
+    """The same of data laid out under some settings."""
     store = TokenStore.open(data.train.folder)
     chosen = choose_rows(recipe.data, store, recipe.train.seed, epochs_of(recipe.train))
     num_generations = 1 if recipe.online is None else recipe.generation.num_generations
-    split = SplitRows(store, chosen.train, plan.settings, pad_id, chosen.later, num_generations)
+    split = SplitRows(store, chosen.train, settings, pad_id, chosen.later, num_generations)
     train = make_feed(split)
     if data.eval is not None:
         other = TokenStore.open(data.eval.folder)

@@ -21,7 +21,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 
 def refusal(case: StrategyContext) -> str | None:
     """Reason against Liger's loss, a CUDA kernel for cross-entropy; None where it can be used."""
-    if case.recipe.method in HAS_ANSWERS:
+    if case.recipe.method in HAS_ANSWERS or case.recipe.taught is not None:
         return f"Liger's kernel computes cross-entropy, and the loss of {case.recipe.method} is another"
     if case.facts.hardware.device != "cuda":
         return "Liger runs on CUDA only"

@@ -45,8 +45,10 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 
 
 def refusal(case: StrategyContext) -> str | None:
-    """Layers through which tokens reach each other beside attention."""
-    return mixing_layers(case.facts.config)
+    """Layers through which tokens reach each other beside attention, of a teacher too."""
+    teacher = case.facts.teacher
+    of_teacher = None if teacher is None else mixing_layers(teacher.config)
+    return mixing_layers(case.facts.config) or (of_teacher and f"the teacher: {of_teacher}")
 
 
 STRATEGY = Strategy(

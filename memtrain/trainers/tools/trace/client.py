@@ -53,6 +53,8 @@ class TraceJob(Section):
     passes: HeaviestBatch | None = None
     """The heaviest micro-batch of answers that are scored before they are learnt from; None: none are."""
     judges: tuple[RewardModelJob, ...] = ()
+    teacher: dict[str, Any] | None = None
+    """Configuration of a teacher beside the student."""
     accumulates: bool
     """A step has several micro-batches."""
     is_whole: bool = False
@@ -111,6 +113,7 @@ def job_of(
     is_whole: bool = False,
     passes: HeaviestBatch | None = None,
     judges: Sequence[RewardModelJob] = (),
+    teacher: Mapping[str, Any] | None = None,
 ) -> TraceJob:
     """The job that traces these settings."""
     return TraceJob(
@@ -125,6 +128,7 @@ def job_of(
         is_whole=is_whole,
         passes=passes,
         judges=tuple(judges),
+        teacher=None if teacher is None else dict(teacher),
     )
 
 

@@ -20,7 +20,9 @@ from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, c
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, pad_right
 from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.batches.taught_batches import TaughtBatch, TaughtFeed, taught
 from memtrain.trainers.batches.token_batches import TokenFeed
+from memtrain.trainers.losses.distill.teachers import TopKTeacher
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
 
@@ -43,6 +45,16 @@ def token_micro_batch(subject: Subject, batch: HeaviestBatch) -> MicroBatch:
     settings = subject.settings
     lay = lay_end_to_end if settings.padding_free else pad_right
     return lay(pieces, pad_id=0, multiple=settings.pad_to_multiple_of)
+
+
+def taught_micro_batch(subject: Subject, batch: HeaviestBatch) -> TaughtBatch:
+    """The same with a teacher's likeliest tokens, where they come from a file."""
+    rows, kept = token_micro_batch(subject, batch), subject.settings.teacher_top_k
+    if not kept:
+        return taught(rows, None)
+    count = rows.num_loss_tokens
+    ids = torch.arange(kept, dtype=torch.int32).repeat(count, 1)
+    return taught(rows, TopKTeacher(ids, torch.zeros(count, kept), torch.zeros(count)))
 
 
 def answer_micro_batch(subject: Subject, batch: HeaviestBatch) -> AnswerBatch:
@@ -90,6 +102,7 @@ def reward_model_micro_batch(subject: Subject, batch: HeaviestBatch) -> AnswerBa
 
 DUMMIES: dict[Any, Callable[[Subject, HeaviestBatch], Any]] = {
     TokenFeed: token_micro_batch,
+    TaughtFeed: taught_micro_batch,
     AnswerFeed: answer_micro_batch,
     PromptFeed: policy_micro_batch,
 }

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from memtrain.memory.estimate.teachers import teacher_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.build.engine import begin
@@ -26,6 +27,7 @@ from memtrain.trainers.optim.loss_scaling import summed_wide
 from memtrain.trainers.protocols.method import Method
 from memtrain.trainers.reference.build import frozen_scorer, make_reference
 from memtrain.trainers.reference.reference import Reference
+from memtrain.trainers.reference.teacher import make_teacher
 from memtrain.trainers.tools.trace.fake_host import TracedHost
 from memtrain.trainers.tools.trace.fake_ranks import layout_without_data
 from memtrain.trainers.tools.trace.fake_zero import as_fake_zero_settings
@@ -86,11 +88,16 @@ def build_step(
 
     def held() -> nn.Module:
         assert copy is not None, "These settings hold a reference beside the policy."
-        return frozen_scorer(copy, settings, TracedHost() if plays_host else None)
+        taught = recipe.taught
+        own = settings if taught is None else teacher_settings(settings, taught.teacher_dtype)
+        return frozen_scorer(copy, own, TracedHost() if plays_host else None)
 
-    reference = make_reference(
-        scorer, recipe, settings, copy=held, precompute=lambda reference: None, lay=layout.lay_frozen
-    )
+    if settings.teacher == "none":
+        reference = make_reference(
+            scorer, recipe, settings, copy=held, precompute=lambda reference: None, lay=layout.lay_frozen
+        )
+    else:
+        reference = make_teacher(scorer, settings, held)
     parts = assemble(scorer, trained, reference, recipe, settings)
     with as_fake_zero_settings(settings, recipe.optim.max_grad_norm) as played:
         # Scales depend on data; the sums that they need are made all the same.

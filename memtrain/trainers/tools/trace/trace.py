@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from memtrain.memory.estimate.teachers import teacher_settings
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
@@ -67,6 +68,8 @@ class Job:
     """Batch that an online method scores without gradients before the update; None without such a pass."""
     judges: tuple[RewardModelJob, ...] = ()
     """Reward models beside the policy."""
+    teacher: Mapping[str, Any] | None = None
+    """Configuration of a teacher beside the student."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
         with unset_fake_temporarily():
             cast = bare_models(job, "meta")
         for model in cast.models:
-            own = settings.model_copy(update={"adapter": None}) if model is cast.copy else settings
+            own = frozen_settings(job) if model is cast.copy else settings
             fakeify(model, on_host=chosen(model, own) if settings.device == "cuda" else ())
         cast = replace(
             cast,
@@ -117,7 +120,7 @@ class Models:
 
     model: Any
     copy: Any | None
-    """The reference that is held beside the policy."""
+    """The reference, or the teacher, that is held beside the policy."""
     micro_batches: list[Any]
     passes: Any | None
     """Batch that an online method scores before it learns."""
@@ -142,6 +145,9 @@ def bare_models(job: Job, device: str) -> Models:
     copy = None
     if settings.reference in ("copy", "synced"):
         copy = bare_model(job.config, settings, job.num_layers, device, is_reference=True)
+    if settings.teacher == "model":
+        assert job.teacher is not None, "A job with a teacher has its configuration."
+        copy = bare_model(job.teacher, frozen_settings(job), device=device, is_reference=True)
     own = None
     if settings.value == "own":
         own = bare_model(job.config, settings, job.num_layers, device, head="score")
@@ -152,6 +158,14 @@ def bare_models(job: Job, device: str) -> Models:
     return Models(model, copy, micro_batches, passes, own, judges)
 
 
+def frozen_settings(job: Job) -> Settings:
+    """Settings of the model that is held beside the policy."""
+    taught = job.recipe.taught
+    if taught is not None:
+        return teacher_settings(job.settings, taught.teacher_dtype)
+    return job.settings.model_copy(update={"adapter": None})
+
+
 def run_steps(
     cast: Models, job: Job, recorder: Recorder, *, is_fake: bool = False, is_marked: bool = True
 ) -> StepSetup:
@@ -160,7 +174,8 @@ def run_steps(
         held.enter_context(recorder)
         recorder.own([*cast.model.parameters(), *cast.model.buffers()], "weights")
         if cast.copy is not None:
-            recorder.own([*cast.copy.parameters(), *cast.copy.buffers()], "reference")
+            owner = "reference" if job.settings.teacher == "none" else "teacher"
+            recorder.own([*cast.copy.parameters(), *cast.copy.buffers()], owner)
         own_gradients(cast.model, recorder)
         if cast.own is not None:
             recorder.own([*cast.own.parameters(), *cast.own.buffers()], "value model")

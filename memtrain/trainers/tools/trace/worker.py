@@ -24,6 +24,7 @@ def answer(asked: TraceJob) -> Traced:
         want_stats=True,
         passes=asked.passes,
         judges=asked.judges,
+        teacher=asked.teacher,
     )
     found = predict_by_trace(job, is_whole=asked.is_whole)
     reserved = None

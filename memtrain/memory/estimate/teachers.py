@@ -1,0 +1,80 @@
+"""A teacher in memory beside its student: weights, its pass before the student's, and its hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memtrain.memory.estimate.activations import positions_and_mask
+from memtrain.memory.estimate.static import reference_bytes
+from memtrain.memory.estimate.streamed_layers import forward_of_layer
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, TeacherLoad, Workload
+from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.sections.methods.distill import Distill
+
+LIKELY_BYTES = 8
+"""Bytes of one of the teacher's likeliest tokens: its id and its log-prob, in 4 bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherShape:
+    """A teacher as the plan sees it."""
+
+    shape: ModelShape
+    dtype: str
+    """`auto`: the student's."""
+    path: str
+    config: Mapping[str, object] = field(default_factory=dict[str, object])
+    """The model's configuration, as in config.json."""
+
+
+def teacher_settings(settings: Settings, dtype: str) -> Settings:
+    """Settings of a teacher of some precision beside its student: rows lie as the student's do."""
+    own = settings.dtype if dtype == "auto" else dtype
+    plain = {"adapter": None, "quantize": "none", "liger": False, "kernels": "transformers"}
+    return settings.model_copy(update=plain | {"dtype": own})
+
+
+def teacher_load(
+    settings: Settings,
+    student: ModelShape,
+    section: Distill | None,
+    teacher: TeacherShape | None,
+    batch: HeaviestBatch,
+) -> TeacherLoad | None:
+    """Bytes and work that a teacher adds to a micro-batch; None for a run without one."""
+    if settings.teacher == "none":
+        return None
+    assert section is not None, "A run with a teacher has a section for it."
+    if settings.teacher == "file":
+        # The last number is the log-prob of all other tokens.
+        likely = LIKELY_BYTES * settings.teacher_top_k + 4
+        return TeacherLoad(0, 0, 0, likely, student.vocab_size, 0.0, _whole_logits(section))
+    own, shape = settings.model_copy(update={"adapter": None}), student
+    weights = 0
+    if settings.teacher == "model":
+        assert teacher is not None, "A recipe with a teacher has looked at it."
+        own, shape = teacher_settings(settings, teacher.dtype), teacher.shape
+        weights = reference_bytes(own.model_copy(update={"reference": "copy"}), shape)
+    load = Workload(own, shape, batch)
+    return TeacherLoad(
+        weights=weights,
+        one_pass=forward_of_layer(load) + positions_and_mask(load),
+        final=2 * DTYPE_BYTES[own.dtype] * load.N * shape.width,
+        each_scored=DTYPE_BYTES[own.dtype] * shape.width,
+        num_columns=min(shape.vocab_size, student.vocab_size),
+        relative=shape.num_parameters / max(1, student.num_parameters),
+        logits=_whole_logits(section),
+    )
+
+
+def _whole_logits(section: Distill) -> tuple[float, float, float, float]:
+    """See `TeacherLoad.logits`. Cross-entropy keeps log-probs of its own; a mixture is one more of them."""
+    with_nll = 1 if section.cross_entropy_weight else 0
+    if section.kind == "file":
+        # A byte for each number says which tokens are kept.
+        return 3 + with_nll, 6.25 + with_nll, 6 + with_nll, 3.25
+    if section.beta in (0, 1):
+        return 3 + with_nll, 6 + with_nll, 6 + with_nll, 6
+    return 6 + with_nll, 10 + with_nll, 9 + with_nll, 7

@@ -1,0 +1,1 @@
+"""The losses of distillation: divergences of a student's next-token distribution from a teacher's."""

@@ -1,0 +1,121 @@
+"""Distillation runs: a teacher beside the student, an adapter switched off, a file of likeliest tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from memtrain.cli.commands.score_teacher import score_teacher
+from memtrain.cli.commands.train import run_recipe
+from memtrain.errors import DataError, LaunchError
+from memtrain.trainers.data.tokenize.tiny_tokenizer import FOLDER
+from tests.runs.small_runs import MODEL, curve, dies_at, run_in, steps
+
+RECIPE = (
+    MODEL
+    + """
+data: {{train: {{source: builtin:arithmetic, limit: 40}}, eval_fraction: 0.1, cache_dir: {cache}}}
+length: {{max_length: 128}}
+train: {{batch_size: 8, max_steps: 4}}
+eval: {{every_steps: 2}}
+save: {{every_steps: 1, keep: 20}}
+memory: {{measure_peaks: false}}
+log: {{every_steps: 1}}
+distill: {{teacher: "builtin:tiny"}}
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder, run by its overrides): one recipe, one data cache."""
+    folder = tmp_path_factory.mktemp("distill")
+    recipe = RECIPE.format(method="distill", cache=folder / "cache")
+
+    def run(name: str, *overrides: str) -> list[dict]:
+        return run_in(folder, "distill", recipe, overrides, name)
+
+    return folder, run
+
+
+@pytest.fixture(scope="module")
+def live(made) -> list[dict]:
+    """The run with a teacher beside it."""
+    return made[1]("live")
+
+
+def test_the_student_comes_nearer_to_its_teacher(live):
+    assert steps(live)[-1]["loss"] < 0.7 * steps(live)[0]["loss"]
+    held_out = [line["loss"] for line in live if line["kind"] == "eval"]
+    assert held_out[-1] < held_out[0]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(made, live):
+    with dies_at(2):
+        made[1]("killed")
+    assert curve(made[1]("killed")) == curve(live)
+
+
+def test_streamed_and_offloaded_runs_have_the_losses_of_the_resident_one(made, live):
+    other = made[1]("streamed", "memory.use=[streamed_layers, boundary_offloading]", "memory.slice_tokens=24")
+    assert [s["loss"] for s in steps(other)] == pytest.approx([s["loss"] for s in steps(live)], rel=1e-5)
+
+
+def test_all_tokens_from_a_file_are_the_teacher_itself(made, live):
+    folder, run = made
+    words = ["distill.top_k=100000", f"distill.top_k_file={folder / 'whole'}"]
+    score_teacher(str(folder / "distill.yaml"), words)
+    told = run("from file", *words)
+    assert [s["loss"] for s in steps(told)] == pytest.approx([s["loss"] for s in steps(live)], rel=1e-4)
+    assert steps(told)[-1]["teacher_tail"] == 0.0
+
+
+def test_a_file_of_few_tokens_counts_the_mass_of_the_others(made, capsys):
+    folder, run = made
+    words = ["distill.top_k=4", f"distill.top_k_file={folder / 'few'}", "distill.beta=0"]
+    score_teacher(str(folder / "distill.yaml"), words)
+    assert "The other tokens are one event: their mass is" in capsys.readouterr().out
+    told = steps(run("few", *words))
+    assert told[-1]["loss"] < told[0]["loss"]
+    assert 0.5 < told[0]["teacher_tail"] < 1.0
+    with pytest.raises(DataError, match=r"temperature is 2, and the file was made with 1"):
+        run("other", *words, "distill.temperature=2")
+    with pytest.raises(DataError, match=r"is not in the file of the teacher's likeliest tokens"):
+        run("shorter", *words, "length.max_length=40")
+
+
+def test_the_student_at_rest_is_its_own_teacher(made):
+    """At the start the adapter adds nothing: the divergence is 0, and only the cross-entropy teaches."""
+    told = made[1](
+        "itself",
+        "distill.teacher=adapter_off",
+        "model.adapter={r: 4}",
+        "distill.cross_entropy_weight=0.5",
+        "train.max_steps=2",
+        "eval.every_steps=1",
+    )
+    first, last = steps(told)[0], steps(told)[-1]
+    assert first["divergence"] == pytest.approx(0.0, abs=1e-7)
+    assert first["loss"] == pytest.approx(0.5 * first["nll"], rel=1e-5)
+    assert last["divergence"] > 0
+
+
+def test_a_teacher_of_another_vocabulary_is_one_error_before_anything_loads(made, tmp_path: Path):
+    folder, _ = made
+    tokenizer = AutoTokenizer.from_pretrained(str(FOLDER))
+    tokenizer.save_pretrained(str(tmp_path))
+    path = tmp_path / "tokenizer.json"
+    changed = json.loads(path.read_text())
+    vocabulary = changed["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(changed))
+    config = {"model_type": "qwen3", "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LaunchError, match=r"another than the student's: 2 of .* tokens differ") as caught:
+        run_recipe(
+            None, str(folder / "distill.yaml"), [f"distill.teacher={tmp_path}"], run_dir=str(tmp_path / "r")
+        )
+    assert len(caught.value.faults) == 1
