@@ -36,11 +36,11 @@ def adapter_kept(load: Workload) -> int:
 def rounded_adapters(load: Workload) -> int:
     """Bytes of all adapters in half precision, where they are rounded together and kept from pass to pass.
 
-    Plain LoRA on weights that are whole and not quantized, in layers that are not streamed
+    Plain LoRA on weights that are whole and not quantized, in layers that are not streamed or compiled
     (trainers/model/loading/lora_layers.py).
     """
     settings, adapter = load.settings, load.settings.adapter
-    is_passed = settings.slice_tokens or settings.weights_offload
+    is_passed = settings.slice_tokens or settings.weights_offload or settings.compiled
     if adapter is None or not load.is_half or is_passed or settings.quantize != "none":
         return 0
     if load.batch.foreign is not None:  # Other tools' adapters are PEFT's.

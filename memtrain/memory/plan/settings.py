@@ -76,6 +76,8 @@ class Settings(Section):
     """Liger kernels for norms, SwiGLU and RoPE."""
     kernels: Annotated[Literal["transformers", "fused"], Mark("sums")] = "transformers"
     """Norms, SwiGLU and RoPE as transformers computes them, or in few kernels."""
+    compiled: Annotated[bool, Mark("sums")] = False
+    """Decoder layers are compiled, each by itself."""
     adapter: Annotated[Adapter | None, Mark("recipe")]
     """The adapter that is trained, or none."""
     quantize: Annotated[Literal["none", "4bit", "8bit"], Mark("recipe")]

@@ -79,6 +79,8 @@ def kept_pins(asked: SourcedRecipe, settings: Settings) -> SourcedRecipe:
         wanted["model.liger"] = "on" if settings.liger else "off"
     if recipe.model.kernels == "auto":
         wanted["model.kernels"] = settings.kernels
+    if recipe.model.compile == "auto":
+        wanted["model.compile"] = "on" if settings.compiled else "off"
     if shards_weights(settings) and settings.sampler in ("native", "transformers"):
         wanted["generate.gather_weights"] = "on" if settings.gather_weights else "off"
     if settings.sampler == "native" and settings.device == "cuda":

@@ -12,6 +12,7 @@ from memtrain.memory.plan.row_form import RowForm
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_batch_candidates, refuse_uneven_groups
+from memtrain.memory.rules.compiled_layers import decide_compile
 from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, sharing_settings
 from memtrain.memory.rules.engines import first_form, refuse_engine
 from memtrain.memory.rules.kernels import decide_kernels
@@ -79,6 +80,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             "engine": first_form(recipe).engine,
             "attention": str(attention.backend),
             **decide_kernels(ledger, hardware, facts.shape, facts.config),
+            "compiled": decide_compile(ledger, facts, processes),
             "router_aux_loss_coef": router_weight,
             "reference": decide_reference(ledger, passes=passes),
             "batch_size": rows,

@@ -10,6 +10,7 @@ from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.ledger import DecisionLog
 
 SILU = ("silu", "swish")
+COMPILED = "compiled layers have kernels of their own"
 
 
 def decide_kernels(
@@ -27,6 +28,9 @@ def _uses_liger(ledger: DecisionLog, hardware: Hardware) -> bool:
         return False
     if wanted == "auto" and ledger.asked.recipe.model.kernels != "auto":
         ledger.decide("liger", False, "other kernels are asked for", "model.kernels")
+        return False
+    if wanted == "auto" and ledger.asked.recipe.model.compile == "on":
+        ledger.decide("liger", False, COMPILED, "model.compile")
         return False
     runs = hardware.device == "cuda" and ledger.has("liger_kernel")
     reason = "installed, and the device is CUDA" if runs else "not installed"
@@ -50,6 +54,9 @@ def _kernels(ledger: DecisionLog, hardware: Hardware, why_not: str, uses_liger: 
     if wanted != "auto":
         ledger.decide("kernels", wanted, "", "model.kernels")
         return wanted
+    if ledger.asked.recipe.model.compile == "on":
+        ledger.decide("kernels", "transformers", COMPILED, "model.compile")
+        return "transformers"
     is_fused = hardware.device == "cuda" and not uses_liger and not why_not
     chosen = "fused" if is_fused else "transformers"
     reason = "few kernels, and less is kept" if is_fused else why_not

@@ -75,7 +75,7 @@ def decide_recovery(
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     impossible: set[RecoveryStep] = {"split"} if recipe.ranks_the_batch else set()
-    can_slice = settings.attention in STREAMED and settings.quantize != "8bit"
+    can_slice = settings.attention in STREAMED and settings.quantize != "8bit" and not settings.compiled
     if not can_slice:
         impossible.add("slices")
     if not can_move_weights:

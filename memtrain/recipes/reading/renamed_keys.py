@@ -147,8 +147,8 @@ RENAMED_KEYS: dict[str, str] = {
     "accumulate_grad_batches": _ROWS,
     "max_train_steps": "`train.max_steps`",
     "total_steps": "`train.max_steps`",
-    "torch_compile": "remove it: models are not compiled",
-    "compile": "remove it: models are not compiled",
+    "torch_compile": "`model.compile`",
+    "compile": "`model.compile`",
     # optimizer
     "scheduler": "`optim.schedule`",
     "warmup": "`optim.warmup_steps`, or `optim.warmup_ratio`",

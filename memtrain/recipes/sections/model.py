@@ -129,6 +129,9 @@ class Model(Section):
     """RMSNorm, SwiGLU and RoPE in few kernels that keep less memory, or transformers' own code. The loss is
     the same but for the order of sums in a norm, also in bfloat16; gradients are rounded less often. `auto`:
     `fused` on CUDA without Liger, where the model's family has them."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile every decoder layer by itself (torch.compile): fewer, larger kernels, after a minute or more of
+    compiling. Numbers differ by what is rounded in between. `auto`: off, as it was not measured on a GPU."""
 
     adapter: Adapter | None = None
     """Train an adapter. Not given: every weight is trained."""

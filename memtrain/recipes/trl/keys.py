@@ -6,7 +6,7 @@ from memtrain.recipes.trl.rules import Automatic, ReadTogether, RecipeKey, Rule,
 
 _ON: dict[object, object] = {True: "on", False: "off"}
 _UPLOAD = Unmapped("nothing is uploaded; `hf upload` takes the run's final/ folder")
-_COMPILE = Unmapped("models are not compiled")
+_COMPILE = Unmapped("a model compiled as a whole; `model.compile: on` compiles its layers")
 _LOADER = Automatic("rows are read from memory-mapped files; there are no loader processes to set")
 _DDP = Automatic("gradients are exchanged by memtrain's own fixed-order sum")
 _LOGGING = Automatic("metrics.jsonl has every step, on every kind of screen")

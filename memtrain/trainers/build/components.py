@@ -44,6 +44,7 @@ from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.kernels.apply import apply_kernels
 from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.compiled_layers import compile_layers
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.save import stop_at
@@ -159,7 +160,12 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
         reference = build_teacher(plan, scorer, longest_row(plan))
         give_likely(recipe, train, held_out)
     parts = assemble(scorer, trained, reference, recipe, settings)
-    return Built(tokenizer, parts, train, held_out, spread, why_whole)
+    built = Built(tokenizer, parts, train, held_out, spread, why_whole)
+    if settings.compiled:
+        # After the checks: each of their passes would be compiled for itself.
+        for trained_model in built.models:
+            compile_layers(trained_model)
+    return built
 
 
 def _verify_sums(settings: Settings) -> None:

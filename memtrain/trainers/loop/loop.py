@@ -44,6 +44,8 @@ class Run:
     watch: MemoryWatch
     host_time: HostTime
     """Looks at one step closely."""
+    stepped: Callable[[int], None]
+    """Called after each step with its number, the first of which is 1."""
     is_asked_to_stop: Callable[[], bool]
     saver: Saver
     recovery: Recovery
@@ -124,6 +126,7 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
     _emit(run, work, totals, lr, time.perf_counter() - started, rollout_s)
     if run.position.skipped_steps > skipped:
         run.emit(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))
+    run.stepped(work.step + 1)
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
         run.saver.settle()
         raise Diverged(

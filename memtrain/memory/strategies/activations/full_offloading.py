@@ -65,6 +65,11 @@ STRATEGY = Strategy(
             "checkpoint_every_n",
             "recomputed tensors would be moved again; boundary_offloading moves the layer's input",
         ),
+        Conflict(
+            "compiled layers",
+            "what a compiled layer keeps is chosen by the compiler, and was never moved",
+            when=lambda settings: settings.compiled,
+        ),
         Conflict("streamed_layers", "a streamed layer keeps only its input: boundary_offloading moves it"),
         Conflict(
             "weights in shards",

@@ -15,6 +15,7 @@ Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/s
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.compiled_layers import IN_PARTS
 from memtrain.memory.rules.context_parallel import NOT_SLICED
 from memtrain.memory.rules.streamed_layers import ENGINES, OF_ALL_TOKENS, STREAMED, mixing_layers
 from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
@@ -77,6 +78,7 @@ STRATEGY = Strategy(
         Conflict(
             "context_parallel", "a process holds two pieces of each row, and slices of these are untested"
         ),
+        Conflict("compiled layers", IN_PARTS, when=lambda settings: settings.compiled),
         Conflict("8-bit weights", OF_ALL_TOKENS, when=lambda settings: settings.quantize == "8bit"),
         Conflict(
             "a load-balance loss of routers",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.compiled_layers import IN_PARTS
 from memtrain.memory.rules.weights_offload import ONE_PROCESS, is_asked, refusal_of
 from memtrain.memory.strategies.base import ON_A_GPU, Conflict, Strategy, StrategyContext, Updates, on_off
 
@@ -63,6 +64,7 @@ STRATEGY = Strategy(
             when=lambda settings: settings.checkpoint_every != 1 and not settings.slice_tokens,
         ),
         Conflict("full_offloading", "what a layer keeps would hold its weights; only its input travels"),
+        Conflict("compiled layers", IN_PARTS, when=lambda settings: settings.compiled),
         Conflict("several processes", ONE_PROCESS, when=lambda settings: settings.num_processes > 1),
         Conflict(
             "8-bit weights",

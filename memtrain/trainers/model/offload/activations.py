@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.model.loading.compiled_layers import recompute_compiled
 from memtrain.trainers.model.loading.lora_layers import round_together
 from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpoint_layers, recomputing
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, SyncEngine
@@ -58,7 +59,8 @@ def apply_checkpointing_and_offload(
     stream_layers(model, 0)
     weights = weights_on_host(model, settings, engine or engine_for(settings))
     is_passed = bool(slice_tokens) or weights is not None
-    round_together(model, not is_passed)
+    round_together(model, not is_passed and not settings.compiled)
+    plain = recompute_compiled if settings.compiled else recomputing(model)
     if is_passed:
         # A layer that was checkpointed before would be computed a third time around its pass.
         checkpoint_layers(model, 0)
@@ -66,7 +68,7 @@ def apply_checkpointing_and_offload(
         if is_passed:
             stream_layers(model, slice_tokens, weights=weights)
         checkpoints = every and not is_passed
-        return Activations(checkpoint_layers(model, every) if checkpoints else None, None, weights)
+        return Activations(checkpoint_layers(model, every, plain) if checkpoints else None, None, weights)
     if settings.offload == "boundaries" and not every and not slice_tokens:
         raise LaunchError(
             "activation offloading needs activation checkpointing, whose layers' inputs it moves",
@@ -81,14 +83,14 @@ def apply_checkpointing_and_offload(
         host_limit_bytes=settings.offload_host_bytes or 0,
         # A streamed layer takes long, and the input of a long row is much to hold beside it.
         fetches_ahead=not settings.slice_tokens,
-        recompute=recomputing(model),
+        recompute=plain,
     )
     if is_passed:
         stream_layers(model, slice_tokens, offloader.hooks, keep=settings.offload_keep, weights=weights)
         return Activations(None, offloader, weights)
     kept = offloader.run_kept if settings.offload == "all" else None
     keep = settings.offload_keep if settings.offload == "boundaries" else 0
-    treated = checkpoint_layers(model, every, offloader.run_recomputed, kept, keep=keep)
+    treated = checkpoint_layers(model, every, plain, kept, keep=keep, run_away=offloader.run_recomputed)
     return Activations(treated, offloader)
 
 

@@ -88,13 +88,19 @@ class Checkpointing:
 
 
 def checkpoint_layers(
-    model: nn.Module, every: int, run: Run = recompute, run_others: Run | None = None, *, keep: int = 0
+    model: nn.Module,
+    every: int,
+    run: Run | None = None,
+    run_others: Run | None = None,
+    *,
+    keep: int = 0,
+    run_away: Run | None = None,
 ) -> Checkpointing:
     """Run layers 0, every, 2 * every, ... of `model` by `run`, from now on and in training mode only.
 
-    `every` 0 is no layer at all. The last `keep` of them are recomputed, and nothing else is done to them.
-    The other layers run by `run_others`, or as usual. Works with and without an adapter: inputs need no
-    gradient of their own. A second call replaces the first.
+    `every` 0 is no layer at all; `run` is `recomputing(model)` where it is not given. All of them but the
+    last `keep` run by `run_away`, where that is given. The other layers run by `run_others`, or as usual.
+    Works with and without an adapter: inputs need no gradient of their own. A second call replaces the first.
 
     Raises: LaunchError when the model has no layers that can be checkpointed.
     """
@@ -110,9 +116,8 @@ def checkpoint_layers(
     for layer in others:
         layer.gradient_checkpointing = False
     away = chosen[: max(0, len(chosen) - keep)]
-    plain = recomputing(model)
-    run = plain if run is recompute else run
-    for group, how in ((away, run), (chosen[len(away) :], plain), (others, run_others)):
+    run = run or recomputing(model)
+    for group, how in ((away, run_away or run), (chosen[len(away) :], run), (others, run_others)):
         for layer in group:
             layer._gradient_checkpointing_func = how  # pyright: ignore[reportArgumentType]
     checkpointing = Checkpointing(chosen, others if run_others is not None else ())

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.loading.compiled_layers import as_written
 from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.decoding import Decoder, Written
 from memtrain.trainers.online.generation.forward import NAME, read_prompts, register
@@ -97,7 +98,8 @@ class NativeSampler:
         was_training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            with torch.no_grad(), attention_switched(base_model(self.model), NAME):
+            switched = attention_switched(base_model(self.model), NAME)
+            with torch.no_grad(), switched, as_written(self.model):
                 return _Writing(self, groups, sampling, on_done).run() if groups else []
         finally:
             for module in was_training:

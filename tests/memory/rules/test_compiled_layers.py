@@ -1,0 +1,44 @@
+"""Compiled layers: when a recipe may ask for them."""
+
+from typing import Any
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.memory.hardware.devices import Hardware, cpu
+
+
+def test_layers_are_compiled_where_the_recipe_asks(ask: Any, facts_of: Any, profile_of: Any):
+    facts = facts_of(Hardware.named("h100"), profile_of(100, 200), presumed=frozenset({"triton"}))
+    assert not ask(facts).settings.compiled
+    found = ask(facts, model__compile="on")
+    assert found.settings.compiled
+    assert (found.settings.liger, found.settings.kernels) == (False, "transformers")
+    (told,) = [one for one in found.decisions if one.setting == "compile"]
+    assert "its memory is predicted as it is without" in told.reason
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said", "words"),
+    [
+        ("h100", {}, "triton, which writes the kernels, is not installed"),
+        ("cpu", {}, "counted operator by operator"),
+        ("h100", {"model__adapter": {"r": 8, "dropout": 0.1}}, "drops numbers at random"),
+        ("h100", {"model__adapter": {"r": 8}, "model__quantize": "4bit"}, "weights are quantized"),
+        ("h100", {"model__kernels": "fused"}, "model.kernels: fused has kernels of its own"),
+        ("h100", {"cluster__engine": "fsdp2", "cluster__processes": 2}, "fsdp2 gathers layers"),
+        ("h100", {"memory__use": "streamed_layers"}, "streamed_layers cannot be with compiled layers"),
+    ],
+)
+def test_compiled_layers_are_refused_with_the_reason(
+    ask: Any, facts_of: Any, profile_of: Any, gpu: str, said: dict[str, Any], words: str
+):
+    hardware = cpu(2**36, 4) if gpu == "cpu" else Hardware.named(gpu, 2)
+    packages: set[str] = set() if "triton" in words else {"triton", "bitsandbytes"}
+    with pytest.raises(RecipeError) as caught:
+        ask(
+            facts_of(hardware, profile_of(100, 200), presumed=frozenset(packages)),
+            model__compile="on",
+            **said,
+        )
+    assert any(words in fault.what and fault.fix for fault in caught.value.faults)

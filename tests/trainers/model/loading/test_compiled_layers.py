@@ -1,0 +1,144 @@
+"""Compiled layers: the same numbers, few compilations for many lengths, and those are told."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from memtrain.errors import LaunchError
+from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.model.attention import set_attention
+from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.compiled_layers import (
+    CompiledGraphs,
+    compile_layers,
+    recompute_compiled,
+)
+from memtrain.trainers.model.loading.lora_layers import round_together
+from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
+from memtrain.trainers.online.generation.native_sampler import NativeSampler
+from memtrain.trainers.online.generation.protocol import Group, Sampling
+
+ROWS = [(5, 9, 9), (4, 4, 4, 4), (17,), (2, 3, 11, 6), (8, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def made(tiny, dtype=torch.float32, *, lora: bool = False) -> nn.Module:
+    model = tiny(seed=1).to(dtype)
+    set_attention(model, AttentionBackend.TORCH_CPU)
+    if lora:
+        torch.manual_seed(0)
+        model = add_adapter(model, Adapter.model_validate({"r": 4, "alpha": 8.0}))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.05)
+    return model.train()
+
+
+def gradients(model: nn.Module, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Of the mean log-prob of rows that lie end to end."""
+    layout = packed_layout(lengths)
+    ids = torch.randint(0, 128, (1, sum(lengths)), generator=torch.Generator().manual_seed(sum(lengths)))
+    model.zero_grad()
+    logits = model(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False).logits
+    logits.float().log_softmax(-1)[..., 0].mean().backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+@pytest.mark.slow  # Minutes of compiling.
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_compiled_layers_have_the_same_gradients_at_every_length(tiny_qwen3, lora, checkpointed, dtype):
+    """Captured and differentiated by torch's compiler, but not fused: only the order of sums differs."""
+    model = made(tiny_qwen3, dtype, lora=lora)
+    round_together(model, False)
+    if checkpointed:
+        checkpoint_layers(model, 1)
+    expected = [gradients(model, lengths) for lengths in ROWS]
+    compile_layers(model, backend="aot_eager")
+    if checkpointed:
+        checkpoint_layers(model, 1, recompute_compiled)
+    told = []
+    watch = CompiledGraphs(lambda step, text: told.append((step, text)))
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    for step, lengths in enumerate(ROWS, 1):
+        for grad, plain in zip(gradients(model, lengths), expected[step - 1], strict=True):
+            assert (grad - plain).float().norm() <= limit * plain.float().norm() + 1e-9
+        watch.stepped(step)
+    assert 0 < watch.num_told <= 8
+    assert told[0][0] == 1
+    assert "layers were compiled: " in told[0][1]
+    assert len(told) == 1, "Other lengths were compiled again."
+
+
+def test_completions_are_written_by_the_layers_as_they_are(tiny_llama):
+    model = tiny_llama().eval()
+    groups = [Group((5, 9, 2), 3, seed=1)]
+    plain = NativeSampler(model, AttentionBackend.TORCH_CPU, 4).generate(groups, Sampling(max_tokens=6))
+    compile_layers(model, backend="aot_eager")
+    again = NativeSampler(model, AttentionBackend.TORCH_CPU, 4).generate(groups, Sampling(max_tokens=6))
+    assert again == plain
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
+def test_models_that_cannot_be_compiled_are_refused(tiny_llama):
+    with pytest.raises(LaunchError, match="cannot be compiled one by one"):
+        compile_layers(nn.Linear(2, 2))
+    model = tiny_llama()
+    model.config.attention_dropout = 0.1
+    with pytest.raises(LaunchError, match="drops numbers at random"):
+        compile_layers(model)
+
+
+@dataclass
+class Doubled:
+    """A layer of one weight, whose other input may want gradients."""
+
+    weight: Tensor
+
+    def __call__(self, hidden: Tensor, other: Tensor) -> Tensor:
+        return hidden * self.weight + other
+
+
+def test_a_recomputed_layer_adds_the_gradients_of_its_weights_and_refuses_other_inputs():
+    layer = Doubled(torch.tensor(3.0, requires_grad=True))
+    hidden = torch.ones(1, 2, 4)
+    made = recompute_compiled(layer, hidden, torch.ones(4))
+    made.sum().backward()
+    assert layer.weight.grad == 8
+    assert hidden.grad is None
+    with pytest.raises(LaunchError, match="other inputs want gradients"):
+        recompute_compiled(layer, hidden, torch.ones(4, requires_grad=True))
+    with pytest.raises(LaunchError, match="no tensor but a tuple"):
+        recompute_compiled(lambda hidden: (hidden,), hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_inductors_kernels_are_within_rounding(tiny_qwen3, lora, checkpointed):
+    """Needs a C++ compiler. Relative error of all gradients in float32; measured 4e-7."""
+    model = made(tiny_qwen3, lora=lora)
+    expected = torch.cat([one.flatten() for one in gradients(model, ROWS[0])])
+    compile_layers(model)
+    if checkpointed:
+        checkpoint_layers(model, 1, recompute_compiled)
+    assert all(
+        layer._compiled_call_impl
+        for layer in model.modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+    )
+    found = torch.cat([one.flatten() for one in gradients(model, ROWS[0])])
+    assert (found - expected).norm() / expected.norm() < 2e-6
