@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import random
 from pathlib import Path
 
 import pyarrow as pa
@@ -129,11 +130,13 @@ def test_json_lists_one_after_another_lose_no_row(tmp_path):
 
 @pytest.mark.parametrize("suffix", PACKERS)
 def test_packed_streams_one_after_another_lose_no_row(tmp_path, suffix):
-    one, other = (json.dumps(row).encode() + b"\n" for row in ROWS[:2])
+    """The second stream is longer than the readers' buffers of 256 KiB, packed and unpacked."""
+    digits = random.Random(0)
+    rows = [ROWS[0], *({"text": f"{digits.getrandbits(9_000):x}"} for _ in range(400))]
+    one, *others = (json.dumps(row).encode() + b"\n" for row in rows)
     path = tmp_path / f"a.jsonl{suffix}"
-    pack = PACKERS[suffix]
-    path.write_bytes(pack(one) + pack(other * 100_000))
-    assert [row for _, row in read_file(path)] == [ROWS[0], *[ROWS[1]] * 100_000]
+    path.write_bytes(PACKERS[suffix](one) + PACKERS[suffix](b"".join(others)))
+    assert [row for _, row in read_file(path)] == rows
 
 
 @pytest.mark.parametrize("suffix", PACKERS)

@@ -257,15 +257,18 @@ print(prepare(recipe).train.folder)
 def test_every_process_makes_the_same_store_whatever_its_hash_seed(tmp_path):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     path = jsonl(tmp_path / "d.jsonl", [{"messages": talk, "id": i, "source": "x"} for i in range(9)])
-    folders = []
-    for seed in ("1", "2"):
-        command = [sys.executable, "-c", CODE, path, str(tmp_path / seed)]
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        folders.append(Path(done.stdout.strip()))
-    assert folders[0].name == folders[1].name
-    for file in folders[0].iterdir():
-        assert file.read_bytes() == (folders[1] / file.name).read_bytes()
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    command = [sys.executable, "-c", CODE, path, str(tmp_path / "other")]
+    env = os.environ | {"PYTHONHASHSEED": seed}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    other = Path(done.stdout.strip())
+    data = {"train": [path], "cache_dir": str(tmp_path / "own"), "eval_fraction": 0.1}
+    model = {"path": "builtin:tiny"}
+    own = Path(prepare(Recipe.model_validate({"method": "sft", "model": model, "data": data})).train.folder)
+    assert own.name == other.name
+    assert sorted(file.name for file in own.iterdir()) == sorted(file.name for file in other.iterdir())
+    for file in own.iterdir():
+        assert file.read_bytes() == (other / file.name).read_bytes()
 
 
 def test_the_modules_of_data_load_no_torch():
@@ -277,23 +280,17 @@ def test_the_modules_of_data_load_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-def plain(path: Path, prompt: str, completion: str) -> list[list[int]]:
-    """Rows tokenized one by one, the slow way."""
-    tokenizer = load_tokenizer("builtin:tiny")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [tokenizer(row[prompt] + row[completion] + "<eos>")["input_ids"] for row in rows]
-
-
 @real
 def test_real_questions_are_stored_to_the_token(tmp_path):
     path = REAL / "gsm8k" / "train.jsonl"
     columns = {"prompt": "question", "completion": "answer"}
     made = store(tmp_path, train=[{"source": str(path), "limit": 300}], columns=columns)
-    rows = plain(path, "question", "answer")
+    tokenizer = load_tokenizer("builtin:tiny")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert made.num_rows == 300
     for i in range(300):
-        line = int(made.origin(i).rsplit(":", 1)[1])
-        assert made.row(i).tolist() == rows[line - 1]
+        row = rows[int(made.origin(i).rsplit(":", 1)[1]) - 1]
+        assert made.row(i).tolist() == tokenizer(row["question"] + row["answer"] + "<eos>")["input_ids"]
 
 
 @real
