@@ -58,3 +58,18 @@ def test_a_host_that_is_too_small_is_told_with_the_number(ask, facts_of, profile
     facts = facts_of(small, profile_of(*[512] * 64))
     with pytest.raises(DoesNotFit, match=r"of host memory, and there are 4.00 GiB"):
         ask(facts, **ON)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_last"),
+    [
+        ({"model__adapter": {"r": 8}}, True),
+        ({}, False),
+        ({"model__adapter": {"r": 8}, "memory__weights_offload": "off"}, False),
+        ({"model__adapter": {"r": 8}, "memory__never": ("weights_offload",)}, False),
+    ],
+    ids=["adapter", "all weights", "off", "never"],
+)
+def test_frozen_weights_may_go_there_when_memory_runs_out(ask, facts, said: dict[str, Any], is_last: bool):
+    """On one GPU under an adapter, where the recipe does not rule it out."""
+    assert ("weights" in ask(facts, **HALF, **said).settings.recovery) == is_last
