@@ -9,6 +9,7 @@ from pydantic import model_validator
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.base import Section, changes
 from memtrain.recipes.sections.data import Data
+from memtrain.recipes.sections.evaluation import LOSS, REWARD, SET_MARK, EarlyStopping, Eval
 from memtrain.recipes.sections.generate import Generate
 from memtrain.recipes.sections.length import OF_ANSWERS, OF_READ_ROWS, Length, RowLimits, limits_of
 from memtrain.recipes.sections.memory import Memory
@@ -22,7 +23,7 @@ from memtrain.recipes.sections.methods.sft import Sft
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.optim import Optim
 from memtrain.recipes.sections.rewards import Rewards
-from memtrain.recipes.sections.training import Cluster, Eval, Log, Save, Train
+from memtrain.recipes.sections.training import Cluster, Log, Save, Train
 
 MethodName = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo", "distill"]
 
@@ -121,12 +122,34 @@ class Recipe(Section):
         to_write = self.generation.max_tokens if METHODS[self.method].is_online else 0
         return limits_of(self.length, has_prompts=METHODS[self.method].has_prompts, to_write=to_write)
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best weights so far are kept, and are the final ones."""
+        return self.save.keep_best or self.eval.early_stopping is not None
+
+    @property
+    def eval_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics of held-out rows that a run may be ended by."""
+        own = (REWARD,) if self.online is not None else (LOSS, *METHODS[self.method].eval_metrics)
+        if self.method == "sft" and self.sft is not None and self.sft.loss == "dft":
+            own = (LOSS,)
+        if self.eval.metrics is not None:
+            own = (*own, *(one.label for one in self.eval.metrics.functions))
+        sets = (f"{name}{SET_MARK}{metric}" for name in self.data.eval_sets for metric in own)
+        return (*own, *sets)
+
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if self.save.keep_best and not (self.data.eval or self.data.eval_fraction):
-            raise ValueError("save.keep_best needs held-out rows; set data.eval_fraction or data.eval")
-        if self.eval.every_steps and not (self.data.eval or self.data.eval_fraction):
-            raise ValueError("eval.every_steps needs held-out rows; set data.eval_fraction or data.eval")
+        for key, asked in (
+            ("save.keep_best", self.save.keep_best),
+            ("eval.every_steps", self.eval.every_steps),
+            ("eval.early_stopping", self.eval.early_stopping),
+            ("eval.metrics", self.eval.metrics),
+        ):
+            if asked and not (self.data.eval or self.data.eval_fraction):
+                raise ValueError(f"{key} needs held-out rows; set data.eval_fraction or data.eval")
+        if self.eval.early_stopping is not None:
+            self._check_watched_metric(self.eval.early_stopping)
         return self
 
     @model_validator(mode="after")
@@ -145,6 +168,31 @@ class Recipe(Section):
                 "name a teacher"
             )
         return self
+
+    @model_validator(mode="after")
+    def _writes_beside_training(self) -> Recipe:
+        """Samples and metrics are of models that write, and do not write already."""
+        asked = [name for name in ("samples", "metrics") if getattr(self.eval, name) is not None]
+        for name in asked:
+            if self.online is not None:
+                fix = "generate.show shows some" if name == "samples" else "a reward of weight 0 is a metric"
+                raise ValueError(
+                    f"eval.{name} has no effect on {self.method}, whose completions are written and judged "
+                    f"anyway; remove it: {fix}"
+                )
+            if METHODS[self.method].head == "score":
+                raise ValueError(
+                    f"eval.{name} asks for text, and the model of {self.method} gives numbers; remove it"
+                )
+        return self
+
+    def _check_watched_metric(self, stopping: EarlyStopping) -> None:
+        if stopping.metric is not None and stopping.metric not in self.eval_metrics:
+            known = ", ".join(self.eval_metrics)
+            raise ValueError(
+                f"eval.early_stopping.metric {stopping.metric} is no metric of the held-out rows of this "
+                f"recipe; give one of {known}"
+            )
 
     @model_validator(mode="after")
     def _lengths_fit_the_method(self) -> Recipe:

@@ -29,6 +29,8 @@ class Method:
     """A value model is trained beside the policy."""
     has_teacher: bool = False
     """Whether the loss compares the student's distribution with a teacher's."""
+    eval_metrics: tuple[str, ...] = ()
+    """Metrics of held-out rows beside the loss that a run may be ended by; higher is better."""
     reads_margin: bool = False
     """Whether the loss reads the margin that a pair may have."""
     starter: tuple[tuple[str, str], ...] = ()
@@ -66,6 +68,7 @@ METHODS: dict[str, Method] = {
             "Supervised fine-tuning: cross-entropy on the loss tokens.",
             "supervised fine-tuning",
             "memtrain.trainers.methods.sft",
+            eval_metrics=("accuracy",),
             starter=(("#sft.loss", "nll"),),
         ),
         Method(
@@ -74,6 +77,7 @@ METHODS: dict[str, Method] = {
             "direct preference optimization (DPO)",
             "memtrain.trainers.methods.dpo",
             num_answers=2,
+            eval_metrics=("rewards/accuracies", "rewards/margins"),
             starter=(("#dpo.loss", "sigmoid"), ("#dpo.beta", "0.1"), ("#dpo.reference", "auto")),
         ),
         Method(
@@ -82,6 +86,7 @@ METHODS: dict[str, Method] = {
             "KTO",
             "memtrain.trainers.methods.kto",
             num_answers=1,
+            eval_metrics=("rewards/margins",),
             starter=(("#kto.beta", "0.1"), ("#kto.desirable_weight", "1.0"), ("#kto.reference", "auto")),
         ),
         Method(
@@ -90,6 +95,7 @@ METHODS: dict[str, Method] = {
             "reward modelling",
             "memtrain.trainers.methods.reward",
             num_answers=2,
+            eval_metrics=("rewards/accuracies", "rewards/margins"),
             head="score",
             reads_margin=True,
             starter=(("#reward.center_rewards_coefficient", "0.01"),),

@@ -55,7 +55,7 @@ def show_data(
                 loaded.nearest("data.eval"),
                 "set data.eval or data.eval_fraction, or show the training rows (without --eval)",
             )
-        store, numbers = held
+        store, numbers = held.store, held.rows
     has_parts = asked.method in HAS_ANSWERS or asked.online is not None
     limits = None if has_parts else asked.row_limits
     shown = shown_sequences(limits, store, numbers, tokenizer_of(asked.model), rows)

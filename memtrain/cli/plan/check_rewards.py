@@ -7,7 +7,9 @@ from dataclasses import replace
 from memtrain.errors import RecipeError
 from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.reading.load import LoadedRecipe
+from memtrain.recipes.sections.evaluation import Metrics
 from memtrain.recipes.sections.rewards import Rewards
+from memtrain.trainers.data.store.held_out_prompts import COLUMNS
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.online.rewards.declared import declared_functions
 from memtrain.trainers.online.rewards.functions import check_columns
@@ -15,21 +17,24 @@ from memtrain.trainers.online.rewards.reading import prompt_of_row, reader_of
 
 
 def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> None:
-    """Check that reward functions exist and take their arguments; with `data`, that its rows have them.
+    """Check that functions of rewards and metrics exist and take their arguments; with `data`, that its rows
+    have them.
 
     Raises: RecipeError with every fault, each with its line.
     """
-    rewards = loaded.recipe.rewards
-    if rewards is None:
-        return
+    rewards, metrics = loaded.recipe.rewards, loaded.recipe.eval.metrics
     try:
+        if metrics is not None:
+            check_columns(declared_functions(metrics), COLUMNS, metrics)
+        if rewards is None:
+            return
         found = declared_functions(rewards)
         if data is not None:
             store = TokenStore.open(data.train.folder)
             check_columns(found, list(store.columns(0)))
             _check_models(rewards, store)
     except RecipeError as error:
-        is_ours = "rewards.functions"
+        is_ours = (f"{Rewards.KEY}.functions", f"{Metrics.KEY}.functions")
         raise RecipeError(
             [
                 replace(one, where=loaded.where(one.where)) if one.where.startswith(is_ours) else one

@@ -34,6 +34,7 @@ from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.packing.by_method import LaidEpochs, sequences_of
 from memtrain.trainers.data.packing.step_order import BatchSize, count_steps
+from memtrain.trainers.data.store.held_out_prompts import longest_written_prompt, num_written
 from memtrain.trainers.data.store.prepare import prepare
 from memtrain.trainers.data.tokenize.teacher_vocabulary import refuse_other_tokenizer, teacher_model
 
@@ -117,6 +118,8 @@ def facts_of(
         rewards=reward_shapes(recipe, config),
         taught=recipe.taught,
         teacher=teacher_shape(recipe),
+        written_prompt=longest_written_prompt(recipe, data),
+        num_written=num_written(recipe, data),
         presumed=presumed,
         at_length=lambda length: facts_of(
             with_key(recipe, "length.max_length", length), data, config, hardware, presumed

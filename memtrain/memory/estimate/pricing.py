@@ -52,6 +52,10 @@ class PlannerInputs:
     """Packages that the run's machine, another than this, is taken to have."""
     is_guessed: bool = False
     """The data was not read: every sequence is taken to be as long as it may be."""
+    written_prompt: int = 0
+    """Tokens of the longest prompt of `eval.samples` and `eval.metrics`."""
+    num_written: int = 1
+    """Prompts of the one of these that has most."""
     rewards: tuple[RewardShape, ...] = ()
     """Reward models that judge completions."""
     taught: Distill | None = None

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.estimate.activations import positions_and_mask
 from memtrain.memory.estimate.auxiliary_models import reward_scoring_bytes, with_beside
 from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
 from memtrain.memory.estimate.pricing import PlannerInputs, heaviest
-from memtrain.memory.estimate.sharded.zero import TO_SAVE
-from memtrain.memory.estimate.streamed_layers import forward_of_layer
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.generation.cuda_graphs import decide_graphs
+from memtrain.memory.generation.decode_bytes import generation_bytes, resting_peak
 from memtrain.memory.generation.gather_weights import decide_gathering, gather_bytes, refuse_gathering
+from memtrain.memory.generation.samples import with_samples
 from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
-from memtrain.memory.model_shape.families import ATTENTIONS_PER_LAYER
-from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.plan.units import MIB
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.sections.generate import Generate
 from memtrain.recipes.sections.methods.online_base import WithMismatch
 from memtrain.recipes.sections.vllm import Vllm
-
-READ_TOKENS = 8192
-"""Prompt tokens that the sampler reads in one forward pass, where no prompt is longer. Taste."""
-
-CHOICE_TILE = 64 * MIB
-"""Bytes of logits, in fp32, of the rows whose next tokens are chosen together."""
-CHOICE_COPIES = 6
-"""Copies of such a tile that are held while tokens are chosen."""
 
 PASS_FACTORS = (4, 2, 1)
 """Factors by which micro-batches without gradients may be larger; beyond, they are hardly faster. Taste."""
@@ -50,16 +37,16 @@ def with_generation(
 ) -> tuple[Settings, Prediction]:
     """Settings and prediction with who writes the completions, and the peak while they are written.
 
-    As they are for methods that write none.
+    Of methods that write none, with the peak of the samples and metrics that the recipe asks for.
     """
     recipe = ledger.asked.recipe
     if recipe.online is None:
-        return settings, prediction
+        return with_samples(ledger, settings, prediction, facts, budget)
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
     settings = settings.model_copy(update={"cuda_graphs": decide_graphs(ledger, settings)})
     _decide_correction(ledger)
     _refuse(ledger, settings)
-    resting = _resting(prediction)
+    resting = resting_peak(prediction)
     if settings.sampler in ("vllm", "vllm_server"):
         return _with_vllm(ledger, settings, prediction, facts, resting)
     prompt = longest_prompt(facts, recipe.generation)
@@ -115,12 +102,6 @@ def num_held_out(recipe: Recipe, facts: PlannerInputs) -> int:
     return max(1, round(facts.profile.report.num_rows * share / (1 - share))) if share else 0
 
 
-def _resting(prediction: Prediction) -> PhasePeak:
-    """Bytes between two steps, without the tensors gathered for a save."""
-    saving = next(phase for phase in prediction.phases if phase.phase == "saving")
-    return phase_peak("rest", {one.owner: one.num_bytes for one in saving.owners if one.owner != TO_SAVE})
-
-
 def _decide_passes(settings: Settings, facts: PlannerInputs, peak: int) -> tuple[int, PhasePeak]:
     """(factor of micro-batches without gradients over micro-batches with, their peak).
 
@@ -140,29 +121,6 @@ def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int) -> PhasePe
         phases=(phase_peak("passes", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
     )
     return with_beside(alone, load, 0, facts.rewards).phases[0]
-
-
-def generation_bytes(
-    settings: Settings, shape: ModelShape, generate: Generate, prompt: int, rows: int
-) -> dict[str, int]:
-    """Bytes by owner while `rows` completions are written at a time.
-
-    Native: a prompt's keys are held once for its group. Else once for each completion.
-    """
-    of_token = 2 * shape.kv_width * shape.num_layers * DTYPE_BYTES[settings.dtype]
-    if settings.sampler == "native":
-        of_token *= ATTENTIONS_PER_LAYER.get(shape.model_type, 1)
-    prompts = rows if settings.sampler != "native" else -(-rows // generate.num_generations)
-    keys = of_token * (prompts * prompt + rows * generate.max_tokens)
-    read = max(prompt, min(READ_TOKENS, prompt * prompts))
-    load = Workload(settings, shape, HeaviestBatch(1, read, 1, prompt))
-    reading = forward_of_layer(load) + positions_and_mask(load)
-    logits = rows * shape.vocab_size * DTYPE_BYTES[settings.dtype]
-    choosing = logits + CHOICE_COPIES * min(CHOICE_TILE, 4 * rows * shape.vocab_size)
-    drawn = 20 * rows * generate.max_tokens
-    # Captured passes hold a pool of their own, beside what reading a prompt takes.
-    passes = reading + choosing if settings.cuda_graphs else max(reading, choosing)
-    return {"keys and values": keys, "sampling": passes + drawn}
 
 
 def _with_vllm(

@@ -110,6 +110,25 @@ def joined_profile(profiles: Sequence[LengthProfile]) -> LengthProfile:
     )
 
 
+def summed_report(reports: Sequence[LengthReport]) -> LengthReport:
+    """Losses of several parts of a split together; `fill` is that of all their sequences."""
+    counts = {
+        name: sum(getattr(one, name) for one in reports)
+        for name, field in LengthReport.model_fields.items()
+        if field.annotation is int
+    }
+    kept = [one.num_tokens - one.tokens_lost - one.tokens_idle for one in reports]
+    room = sum(tokens / one.fill for tokens, one in zip(kept, reports, strict=True) if one.fill)
+    by_answer = zip(*(one.loss_tokens_cut_by_answer for one in reports), strict=True)
+    return reports[0].model_copy(
+        update={
+            **counts,
+            "fill": sum(kept) / room if room else 1.0,
+            "loss_tokens_cut_by_answer": tuple(map(sum, by_answer)),
+        }
+    )
+
+
 def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:
     """The NUM_LONGEST longest, longest first."""
     return tuple(sorted((int(length) for length in lengths), reverse=True)[:NUM_LONGEST])

@@ -141,6 +141,14 @@ class TurnEnd(Section):
         )
 
 
+class SamplePrompt(Section):
+    """A prompt of `eval.samples`."""
+
+    text: str
+    ids: tuple[int, ...]
+    """Its tokens, as the model reads them."""
+
+
 class PreparedData(Section):
     """The tokenized data of a run."""
 
@@ -150,6 +158,8 @@ class PreparedData(Section):
     """Rows of `train` that are set aside for evaluation (`data.eval_fraction`)."""
     turn_end: TurnEnd | None = None
     """The token that ends a turn, where rows are conversations."""
+    samples: tuple[SamplePrompt, ...] = ()
+    """Prompts of `eval.samples`."""
 
     def words(self) -> list[str]:
         """Sentences on the trained parts of rows, the ends of turns, and keys without effect."""

@@ -123,6 +123,8 @@ class Settings(Section):
     """Weights in shards are gathered once for a rollout; else layer by layer in every pass that writes."""
     rollout_rows: Annotated[int, Mark("sums", "a size of the rollout")] = 0
     """Completions that one rank writes at a time."""
+    sample_rows: Annotated[int, Mark("bits")] = 0
+    """Completions of `eval.samples` and `eval.metrics` that one rank writes at a time; 0: none are asked."""
     cuda_graphs: Annotated[bool, Mark("sums", "which kernels are started together")] = False
     """The native sampler captures its passes as CUDA graphs."""
     pass_factor: Annotated[int, Mark("sums", "a size of the passes without gradients")] = 1

@@ -22,6 +22,7 @@ from memtrain.memory.rules.float16 import AUTO_REASON, FLOAT16_REASON, float16_f
 from memtrain.recipes.recipe import Recipe
 
 DEFAULT_BATCH_SIZE = 32
+NF4 = "NF4 with double quantization: 0.516 bytes a weight, the scales in 8 bits too"
 """Rows of a step when nothing is said: the field's usual size for fine-tuning."""
 
 
@@ -212,6 +213,8 @@ def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:
         _needs_bitsandbytes(ledger, hardware, f"optim.kind {optim.kind}", "optim.kind", "adamw or adafactor")
     if model.quantize != "none":
         _needs_bitsandbytes(ledger, hardware, f"model.quantize {model.quantize}", "model.quantize", "none")
+    if model.quantize == "4bit":
+        ledger.decide("quantize", "4bit", NF4, "model.quantize")
     if model.quantize == "8bit":
         reason = "LLM.int8 multiplies in float16: activations in another precision are cast for each product"
         ledger.decide("quantize", "8bit", reason, "model.quantize")

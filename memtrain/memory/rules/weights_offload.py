@@ -13,13 +13,16 @@ from memtrain.recipes.recipe import Recipe
 PATH = "memory.weights_offload"
 
 ONE_PROCESS = "weights that live on the host are brought in by one process for itself"
-WRITES = "a method that writes completions would fetch all weights for every token"
+WRITES = (
+    "what writes completions (an online method, eval.samples, eval.metrics) would fetch all weights for "
+    "every token"
+)
 SHARED_KEYS = "its layers hand keys and values to each other beside the hidden states"
 
 
 def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     """Reason against weights on the host whatever else is chosen; None where they can live there."""
-    if recipe.online is not None:
+    if recipe.online is not None or recipe.eval.writes:
         return WRITES
     if recipe.model.quantize == "8bit":
         return "8-bit weights keep copies of their own on the device"

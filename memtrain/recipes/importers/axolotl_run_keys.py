@@ -192,9 +192,10 @@ RUN: dict[str, ToolRule] = {
         ("auto_resume_from_checkpoints", "dynamic_checkpoint"),
         Automatic("a run continues by itself; signals save"),
     ),
+    "early_stopping_patience": RecipeKey("eval.early_stopping.patience"),
     **dict.fromkeys(
-        ("early_stopping_patience", "loss_watchdog_*"),
-        Unmapped("a run ends by its steps, or where the loss is no number"),
+        ("loss_watchdog_*",),
+        Unmapped("a run ends where the loss is no number"),
     ),
     **dict.fromkeys(
         (

@@ -94,7 +94,7 @@ KEYS: dict[str, ToolRule] = {
     "ld_alpha": TrlKey("ld_alpha"),
     "ref_model": Unmapped("the reference is the model before training"),
     "reward_model": _BESIDE,
-    "early_stopping_steps": Unmapped("a run ends by its steps"),
+    "early_stopping_steps": RecipeKey("eval.early_stopping.patience"),
     "num_train_epochs": TrlKey("num_train_epochs"),
     "deepspeed": _TOGETHER,
     "fsdp": _TOGETHER,

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from memtrain.recipes.reading.yaml_tree import Path
 from memtrain.recipes.sections.base import Section, one_or_many, parse_bytes
-from memtrain.recipes.sections.data import source_of
+from memtrain.recipes.sections.data import held_out_sources, source_of
 from memtrain.recipes.sections.rewards import functions_of
 
 Annotation = Any
@@ -126,6 +126,8 @@ def _describe_list(base: Annotation, metadata: list[object]) -> str:
         return f"a list of {len(inner)} numbers"
     if source_of in readers(metadata):
         return "a source (a file, a hub id, or keys: source, weight, ...), or a list of them"
+    if held_out_sources in readers(metadata):
+        return "a source (a file, a hub id, or keys: source, ...), a list, or a mapping of names to them"
     if functions_of in readers(metadata):
         return "a reward (a name, or keys: function, weight, ...), or a list of them"
     one = describe(inner[0])

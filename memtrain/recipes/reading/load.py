@@ -12,6 +12,7 @@ from typing import cast
 from memtrain.errors import Fault, RecipeError
 from memtrain.recipes.reading.environment import EnvironmentText, environment_texts, that_can_be_hidden
 from memtrain.recipes.reading.interpolate import interpolated
+from memtrain.recipes.reading.named_sets import with_named_sets
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
 from memtrain.recipes.reading.previous_names import renewed
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
@@ -133,7 +134,7 @@ def _loaded(
     replaced, variables = interpolated(raw, faults)
     check_texts(replaced, (), faults)
     # A value of an environment variable may be a previous word too.
-    tree = cast(Mapping, renewed(replaced, faults, is_final=True))
+    tree = with_named_sets(cast(Mapping, renewed(replaced, faults, is_final=True)))
     recipe = recipe_of(tree, faults, method)
     renamed = tuple(dict.fromkeys(faults.renamed))
     if recipe is None or faults:

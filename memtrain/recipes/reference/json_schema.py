@@ -14,7 +14,7 @@ from memtrain.recipes.reading.error_messages import default_words
 from memtrain.recipes.reading.field_types import describe, field_types, item_of, section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section, one_or_many, parse_bytes
-from memtrain.recipes.sections.data import source_of
+from memtrain.recipes.sections.data import held_out_sources, source_of
 from memtrain.recipes.sections.rewards import functions_of, model_of
 
 SCHEMA_FILE = "recipe.schema.json"
@@ -40,6 +40,11 @@ class _Generator(GenerateJsonSchema):
         if reader in (source_of, functions_of):
             one: list[JsonSchemaValue] = [{"type": "string"}, inner["items"]]
             return {"anyOf": [*one, {**inner, "items": {"anyOf": one}}]}
+        if reader is held_out_sources:
+            one = [{"type": "string"}, inner["items"]]
+            several: JsonSchemaValue = {**inner, "items": {"anyOf": one}}
+            sets = {"type": "object", "additionalProperties": {"anyOf": [*one, several]}}
+            return {"anyOf": [*one, several, sets]}
         return inner
 
     def int_schema(self, schema: core_schema.IntSchema) -> JsonSchemaValue:

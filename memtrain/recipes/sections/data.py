@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
@@ -103,14 +103,40 @@ def source_of(value: object) -> object:
 Sources = Annotated[tuple[Source, ...], BeforeValidator(source_of)]
 
 
+class HeldOutSource(Source):
+    """A source of held-out rows."""
+
+    set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    """Name of the evaluation set of these rows. The short form is a mapping: `eval: {math: math.jsonl, chat:
+    [a.jsonl, b.jsonl]}`. Every metric is then told by set as well (`math/loss`)."""
+
+
+def held_out_sources(value: object) -> object:
+    """A list of sources as `source_of`, or from a mapping of names of evaluation sets to sources."""
+    if not isinstance(value, dict):
+        return source_of(value)
+    named = cast(dict[str, object], value)
+    if not named or named.keys() & HeldOutSource.model_fields.keys():
+        return source_of(named)
+    return tuple(
+        {"set": name, **cast(dict[str, object], one)} if isinstance(one, dict) else one
+        for name, sources in named.items()
+        for one in cast(tuple[object, ...], source_of(sources))
+    )
+
+
+HeldOutSources = Annotated[tuple[HeldOutSource, ...], BeforeValidator(held_out_sources)]
+
+
 class Data(Section):
     """Data of the run: sources, formats and columns of the rows."""
 
     train: Annotated[Sources, Field(min_length=1)]
     """Source of the rows, or a list of sources (a mixture)."""
 
-    eval: Sources = ()
-    """Source or sources of the held-out rows, when these are rows of their own."""
+    eval: HeldOutSources = ()
+    """Source or sources of the held-out rows, when these are rows of their own; or several sets of them, each
+    with its name: `{math: math.jsonl, chat: chat.jsonl}`."""
 
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the training rows that is set aside for evaluation, sampled with the seed. Rows of one
@@ -168,7 +194,15 @@ class Data(Section):
                 "held-out rows are given twice; set data.eval (rows of their own) or data.eval_fraction, "
                 "not both"
             )
+        named = [source.set for source in self.eval]
+        if any(named) and not all(named):
+            raise ValueError("only some sources of data.eval have a set; name the set of all, or of none")
         weights = [source.weight for source in self.train]
         if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
             raise ValueError("only some sources of data.train have a weight; give it to all, or to none")
         return self
+
+    @property
+    def eval_sets(self) -> tuple[str, ...]:
+        """Names of the evaluation sets, in their order; none where held-out rows have no names."""
+        return tuple(dict.fromkeys(source.set for source in self.eval if source.set is not None))

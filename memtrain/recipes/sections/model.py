@@ -137,8 +137,9 @@ class Model(Section):
     """Train an adapter. Not given: every weight is trained."""
 
     quantize: Literal["none", "4bit", "8bit"] = "none"
-    """Keep the frozen weights in 4-bit NF4 or 8-bit (bitsandbytes; needs an adapter; computes in
-    `model.dtype`)."""
+    """Keep the frozen weights in 4 or 8 bits (bitsandbytes; needs an adapter; computes in `model.dtype`).
+    `4bit`: NF4 with double quantization (blocks of 64 weights, their scales in 8 bits): 0.516 bytes a weight.
+    `8bit`: LLM.int8, 1 byte a weight. Embeddings, norms and LM head keep `model.dtype`."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
@@ -121,6 +121,9 @@ def functions_of(value: object) -> object:
 
 class Rewards(Section):
     """The judges of completions: one function or several, and the answer to a failure."""
+
+    KEY: ClassVar[str] = "rewards"
+    """Place of the section in a recipe."""
 
     functions: Annotated[tuple[RewardFunction, ...], BeforeValidator(functions_of), Field(min_length=1)]
     """A reward, or a list of them: a name, or a section each."""

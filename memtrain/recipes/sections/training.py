@@ -1,4 +1,4 @@
-"""The sections about the run itself: `train:`, `eval:`, `save:`, `log:` and `cluster:`."""
+"""The sections about the run itself: `train:`, `save:`, `log:` and `cluster:`."""
 
 from __future__ import annotations
 
@@ -54,19 +54,6 @@ class Train(Section):
         return self
 
 
-class Eval(Section):
-    """Loss on held-out rows."""
-
-    every_steps: PositiveInt | None = None
-    """Evaluate every n optimizer steps. Not given: at the end of every epoch."""
-
-    at_start: bool = False
-    """Evaluate before the first step too."""
-
-    max_rows: PositiveInt | None = None
-    """Use at most this many held-out rows."""
-
-
 class Save(Section):
     """Checkpoints: complete or not there at all, verified before they are used."""
 
@@ -92,7 +79,8 @@ class Save(Section):
     optim.kind."""
 
     keep_best: bool = False
-    """Also save and keep what has the lowest evaluation loss so far, and make it the final model."""
+    """Also save and keep the weights with the best held-out loss so far (or reward, or the metric of
+    `eval.early_stopping`), and make them the final model. `eval.early_stopping` does so too."""
 
 
 class Log(Section):

@@ -34,13 +34,16 @@ class SplitRows:
     """Rows of each later epoch, where epochs have rows of their own."""
     num_generations: int = 1
     """Completions that are written for each prompt; 1 where none are."""
+    are_sets: bool = False
+    """The rows are evaluation sets: `rows` of the first, `later` of the others, told together."""
 
     def laid(self, lay: Callable[[Ints], Laid], count: Callable[[Laid], int]) -> tuple[Laid, Ints]:
         """(layout of all epochs, [E + 1] where the sequences of each begin); see `laid_epochs`."""
-        return laid_epochs(lay, self.rows, self.later, count)
+        return laid_epochs(lay, self.rows, self.later, count, sums_reports=self.are_sets)
 
     def data_event(self, split: str, report: LengthReport) -> DataEvent:
         """The line of the metrics on truncation and packing of the rows."""
+        rows = np.concatenate([self.rows, *self.later]) if self.are_sets else self.rows
         return DataEvent(
             split=split,
             rows=report.num_rows,
@@ -58,7 +61,7 @@ class SplitRows:
             tokens_idle=report.tokens_idle,
             rows_split=report.rows_split,
             fragments=report.pieces - (report.num_rows - report.rows_dropped - report.rows_split),
-            lengths=length_histogram(bounded_lengths(self.store)[self.rows]),
+            lengths=length_histogram(bounded_lengths(self.store)[rows]),
         )
 
 

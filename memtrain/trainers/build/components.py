@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TypeVar, cast
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from memtrain.trainers.build.training_step import (
     prepare_model,
     share_rows,
 )
+from memtrain.trainers.data.packing.by_method import held_out_of
 from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
@@ -301,13 +301,8 @@ def feeds_of(
     num_generations = 1 if recipe.online is None else recipe.generation.num_generations
     split = SplitRows(store, chosen.train, settings, pad_id, chosen.later, num_generations)
     train = make_feed(split)
-    if data.eval is not None:
-        other = TokenStore.open(data.eval.folder)
-        rows = np.arange(other.num_rows)
-    else:
-        other, rows = store, chosen.eval
-    if not len(rows):
+    held = held_out_of(recipe, data, store, chosen)
+    if held is None:
         return train, None
-    if recipe.eval.max_rows is not None:
-        rows = rows[:: -(-len(rows) // recipe.eval.max_rows)]
-    return train, make_feed(replace(split, store=other, rows=rows, later=()))
+    first, *others = held.sets
+    return train, make_feed(replace(split, store=held.store, rows=first, later=tuple(others), are_sets=True))

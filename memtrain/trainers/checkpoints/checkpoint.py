@@ -83,9 +83,9 @@ def newest_complete(folder: RunFolder) -> Found:
     return _first_sound(reversed(list(complete_steps(folder.checkpoints).values())))
 
 
-def best_complete(folder: RunFolder) -> Found:
-    """The sound checkpoint with the lowest held-out loss; of two equal ones the later."""
-    losses = _eval_losses(complete_steps(folder.checkpoints))
+def best_complete(folder: RunFolder, metric: str = "") -> Found:
+    """The sound checkpoint with the best held-out loss, or `metric`; of two equal ones the later."""
+    losses = _eval_losses(complete_steps(folder.checkpoints), metric)
     return _first_sound(path for _, path in sorted(losses, key=lambda item: item[0]))
 
 
@@ -193,7 +193,7 @@ class Save:
         """Name the new checkpoint, and remove the ones no longer kept; main rank only."""
         files = tuple(sorted(entries, key=lambda entry: entry.name))
         _finish(self.unfinished, self.target, Manifest(facts=self.facts, files=files).sealed())
-        self.left.extend(_prune(self.folder.checkpoints, self.facts.step, self.keep, self.keep_best))
+        self.left.extend(_prune(self.folder.checkpoints, self.facts, self.keep, self.keep_best))
 
     def fault(self, error: OSError) -> LaunchError:
         """Error that a user reads when the disk refuses."""
@@ -280,12 +280,12 @@ def _finish(unfinished: Path, target: Path, manifest: Manifest) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _prune(checkpoints: Path, newest: int, keep: int, keep_best: bool) -> list[str]:
+def _prune(checkpoints: Path, newest: CheckpointFacts, keep: int, keep_best: bool) -> list[str]:
     """Remove checkpoints that are no longer kept; failures and their reasons, in words."""
     steps = complete_steps(checkpoints)
-    course = {step: path for step, path in steps.items() if step <= newest}
+    course = {step: path for step, path in steps.items() if step <= newest.step}
     kept = set(list(course.values())[-keep:])
-    if keep_best and (losses := _eval_losses(course)):
+    if keep_best and (losses := _eval_losses(course, newest.eval_metric)):
         kept.add(min(losses, key=lambda item: item[0])[1])
     left: list[str] = []
     for path in steps.values():
@@ -309,16 +309,17 @@ def _remove(path: Path) -> None:
         raise
 
 
-def _eval_losses(steps: Mapping[int, Path]) -> list[tuple[float, Path]]:
-    """Held-out losses, newest first; checkpoints without one, or without a manifest, are left out."""
+def _eval_losses(steps: Mapping[int, Path], metric: str) -> list[tuple[float, Path]]:
+    """Held-out losses, newest first; checkpoints without one, of another metric, or without a manifest, are
+    left out."""
     losses: list[tuple[float, Path]] = []
     for path in reversed(list(steps.values())):
         try:
-            loss = read_manifest(path).facts.eval_loss
+            facts = read_manifest(path).facts
         except ValueError:
             continue
-        if loss is not None:
-            losses.append((loss, path))
+        if facts.eval_loss is not None and facts.eval_metric == metric:
+            losses.append((facts.eval_loss, path))
     return losses
 
 

@@ -16,6 +16,8 @@ from memtrain.recipes.sections.base import Section
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 DIGEST_BYTES = 16
+NEWER_FACTS = ("eval_metric", "stopped_early")
+"""Facts that checkpoints of format 1 did not always have."""
 
 
 class OtherVersion(ValueError):
@@ -38,7 +40,7 @@ class CheckpointFacts(Section):
     step: int
     """Optimizer steps made: which rows come next, and every random draw, is a function of it."""
     eval_loss: float | None
-    """Held-out loss at this step, where it was measured."""
+    """Held-out loss at this step, where it was measured; of another metric, what is lower is better."""
     recipe: dict[str, JsonValue]
     settings: dict[str, JsonValue]
     versions: dict[str, str]
@@ -46,6 +48,10 @@ class CheckpointFacts(Section):
     """Fingerprint of the training rows."""
     device: str
     """Name of the device, and for a CPU the instructions that torch uses on it."""
+    eval_metric: str = ""
+    """Metric that `eval_loss` is of; empty for the held-out loss or reward."""
+    stopped_early: bool = False
+    """The run ended here, because held-out rows showed no gain (`eval.early_stopping`)."""
 
 
 class Manifest(Section):
@@ -59,12 +65,16 @@ class Manifest(Section):
 
     def sealed(self) -> Manifest:
         """The same manifest with its digest."""
-        text = self.model_dump_json(exclude={"digest"})
+        # A field that is newer than a checkpoint, and at its default there, is no part of its digest.
+        plain = {name for name in NEWER_FACTS if not getattr(self.facts, name)}
+        text = self.model_dump_json(exclude={"digest": True, "facts": plain})
         digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
         return self.model_copy(update={"digest": digest})
 
 
-def facts_of(plan: Plan, *, step: int, eval_loss: float | None = None) -> CheckpointFacts:
+def facts_of(
+    plan: Plan, *, step: int, eval_loss: float | None = None, stopped_early: bool = False
+) -> CheckpointFacts:
     """The facts of a checkpoint of the run that `plan` describes, made on this machine."""
     return CheckpointFacts(
         step=step,
@@ -74,7 +84,15 @@ def facts_of(plan: Plan, *, step: int, eval_loss: float | None = None) -> Checkp
         versions=plan.versions,
         data=data_fingerprint(plan.data),
         device=device_name(plan.settings.device),
+        eval_metric=metric_of(plan),
+        stopped_early=stopped_early,
     )
+
+
+def metric_of(plan: Plan) -> str:
+    """Metric by which the best checkpoint is chosen; empty for the held-out loss or reward."""
+    stopping = plan.recipe.eval.early_stopping
+    return (stopping.metric or "") if stopping is not None else ""
 
 
 def data_fingerprint(data: PreparedData) -> str:

@@ -40,7 +40,15 @@ def is_over(folder: RunFolder, plan: Plan) -> bool:
     if facts is None:
         return False
     check_resumable(facts, plan)
-    return is_done and facts.step == plan.settings.max_steps and not final_fault(folder)
+    is_at_end = facts.step == plan.settings.max_steps or _ended_early(facts, plan)
+    return is_done and is_at_end and not final_fault(folder)
+
+
+def _ended_early(facts: CheckpointFacts, plan: Plan) -> bool:
+    """Whether early stopping ended the run, and is asked for as it was."""
+    asked, saved = plan.recipe.model_dump(mode="json")["eval"], facts.recipe.get("eval")
+    key = "early_stopping"
+    return facts.stopped_early and isinstance(saved, dict) and saved.get(key) == asked[key]
 
 
 def lost_model(folder: RunFolder) -> str:

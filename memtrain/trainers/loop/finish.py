@@ -12,8 +12,9 @@ from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.checkpoint import best_complete
 from memtrain.trainers.checkpoints.final_model import note_final
-from memtrain.trainers.checkpoints.manifest import facts_of
+from memtrain.trainers.checkpoints.manifest import facts_of, metric_of
 from memtrain.trainers.checkpoints.snapshot import load_weights
+from memtrain.trainers.loop.early_stopping import end_words
 from memtrain.trainers.loop.final_scores import check_final_scores
 from memtrain.trainers.loop.loop import Run
 from memtrain.trainers.model.attention import attention_switched
@@ -34,10 +35,11 @@ GATHERED_TOKENS = 16
 
 
 def finish(run: Run, built: Built, folder: RunFolder) -> None:
-    """Write `final/`; with `save.keep_best` the weights of the lowest held-out loss."""
-    best_step = None
-    if run.plan.recipe.save.keep_best:
-        best = best_complete(folder).checkpoint
+    """Write `final/`; where the best weights are kept, those."""
+    recipe, max_steps = run.plan.recipe, run.plan.settings.max_steps
+    best_step, is_early = None, run.position.step < max_steps
+    if recipe.keeps_best:
+        best = best_complete(folder, metric_of(run.plan)).checkpoint
         if best is not None and best.manifest.facts.step != run.position.step:
             load_weights(best, built.scorer, run.ranks)
             best_step = best.manifest.facts.step
@@ -53,7 +55,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         if isinstance(scorer, ValueScorer):
             save_value(scorer, built.tokenizer, folder.final, value_state)
     # Every rank writes the same words: with weights in shards no rank can do it alone.
-    writes = run.plan.recipe.log.final_sample and (run.ranks.is_main or built.spread.is_sharded)
+    writes = recipe.log.final_sample and (run.ranks.is_main or built.spread.is_sharded)
     prompt, written = sample(run, built) if writes else ("", "")
     other_scores = _other_scores(run, built)
     if not run.ranks.is_main:
@@ -70,10 +72,11 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
             best_step=best_step,
             sample=written,
             sample_prompt=prompt,
+            stopped_early=end_words(run.position, recipe, max_steps) if is_early else "",
         )
     )
     write_card(folder)
-    note_final(folder, facts_of(run.plan, step=run.position.step))
+    note_final(folder, facts_of(run.plan, step=run.position.step, stopped_early=is_early))
 
 
 def _other_scores(run: Run, built: Built) -> str:

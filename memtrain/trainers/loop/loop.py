@@ -13,14 +13,16 @@ from torch import Tensor
 
 from memtrain.errors import Diverged, Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan
+from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
 from memtrain.trainers.build.training_step import TrainingStep
+from memtrain.trainers.loop.early_stopping import is_spent, note_evaluation
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.optim.loss_scaling import skipped_words
 from memtrain.trainers.optim.step import set_rate
-from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, StepEvent
-from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_order
+from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, SampleEvent, StepEvent
+from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_orders
 from memtrain.trainers.protocols.method import Loss, StepPreview, means_of
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.host_time import HostTime
@@ -52,8 +54,12 @@ class Run:
     """Recovery when memory runs out."""
     post_mortem: Callable[[Exhausted], MemtrainError]
     """Explains the end of a run, and the changes that would avoid it."""
-    judge: Callable[[], float] | None = None
-    """Measures on the held-out rows in place of the loss: lower is better."""
+    judge: Callable[[], EvalEvent] | None = None
+    """Measures on the held-out rows in place of the loss."""
+    sample: Callable[[int], SampleEvent] | None = None
+    """Completions of fixed prompts after a step, which move nothing."""
+    metrics: Callable[[], dict[str, float]] | None = None
+    """Metrics of completions of held-out prompts, beside the loss."""
     position: TrainState = field(default_factory=TrainState)
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -78,7 +84,10 @@ def train(run: Run) -> None:
 def _steps_left(run: Run) -> None:
     if run.plan.recipe.eval.at_start and run.position.step == 0:
         evaluate(run)
-    while run.position.step < run.plan.settings.max_steps:
+    samples = run.plan.recipe.eval.samples
+    if run.sample is not None and samples is not None and samples.at_start and run.position.step == 0:
+        run.emit(run.sample(0))
+    while not is_over(run):
         started = time.perf_counter()
         work = run.steps.work(run.position.step, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
         # Only where completions are judged is something written for a step.
@@ -87,17 +96,29 @@ def _steps_left(run: Run) -> None:
         run.position.eval_loss = None
         if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
             evaluate(run)
-        is_stopped = _agreed_to_stop(run)
-        if is_stopped or _is_due(run, work, run.plan.recipe.save.every_steps) or _is_best_to_keep(run):
+        if run.sample is not None and samples is not None and _is_due(run, work, samples.every_steps):
+            run.emit(run.sample(run.position.step))
+        is_stopped, is_last = _agreed_to_stop(run), is_over(run)
+        if (
+            is_stopped
+            or is_last
+            or _is_due(run, work, run.plan.recipe.save.every_steps)
+            or _is_best_to_keep(run)
+        ):
             with run.watch.phase("saving"):
                 run.saver.save(run.position)
-        if is_stopped and run.position.step < run.plan.settings.max_steps:
+        if is_stopped and not is_last:
             run.saver.settle()
             raise Interrupted(
                 f"stopped after step {run.position.step} of {run.plan.settings.max_steps}, and saved",
                 where=run.plan.run_dir,
                 fix="run the same command again to resume from here",
             )
+
+
+def is_over(run: Run) -> bool:
+    """Whether no step is left: all are made, or the held-out rows show no gain any more."""
+    return run.position.step >= run.plan.settings.max_steps or is_spent(run.position, run.plan.recipe)
 
 
 def _agreed_to_stop(run: Run) -> bool:
@@ -169,52 +190,57 @@ def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
     )
 
 
-def evaluate(run: Run) -> float:
-    """The mean held-out loss by the method's own measure; every rank gets the same number."""
-    assert run.eval_feed is not None, "There are no held-out rows."
-    if run.judge is not None:
-        return _noted(run, run.judge())
-    feed, settings = run.eval_feed, run.plan.settings
+def evaluate(run: Run) -> EvalEvent:
+    """Measure the held-out rows, and tell; every rank gets the same numbers."""
+    event = _measured(run) if run.judge is None else run.judge()
+    note_evaluation(run.position, event, run.plan.recipe)
+    run.emit(event)
+    return event
+
+
+def _measured(run: Run) -> EvalEvent:
+    """The mean held-out loss by the method's own measure, of all rows and of each evaluation set."""
+    assert run.eval_feed is not None, "There are held-out rows."
+    feed, method = run.eval_feed, run.step.method
     started = time.perf_counter()
-    sums: dict[str, Tensor] = {}
     was_training = run.step.model.training
     run.step.model.eval()
     with run.watch.phase("evaluation"), torch.no_grad():
-        micro_batches = eval_micro_batches(
-            feed, settings, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas
-        )
-        before_step(run, feed, eval_order(feed), micro_batches)
-        for made in run.recovery.each(
-            feed, micro_batches, lambda sequences: score(run, feed, sequences), ranks=run.ranks
-        ):
-            for name, value in {"loss": made.value, **made.sums}.items():
-                sums[name] = sums[name] + value if name in sums else value
-        totals = run.ranks.sum(_to_host(sums))
+        parts = [run.ranks.sum(_to_host(_sums(run, feed, order))) for order in eval_orders(feed)]
     run.step.model.train(was_training)
-    count = float(feed.weights.sum())
-    loss = totals.pop("loss") / count
-    means = means_of(run.step.method, totals, count)
-    _noted(run, loss)
-    seconds = time.perf_counter() - started
-    run.emit(
-        EvalEvent(
-            step=run.position.step,
-            loss=loss,
-            tokens=int(feed.loss_tokens.sum()),
-            seconds=seconds,
-            extra=means,
-        )
+    counts = [float(feed.weights[order].sum()) for order in eval_orders(feed)]
+    extra: dict[str, float] = {}
+    for name, sums, count in zip(run.plan.recipe.data.eval_sets, parts, counts, strict=False):
+        of_set = {LOSS: sums[LOSS] / count} | means_of(method, _without_loss(sums), count)
+        extra |= {f"{name}{SET_MARK}{metric}": value for metric, value in of_set.items()}
+    totals = {name: sum(sums[name] for sums in parts) for name in parts[0]}
+    extra |= run.metrics() if run.metrics is not None else {}
+    return EvalEvent(
+        step=run.position.step,
+        loss=totals[LOSS] / sum(counts),
+        tokens=int(feed.loss_tokens.sum()),
+        seconds=time.perf_counter() - started,
+        extra=means_of(method, _without_loss(totals), sum(counts)) | extra,
     )
-    return loss
 
 
-def _noted(run: Run, loss: float) -> float:
-    run.position.eval_loss = loss
-    best = run.position.best_loss
-    # The weights before the first step are not the run's to keep.
-    if run.position.step and (best is None or loss < best):
-        run.position.best_loss = loss
-    return loss
+def _sums(run: Run, feed: Feed, sequences: Ints) -> dict[str, Tensor]:
+    """Loss and metrics of this rank's share of some sequences."""
+    sums: dict[str, Tensor] = {}
+    micro_batches = eval_micro_batches(
+        feed, run.plan.settings, sequences, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas
+    )
+    before_step(run, feed, sequences, micro_batches)
+    for made in run.recovery.each(
+        feed, micro_batches, lambda sequences: score(run, feed, sequences), ranks=run.ranks
+    ):
+        for name, value in {LOSS: made.value, **made.sums}.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return sums
+
+
+def _without_loss(sums: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in sums.items() if name != LOSS}
 
 
 def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
@@ -257,7 +283,7 @@ def _is_due(run: Run, work: StepWork, every_steps: int | None) -> bool:
 def _is_best_to_keep(run: Run) -> bool:
     """Whether these weights were just found to be the best so far, of a run that keeps them."""
     found = run.position.eval_loss
-    return run.plan.recipe.save.keep_best and found is not None and found == run.position.best_loss
+    return run.plan.recipe.keeps_best and found is not None and found == run.position.best_loss
 
 
 def _is_logged(run: Run, step: int) -> bool:

@@ -11,6 +11,7 @@ from memtrain.trainers.checkpoints.checkpoint import Parts, Save, save_checkpoin
 from memtrain.trainers.checkpoints.manifest import facts_of
 from memtrain.trainers.checkpoints.pinned_copy import HostCopies
 from memtrain.trainers.checkpoints.snapshot import parts_of
+from memtrain.trainers.loop.early_stopping import is_spent
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.protocols.events import NoteEvent, SaveEvent
 from memtrain.trainers.protocols.position import TrainState
@@ -64,10 +65,13 @@ class Saver:
         self.settle()
         waited_s = time.perf_counter() - began
         self._sinks.sync()
-        facts = facts_of(self._plan, step=position.step, eval_loss=position.eval_loss)
-        keep = self._plan.recipe.save
+        recipe = self._plan.recipe
+        is_early = is_spent(position, recipe) and position.step < self._plan.settings.max_steps
+        facts = facts_of(self._plan, step=position.step, eval_loss=position.eval_loss, stopped_early=is_early)
         self._step, self._began = position.step, time.perf_counter()
-        save = Save(self._folder, self._parts(position), facts, keep.keep, keep.keep_best, self._left)
+        save = Save(
+            self._folder, self._parts(position), facts, recipe.save.keep, recipe.keeps_best, self._left
+        )
         if self._copies is None:
             save_checkpoint(save, self._ranks)
             self._held_s = time.perf_counter() - began

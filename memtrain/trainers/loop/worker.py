@@ -10,6 +10,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,11 +42,13 @@ from memtrain.trainers.checkpoints.run_state import is_over, refuse_unread
 from memtrain.trainers.checkpoints.snapshot import restore
 from memtrain.trainers.loop.exit_status import record_exit
 from memtrain.trainers.loop.finish import finish
+from memtrain.trainers.loop.held_out_metrics import open_metrics
 from memtrain.trainers.loop.loop import Run, train
 from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.loop.oom.preflight import preflight
 from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
 from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, note_fault
+from memtrain.trainers.loop.sampling import open_writer, sampled
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.loop.step_watches import compilations_of, host_time_of
 from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
@@ -103,6 +106,7 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         watch = _watch(plan, built, sinks.emit, ranks, position)
         online = online_steps(plan, built, ranks, watch, sinks, position, found.checkpoint)
         stack.callback(lambda: online.generating.close() if online is not None else None)
+        writer = open_writer(plan, built, ranks, watch, _noting(sinks, position))
         run = Run(
             plan=plan,
             step=step,
@@ -120,6 +124,8 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
             recovery=recovery,
             post_mortem=_explained(plan, recovery, built, position),
             judge=online.evaluate if online is not None else None,
+            sample=partial(sampled, writer) if writer is not None and plan.recipe.eval.samples else None,
+            metrics=open_metrics(plan, writer, ranks),
             position=position,
             started=started,
         )
@@ -163,6 +169,11 @@ def _explained(
         return post_mortem(spent, plan, recovery.settings, built.model, built.optimizer, step=position.step)
 
     return explained
+
+
+def _noting(sinks: EventSinks, position: TrainState) -> Callable[[str], None]:
+    """Tells a note at the step that the run is at."""
+    return lambda text: sinks.emit(NoteEvent(step=position.step, text=text))
 
 
 def _asked(stop: StopRequest, sinks: EventSinks, position: TrainState) -> Callable[[], bool]:
@@ -269,7 +280,7 @@ def _recovery(plan: Plan, built: Built, position: TrainState, sinks: EventSinks)
         settings=plan.settings,
         position=position,
         treat=treat,
-        emit=lambda text: sinks.emit(NoteEvent(step=position.step, text=text)),
+        emit=_noting(sinks, position),
         has_dropout=has_dropout(built.model) or plan.recipe.optim.neftune_alpha is not None,
     )
     recovery.resume()

@@ -145,6 +145,16 @@ class SaveEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleEvent:
+    """`sample`: the model's completions of the prompts of `eval.samples`, in their order."""
+
+    step: int
+    texts: tuple[str, ...]
+    seconds: float = 0.0
+    """Wall time of writing them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoteEvent:
     """`note`: something a reader of the report must know: resumed, checkpoint rejected, not bit-identical."""
 
@@ -164,14 +174,26 @@ class FinalEvent:
     model: str = ""
     """Folder of the trained model."""
     best_step: int | None = None
-    """Step whose weights are the final ones, with `save.keep_best`."""
+    """Step whose weights are the final ones, where the best are kept and are not the last."""
     sample: str = ""
     """Beginning of a row, and the text that the trained model writes after it."""
     sample_prompt: str = ""
     """The first part of `sample`: the beginning of the row. Empty in runs by earlier versions."""
+    stopped_early: str = ""
+    """Reason that a run ended before its last step, with `eval.early_stopping`."""
 
 
-Event = StepEvent | EvalEvent | DataEvent | MemoryEvent | HostEvent | SaveEvent | NoteEvent | FinalEvent
+Event = (
+    StepEvent
+    | EvalEvent
+    | DataEvent
+    | MemoryEvent
+    | HostEvent
+    | SaveEvent
+    | SampleEvent
+    | NoteEvent
+    | FinalEvent
+)
 
 KINDS: dict[str, type[Event]] = {
     "step": StepEvent,
@@ -180,6 +202,7 @@ KINDS: dict[str, type[Event]] = {
     "memory": MemoryEvent,
     "host": HostEvent,
     "save": SaveEvent,
+    "sample": SampleEvent,
     "note": NoteEvent,
     "final": FinalEvent,
 }
@@ -228,6 +251,8 @@ def from_values(values: Mapping[str, Any]) -> Event:
     taken = {key: value for key, value in heard.items() if key in known}
     if "lengths" in taken:
         taken["lengths"] = tuple((bound, count) for bound, count in taken["lengths"])
+    if "texts" in taken:
+        taken["texts"] = tuple(taken["texts"])
     if "sources" in taken:
         taken["sources"] = tuple(tuple(one) for one in taken["sources"])
     if "loss_tokens_cut_by_answer" in taken:

@@ -145,15 +145,24 @@ class Steps:
         return self._current[1]
 
 
-def eval_order(feed: Feed) -> Ints:
-    """All sequences, longest first so that little is padded."""
-    return np.argsort(-feed.tokens, kind="stable")
+def eval_orders(feed: Feed) -> list[Ints]:
+    """All sequences of each evaluation set, longest first so that little is padded.
+
+    The sets of held-out rows are what epochs are of training rows: laid out apart.
+    """
+    bounds = feed.epoch_ptr
+    return [
+        first + np.argsort(-feed.tokens[first:end], kind="stable")
+        for first, end in (of_epoch(bounds, number) for number in range(len(bounds) - 1))
+    ]
 
 
-def eval_micro_batches(feed: Feed, settings: Settings, *, rank: int, num_ranks: int) -> list[Ints]:
-    """Micro-batches of one rank in a pass over `feed` in `eval_order`."""
+def eval_micro_batches(
+    feed: Feed, settings: Settings, sequences: Ints, *, rank: int, num_ranks: int
+) -> list[Ints]:
+    """Micro-batches of one rank in a pass over some `sequences` of held-out rows."""
     dealt = micro_batches(
-        eval_order(feed),
+        sequences,
         feed.tokens,
         num_ranks=num_ranks,
         micro_batch_size=settings.micro_batch_size,

@@ -12,8 +12,16 @@ class TrainState:
     step: int = 0
     """Optimizer steps made."""
     eval_loss: float | None = None
-    """Held-out loss after `step`, where it was measured."""
+    """Held-out loss after `step`, where it was measured; of another metric, what is lower is better."""
     best_loss: float | None = None
+    best_step: int | None = None
+    """Step of `best_loss`."""
+    watched: str = ""
+    """Metric that `eval_loss` is of (early_stopping.py)."""
+    gained_loss: float | None = None
+    """Value of `eval_loss` at the last gain."""
+    stale_evals: int = 0
+    """Evaluations since the last gain."""
     num_recoveries: int = 0
     """Times that memory ran out and the step was made all the same."""
     micro_batch_limit: int | None = None

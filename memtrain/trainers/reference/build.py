@@ -25,7 +25,7 @@ from memtrain.trainers.model.offload.activations import engine_for
 from memtrain.trainers.model.offload.copy_engines import CopyEngine
 from memtrain.trainers.model.offload.weights import weights_on_host
 from memtrain.trainers.model.streamed.apply import stream_layers
-from memtrain.trainers.protocols.feed import Feed, Steps, eval_order
+from memtrain.trainers.protocols.feed import Feed, Steps, eval_orders
 from memtrain.trainers.reference.precompute import Floats, Question, asked_once
 from memtrain.trainers.reference.reference import (
     EmaReference,
@@ -146,4 +146,4 @@ def _precompute(
     coming = [steps.work(step, rank=0, num_ranks=1).sequences for step in range(plan.settings.max_steps)]
     method.precompute(cast(AnswerFeed, train), coming, answered)
     if held_out is not None:
-        method.precompute(cast(AnswerFeed, held_out), [eval_order(held_out)], answered)
+        method.precompute(cast(AnswerFeed, held_out), eval_orders(held_out), answered)

@@ -16,6 +16,7 @@ from rich.progress import Progress as Bar
 
 from memtrain.errors import printable
 from memtrain.memory.plan.units import gib
+from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
 from memtrain.trainers.protocols.events import REWARD, EvalEvent, StepEvent, from_values
 
 WINDOW_STEPS = 20
@@ -96,7 +97,12 @@ class Progress:
             figures = f"reward {decimal(event.extra[REWARD])}{length_words(event)}"
         if pairs := pair_words(event):
             figures += f"  {pairs}"
-        self.print_line(f"step {event.step}  held-out {figures}")
+        of_sets = [
+            f"{key} {decimal(value)}"
+            for key, value in event.extra.items()
+            if key.endswith((f"{SET_MARK}{LOSS}", f"{SET_MARK}{REWARD}"))
+        ]
+        self.print_line("  ".join([f"step {event.step}  held-out {figures}", *of_sets]))
 
     def print_line(self, text: str) -> None:
         """Tell something in a line of its own."""

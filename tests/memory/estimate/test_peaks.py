@@ -21,7 +21,7 @@ from memtrain.memory.estimate.static import (
     usable,
 )
 from memtrain.memory.estimate.workload import TRANSFORMERS, ForeignStep, HeaviestBatch, Workload
-from memtrain.memory.generation.generation import generation_bytes
+from memtrain.memory.generation.decode_bytes import generation_bytes
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB

@@ -6,7 +6,7 @@ import pytest
 from memtrain.trainers.batches.collate import MicroBatch, nothing
 from memtrain.trainers.data.packing.step_order import BatchSize, count_steps
 from memtrain.trainers.protocols.events import DataEvent
-from memtrain.trainers.protocols.feed import Steps, eval_micro_batches
+from memtrain.trainers.protocols.feed import Steps, eval_micro_batches, eval_orders
 
 
 class Lengths:
@@ -69,7 +69,10 @@ def test_ranks_share_a_step_and_its_denominator(steps: Steps):
 
 
 def test_evaluation_takes_every_sequence_once(steps: Steps):
-    dealt = [eval_micro_batches(steps.feed, steps.settings, rank=rank, num_ranks=3) for rank in range(3)]
+    (order,) = eval_orders(steps.feed)
+    dealt = [
+        eval_micro_batches(steps.feed, steps.settings, order, rank=rank, num_ranks=3) for rank in range(3)
+    ]
     assert sorted(int(i) for rank in dealt for micro_batch in rank for i in micro_batch) == list(range(10))
 
 

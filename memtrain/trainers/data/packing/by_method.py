@@ -65,23 +65,45 @@ def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) ->
     if not laid.profile.report.num_sequences:
         raise DataError(*_none_left(chosen.train, recipe, "rows"))
     held = held_out_of(recipe, data, store, chosen)
-    if held is not None and not lay(*held, recipe, shares_prompts).profile.report.num_sequences:
-        raise DataError(*_none_left(held[1], recipe, "held-out rows"))
+    if held is None:
+        return laid
+    for name, rows in zip(recipe.data.eval_sets or ("",), held.sets, strict=True):
+        if not lay(held.store, rows, recipe, shares_prompts).profile.report.num_sequences:
+            of_set = f" of data.eval.{name}" if name else ""
+            raise DataError(*_none_left(rows, recipe, f"held-out rows{of_set}"))
     return laid
 
 
-def held_out_of(
-    recipe: Recipe, data: PreparedData, store: TokenStore, chosen: Chosen
-) -> tuple[TokenStore, Ints] | None:
-    """The rows that evaluation sees, and their store; None where there are none."""
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The rows that evaluation sees."""
+
+    store: TokenStore
+    sets: tuple[Ints, ...]
+    """Rows of each evaluation set; one where sets have no names."""
+
+    @property
+    def rows(self) -> Ints:
+        """Rows of all sets, one after the other."""
+        return np.concatenate(self.sets)
+
+
+def held_out_of(recipe: Recipe, data: PreparedData, store: TokenStore, chosen: Chosen) -> HeldOut | None:
+    """The rows that evaluation sees, by set, with their store; None where there are none."""
+    names = recipe.data.eval_sets
     if data.eval is not None:
         store = TokenStore.open(data.eval.folder)
         rows = np.arange(store.num_rows)
     else:
         rows = chosen.eval
-    if recipe.eval.max_rows is not None and len(rows):
-        rows = rows[:: -(-len(rows) // recipe.eval.max_rows)]
-    return (store, rows) if len(rows) else None
+    sets = [rows]
+    if names:
+        number_of = np.array([names.index(one.set) for one in recipe.data.eval if one.set is not None])
+        set_of_row = number_of[np.array(store.meta.sources, np.int64)[store.origins[rows, 0]]]
+        sets = [rows[set_of_row == number] for number in range(len(names))]
+    if recipe.eval.max_rows is not None:
+        sets = [one[:: -(-max(1, len(one)) // recipe.eval.max_rows)] for one in sets]
+    return HeldOut(store, tuple(sets)) if len(rows) else None
 
 
 def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:

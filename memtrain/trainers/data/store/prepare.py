@@ -34,6 +34,7 @@ from memtrain.trainers.data.tokenize.chat import (
     trained_words,
     turn_end_of,
 )
+from memtrain.trainers.data.tokenize.sample_prompts import sample_prompts
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of
 from memtrain.trainers.data.tokenize.unrendered import notes_of
 from memtrain.trainers.data.tokenize.workers import Job, Tokenized, tokenized
@@ -138,13 +139,17 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
         )
     held_out = len(chosen.eval)
     other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
+    turn_end, samples = turn_end_in(made.store, tokenizer), recipe.eval.samples
     return PreparedData(
         train=split_of(made, chosen.train, data.train).model_copy(
             update={"example": example_of(train, int(chosen.train[0]), tokenizer)}
         ),
         eval=other and split_of(other, None, data.eval),
         held_out_rows=held_out,
-        turn_end=turn_end_in(made.store, tokenizer),
+        turn_end=turn_end,
+        samples=sample_prompts(samples.prompts, data, tokenizer, is_chat=turn_end is not None)
+        if samples is not None
+        else (),
     )
 
 

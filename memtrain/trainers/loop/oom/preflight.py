@@ -27,7 +27,7 @@ from memtrain.trainers.loop.oom.recover import Exhausted
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.optim.step import set_rate, update
 from memtrain.trainers.protocols.events import NoteEvent
-from memtrain.trainers.protocols.feed import Ints, eval_micro_batches
+from memtrain.trainers.protocols.feed import Ints, eval_micro_batches, eval_orders
 from memtrain.trainers.run_folder.report.report import DRY_RUN
 from memtrain.trainers.runtime.seed import random_state, restore_random_state
 
@@ -200,7 +200,11 @@ def _evaluation(run: Run) -> None:
         # What is held out of an online run is written and judged, and writing was tried.
         return
     feed = run.eval_feed
-    micro_batches = eval_micro_batches(feed, run.plan.settings, rank=0, num_ranks=1)
+    micro_batches = [
+        micro_batch
+        for order in eval_orders(feed)
+        for micro_batch in eval_micro_batches(feed, run.plan.settings, order, rank=0, num_ranks=1)
+    ]
     heaviest = max(micro_batches, key=lambda sequences: padded_tokens(feed, sequences, run.plan.settings))
     was_training = run.step.model.training
     run.step.model.eval()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, cast
 
-from memtrain.memory.generation.generation import READ_TOKENS
+from memtrain.memory.generation.decode_bytes import READ_TOKENS
 from memtrain.memory.model_shape.length_rules import PROBE_PAST, length_rules, reached
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.rules.attention import AttentionBackend, model_facts

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memtrain.memory.generation.generation import CHOICE_TILE
+from memtrain.memory.generation.decode_bytes import CHOICE_TILE
 from memtrain.trainers.online.generation.protocol import Sampling
 
 

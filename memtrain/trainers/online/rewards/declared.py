@@ -27,7 +27,7 @@ def declared_functions(rewards: Rewards) -> dict[int, Function]:
     faults: list[Fault] = []
     for index, recipe in enumerate(rewards.functions):
         try:
-            function = _declared(recipe, f"rewards.functions.{index}") if recipe.model is None else None
+            function = _declared(recipe, f"{rewards.KEY}.functions.{index}") if recipe.model is None else None
         except RecipeError as error:
             faults += error.faults
         else:

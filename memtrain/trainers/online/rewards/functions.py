@@ -53,7 +53,7 @@ def load_functions(rewards: Rewards) -> tuple[Function, ...]:
     faults: list[Fault] = []
     for index, recipe in enumerate(rewards.functions):
         try:
-            loaded.append(_load(recipe, f"rewards.functions.{index}"))
+            loaded.append(_load(recipe, f"{rewards.KEY}.functions.{index}"))
         except RecipeError as error:
             faults += error.faults
     if faults:
@@ -61,11 +61,13 @@ def load_functions(rewards: Rewards) -> tuple[Function, ...]:
     return tuple(loaded)
 
 
-def check_columns(functions: Mapping[int, Function], columns: Sequence[str]) -> None:
-    """Raise RecipeError when a function, by its place in the recipe, needs columns that the rows lack."""
+def check_columns(
+    functions: Mapping[int, Function], columns: Sequence[str], rewards: Rewards | type[Rewards] = Rewards
+) -> None:
+    """Raise RecipeError when a function, by its place in the section, needs columns that the rows lack."""
     faults: list[Fault] = []
     for index, function in functions.items():
-        where = f"rewards.functions.{index}"
+        where = f"{rewards.KEY}.functions.{index}"
         renamed = function.recipe.columns
         for taken, column in renamed.items():
             if column not in columns:

@@ -130,8 +130,9 @@ def _values(
         value = outcome.value
         if outcome.error is not None:
             num_errors += 1
+            key = f"{rewards.KEY}.on_error"
             value = _by_policy(
-                rewards.on_error, "on_error", _error_text(outcome.error), function, index, outcome.error
+                rewards.on_error, key, _error_text(outcome.error), function, index, outcome.error
             )
         elif isinstance(value, Mapping):
             for name, number in value.items():
@@ -147,7 +148,8 @@ def _values(
         number = _number(value, function, index)
         if not abs(number) <= MOST_REWARD and value is not None and outcome.error is None:
             num_nans += 1
-            number = _by_policy(rewards.on_nan, "on_nan", f"returned {number}", function, index, None)
+            key = f"{rewards.KEY}.on_nan"
+            number = _by_policy(rewards.on_nan, key, f"returned {number}", function, index, None)
         values.append(number)
     return values, _metrics(function.label, values, reported, num_errors, num_nans)
 
@@ -180,7 +182,7 @@ def _by_policy(
         raise DataError(
             f"reward '{function.label}' {what} (completion {index} of the batch)",
             _place(function, error),
-            f"fix it, or set rewards.{key}: zero or skip",
+            f"fix it, or set {key}: zero or skip",
         ) from error
     return 0.0 if policy == "zero" else math.nan
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.evaluation import SET_MARK
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build.balanced import own_method
 from memtrain.trainers.build.components import Built, has_dropout
@@ -132,8 +133,9 @@ class OnlineSteps:
             if isinstance(self.method, WeightsTokens):
                 self.method.go_on(self.feed.window.kept)
 
-    def evaluate(self) -> float:
-        """Minus the mean reward of one completion for each held-out prompt, told; the same on every rank."""
+    def evaluate(self) -> EvalEvent:
+        """Mean reward of one completion for each held-out prompt, and minus that as the loss; the same on
+        every rank."""
         started = time.perf_counter()
         held_out = self.held_out
         assert held_out is not None, "There are held-out prompts."
@@ -142,19 +144,23 @@ class OnlineSteps:
         sampling = sampling_of(self.plan, self.built, is_evaluation=True)
         samples = self.written(groups, sampling, phase="evaluation")
         reward_AF, metrics = self.judging.score(held_out, list(numbers), samples)
-        total = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F).nanmean().item()
+        reward_A = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F)
+        total = reward_A.nanmean().item()
         lengths = [len(sample.token_ids) for group in samples for sample in group]
-        extra = {REWARD: total, **metrics, "completion_tokens": float(np.mean(lengths))}
-        self.emit(
-            EvalEvent(
-                step=self.position.step,
-                loss=-total,
-                tokens=sum(lengths),
-                seconds=time.perf_counter() - started,
-                extra=extra,
+        by_set = {
+            f"{name}{SET_MARK}{REWARD}": reward_A[first:end].nanmean().item()
+            for name, first, end in zip(
+                self.plan.recipe.data.eval_sets, held_out.epoch_ptr, held_out.epoch_ptr[1:], strict=False
             )
+        }
+        extra = {REWARD: total, **metrics, "completion_tokens": float(np.mean(lengths)), **by_set}
+        return EvalEvent(
+            step=self.position.step,
+            loss=-total,
+            tokens=sum(lengths),
+            seconds=time.perf_counter() - started,
+            extra=extra,
         )
-        return -total
 
     def _rollout(self, number: int, step: int) -> Rollout:
         """Write, judge and weigh the completions of one rollout."""

@@ -23,12 +23,14 @@ from memtrain.trainers.protocols.events import (
     HostEvent,
     MemoryEvent,
     NoteEvent,
+    SampleEvent,
     SaveEvent,
     StepEvent,
 )
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.metrics import read_metrics
 from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
+from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, set_rows
 from memtrain.trainers.run_folder.report.rollout_words import counted_words, mean_length_words
 
 MOST_AVERAGED_STEPS = 10
@@ -59,6 +61,7 @@ class Report:
     notes: tuple[NoteEvent, ...]
     final: FinalEvent | None
     saves: tuple[SaveEvent, ...] = ()
+    samples: tuple[SampleEvent, ...] = ()
     host: HostEvent | None = None
     """The last step whose host time was measured."""
 
@@ -135,6 +138,7 @@ def load_report(folder: RunFolder) -> Report:
         memory=tuple(peaks.values()),
         notes=tuple(event for event in events if isinstance(event, NoteEvent)),
         saves=tuple(event for event in events if isinstance(event, SaveEvent)),
+        samples=tuple(event for event in events if isinstance(event, SampleEvent)),
         final=finals[-1] if finals else None,
         host=next((event for event in reversed(events) if isinstance(event, HostEvent)), None),
     )
@@ -185,6 +189,11 @@ def phases_of(report: Report) -> list[PhaseMemory]:
     return [
         PhaseMemory(phase, predicted.get(phase), measured.get(phase)) for phase in {**predicted, **measured}
     ]
+
+
+def sets_of(report: Report) -> tuple[str, ...]:
+    """Names of the evaluation sets."""
+    return report.plan.recipe.data.eval_sets if report.plan is not None else ()
 
 
 def state_of(report: Report) -> str:
@@ -322,6 +331,8 @@ def _figures_table(report: Report) -> Table:
     figures = figures_of(report)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("run", f"{state_of(report)}, {len(report.steps):,} steps in {duration(figures.seconds)}")
+    for row in ending_rows(report.final):
+        table.add_row(*row)
     table.add_row("loss", loss_words(figures))
     if words := reward_words(figures):
         table.add_row(REWARD, words)
@@ -329,7 +340,7 @@ def _figures_table(report: Report) -> Table:
         table.add_row("completion length", words)
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
-    for row in pair_rows(report):
+    for row in (*pair_rows(report), *set_rows(report.evals, sets_of(report))):
         table.add_row(*row)
     if figures.tokens_per_s is not None:
         counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)

@@ -18,6 +18,7 @@ from memtrain.trainers.protocols.events import REWARD, DataEvent
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.progress import duration
 from memtrain.trainers.run_folder.report.curves import curve_groups
+from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, sample_columns, set_rows
 from memtrain.trainers.run_folder.report.report import (
     Figures,
     Report,
@@ -30,6 +31,7 @@ from memtrain.trainers.run_folder.report.report import (
     pair_rows,
     phases_of,
     reward_words,
+    sets_of,
     source_words,
     state_of,
 )
@@ -65,6 +67,7 @@ def render_report(report: Report) -> str:
         report=report,
         state=state_of(report),
         updated_at=_moment(report.status.time) if report.status else "",
+        endings=ending_rows(report.final),
         tiles=_tiles(report, figures_of(report)),
         large=large,
         groups=groups,
@@ -72,6 +75,8 @@ def render_report(report: Report) -> str:
         memory=memory_of(report),
         phases=phases_of(report),
         splits=[(data, _lengths(report, data), lost_words(data), source_words(data)) for data in report.data],
+        samples=sample_columns(prompts_of(report), report.samples),
+        num_samples=len(report.samples),
         decisions=[(one.setting, one.value, one.reason, one.source) for one in decisions],
         environment=_environment(report),
         sample=sample_rows(report),
@@ -95,7 +100,8 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("completion length", *_value_and_remark(words)))
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
-    tiles += [(name, *_value_and_remark(words)) for name, words in pair_rows(report)]
+    more = (*pair_rows(report), *set_rows(report.evals, sets_of(report)))
+    tiles += [(name, *_value_and_remark(words)) for name, words in more]
     if figures.tokens_per_s is not None:
         counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
@@ -111,6 +117,11 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
 def _value_and_remark(words: str) -> tuple[str, str]:
     value, _, remark = words.replace("->", "→").partition(" (")
     return value, remark.rstrip(")")
+
+
+def prompts_of(report: Report) -> list[str]:
+    """Prompts of `eval.samples`."""
+    return [prompt.text for prompt in report.plan.data.samples] if report.plan is not None else []
 
 
 def memory_of(report: Report) -> Figure:

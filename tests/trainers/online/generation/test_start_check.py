@@ -11,7 +11,7 @@ from torch import nn
 
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError
-from memtrain.memory.generation.generation import generation_bytes
+from memtrain.memory.generation.decode_bytes import generation_bytes
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.generate import Generate

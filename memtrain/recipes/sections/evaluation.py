@@ -1,0 +1,126 @@
+"""The `eval:` section: when held-out rows are measured, and when a run that gains nothing ends."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from memtrain.recipes.sections.base import PositiveInt, Section, changes, one_or_many
+from memtrain.recipes.sections.rewards import Rewards
+
+LOSS = "loss"
+REWARD = "reward"
+TAKEN = (LOSS, REWARD, "accuracy", "entropy", "extra", "kind", "nll", "seconds", "step", "time", "tokens")
+"""Names in the lines of evaluations that are no function's."""
+SET_MARK = "/"
+"""Stands between the name of an evaluation set and a metric of it: `math/loss`."""
+
+
+class EarlyStopping(Section):
+    """The end of a run whose held-out rows show no gain. Its best checkpoint is kept, and is the final model,
+    as with `save.keep_best`."""
+
+    patience: PositiveInt = 3
+    """Evaluations without a gain after which the run ends. Higher: more steps before it is sure."""
+
+    min_gain: Annotated[float, Field(ge=0)] = 0.0
+    """Least improvement on the best value so far that counts as a gain, in the metric's own unit."""
+
+    metric: str | None = None
+    """Metric of the held-out rows that is watched. Not given: `loss`; of online methods `reward`. Others:
+    `accuracy` (sft), `rewards/accuracies` and `rewards/margins` (preferences), the name of a metric of
+    `eval.metrics`; of one evaluation set with its name before it: `math/loss`."""
+
+    greater_is_better: bool | None = None
+    """Direction of the metric. Not given: the loss falls, all others rise."""
+
+
+class Samples(Section):
+    """Prompts that the model goes on from while it trains, shown side by side over the steps in the report.
+    They move no number of the training."""
+
+    prompts: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(min_length=1)]
+    """A prompt, or a list of them. Of runs on conversations each is a user's turn, written by the chat
+    template (after `data.system_prompt`); else plain text that is continued."""
+
+    every_steps: PositiveInt | None = None
+    """Write every n optimizer steps, and after the last. Not given: at the end of every epoch."""
+
+    at_start: bool = True
+    """Write before the first step too: what the model wrote before it was trained."""
+
+    max_tokens: PositiveInt = 64
+    """Longest completion in tokens. Higher: more time, more memory for keys and values."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: the likeliest token. Above: sampled, by the same numbers at every step."""
+
+
+class Metrics(Rewards):
+    """Metrics of completions: a function reads what the model writes for prompts of held-out rows. Functions
+    are called as rewards are, with the same rules of errors and time."""
+
+    KEY: ClassVar[str] = "eval.metrics"
+
+    max_rows: PositiveInt = 64
+    """Held-out rows (of each evaluation set) whose prompts are answered, evenly spaced. Higher: a surer mean,
+    more time for each evaluation."""
+
+    max_tokens: PositiveInt = 256
+    """Longest completion in tokens. Higher: more time, more memory for keys and values."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: the likeliest token. Above: sampled, by the same numbers at every evaluation."""
+
+    @model_validator(mode="after")
+    def _are_functions(self) -> Metrics:
+        for one in self.functions:
+            if one.model is not None:
+                raise ValueError(
+                    f"eval.metrics: {one.label} is a model, and metrics are functions; remove it, and score "
+                    "the final model with `memtrain score`"
+                )
+            for name in ("pairwise", "both_orders", "weight"):
+                if changes(one, name):
+                    raise ValueError(f"eval.metrics: {name} has no effect on a metric; remove it")
+            if SET_MARK in one.label or one.label in TAKEN:
+                raise ValueError(
+                    f"eval.metrics: {one.label} cannot be the name of a metric; give it another name"
+                )
+        return self
+
+
+class Eval(Section):
+    """Loss on held-out rows, metrics of what the model writes, and samples."""
+
+    every_steps: PositiveInt | None = None
+    """Evaluate every n optimizer steps. Not given: at the end of every epoch."""
+
+    at_start: bool = False
+    """Evaluate before the first step too."""
+
+    max_rows: PositiveInt | None = None
+    """Use at most this many held-out rows, of each evaluation set."""
+
+    samples: Samples | None = None
+    """Fixed prompts that the model answers during the run: `{prompts: [...], every_steps: 50}`. Not of online
+    methods, whose completions are shown already."""
+
+    metrics: Metrics | None = None
+    """Metrics from functions, for SFT and preference methods: `{functions: ./metrics.py:exact}`. A function
+    gets what a reward gets, and as `reference` (or `answer`) the answer of the row, of a pair the chosen one.
+    Its mean is told at each evaluation, under its name."""
+
+    early_stopping: EarlyStopping | None = None
+    """End the run when held-out rows show no gain: `{patience: 3}`. Not given: it makes all its steps."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether completions are asked for beside the training."""
+        return self.samples is not None or self.metrics is not None
+
+    @property
+    def longest_written(self) -> int:
+        """Tokens of the longest completion that is asked for; 0 where none is."""
+        return max((one.max_tokens for one in (self.samples, self.metrics) if one is not None), default=0)
