@@ -12,6 +12,7 @@ from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.data.store.held_out_prompts import COLUMNS
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.online.rewards.declared import declared_functions
+from memtrain.trainers.online.rewards.environment import ENVIRONMENT
 from memtrain.trainers.online.rewards.functions import check_columns
 from memtrain.trainers.online.rewards.reading import prompt_of_row, reader_of
 
@@ -31,7 +32,8 @@ def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> Non
         found = declared_functions(rewards)
         if data is not None:
             store = TokenStore.open(data.train.folder)
-            check_columns(found, list(store.columns(0)))
+            own = [ENVIRONMENT] if rewards.environment is not None else []
+            check_columns(found, [*store.columns(0), *own])
             _check_models(rewards, store)
     except RecipeError as error:
         is_ours = (f"{Rewards.KEY}.functions", f"{Metrics.KEY}.functions")

@@ -49,11 +49,16 @@ def with_generation(
     resting = resting_peak(prediction)
     if settings.sampler in ("vllm", "vllm_server"):
         return _with_vllm(ledger, settings, prediction, facts, resting)
-    prompt = longest_prompt(facts, recipe.generation)
     room = prediction.peak.num_bytes - resting.num_bytes
+    # Held-out prompts are written to once each: no completion shares its prompt's keys.
+    held_out, alone = num_held_out(recipe, facts), recipe.generation.model_copy(update={"num_generations": 1})
+    prompt, generate = longest_prompt(facts, recipe.generation), recipe.generation
+    if recipe.rewards is not None and recipe.rewards.environment is not None:
+        # Later turns read a conversation each, as long as a prompt with its completion.
+        prompt, generate = prompt + generate.max_tokens, alone
 
     def moment(rows: int) -> dict[str, int]:
-        return generation_bytes(settings, facts.shape, recipe.generation, prompt, rows)
+        return generation_bytes(settings, facts.shape, generate, prompt, rows)
 
     def judged(rows: int) -> dict[str, int]:
         return generation_bytes(settings, facts.shape, alone, prompt, min(rows, held_out))
@@ -63,8 +68,6 @@ def with_generation(
         highest = sum(judged(rows).values()) if held_out and settings.device == "cuda" else 0
         return max(sum(moment(rows).values()), highest) <= room
 
-    # Held-out prompts are written to once each: no completion shares its prompt's keys.
-    held_out, alone = num_held_out(recipe, facts), recipe.generation.model_copy(update={"num_generations": 1})
     rows = _decide_rows(ledger, recipe, settings, fits)
     owners = {one.owner: one.num_bytes for one in resting.owners}
     if shards_weights(settings):
@@ -83,10 +86,8 @@ def with_generation(
     factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes)
     if recipe.online.needs.passes:
         phases.append(passes)
-    return (
-        settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor}),
-        prediction.model_copy(update={"phases": tuple(phases)}),
-    )
+    settings = settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor})
+    return settings, prediction.model_copy(update={"phases": tuple(phases)})
 
 
 def _refuse(ledger: DecisionLog, settings: Settings) -> None:

@@ -15,7 +15,7 @@ from memtrain.recipes.reading.field_types import describe, field_types, item_of,
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section, one_or_many, parse_bytes
 from memtrain.recipes.sections.data import held_out_sources, source_of
-from memtrain.recipes.sections.rewards import functions_of, model_of
+from memtrain.recipes.sections.rewards import environment_of, functions_of, model_of
 
 SCHEMA_FILE = "recipe.schema.json"
 """Name of the schema among the shipped recipes, which name it relative to themselves."""
@@ -35,7 +35,7 @@ class _Generator(GenerateJsonSchema):
             return {"anyOf": [inner, _SIZE]}
         if reader is one_or_many:
             return {"anyOf": [inner["items"], inner]}
-        if reader is model_of:
+        if reader in (model_of, environment_of):
             return {"anyOf": [{"type": "string"}, inner]}
         if reader in (source_of, functions_of):
             one: list[JsonSchemaValue] = [{"type": "string"}, inner["items"]]

@@ -75,6 +75,8 @@ class Metrics(Rewards):
 
     @model_validator(mode="after")
     def _are_functions(self) -> Metrics:
+        if self.environment is not None:
+            raise ValueError("eval.metrics: environment has no effect on a metric; remove it")
         for one in self.functions:
             if one.model is not None:
                 raise ValueError(

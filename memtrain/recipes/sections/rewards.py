@@ -110,6 +110,37 @@ class RewardFunction(Section):
         return self
 
 
+def environment_of(value: object) -> object:
+    """An environment from its path alone."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+class Environment(Section):
+    """A class that answers the model, turn by turn: a game, a tool, a tester. Its words are read by the model
+    and never trained."""
+
+    path: str
+    """`./file.py:Class` or `package.module:Class`. The class has `step(text)`, which gets a turn of the model
+    and returns the words that follow it, or None at the end; and may have `reset`, which takes `prompt`,
+    `seed` and columns of the row by name, and `role`, the role of its words in a conversation (`user`).
+    Reward functions get the object as `environment`."""
+
+    max_turns: PositiveInt = 8
+    """Most turns of the model in a completion. `generate.max_tokens` bounds all of them together, with the
+    environment's words, so that any number of turns is planned for."""
+
+    turn_tokens: PositiveInt | None = None
+    """Longest turn of the model in tokens; a longer one ends the completion as cut. Not given: as long as
+    there is room."""
+
+    @model_validator(mode="after")
+    def _is_a_class(self) -> Environment:
+        module, _, name = self.path.rpartition(":")
+        if not module or not name.isidentifier():
+            raise ValueError(f"'{self.path}' is not a class; write ./file.py:Name or package.module:Name")
+        return self
+
+
 def functions_of(value: object) -> object:
     """A list of functions from a name, a mapping, or a list of either."""
     items = one_or_many(value)
@@ -127,6 +158,10 @@ class Rewards(Section):
 
     functions: Annotated[tuple[RewardFunction, ...], BeforeValidator(functions_of), Field(min_length=1)]
     """A reward, or a list of them: a name, or a section each."""
+
+    environment: Annotated[Environment | None, BeforeValidator(environment_of)] = None
+    """Class that answers the model, for completions of several turns: `./file.py:Class`, or a section. Not
+    given: a completion is one turn."""
 
     @property
     def models(self) -> tuple[RewardModel, ...]:
@@ -152,6 +187,11 @@ class Rewards(Section):
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise ValueError(f"two rewards have the name '{doubled[0]}'; give one of them a name of its own")
+        if self.environment is not None and self.models:
+            raise ValueError(
+                "a reward model reads one answer, and rewards.environment makes conversations; remove one of "
+                "them"
+            )
         if all(one.weight == 0 for one in self.functions):
             raise ValueError(
                 "every reward has weight 0, so there is nothing to learn; give a reward another weight"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.sections.base import changes
+from memtrain.recipes.sections.base import NonNegativeInt, changes
 from memtrain.recipes.sections.methods.online_base import Needs, WithMismatch
 
 PolicyLossName = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -97,9 +97,19 @@ class Grpo(WithMismatch):
     top_entropy_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the tokens that are learnt from, those of the highest entropy (arXiv:2506.01939: 0.2)."""
 
+    dynamic_sampling: NonNegativeInt = 0
+    """Times that groups whose rewards are all alike are replaced by groups of other prompts, before the
+    rollout is learnt from (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2). Counted as
+    `groups_resampled`. Higher: more signal in a step, more time to generate it. 0: such groups stay."""
+
     off_policy_limit: Annotated[float, Field(gt=0)] | None = None
     """Leave out bad completions that have become less likely than this, in nats a token (arXiv:2512.02556).
     Not given: none is left out."""
+
+    @property
+    def resamples(self) -> int:
+        """Times that groups without signal are replaced by those of other prompts."""
+        return self.dynamic_sampling
 
     @property
     def needs(self) -> Needs:

@@ -69,6 +69,11 @@ class FromOwnCompletions(WithReference):
     """Do not learn from completions that were cut at generate.max_tokens (DAPO's overlong filtering)."""
 
     @property
+    def resamples(self) -> int:
+        """Times that groups without signal are replaced by those of other prompts."""
+        return 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference is asked."""
         return self.beta > 0

@@ -51,6 +51,11 @@ class Sample:
     computes it for the same weights. At temperature 0: under softmax(logits)."""
     finish: Finish
     """`stop`: a stop token; `string`: a stop string; `length`: cut at max_tokens."""
+    context_ids: tuple[int, ...] = ()
+    """Of several turns: all tokens behind the prompt, the environment's among them. Else empty."""
+    is_written: tuple[bool, ...] = ()
+    """Of several turns: which of these the model wrote; they are `token_ids`, in order."""
+    num_turns: int = 1
 
 
 OnDone = Callable[[int, list[Sample]], None]

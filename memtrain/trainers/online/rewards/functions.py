@@ -93,19 +93,32 @@ def _load(recipe: RewardFunction, where: str) -> Function:
     module_name, _, name = str(recipe.function).rpartition(":")
     if not module_name:
         return looked_at(recipe, BUILTINS[name], where, is_builtin=True)
+    call = named_in_module(str(recipe.function), where)
+    return looked_at(recipe, call, where, is_builtin=False)
+
+
+def named_in_module(path: str, where: str) -> Any:
+    """What `./file.py:name` or `package.module:name` stands for.
+
+    Raises: RecipeError when there is no such file, module or name, or it cannot be imported.
+    """
+    module_name, _, name = path.rpartition(":")
     is_file = module_name.endswith(".py") or "/" in module_name
     module = (
         _from_file(reward_file(module_name, where), where) if is_file else _from_package(module_name, where)
     )
-    call = getattr(module, name, None)
-    if not callable(call):
-        has = [one for one, value in vars(module).items() if inspect.isfunction(value) and one[0] != "_"]
+    if not callable(getattr(module, name, None)):
+        has = [
+            one
+            for one, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value)) and one[0] != "_"
+        ]
         raise RecipeError(
             f"{module_name} has no function '{name}'",
             where,
             f"name one of its functions: {', '.join(has) or 'it has none'}",
         )
-    return looked_at(recipe, call, where, is_builtin=False)
+    return getattr(module, name)
 
 
 def _asked_apart() -> None:

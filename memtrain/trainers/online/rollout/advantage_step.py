@@ -89,7 +89,7 @@ def rollout_facts(window: Rollout, reward_A: Tensor, group_size: int) -> dict[st
         "completion_tokens_max": float(lengths.max()),
         "completions_cut": float(window.is_cut_A.mean()),
         "completions_trained": float(window.is_trained_A.mean()),
-        "rollout_tokens": float(np.diff(window.prompt_ptr).sum() + lengths.sum()),
+        "rollout_tokens": float(np.diff(window.prompt_ptr).sum() + window.context_length_A.sum()),
     }
 
 

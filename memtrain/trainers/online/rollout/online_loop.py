@@ -11,8 +11,8 @@ of these from part j mod s.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,12 @@ from memtrain.trainers.online.generation.backend import OwnSampler, open_generat
 from memtrain.trainers.online.generation.completions_log import cut_after
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampling
+from memtrain.trainers.online.generation.turns import TurnWriter, open_turns
+from memtrain.trainers.online.rewards.environment import ENVIRONMENT
 from memtrain.trainers.online.rewards.functions import check_columns
 from memtrain.trainers.online.rollout.advantage_step import AdvantageStep, rollout_facts
 from memtrain.trainers.online.rollout.advantages import weighted_rewards
+from memtrain.trainers.online.rollout.dynamic_sampling import Judged, with_signal
 from memtrain.trainers.online.rollout.mismatch_guard import ROUNDING, MismatchAlarm
 from memtrain.trainers.online.rollout.protocol import OnlineMethod, WeightsTokens
 from memtrain.trainers.online.rollout.reward_scoring import RewardScoring, build_reward_scoring
@@ -49,7 +52,7 @@ from memtrain.trainers.protocols.feed import Steps, StepWork
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.event_sinks import EventSinks
 from memtrain.trainers.runtime.ranks import Ranks
-from memtrain.trainers.runtime.seed import derive_seed
+from memtrain.trainers.runtime.seed import derive_seed, numpy_generator
 
 Ints = NDArray[np.int64]
 WATCHED_ROLLOUTS = 2
@@ -74,6 +77,8 @@ class OnlineSteps:
     feed: PolicyFeed = field(init=False)
     base: Steps = field(init=False)
     alarm: MismatchAlarm = field(init=False)
+    turns: TurnWriter | None = None
+    """Holds conversations with an environment; None where a completion is one turn."""
     num_watched: int = 0
     """Rollouts whose memory was measured."""
 
@@ -142,9 +147,9 @@ class OnlineSteps:
         numbers = range(len(held_out.tokens))
         groups = [Group(held_out.ids(number), 1, self._seed("held-out", number)) for number in numbers]
         sampling = sampling_of(self.plan, self.built, is_evaluation=True)
-        samples = self.written(groups, sampling, phase="evaluation")
-        reward_AF, metrics = self.judging.score(held_out, list(numbers), samples)
-        reward_A = weighted_rewards(torch.from_numpy(reward_AF), self.judging.weight_F)
+        made = self._judged(held_out, list(numbers), groups, sampling)
+        samples, metrics = made.samples, made.metrics
+        reward_A = weighted_rewards(torch.from_numpy(made.reward_AF), self.judging.weight_F)
         total = reward_A.nanmean().item()
         lengths = [len(sample.token_ids) for group in samples for sample in group]
         by_set = {
@@ -172,37 +177,73 @@ class OnlineSteps:
         ]
         rows = [int(row) for part in drawn for row in part]
         parts = [part for part, of_part in enumerate(drawn) for _ in of_part]
-        prompts = [self.prompts.ids(row) for row in rows]
         count = recipe.generation.num_generations
-        groups = [
-            Group(prompt, count, self._seed("rollout", number, place)) for place, prompt in enumerate(prompts)
-        ]
-        early = self.judging.early()
+        sampling = sampling_of(self.plan, self.built)
 
-        def begin(number: int, samples: list[Sample]) -> None:
-            self.judging.begin(early, self.prompts, number, rows[number], samples)
+        def ask(rows: list[int], places: list[int], attempt: int) -> Judged:
+            names = [(place, attempt) if attempt else (place,) for place in places]
+            groups = [
+                Group(self.prompts.ids(row), count, self._seed("rollout", number, *name))
+                for row, name in zip(rows, names, strict=True)
+            ]
+            return self._judged(self.prompts, rows, groups, sampling)
 
-        started = time.perf_counter()
-        samples = self.written(groups, sampling_of(self.plan, self.built), begin)
-        generated = time.perf_counter()
-        window = new_window(number, rows, parts, prompts, samples, len(self.judging.functions))
-        with self._watched("rewards"):
-            window.reward_AF, window.metrics = self.judging.score(self.prompts, rows, samples, early)
+        made = ask(rows, list(range(len(rows))), 0)
+        if section.resamples:
+            order = numpy_generator(self._seed("resampled", number)).permutation(len(self.prompts.tokens))
+            made = with_signal(
+                made,
+                ask,
+                weight_F=self.judging.weight_F,
+                group_size=count,
+                most=section.resamples,
+                order=order,
+            )
+            made.metrics |= self.judging.means(made.reward_AF)
+        prompts = [self.prompts.ids(row) for row in made.rows]
+        window = new_window(number, made.rows, parts, prompts, made.samples, len(self.judging.functions))
+        window.reward_AF, window.metrics = made.reward_AF, made.metrics
         scored = time.perf_counter()
         weighing = AdvantageStep(self.method, self.feed, self.passes, self.judging.weight_F, count)
         with self._watched("passes"):
             weighing.weigh(window)
         reward_A = weighted_rewards(torch.from_numpy(window.reward_AF), self.judging.weight_F)
         window.metrics |= rollout_facts(window, reward_A, count) | {
-            "generated_per_s": len(window.ids_N) / max(1e-9, generated - started),
-            "seconds_generation": generated - started,
-            "seconds_rewards": scored - generated,
+            "generated_per_s": len(window.ids_N) / max(1e-9, made.seconds_generation),
+            "seconds_generation": made.seconds_generation,
+            "seconds_rewards": made.seconds_rewards,
             "seconds_passes": time.perf_counter() - scored,
         }
         self.num_watched += 1
         if self._is_shown(step):
             self.judging.show(window, step + 1, self.plan.recipe.generation.show)
         return window
+
+    def _judged(
+        self, feed: PromptFeed, rows: list[int], groups: Sequence[Group], sampling: Sampling
+    ) -> Judged:
+        """Completions of some rows with their rewards; called by all ranks together."""
+        started = time.perf_counter()
+        early, environments, more = self.judging.early(), None, {}
+
+        def begin(number: int, samples: list[Sample]) -> None:
+            self.judging.begin(early, feed, number, rows[number], samples)
+
+        if self.turns is None:
+            samples = self.written(groups, sampling, begin)
+        else:
+            with self._writing("generation"):
+                held = self.turns.write(groups, sampling, lambda at: self._given(feed, rows[at]))
+            samples, environments, more = held.samples, held.environments, held.metrics
+        generated = time.perf_counter()
+        with self._watched("rewards"):
+            reward_AF, metrics = self.judging.score(feed, rows, samples, early, environments)
+        seconds = time.perf_counter() - generated
+        return Judged(rows, samples, reward_AF, metrics | more, generated - started, seconds)
+
+    def _given(self, feed: PromptFeed, row: int) -> dict[str, Any]:
+        """What the `reset` of an environment may take of a row."""
+        return {**feed.columns(row), "prompt": self.judging.text(feed.ids(row))}
 
     def check_sampler(self) -> None:
         """Hold the run's own sampler against the model's own log-probs; engines do it with their weights.
@@ -224,10 +265,16 @@ class OnlineSteps:
         phase: str = "generation",
     ) -> list[list[Sample]]:
         """The completions of some groups, on every rank; called by all of them together."""
+        with self._writing(phase):
+            return self.generating.all(groups, sampling, on_done)
+
+    @contextmanager
+    def _writing(self, phase: str) -> Iterator[None]:
+        """Weights lie as completions are written inside."""
         spread = self.built.spread
         laid = spread.whole if self.plan.settings.gather_weights else spread.streamed
         with self._watched(phase), laid(self.built.scorer):
-            return self.generating.all(groups, sampling, on_done)
+            yield
 
     def _watched(self, phase: str) -> AbstractContextManager[object]:
         # On a CPU every tensor is counted, which costs more than sampling does.
@@ -318,9 +365,12 @@ def online_steps(
     generating = open_generating(plan, built, ranks, version=lambda: position.step, emit=note)
     judging = build_reward_scoring(plan, built, ranks, sinks.print_line)
     watch.resident_bytes += judging.held_bytes
-    check_columns(dict(enumerate(judging.functions)), list(built.train.columns(0)))
+    columns = list(built.train.columns(0))
+    turns = open_turns(plan, built, ranks, generating, columns)
+    own = [ENVIRONMENT] if turns is not None else []
+    check_columns(dict(enumerate(judging.functions)), [*columns, *own])
     steps = OnlineSteps(
-        plan, built, ranks, watch, sinks.emit, generating, judging, built.train, built.eval, position
+        plan, built, ranks, watch, sinks.emit, generating, judging, built.train, built.eval, position, turns
     )
     state = load_state(checkpoint.part("rollout")) if checkpoint is not None else {}
     steps.go_on(state, position.step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.generation.completions_log import COMPLETIONS_FILE, as_text, show
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rewards.early import Early
+from memtrain.trainers.online.rewards.environment import ENVIRONMENT
 from memtrain.trainers.online.rewards.functions import Function, load_functions
 from memtrain.trainers.online.rewards.models import RewardJudge, load_reward_model
 from memtrain.trainers.online.rewards.reading import prompt_of_row
@@ -73,15 +75,17 @@ class RewardScoring:
         rows: Sequence[int],
         samples: Sequence[Sequence[Sample]],
         early: Early | None = None,
+        environments: Sequence[Sequence[Any]] | None = None,
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
         """(rewards [A, F], their metrics), the same on every rank; called by all together.
 
-        `early` has what was begun while the completions were written.
+        `early` has what was begun while the completions were written; `environments` the objects that
+        answered them, on the main rank.
         """
         answers = [
             answer
-            for row, group in zip(rows, samples, strict=True)
-            for answer in self._answers(feed, row, group)
+            for number, (row, group) in enumerate(zip(rows, samples, strict=True))
+            for answer in self._answers(feed, row, group, environments[number] if environments else None)
         ]
         known = {label: self._shared(model, answers) for label, model in self.models.items()}
 
@@ -92,6 +96,14 @@ class RewardScoring:
 
         return self.ranks.broadcast(ask() if self.ranks.is_main else (np.zeros((0, 0)), {}))
 
+    def means(self, reward_AF: NDArray[np.float64]) -> dict[str, float]:
+        """Mean verdict of each reward that gave any, by its name in the metrics."""
+        return {
+            f"rewards/{function.label}": float(np.nanmean(reward_AF[:, number]))
+            for number, function in enumerate(self.functions)
+            if not np.isnan(reward_AF[:, number]).all()
+        }
+
     def show(self, window: Rollout, step: int, count: int) -> None:
         """Keep `count` completions of a rollout in completions.jsonl, and put one of them on the terminal."""
         if not (self.ranks.is_main and count):
@@ -100,8 +112,8 @@ class RewardScoring:
         lines = [
             {
                 "step": step,
-                "prompt": self._text(window.prompt(answer).tolist()),
-                "completion": self._text(window.answer(answer).tolist()),
+                "prompt": self.text(window.prompt(answer).tolist()),
+                "completion": self.text(window.context(answer)[0].tolist()),
                 "rewards": {
                     function.label: _known(window.reward_AF[answer, index])
                     for index, function in enumerate(self.functions)
@@ -114,20 +126,26 @@ class RewardScoring:
         show(self.path, lines)
         self.print_line(as_text(lines[0]))
 
-    def _answers(self, feed: PromptFeed, row: int, samples: Sequence[Sample]) -> list[Answer]:
+    def _answers(
+        self,
+        feed: PromptFeed,
+        row: int,
+        samples: Sequence[Sample],
+        environments: Sequence[Any] | None = None,
+    ) -> list[Answer]:
         """The completions of one row with all that a reward may want to know."""
         ids, columns = feed.ids(row), feed.columns(row)
-        prompt, asked = self._text(ids), feed.asked(row)
+        prompt, asked = self.text(ids), feed.asked(row)
         return [
             Answer(
                 prompt=prompt,
                 completion=self._answer_text(sample),
                 completion_ids=sample.token_ids,
-                columns=columns,
+                columns=columns if environments is None else {**columns, ENVIRONMENT: environments[number]},
                 prompt_ids=ids,
                 asked=None if asked is None else prompt_of_row(asked),
             )
-            for sample in samples
+            for number, sample in enumerate(samples)
         ]
 
     def _shared(self, model: RewardJudge, answers: Sequence[Answer]) -> list[float]:
@@ -139,12 +157,14 @@ class RewardScoring:
             whole[number::world] = part
         return whole
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def text(self, ids: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _answer_text(self, sample: Sample) -> str:
         """Text for the rewards: the completion without special tokens."""
-        return str(self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True))
+        ids = sample.context_ids or sample.token_ids
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def build_reward_scoring(

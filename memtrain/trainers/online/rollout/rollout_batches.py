@@ -121,7 +121,7 @@ class PolicyFeed:
         once in each.
         """
         window = self._at_hand
-        self._tokens = window.length_A + np.diff(window.prompt_ptr)[window.prompt_A]
+        self._tokens = window.context_length_A + np.diff(window.prompt_ptr)[window.prompt_A]
         made: list[list[int]] = [[]]
         used = 0
         for _, members in groupby(answers.tolist(), key=lambda answer: int(window.prompt_A[answer])):
@@ -183,9 +183,8 @@ class PolicyFeed:
         groups: list[Group] = []
         for _, members in groupby(answers, key=lambda answer: int(window.prompt_A[answer])):
             of_group = list(members)
-            written = tuple(
-                Answer(window.answer(one), np.ones(int(window.length_A[one]), np.bool_)) for one in of_group
-            )
+            # The environment's tokens are read and not scored: no loss, ratio or KL term has them.
+            written = tuple(Answer(*window.context(one)) for one in of_group)
             groups.append(Group(window.prompt(of_group[0]), written))
         return collate_answers(
             groups,
@@ -212,7 +211,7 @@ class PolicyFeed:
 
     def _cost(self, answer: int, *, shares: bool) -> int:
         window = self._at_hand
-        own = int(window.answer_ptr[answer + 1] - window.answer_ptr[answer])
+        own = int(window.context_length_A[answer])
         if shares and self.settings.shared_prompts:
             return own
         at = int(window.prompt_A[answer])

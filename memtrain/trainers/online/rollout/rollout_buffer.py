@@ -64,6 +64,13 @@ class Rollout:
     """By part: answers and tokens that the loss is divided by."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the rollout."""
+    context_ids: Ids | None = None
+    """Of answers of several turns: all their tokens, the environment's among them, end to end. The tokens N
+    of every other field are those that the model wrote."""
+    context_ptr: Ints | None = None
+    """[A + 1] where the tokens of each begin in `context_ids`."""
+    is_written: NDArray[np.bool_] | None = None
+    """Which of `context_ids` the model wrote."""
 
     @property
     def num_answers(self) -> int:
@@ -88,6 +95,19 @@ class Rollout:
     def answer(self, answer: int) -> Ids:
         """Tokens of an answer."""
         return self.ids_N[self.answer_ptr[answer] : self.answer_ptr[answer + 1]]
+
+    @property
+    def context_length_A(self) -> Ints:  # noqa: N802
+        """Tokens of each answer that enter the model."""
+        return self.length_A if self.context_ptr is None else np.diff(self.context_ptr)
+
+    def context(self, answer: int) -> tuple[Ids, NDArray[np.bool_]]:
+        """(tokens of an answer that enter the model, which of them it wrote)."""
+        if self.context_ptr is None or self.context_ids is None or self.is_written is None:
+            ids = self.answer(answer)
+            return ids, np.ones(len(ids), np.bool_)
+        span = slice(int(self.context_ptr[answer]), int(self.context_ptr[answer + 1]))
+        return self.context_ids[span], self.is_written[span]
 
     def tokens_of(self, answers: Ints) -> Ints:
         """Places in `ids_N` of the tokens of some answers, answer after answer."""
@@ -121,6 +141,7 @@ def new_window(
     sizes = [len(group) for group in samples]
     prompt_A = np.repeat(np.arange(len(samples)), sizes)
     count = len(flat)
+    has_turns = any(sample.context_ids for sample in flat)
     return Rollout(
         number=number,
         prompt_ids=_ids([token for prompt in prompts for token in prompt]),
@@ -135,6 +156,11 @@ def new_window(
         reward_AF=np.full((count, num_functions), np.nan),
         advantage_A=np.zeros(count, np.float32),
         is_trained_A=np.ones(count, np.bool_),
+        context_ids=_ids([token for sample in flat for token in sample.context_ids]) if has_turns else None,
+        context_ptr=_ptr([len(sample.context_ids) for sample in flat]) if has_turns else None,
+        is_written=np.array([own for sample in flat for own in sample.is_written], np.bool_)
+        if has_turns
+        else None,
     )
 
 
