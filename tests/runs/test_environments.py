@@ -76,14 +76,15 @@ def test_how_rows_are_laid_out_does_not_move_the_curve(tmp_path: Path, cache: Pa
 
 
 def test_groups_without_signal_are_replaced_by_other_prompts(tmp_path: Path, cache: Path):
-    """Few completions have an x: most groups are alike at first."""
-    (cache / "rare.py").write_text("def rare(completion):\n    return float('x' in completion)\n")
+    """Some completions have a k: a few groups are alike at first."""
+    (cache / "rare.py").write_text("def rare(completion):\n    return float('k' in completion)\n")
     given = (
         f"rewards.functions=[{cache}/rare.py:rare]",
         *("rewards.environment=null", "train.max_steps=1", "grpo.steps_per_rollout=1"),
+        *("generate.stop=[]", "generate.max_tokens=10"),
     )
     plain = steps(run(tmp_path, cache, *given, name="plain"))[0]
-    other = steps(run(tmp_path, cache, *given, "grpo.dynamic_sampling=2", name="dynamic"))[0]
+    other = steps(run(tmp_path, cache, *given, "grpo.dynamic_sampling=4", name="dynamic"))[0]
     assert plain["groups_without_signal"] > 0
     assert other["groups_resampled"] >= plain["groups_without_signal"] * 4
     assert other["groups_without_signal"] < plain["groups_without_signal"]

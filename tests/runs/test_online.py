@@ -263,7 +263,7 @@ def test_completions_are_judged_as_soon_as_their_group_is_written(
     begun = []
     plain = RewardScoring.score
 
-    def verdicts(self, feed, rows, samples, early=None):
+    def verdicts(self, feed, rows, samples, early=None, environments=None):
         begun.append(sorted(early.begun) if early is not None else [])
         return plain(self, feed, rows, samples, early)
 

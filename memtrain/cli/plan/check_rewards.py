@@ -12,8 +12,7 @@ from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.data.store.held_out_prompts import COLUMNS
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.online.rewards.declared import declared_functions
-from memtrain.trainers.online.rewards.environment import ENVIRONMENT
-from memtrain.trainers.online.rewards.functions import check_columns
+from memtrain.trainers.online.rewards.functions import ENVIRONMENT, check_columns
 from memtrain.trainers.online.rewards.reading import prompt_of_row, reader_of
 
 

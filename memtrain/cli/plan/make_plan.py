@@ -170,7 +170,18 @@ def model_config(model: Model) -> Mapping[str, object]:
 
     Raises: LaunchError when there is none; RecipeError for a scaling that the model cannot have.
     """
-    return scaled(own_config(model), model.rope_scaling)
+    config = scaled(own_config(model), model.rope_scaling)
+    return _with_added_tokens(config, model) if model.add_tokens else config
+
+
+def _with_added_tokens(config: Mapping[str, object], model: Model) -> Mapping[str, object]:
+    """The configuration with as many tokens as the tokenizer has, where it has fewer."""
+    from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
+
+    count, text = len(tokenizer_of(model)), config.get("text_config")
+    if isinstance(text, dict) and "vocab_size" in text:
+        return {**config, "text_config": {**text, "vocab_size": max(count, int(str(text["vocab_size"])))}}
+    return {**config, "vocab_size": max(count, int(str(config["vocab_size"])))}
 
 
 def own_config(model: Model) -> Mapping[str, object]:

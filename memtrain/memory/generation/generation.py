@@ -44,7 +44,6 @@ def with_generation(
         return with_samples(ledger, settings, prediction, facts, budget)
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
     settings = settings.model_copy(update={"cuda_graphs": decide_graphs(ledger, settings)})
-    _decide_correction(ledger)
     _refuse(ledger, settings)
     resting = resting_peak(prediction)
     if settings.sampler in ("vllm", "vllm_server"):
@@ -91,6 +90,7 @@ def with_generation(
 
 
 def _refuse(ledger: DecisionLog, settings: Settings) -> None:
+    _decide_correction(ledger)
     refuse_gathering(ledger, settings)
     ledger.raise_refusals()
 

@@ -146,7 +146,7 @@ class SamplePrompt(Section):
 
     text: str
     ids: tuple[int, ...]
-    """Its tokens, as the model reads them."""
+    """Tokens of the prompt, as the model reads them."""
 
 
 class PreparedData(Section):

@@ -108,7 +108,7 @@ class HeldOutSource(Source):
 
     set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     """Name of the evaluation set of these rows. The short form is a mapping: `eval: {math: math.jsonl, chat:
-    [a.jsonl, b.jsonl]}`. Every metric is then told by set as well (`math/loss`)."""
+    [a.jsonl, b.jsonl]}`. Every metric is then given by set as well (`math/loss`)."""
 
 
 def held_out_sources(value: object) -> object:

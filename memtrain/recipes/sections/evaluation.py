@@ -112,7 +112,7 @@ class Eval(Section):
     metrics: Metrics | None = None
     """Metrics from functions, for SFT and preference methods: `{functions: ./metrics.py:exact}`. A function
     gets what a reward gets, and as `reference` (or `answer`) the answer of the row, of a pair the chosen one.
-    Its mean is told at each evaluation, under its name."""
+    Its mean is a metric of each evaluation, under its name."""
 
     early_stopping: EarlyStopping | None = None
     """End the run when held-out rows show no gain: `{patience: 3}`. Not given: it makes all its steps."""

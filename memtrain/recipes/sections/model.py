@@ -101,6 +101,12 @@ class Model(Section):
     chat_template: str | None = None
     """A Jinja file, or the name of a shipped training template, in place of the tokenizer's own."""
 
+    add_tokens: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    """Tokens that the tokenizer does not have yet: their texts, or text files (`./tokens.txt`) with one a
+    line. Each gets a row of the embedding (and of the head), which begins as the mean of all others; the
+    model is saved with them and with the tokenizer that has them. Beside an adapter the embeddings are
+    trained too: name them in `model.adapter.modules_to_save`."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights in training. `auto`: bfloat16 where the device computes in it, float16 with a
     scaled loss on GPUs that do not (T4, V100), float32 elsewhere."""
@@ -153,6 +159,11 @@ class Model(Section):
         if self.config is not None and self.tokenizer is None:
             raise ValueError(
                 "model.config has no tokenizer of its own; set model.tokenizer (builtin:tiny is at hand)"
+            )
+        if self.add_tokens and self.adapter is not None and not self.adapter.modules_to_save:
+            raise ValueError(
+                "model.add_tokens are trained in the embeddings, and an adapter leaves them frozen; set "
+                "model.adapter.modules_to_save: [embed_tokens, lm_head]"
             )
         if self.quantize != "none" and self.adapter is None:
             raise ValueError(

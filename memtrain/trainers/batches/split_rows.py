@@ -35,7 +35,7 @@ class SplitRows:
     num_generations: int = 1
     """Completions that are written for each prompt; 1 where none are."""
     are_sets: bool = False
-    """The rows are evaluation sets: `rows` of the first, `later` of the others, told together."""
+    """The rows are evaluation sets: `rows` of the first, `later` of the others, reported together."""
 
     def laid(self, lay: Callable[[Ints], Laid], count: Callable[[Laid], int]) -> tuple[Laid, Ints]:
         """(layout of all epochs, [E + 1] where the sequences of each begin); see `laid_epochs`."""

@@ -43,7 +43,7 @@ from memtrain.trainers.model.heads.lm_head import Scorer, base_model, verify_hea
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.kernels.apply import apply_kernels
-from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.adapters import add_adapter, check_new_tokens_learn
 from memtrain.trainers.model.loading.compiled_layers import compile_layers
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import load_model, local_device
@@ -247,7 +247,9 @@ def _own_value(plan: Plan, model: PreTrainedModel | PeftModel) -> PreTrainedMode
         return None
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), "A causal LM looks its tokens up in an embedding."
-    return build_model(plan, vocab_size=embedding.num_embeddings, head="score")
+    added = plan.recipe.model.add_tokens
+    count = len(tokenizer_of(plan.recipe.model)) if added else embedding.num_embeddings
+    return build_model(plan, vocab_size=count, head="score")
 
 
 def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreTrainedModel | PeftModel:
@@ -271,6 +273,8 @@ def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreT
     apply_kernels(model, settings)
     if settings.adapter is not None:
         model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)
+        if recipe.model.add_tokens:
+            check_new_tokens_learn(model)
     prepare_model(model, recipe, settings)
     return model
 

@@ -15,7 +15,7 @@ from memtrain.trainers.online.rewards.score import score
 from memtrain.trainers.runtime.ranks import Ranks
 
 OF_REWARDS = "rewards/"
-"""Before the name of a function's mean in what `score` tells."""
+"""Before the name of a function's mean in the metrics of `score`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class HeldOutMetrics:
         ]
 
         def ask() -> dict[str, float]:
-            told = self._means(answers)
+            means = self._means(answers)
             first = 0
             for name, of_set in zip(self.names, self.sets, strict=False):
                 part = self._means(answers[first : first + len(of_set)])
-                told |= {f"{name}{SET_MARK}{metric}": value for metric, value in part.items()}
+                means |= {f"{name}{SET_MARK}{metric}": value for metric, value in part.items()}
                 first += len(of_set)
-            return told
+            return means
 
         return self.ranks.broadcast(ask() if self.ranks.is_main else {})
 

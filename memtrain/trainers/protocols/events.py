@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-REWARD = "reward"
+from memtrain.recipes.sections import evaluation
+
+REWARD = evaluation.REWARD
 """Key of the mean reward of completions, among the `extra` of an event."""
 
 

@@ -17,6 +17,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.store.cache import cache_dir
+from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.kernels.apply import apply_kernels
 from memtrain.trainers.model.loading.load import load_model, local_device
@@ -113,7 +114,9 @@ def _policy_at_rest(scorer: nn.Module) -> FrozenReference:
 def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
     """The model's weights a second time, frozen, and without an adapter."""
     recipe, settings = plan.recipe, plan.settings
-    count = cast(Any, scorer).model.get_input_embeddings().num_embeddings
+    rows = cast(Any, scorer).model.get_input_embeddings().num_embeddings
+    # Added tokens have their rows behind the tokenizer's own; other models need only enough of them.
+    count = len(tokenizer_of(recipe.model)) if recipe.model.add_tokens else rows
 
     def made() -> nn.Module:
         model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)

@@ -99,7 +99,7 @@ class Grpo(WithMismatch):
 
     dynamic_sampling: NonNegativeInt = 0
     """Times that groups whose rewards are all alike are replaced by groups of other prompts, before the
-    rollout is learnt from (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2). Counted as
+    rollout is trained on (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2). Counted as
     `groups_resampled`. Higher: more signal in a step, more time to generate it. 0: such groups stay."""
 
     off_policy_limit: Annotated[float, Field(gt=0)] | None = None

@@ -1,6 +1,6 @@
 """Prompts of held-out rows with the answers that the rows have: what `eval.metrics` asks, and compares with.
 
-The prompt of a row is all before its last learnt span; of a row with answers, the prompt that they share. No
+The prompt of a row is all before its last trained span; of a row with answers, the prompt that they share. No
 torch here.
 """
 
@@ -36,7 +36,7 @@ class HeldOutPrompt:
 def held_out_prompts(recipe: Recipe, data: PreparedData) -> tuple[tuple[HeldOutPrompt, ...], ...]:
     """By evaluation set, the prompts that `eval.metrics` asks: of evenly spaced rows, of those that have one.
 
-    Raises: DataError when a set has none: all of its rows are learnt from their first token on.
+    Raises: DataError when a set has none: all of its rows are trained on from their first token on.
     """
     asked = recipe.eval.metrics
     store = TokenStore.open(data.train.folder)
@@ -52,7 +52,7 @@ def held_out_prompts(recipe: Recipe, data: PreparedData) -> tuple[tuple[HeldOutP
         if not found:
             of_set = f" of {name}" if name else ""
             raise DataError(
-                f"no held-out row{of_set} has a prompt: all are learnt from their first token on",
+                f"no held-out row{of_set} has a prompt: all are trained on from their first token",
                 "eval.metrics",
                 "use rows of a prompt with a completion; for messages set data.assistant_only_loss: true",
             )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from memtrain.errors import DataError
 from memtrain.memory.plan.plan import SamplePrompt
@@ -14,6 +12,9 @@ from memtrain.recipes.sections.data import Data
 from memtrain.trainers.data.tokenize.chat import specials_of, template_of
 from memtrain.trainers.data.tokenize.encode import Encoder
 from memtrain.trainers.data.tokenize.render import Rendering, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 KEY = "eval.samples.prompts"
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memtrain.errors import DataError, MemtrainError, words_of
 from memtrain.memory.model_shape.config_file import read_config_json
+from memtrain.recipes.reading.token_files import ADD_TOKENS, tokens_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize import tiny_tokenizer
 
@@ -29,7 +31,28 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerFast:
     name = model.tokenizer or model.path
     assert name is not None, "model.config without model.tokenizer is refused by the recipe"
     revision = model.revision if model.tokenizer is None else None
-    return load_tokenizer(name, revision=revision, chat_template=model.chat_template)
+    tokenizer = load_tokenizer(name, revision=revision, chat_template=model.chat_template)
+    return with_tokens(tokenizer, model.add_tokens)
+
+
+def with_tokens(tokenizer: PreTrainedTokenizerFast, asked: Sequence[str]) -> PreTrainedTokenizerFast:
+    """The tokenizer with tokens of a recipe added, each one that it does not have yet.
+
+    Raises: DataError when one is there already, twice in the list, or has no text; or a file cannot be read.
+    """
+    if not asked:
+        return tokenizer
+    from transformers import AddedToken
+
+    tokens = tokens_of(asked)
+    known = tokenizer.get_vocab()
+    for number, token in enumerate(tokens):
+        if not token.strip() or token in known or token in tokens[:number]:
+            why = "has no text" if not token.strip() else "is a token already"
+            raise DataError(f"'{token}' {why}", ADD_TOKENS, "remove it: an added token is a new one")
+    # As it stands: neither split, nor lowered, nor stripped of the spaces around it.
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    return tokenizer
 
 
 def load_tokenizer(

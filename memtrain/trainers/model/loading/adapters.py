@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from types import MethodType
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
@@ -72,6 +73,19 @@ def add_adapter(
         _round_to(adapted, model.dtype)
     compute_in_input_dtype(adapted)
     return adapted.train()
+
+
+def check_new_tokens_learn(model: PeftModel) -> None:
+    """Raise LaunchError where the embedding, or the head, stays frozen: added tokens would learn nothing."""
+    base: Any = model.get_base_model()
+    tables = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+    for name, table in tables.items():
+        if table is not None and not any(one.requires_grad for one in table.parameters()):
+            raise LaunchError(
+                f"model.add_tokens are trained in the {name}, which is frozen",
+                "model.adapter.modules_to_save",
+                "name both: [embed_tokens, lm_head] (other families: wte, embed_in, embed_out)",
+            )
 
 
 def _round_to(model: nn.Module, dtype: torch.dtype) -> None:

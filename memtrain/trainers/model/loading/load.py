@@ -18,9 +18,11 @@ from transformers import (
 
 from memtrain.errors import LaunchError, MemtrainError, words_of
 from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.reading.token_files import tokens_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.attention.own_positions import take_own_positions
 from memtrain.trainers.model.heads.lm_head import backbone_of
+from memtrain.trainers.model.loading.added_tokens import grow_embeddings
 from memtrain.trainers.model.loading.locate import (
     Origin,
     built,
@@ -78,6 +80,8 @@ def load_model(
         origin = find_origin(recipe.path, recipe.revision)
         config = with_scaled_positions(read_config(origin), recipe)
         model = _pretrained(origin, config, settings, head, is_new=is_new)
+        if recipe.add_tokens:
+            grow_embeddings(model, vocab_size, vocab_size - len(tokens_of(recipe.add_tokens)))
     _check_vocabulary(model, recipe, vocab_size)
     model.config.use_cache = False
     _set_attention(model, settings)

@@ -44,11 +44,11 @@ class WritesWords(Protocol):
 
 @dataclass(slots=True)
 class Episode:
-    """One completion on its way."""
+    """A completion on its way."""
 
     group: Group
     number: int
-    """Its place in the group."""
+    """Place in the group."""
     environment: Any = None
     """Object of the user's class, on the main rank."""
     ids: list[int] = field(default_factory=list[int])
@@ -145,7 +145,7 @@ class TurnWriter:
             episode.turn = tuple(ids)
 
     def _answered(self, episodes: Sequence[Episode], max_tokens: int) -> list[Episode]:
-        """Those that go on: environments are asked about turns that ended, and their words put behind."""
+        """Episodes that go on: environments are asked about turns that ended, their words put behind."""
         asked = [one for one in episodes if one.finish is None]
 
         def ask() -> list[tuple[str | None, bool]]:

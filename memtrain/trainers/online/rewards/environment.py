@@ -21,10 +21,8 @@ from memtrain.trainers.online.rewards.functions import named_in_module
 
 PLACE = "rewards.environment"
 GIVEN = ("prompt", "seed")
-"""What `reset` may take beside the columns of the row."""
+"""Arguments of `reset` beside the columns of the row."""
 DEFAULT_ROLE = "user"
-ENVIRONMENT = "environment"
-"""Name under which reward functions get the object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,7 @@ def load_environment(recipe: Environment) -> EnvironmentClass:
             PLACE,
             "write a class with `step(self, text)`, which returns the words that follow, or None at the end",
         )
+    kind: Any = make
     reset = getattr(make, "reset", None)
     parameters = list(inspect.signature(reset).parameters.values())[1:] if reset is not None else []
     by_name = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -72,7 +71,7 @@ def load_environment(recipe: Environment) -> EnvironmentClass:
         takes=tuple(one.name for one in by_name),
         needs=tuple(one.name for one in by_name if one.default is one.empty),
         takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
-        is_async=inspect.iscoroutinefunction(make.step),
+        is_async=inspect.iscoroutinefunction(kind.step),
     )
 
 

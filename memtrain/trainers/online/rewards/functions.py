@@ -16,6 +16,8 @@ from memtrain.errors import Fault, RecipeError
 from memtrain.recipes.sections.rewards import RewardFunction, Rewards
 from memtrain.trainers.online.rewards.builtin import BUILTINS
 
+ENVIRONMENT = "environment"
+"""Argument of recipes with an environment: the object that answered the completion."""
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments of every row beside its columns. A function that is called for each takes `prompt`, `completion`
 and `completion_ids`."""
@@ -98,7 +100,7 @@ def _load(recipe: RewardFunction, where: str) -> Function:
 
 
 def named_in_module(path: str, where: str) -> Any:
-    """What `./file.py:name` or `package.module:name` stands for.
+    """Object that `./file.py:name` or `package.module:name` stands for.
 
     Raises: RecipeError when there is no such file, module or name, or it cannot be imported.
     """
@@ -190,7 +192,7 @@ def looked_at(recipe: RewardFunction, call: Callable[..., Any], where: str, *, i
             where,
             "remove the / from its parameters",
         )
-    if not takes_all and not {"completions", "completion", "completion_ids"} & set(names):
+    if not takes_all and not {"completions", "completion", "completion_ids", ENVIRONMENT} & set(names):
         raise RecipeError(
             f"reward '{recipe.label}' has no parameter for completions "
             f"({', '.join(names) or 'nothing at all'})",

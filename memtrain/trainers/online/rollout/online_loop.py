@@ -36,8 +36,7 @@ from memtrain.trainers.online.generation.completions_log import cut_after
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.online.generation.turns import TurnWriter, open_turns
-from memtrain.trainers.online.rewards.environment import ENVIRONMENT
-from memtrain.trainers.online.rewards.functions import check_columns
+from memtrain.trainers.online.rewards.functions import ENVIRONMENT, check_columns
 from memtrain.trainers.online.rollout.advantage_step import AdvantageStep, rollout_facts
 from memtrain.trainers.online.rollout.advantages import weighted_rewards
 from memtrain.trainers.online.rollout.dynamic_sampling import Judged, with_signal
@@ -224,15 +223,19 @@ class OnlineSteps:
     ) -> Judged:
         """Completions of some rows with their rewards; called by all ranks together."""
         started = time.perf_counter()
-        early, environments, more = self.judging.early(), None, {}
+        # Rewards of held-out completions wait until all are written.
+        is_rollout = feed is self.prompts
+        early, phase = (self.judging.early(), "generation") if is_rollout else (None, "evaluation")
+        environments, more = None, {}
 
         def begin(number: int, samples: list[Sample]) -> None:
-            self.judging.begin(early, feed, number, rows[number], samples)
+            if early is not None:
+                self.judging.begin(early, feed, number, rows[number], samples)
 
         if self.turns is None:
-            samples = self.written(groups, sampling, begin)
+            samples = self.written(groups, sampling, begin, phase=phase)
         else:
-            with self._writing("generation"):
+            with self._writing(phase):
                 held = self.turns.write(groups, sampling, lambda at: self._given(feed, rows[at]))
             samples, environments, more = held.samples, held.environments, held.metrics
         generated = time.perf_counter()
@@ -242,7 +245,7 @@ class OnlineSteps:
         return Judged(rows, samples, reward_AF, metrics | more, generated - started, seconds)
 
     def _given(self, feed: PromptFeed, row: int) -> dict[str, Any]:
-        """What the `reset` of an environment may take of a row."""
+        """Arguments for the `reset` of an environment, of a row."""
         return {**feed.columns(row), "prompt": self.judging.text(feed.ids(row))}
 
     def check_sampler(self) -> None:

@@ -23,8 +23,7 @@ from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.generation.completions_log import COMPLETIONS_FILE, as_text, show
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rewards.early import Early
-from memtrain.trainers.online.rewards.environment import ENVIRONMENT
-from memtrain.trainers.online.rewards.functions import Function, load_functions
+from memtrain.trainers.online.rewards.functions import ENVIRONMENT, Function, load_functions
 from memtrain.trainers.online.rewards.models import RewardJudge, load_reward_model
 from memtrain.trainers.online.rewards.reading import prompt_of_row
 from memtrain.trainers.online.rewards.score import Answer, score

@@ -70,7 +70,7 @@ class Rollout:
     context_ptr: Ints | None = None
     """[A + 1] where the tokens of each begin in `context_ids`."""
     is_written: NDArray[np.bool_] | None = None
-    """Which of `context_ids` the model wrote."""
+    """Mask of `context_ids`: tokens that the model wrote."""
 
     @property
     def num_answers(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.evaluation import LOSS, REWARD, SET_MARK
 from memtrain.trainers.protocols.events import EvalEvent, FinalEvent, SampleEvent
 from memtrain.trainers.run_folder.progress import decimal
@@ -48,3 +49,19 @@ def sample_columns(
         (prompt, [(one.step, one.texts[number]) for one in shown if number < len(one.texts)])
         for number, prompt in enumerate(prompts if shown else ())
     ]
+
+
+def pair_rows(evals: Sequence[EvalEvent]) -> list[Row]:
+    """(name, first -> last value) of the held-out accuracy and margin of pairs; nothing for other methods."""
+    rows: list[Row] = []
+    for key, name in (("rewards/accuracies", "held-out accuracy"), ("rewards/margins", "held-out margin")):
+        values = [event.extra[key] for event in evals if key in event.extra]
+        if values:
+            ends = [values[0], values[-1]] if len(values) > 1 else values
+            rows.append((name, " -> ".join(decimal(value) for value in ends)))
+    return rows
+
+
+def sets_of(plan: Plan | None) -> tuple[str, ...]:
+    """Names of the evaluation sets of a run; none where its plan is missing."""
+    return plan.recipe.data.eval_sets if plan is not None else ()

@@ -30,7 +30,7 @@ from memtrain.trainers.protocols.events import (
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.metrics import read_metrics
 from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
-from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, set_rows
+from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, pair_rows, set_rows, sets_of
 from memtrain.trainers.run_folder.report.rollout_words import counted_words, mean_length_words
 
 MOST_AVERAGED_STEPS = 10
@@ -191,11 +191,6 @@ def phases_of(report: Report) -> list[PhaseMemory]:
     ]
 
 
-def sets_of(report: Report) -> tuple[str, ...]:
-    """Names of the evaluation sets."""
-    return report.plan.recipe.data.eval_sets if report.plan is not None else ()
-
-
 def state_of(report: Report) -> str:
     """State of the run, in words."""
     if report.status is None:
@@ -253,17 +248,6 @@ def eval_words(figures: Figures) -> str:
     if best.loss == figures.last_eval:
         return words
     return f"{words} (best {decimal(sign * best.loss)} at step {best.step})"
-
-
-def pair_rows(report: Report) -> list[tuple[str, str]]:
-    """(name, first -> last value) of the held-out accuracy and margin of pairs; nothing for other methods."""
-    rows: list[tuple[str, str]] = []
-    for key, name in (("rewards/accuracies", "held-out accuracy"), ("rewards/margins", "held-out margin")):
-        values = [event.extra[key] for event in report.evals if key in event.extra]
-        if values:
-            ends = [values[0], values[-1]] if len(values) > 1 else values
-            rows.append((name, " -> ".join(decimal(value) for value in ends)))
-    return rows
 
 
 def reward_words(figures: Figures) -> str:
@@ -340,7 +324,7 @@ def _figures_table(report: Report) -> Table:
         table.add_row("completion length", words)
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
-    for row in (*pair_rows(report), *set_rows(report.evals, sets_of(report))):
+    for row in (*pair_rows(report.evals), *set_rows(report.evals, sets_of(report.plan))):
         table.add_row(*row)
     if figures.tokens_per_s is not None:
         counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)

@@ -18,7 +18,13 @@ from memtrain.trainers.protocols.events import REWARD, DataEvent
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.progress import duration
 from memtrain.trainers.run_folder.report.curves import curve_groups
-from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, sample_columns, set_rows
+from memtrain.trainers.run_folder.report.evaluation_rows import (
+    ending_rows,
+    pair_rows,
+    sample_columns,
+    set_rows,
+    sets_of,
+)
 from memtrain.trainers.run_folder.report.report import (
     Figures,
     Report,
@@ -28,10 +34,8 @@ from memtrain.trainers.run_folder.report.report import (
     load_report,
     loss_words,
     lost_words,
-    pair_rows,
     phases_of,
     reward_words,
-    sets_of,
     source_words,
     state_of,
 )
@@ -100,7 +104,7 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("completion length", *_value_and_remark(words)))
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
-    more = (*pair_rows(report), *set_rows(report.evals, sets_of(report)))
+    more = (*pair_rows(report.evals), *set_rows(report.evals, sets_of(report.plan)))
     tiles += [(name, *_value_and_remark(words)) for name, words in more]
     if figures.tokens_per_s is not None:
         counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)

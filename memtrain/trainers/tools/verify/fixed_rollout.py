@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -103,6 +103,7 @@ class FixedJudging(RewardScoring):
         rows: Sequence[int],
         samples: Sequence[Sequence[Sample]],
         early: Early | None = None,
+        environments: Sequence[Sequence[Any]] | None = None,
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
         """(rewards [A, 1] between -1 and 1, nothing that is told)."""
         flat = [sample for group in samples for sample in group]

@@ -1,0 +1,39 @@
+"""The shipped example: a calculator that answers, and a reward that reads it."""
+
+from pathlib import Path
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.sections.rewards import Environment, RewardFunction, Rewards
+from memtrain.trainers.online.rewards.answer import Answer
+from memtrain.trainers.online.rewards.environment import check_environment, load_environment, replies
+from memtrain.trainers.online.rewards.functions import load_functions
+from memtrain.trainers.online.rewards.score import score
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "calculator.py"
+
+
+def test_the_calculator_answers_and_its_rewards_read_it():
+    """48 / 2 = 24; a turn that ends elsewhere is the last one."""
+    names = ("right", "asked")
+    rewards = Rewards(functions=tuple(RewardFunction(function=f"{EXAMPLE}:{name}") for name in names))
+    made = load_environment(Environment(path=f"{EXAMPLE}:Calculator"))
+    check_environment(made, ["answer"])
+    first, second = made.begin({"prompt": "x", "seed": 1}), made.begin({"prompt": "x", "seed": 2})
+    turns = [(first, "half is <<48/2="), (second, "I do not know")]
+    assert replies(made, turns, rewards) == [("24>>", False), (None, False)]
+    answers = [
+        Answer("x", text, (1,), {"answer": "so 48/2 is #### 24", "environment": environment})
+        for text, environment in (("half is <<48/2=24>>24", first), ("I do not know", second))
+    ]
+    assert score(answers, load_functions(rewards), rewards).value_RF.tolist() == [[1.0, 1 / 3], [0.0, 0.0]]
+
+
+def test_a_class_that_needs_what_rows_do_not_have_is_told(tmp_path: Path):
+    (tmp_path / "own.py").write_text(
+        "class Own:\n    def reset(self, secret): ...\n    def step(self, text): ...\n"
+    )
+    made = load_environment(Environment(path=f"{tmp_path}/own.py:Own"))
+    with pytest.raises(RecipeError, match="reset needs secret, which the rows do not have"):
+        check_environment(made, ["answer"])
