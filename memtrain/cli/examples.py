@@ -6,6 +6,7 @@ from memtrain.recipes.registry import METHODS, Method
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "quickstart": ("memtrain quickstart", "memtrain quickstart --run-dir runs/first"),
+    "score-teacher": ("memtrain score-teacher my.yaml",),
     "score": ("memtrain score runs/my answers.jsonl", "memtrain score runs/my pairs.jsonl -o rewards.jsonl"),
     "train": ("memtrain train my.yaml", "memtrain train my.yaml --no-resume  # start over"),
     "plan": (

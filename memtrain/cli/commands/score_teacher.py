@@ -12,7 +12,10 @@ from memtrain.cli.output.terminal import print_text, whole
 
 def score_teacher(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe file, or a shipped recipe.", autocompletion=complete_recipe)
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file, or a shipped recipe.", autocompletion=complete_recipe
+        ),
     ],
     overrides: OverridesArgument = None,
 ) -> None:
